@@ -44,7 +44,7 @@ TORCH_VENV ?= .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.stamp
 TORCH_WRITERS ?= megatron-core==0.16.* deepspeed==0.19.*
 TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_records.py torch_saving.py dcp_safetensors.py megatron.py deepspeed.py) \
-	tests/engine/test_dcp_target.py
+	tests/engine/test_dcp_target.py tests/aoa/test_families.py
 # mkdocs and its theme, which read the code but do not import Paddle.
 DOCS_VENV ?= .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.stamp
@@ -240,7 +240,7 @@ $(BENCH_STAMP):
 $(TORCH_STAMP):
 	@echo "[make] creating $(TORCH_VENV) with torch and $(TORCH_WRITERS)"
 	@$(PYTHON) -m venv $(TORCH_VENV)
-	@$(TORCH_VENV)/bin/python -m pip install $(INSTALL_FLAGS) 'torch==2.13.*' numpy safetensors setuptools wheel
+	@$(TORCH_VENV)/bin/python -m pip install $(INSTALL_FLAGS) 'torch==2.13.*' 'transformers==5.23.*' numpy safetensors setuptools wheel
 	@# Without its own kernels, which need a compiler of CUDA; its build asks torch.
 	@DS_BUILD_OPS=0 $(TORCH_VENV)/bin/python -m pip install $(INSTALL_FLAGS) --no-build-isolation $(TORCH_WRITERS)
 	@touch $@

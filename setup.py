@@ -89,7 +89,7 @@ setup(
     package_dir={"paddle_flexckpt.patches": "patches"},
     package_data={
         "paddle_flexckpt": ["py.typed"],
-        "paddle_flexckpt.aoa": ["rules/*.json"],
+        "paddle_flexckpt.aoa": ["families.json", "rules/*.json"],
         "paddle_flexckpt.testing.rehearsal_device": ["plugin/*.cc", "plugin/*.h"],
         "paddle_flexckpt.patches": ["*.patch", "index.json", "README.md"],
     },

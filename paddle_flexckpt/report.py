@@ -8,35 +8,14 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from paddle_flexckpt.catalog.texts import format_bytes
+
 if TYPE_CHECKING:
     from paddle_flexckpt.catalog import Problem
-
-
-def format_bytes(count: int) -> str:
-    """Return a byte count for people: ``1.5 GiB``."""
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
-
-
-def format_ranks(ranks: Sequence[int], most: int | None = None) -> str:
-    """Return ranks, in rising order, for people: ``0-3, 8``; beyond so many ranges only how many."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][-1] + 1:
-            ranges[-1] = [ranges[-1][0], rank]
-        else:
-            ranges.append([rank])
-    shown = ", ".join("-".join(map(str, each)) for each in ranges[:most])
-    rest = sum(each[-1] - each[0] + 1 for each in ranges[most:]) if most is not None else 0
-    return f"{shown} and {rest} more" if rest else shown
 
 
 def replica_warning(source: str, replicas_used: dict[str, str]) -> str:

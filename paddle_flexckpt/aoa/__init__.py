@@ -1,15 +1,22 @@
 """AOA: statements that say how tensors of one model become tensors of another, compiled to box maps.
 
-Pure numpy. ``docs/aoa.md`` describes the language.
+Pure numpy. ``docs/aoa.md`` describes the language. The compiler is imported when it is first asked for: most loads have
+no statements.
 """
 
-from paddle_flexckpt.aoa.compile import compile_program
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
 from paddle_flexckpt.aoa.errors import AoaError
-from paddle_flexckpt.aoa.explain import Expanded, expand_program, explain, unused_sources
-from paddle_flexckpt.aoa.invert import invert
-from paddle_flexckpt.aoa.macros import fused_statement
 from paddle_flexckpt.aoa.mapping import Node, Region, Step, TensorInfo, TensorMapping
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.aoa.compile import compile_program
+    from paddle_flexckpt.aoa.explain import Expanded, expand_program, unused_sources
+    from paddle_flexckpt.aoa.macros import fused_statement
 
 __all__ = [
     "AoaConfig",
@@ -23,9 +30,20 @@ __all__ = [
     "TensorMapping",
     "compile_program",
     "expand_program",
-    "explain",
     "fused_statement",
-    "invert",
     "read_config",
     "unused_sources",
 ]
+_HOME = {
+    "Expanded": "explain",
+    "compile_program": "compile",
+    "expand_program": "explain",
+    "fused_statement": "macros",
+    "unused_sources": "explain",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -17,7 +17,8 @@ from paddle_flexckpt.aoa.parser import Statement, parse_program
 from paddle_flexckpt.aoa.program import Program
 from paddle_flexckpt.aoa.reverse import Reversal
 from paddle_flexckpt.aoa.rule import Origin
-from paddle_flexckpt.aoa.sides import MASTER, PARAMETER, NotFed, Side, of_constants, state_key
+from paddle_flexckpt.aoa.sides import NotFed, Side, of_constants
+from paddle_flexckpt.aoa.states import MASTER, PARAMETER, state_key
 from paddle_flexckpt.aoa.steps import Same
 from paddle_flexckpt.aoa.structure_ops import computed
 from paddle_flexckpt.catalog import Catalog

@@ -13,7 +13,15 @@ from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
 
 # Families by what configurations call them, where that is not the family's own name.
-_MODEL_TYPES = MappingProxyType({"mistral": "llama", "deepseek_v2": "deepseek_v3", "ernie4_5_moe": "ernie4_5"})
+_MODEL_TYPES = MappingProxyType(
+    {
+        "mistral": "llama",
+        "internlm3": "llama",
+        "deepseek_v2": "deepseek_v3",
+        "ernie4_5_moe": "ernie4_5",
+        "chatglm": "chatglm2",
+    }
+)
 # Where configurations have the parameters of rules; the first that is there counts.
 _ENTRIES = MappingProxyType(
     {

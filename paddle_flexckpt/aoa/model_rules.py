@@ -1,6 +1,7 @@
 """Rules for common models: AOA statements from Hugging Face checkpoints to Paddle models and back.
 
-They are data files in ``rules/``, one per family of models::
+For some families they are made from names of tensors (:mod:`~paddle_flexckpt.aoa.families`). For others they are data
+files in ``rules/``, one per family of models::
 
     {
       "name", "description",
@@ -23,6 +24,7 @@ from importlib import resources
 from typing import Any
 
 from paddle_flexckpt.aoa.errors import AoaError
+from paddle_flexckpt.aoa.families import family_rules, small_models
 from paddle_flexckpt.aoa.invert import invert
 
 _DIRECTIONS = ("from_hf", "to_hf")
@@ -34,17 +36,23 @@ _NAME = re.compile(r"[A-Za-z0-9_.]*")
 
 def rule_names() -> list[str]:
     """Return names of the families of models that there are rules for, sorted."""
+    return sorted([*_written(), *small_models()])
+
+
+def _written() -> list[str]:
     files = (file.name for file in resources.files("paddle_flexckpt.aoa").joinpath("rules").iterdir())
-    return sorted(name[: -len(".json")] for name in files if name.endswith(".json"))
+    return [name[: -len(".json")] for name in files if name.endswith(".json")]
 
 
 def describe_model_rules(name: str) -> dict[str, Any]:
-    """Return the data file of a family of models: its parameters, variants and blocks of statements.
+    """Return the rules of a family of models as a file of rules has them: parameters, variants, blocks of statements.
 
     Raises:
         AoaError: There are no rules of that name.
     """
     _check_known("model rules", name, rule_names())
+    if name in small_models():
+        return family_rules(name)
     file = resources.files("paddle_flexckpt.aoa").joinpath("rules").joinpath(f"{name}.json")
     rules: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return rules

@@ -101,6 +101,8 @@ class Template:
 
 def parse_name(text: str, column: int = 0) -> Template:
     """Split a name at its placeholders; a ``$`` that begins none is a character like others."""
+    if "$" not in text:
+        return Template(text, (text,) if text else (), ())
     parts: list[str | Placeholder] = []
     position = 0
     for found in _PLACEHOLDER.finditer(text):

@@ -12,7 +12,8 @@ from paddle_flexckpt.aoa.operations import Operations, Shape, Value, filled
 from paddle_flexckpt.aoa.parser import Statement
 from paddle_flexckpt.aoa.partition import source_parts, target_parts
 from paddle_flexckpt.aoa.rule import NOTHING, ExpandedError, Ids, Origin, Rule, instantiate, make_rule, without_stars
-from paddle_flexckpt.aoa.sides import PARAMETER, STATES, NotFed, Side, StateView, state_key
+from paddle_flexckpt.aoa.sides import NotFed, Side, StateView
+from paddle_flexckpt.aoa.states import PARAMETER, STATES, state_key
 from paddle_flexckpt.aoa.structure import Structure, StructureError
 from paddle_flexckpt.aoa.structure_ops import source as source_structure
 

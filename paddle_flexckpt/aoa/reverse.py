@@ -18,7 +18,7 @@ from paddle_flexckpt.aoa.errors import AoaError, describe_problem
 from paddle_flexckpt.aoa.mapping import TensorInfo
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.program import Program
-from paddle_flexckpt.aoa.sides import PARAMETER, state_key
+from paddle_flexckpt.aoa.states import PARAMETER, state_key
 from paddle_flexckpt.aoa.structure import Fragments, Structure, assembled
 from paddle_flexckpt.aoa.structure_values import keep
 

@@ -13,7 +13,8 @@ from paddle_flexckpt.aoa.macros import expand, expand_arrays, expand_stars, fuse
 from paddle_flexckpt.aoa.names import OFFSET, Placeholder, Template, parse_name
 from paddle_flexckpt.aoa.operations import Operations, Shape, Value, carry_out, concatenated
 from paddle_flexckpt.aoa.parser import Statement, parse
-from paddle_flexckpt.aoa.sides import PARAMETER, STATES, Side
+from paddle_flexckpt.aoa.sides import Side
+from paddle_flexckpt.aoa.states import PARAMETER, STATES
 from paddle_flexckpt.aoa.structure import Structure
 
 NOTHING = "_"

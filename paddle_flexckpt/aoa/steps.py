@@ -19,6 +19,7 @@ from paddle_flexckpt.aoa.casts import COMPLEX, FLOATS, Number, converted, number
 from paddle_flexckpt.aoa.mapping import TensorInfo
 from paddle_flexckpt.aoa.structure import StructureError, TypedStep
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog.dtypes import check_range
 
 # Sign, exponent and mantissa of 4-bit floats: s eem.
 _FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
@@ -128,7 +129,8 @@ class Convert(_Pointwise):
         """Cast the elements."""
         array = operands[0]
         for dtype in self.dtypes:
-            array = converted(array, dtype)
+            before, array = array, converted(array, dtype)
+            check_range(before, array)
         return array
 
 

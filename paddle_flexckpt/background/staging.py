@@ -16,7 +16,7 @@ from typing import Union
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.report import format_bytes
+from paddle_flexckpt.catalog.texts import format_bytes
 
 _HUGE_PAGE_BYTES = 2 << 20
 # Page-locks memory for a device, and returns what unlocks it; None where that cannot be done.

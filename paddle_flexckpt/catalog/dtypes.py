@@ -9,7 +9,7 @@ from types import MappingProxyType
 import ml_dtypes
 import numpy as np
 
-from paddle_flexckpt.catalog.errors import ValidationError
+from paddle_flexckpt.catalog.errors import OverflowingCastError, ValidationError
 
 
 @dataclass(frozen=True)
@@ -93,3 +93,49 @@ def castable(source: str, target: str) -> bool:
     if target in _FLOATS or target in _COMPLEX:
         return True
     return np.can_cast(dtype_of(source).numpy, dtype_of(target).numpy, "safe")
+
+
+def assign(target: np.ndarray, values: np.ndarray, row: int = -1) -> None:
+    """Assign values to an array, cast to its element type.
+
+    Args:
+        target: The array.
+        values: Of its shape.
+        row: What is filled, for the error.
+
+    Raises:
+        OverflowingCastError: Finite numbers are too large for the type; the target has been written.
+    """
+    if values.dtype == target.dtype or not _is_narrower(values.dtype, target.dtype):
+        target[...] = values
+        return
+    with np.errstate(over="ignore"):
+        target[...] = values
+    check_range(values, target, row)
+
+
+def check_range(values: np.ndarray, cast: np.ndarray, row: int = -1) -> None:
+    """Raise OverflowingCastError if finite numbers are infinite, or no number, now that they are cast."""
+    if not _is_narrower(values.dtype, cast.dtype) or np.isfinite(cast).all():
+        return
+    lost = np.isfinite(values) & ~np.isfinite(cast)
+    count = int(np.count_nonzero(lost))
+    if count:
+        raise OverflowingCastError(
+            f"a cast from {values.dtype.name} to {cast.dtype.name} met {count} finite numbers, of {cast.size} that are "
+            f"cast at a time, which are too large, such as {values[lost][0]}; targets are partly overwritten. Remedy: "
+            f"take {values.dtype.name} or another dtype with its range, or scale the values first",
+            row,
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_narrower(source: np.dtype, target: np.dtype) -> bool:
+    """Return whether a floating-point or complex type lacks numbers as large as another type's largest."""
+    return target.name in _FLOATS | _COMPLEX and _largest(source) > _largest(target)
+
+
+def _largest(dtype: np.dtype) -> float:
+    if dtype.kind == "b":
+        return 1
+    return int(np.iinfo(dtype).max) if dtype.kind in "iu" else float(ml_dtypes.finfo(dtype).max)

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paddle_flexckpt.catalog.texts import printable
+
 # An error text with thousands of lines hides its cause; the first ones and the count tell the story.
 MAX_LISTED = 20
 
@@ -57,8 +59,8 @@ class Problem:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return the first names as text, and how many more there are."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    """Return the first names as text that can be printed, and how many more there are."""
+    return ", ".join(map(printable, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 class CheckpointError(RuntimeError):
@@ -82,6 +84,22 @@ class StoppedExchangeError(CheckpointError):
 
     What a call raises is of the class of that rank's error, or a CheckpointError.
     """
+
+
+class OverflowingCastError(CheckpointError):
+    """Tell that a cast would have made finite numbers infinite, or no number.
+
+    Attributes:
+        row: The row that was being filled, as far as whoever cast it knew; -1 where it did not.
+    """
+
+    def __init__(self, text: str, row: int = -1) -> None:
+        super().__init__(text)
+        self.row = row
+
+    def of_key(self, key: str) -> OverflowingCastError:
+        """Return the error with the key that it is about."""
+        return OverflowingCastError(f"key {key!r}: {self}")
 
 
 class UnsafePickleError(CorruptCheckpointError):

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 from paddle_flexckpt.catalog import Catalog, ValidationError, without_extra_state
+from paddle_flexckpt.catalog.texts import printable
 from paddle_flexckpt.foreign.formats import SourceDirectory
 
 if TYPE_CHECKING:
@@ -123,9 +124,10 @@ def table(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[s
     """Return lines of columns that stand below each other.
 
     Args:
-        lines: The texts of each line; as many in each.
+        lines: The texts of each line; as many in each. What a terminal would not print is escaped.
         right: The columns that end below each other; the others begin so.
     """
+    lines = [list(map(printable, line)) for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return [
         "  ".join(

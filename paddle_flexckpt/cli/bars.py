@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.progress import Progress, ProgressCallback
-from paddle_flexckpt.report import format_bytes
 
 _COLOUR = "green"
 

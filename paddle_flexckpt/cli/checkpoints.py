@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
+from paddle_flexckpt.catalog.texts import format_bytes, printable
 from paddle_flexckpt.cli.arguments import (
     Outcome,
     add_aoa,
@@ -25,13 +26,12 @@ from paddle_flexckpt.cli.arguments import (
     written,
 )
 from paddle_flexckpt.cli.bars import progress_bar
-from paddle_flexckpt.cli.outputs import DigestReport, InspectReport, Shard, ShownTensor, ShowReport, StoredTensor
 from paddle_flexckpt.foreign.formats import ORIGINS, SourceDirectory
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.report import format_bytes
 
 if TYPE_CHECKING:
+    from paddle_flexckpt.cli.outputs import InspectReport, ShownTensor
     from paddle_flexckpt.engine.tensor_reader import TensorReader
 
 # What a command works with is imported when it runs: `inspect` needs no engine, and is to answer at once.
@@ -151,12 +151,16 @@ def _show(options: argparse.Namespace) -> str:
     with TensorReader(options.source, options.unique_id, config) as reader:
         shown = [_shown(reader, text) for text in options.what]
     if options.json:
+        from paddle_flexckpt.cli.outputs import ShowReport
+
         return ShowReport(options.source, [tensor for tensor, _ in shown]).to_json()
     return "\n".join(text for _, text in shown)
 
 
 def _shown(reader: TensorReader, text: str) -> tuple[ShownTensor, str]:
     """Return a tensor, or a slice of it, with statistics: for programs and for people."""
+    from paddle_flexckpt.cli.outputs import ShownTensor
+
     match = _SLICE.fullmatch(text)
     match = None if match is not None and text in reader else match
     try:
@@ -184,7 +188,7 @@ def _shown(reader: TensorReader, text: str) -> tuple[ShownTensor, str]:
         not_finite=int(values.size - finite.size),
         values=(array if array.dtype.kind in "biu" else values).tolist() if values.size <= MOST_VALUES else None,
     )
-    head = f"{text}: {found.dtype} {found.shape}"
+    head = f"{printable(text)}: {found.dtype} {found.shape}"
     if of_all:
         head += f", from {found.smallest:.6g} to {found.largest:.6g}"
         head += f", mean {found.mean:.6g}, deviation {found.deviation:.6g}"
@@ -213,8 +217,10 @@ def _digest(options: argparse.Namespace) -> str:
     with progress_bar(options.json) as progress:
         found = digest_checkpoint(options.source, options.unique_id, config, progress=progress)
     if options.json:
+        from paddle_flexckpt.cli.outputs import DigestReport
+
         return DigestReport(options.source, found).to_json()
-    return "\n".join(f"{digest}  {key}" for key, digest in found.items())
+    return "\n".join(f"{digest}  {printable(key)}" for key, digest in found.items())
 
 
 def _diff(options: argparse.Namespace) -> Outcome:
@@ -278,6 +284,8 @@ def _inspect(options: argparse.Namespace) -> str:
 
 def _described(directory: CheckpointDirectory, manifest: Manifest, rows: Mapping[str, np.ndarray]) -> InspectReport:
     """Return the checkpoint, and the tensors of some rows with their shards."""
+    from paddle_flexckpt.cli.outputs import InspectReport, Shard, StoredTensor
+
     catalog, length = manifest.catalog, manifest.catalog.byte_length
     tensors = {}
     for key, own in rows.items():
@@ -346,7 +354,7 @@ def _totals(manifest: Manifest) -> list[str]:
     extra = sorted(key for key in keys if key.startswith(EXTRA_STATE))
     stored, files = int(catalog.byte_length.sum()), int(manifest.file_bytes.sum())
     return [
-        f"extra state: {', '.join(extra) if extra else 'none'}",
+        f"extra state: {', '.join(map(printable, extra)) if extra else 'none'}",
         f"total: {len(keys)} keys, {len(catalog)} shards, {stored} bytes ({format_bytes(stored)}) in "
         f"{len(catalog.files)} files of {files} bytes",
     ]
@@ -372,7 +380,7 @@ def _shards(catalog: Catalog, key: str) -> list[str]:
     length = catalog.byte_length
     order = catalog.order(int(catalog.key[rows[0]]))
     return [
-        key if order is None or order.axis is None else f"{key}: {order.describe()}",
+        printable(key if order is None or order.axis is None else f"{key}: {order.describe()}"),
         *(
             f"  {catalog.describe(row)}, rank {catalog.rank[row]}, {catalog.file_name(row)}, bytes "
             f"{catalog.byte_offset[row]} to {catalog.byte_offset[row] + length[row]}"

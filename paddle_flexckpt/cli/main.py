@@ -13,7 +13,8 @@ from paddle_flexckpt._version import __version__
 _COMMANDS = {
     "checkpoints": ("inspect", "show", "digest", "diff", "verify", "repair", "export"),
     "convert": ("convert",),
-    "overview": ("ls", "du", "doctor"),
+    "overview": ("ls", "du"),
+    "doctor": ("doctor",),
     "rehearse": ("rehearse",),
     "map": ("map",),
     "bench": ("bench",),
@@ -56,13 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     options = build_parser(words).parse_args(words)
     from paddle_flexckpt.catalog import CheckpointError
+    from paddle_flexckpt.catalog.texts import printable_lines
     from paddle_flexckpt.cli.arguments import Outcome
-    from paddle_flexckpt.patching import PatchError
 
     try:
         result = options.run(options)
         outcome = result if isinstance(result, Outcome) else Outcome(result)
-        print(outcome.text)
+        print(printable_lines(outcome.text))
     except BrokenPipeError:
         # The reader has seen enough (`flexckpt explain ... | head`).
         sys.stderr.close()
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"flexckpt {options.command}: interrupted", file=sys.stderr)
         return 130  # 128 + SIGINT, as shells have it
-    except (CheckpointError, PatchError, OSError) as error:
-        print(f"flexckpt {options.command}: {error}", file=sys.stderr)
+    except (CheckpointError, OSError, *getattr(options, "errors", ())) as error:
+        print(printable_lines(f"flexckpt {options.command}: {error}"), file=sys.stderr)
         return 1
     return outcome.code

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from paddle_flexckpt.catalog import Problem, ValidationError
+from paddle_flexckpt.catalog.texts import format_bytes, format_ranks, printable
 from paddle_flexckpt.cli.arguments import add_checkpoint, add_html, aoa_config, table, written
 from paddle_flexckpt.cli.rehearse import add_layout, layout_from
 from paddle_flexckpt.engine.holders import HoldersReport, Part, find_holders
 from paddle_flexckpt.pages.holders import holders_page
 from paddle_flexckpt.pages.pictures import holders_picture
-from paddle_flexckpt.report import format_bytes, format_ranks
 
 # Ranges of ranks, and files, in one line of the text; all are in the JSON.
 _RANGES = 4
@@ -84,7 +84,7 @@ def seconds_of(path: str) -> dict[str, list[float]]:
 def _lines(report: HoldersReport) -> list[str]:
     lines = []
     for key, tensor in report.tensors.items():
-        lines.append(f"{key}: {tensor.dtype} {tensor.shape}")
+        lines.append(f"{printable(key)}: {tensor.dtype} {tensor.shape}")
         rows = [_columns("stored", part) for part in tensor.stored]
         rows += [_columns("needed", part) for part in tensor.needed]
         lines += [f"  {line}" for line in table(rows, right=(3,))]

@@ -1,4 +1,4 @@
-"""flexckpt ls, du and doctor: what there is, what takes the room, and what this installation lacks.
+"""flexckpt ls and du: what there is, and what takes the room.
 
 Tested in tests/cli/test_overview.py.
 """
@@ -7,53 +7,23 @@ from __future__ import annotations
 
 import argparse
 import re
-import shutil
-import sys
 import time
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt._version import __version__
-from paddle_flexckpt.aoa.sides import MASTER, split_state
+from paddle_flexckpt.aoa.states import MASTER, split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.arguments import Outcome, add_checkpoint, table
-from paddle_flexckpt.cli.outputs import (
-    DoctorReport,
-    ListedCheckpoint,
-    ListReport,
-    Package,
-    PatchState,
-    Usage,
-    UsageReport,
-)
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
-from paddle_flexckpt.patching import check_patch, find_root, read_patches
-from paddle_flexckpt.report import format_bytes
 
 _GROUPS = ("layer", "role", "dtype", "rank")
 _LAYER = re.compile(r"(.*?\.?\d+)\.")
-#: Distribution, versions that the tests run with (as a pattern), and what it is for.
-_PACKAGES = (
-    ("paddlepaddle", r"3\.[0-3]\.", "saves and loads of live states"),
-    ("paddlepaddle-gpu", r"3\.[0-3]\.", "the same on GPUs"),
-    ("numpy", r"1\.26\.|2\.", "everything"),
-    ("safetensors", r"0\.([7-9]|\d\d)|[1-9]", "everything"),
-    ("xxhash", r"3\.([5-9]|\d\d)|[4-9]", "checksums"),
-    ("ml_dtypes", r"0\.([5-9]|\d\d)|[1-9]", "bfloat16 and float8"),
-    ("fsspec", r"2024\.1[012]|202[5-9]|20[3-9]", "object stores"),
-    ("s3fs", r"2024\.1[012]|202[5-9]|20[3-9]", "S3"),
-    ("pyyaml", r"[6-9]", "AOA statements in YAML"),
-    ("paddlenlp", r"3\.0\.0b4", "PaddleNLP's trainer"),
-    ("paddleformers", r"1\.2\.0", "PaddleFormers' trainer"),
-)
-_REQUIRED = ("numpy", "safetensors", "xxhash", "ml_dtypes")
-_SHARED_MEMORY = "/dev/shm"
 
 
 def add_command(commands: Any) -> None:
@@ -82,14 +52,7 @@ def add_command(commands: Any) -> None:
         help="what is summed up: parameters and each kind of state (default), layers, dtypes, or the ranks that saved",
     )
 
-    doctor = commands.add_parser(
-        "doctor",
-        help="say what is installed, whether it is supported, and which defects of it can be mended",
-        description="Lists the versions of Python and of the packages that matter, and the patches that fit what is "
-        "installed. The exit status is 1 if something needed is missing, or a version is not supported.",
-        epilog="example: flexckpt doctor",
-    )
-    for parser, run in ((listing, _list), (usage, _usage), (doctor, _doctor)):
+    for parser, run in ((listing, _list), (usage, _usage)):
         parser.add_argument("--json", action="store_true", help="print all as JSON")
         parser.set_defaults(run=run)
 
@@ -103,6 +66,8 @@ def _list(options: argparse.Namespace) -> Outcome:
         )
     records = [_record(info) if info.complete else None for info in found]
     if options.json:
+        from paddle_flexckpt.cli.outputs import ListedCheckpoint, ListReport
+
         listed = [
             ListedCheckpoint(
                 **vars(info),
@@ -159,6 +124,8 @@ def _usage(options: argparse.Namespace) -> str:
     order = np.argsort(-sizes, kind="stable").tolist()
     total = int(sizes.sum())
     if options.json:
+        from paddle_flexckpt.cli.outputs import Usage, UsageReport
+
         groups = [Usage(names[i], int(sizes[i]), keys[i]) for i in order]
         return UsageReport(options.source, options.by, groups, total).to_json()
     lines = [(options.by, "bytes", "", "share", "keys")]
@@ -197,60 +164,3 @@ def _role_of(key: str, keys: set[str]) -> str:
         return "extra state"
     state = split_state(key, keys)[1]
     return "master weights" if state == MASTER else f"state {state}" if state else "parameters"
-
-
-def _doctor(options: argparse.Namespace) -> Outcome:
-    """Return what is installed and what is known of it; code 1 if something does not do."""
-    packages: list[Package] = []
-    problems: list[str] = []
-    for name, pattern, purpose in _PACKAGES:
-        try:
-            version = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            version = ""
-        supported = bool(version) and re.match(pattern, version) is not None
-        packages.append(Package(name, version, supported, purpose))
-        if version and not supported:
-            problems.append(f"{name} {version} is not a version that the tests run with")
-        if not version and name in _REQUIRED:
-            problems.append(f"{name} is missing. Remedy: pip install {name}")
-    patches = _patches()
-    python = ".".join(map(str, sys.version_info[:3]))
-    free = _free_shared_memory()
-    if options.json:
-        states = [PatchState(*each) for each in patches]
-        report = DoctorReport(__version__, python, packages, states, free, problems)
-        return Outcome(report.to_json(), int(bool(problems)))
-    lines = [("package", "version", "supported", "for"), ("flexckpt", __version__, "", ""), ("python", python, "", "")]
-    for each in packages:
-        verdict = "-" if not each.version else "yes" if each.supported else "no"
-        lines.append((each.package, each.version or "-", verdict, each.purpose))
-    text = table(lines)
-    text.append(f"shared memory, for asynchronous saves and reshards: {_free(free)}")
-    for name, status, title in patches:
-        text.append(
-            f"defect that a patch mends: {title}. Remedy: flexckpt patch --apply {name}"
-            if status == "fits"
-            else f"patched: {title} ({name})"
-        )
-    text += [f"problem: {problem}" for problem in problems]
-    return Outcome("\n".join([*text, "" if problems else "no problems"]).rstrip("\n"), int(bool(problems)))
-
-
-def _patches() -> list[tuple[str, str, str]]:
-    """Return name, status and title of the patches that are in what is installed, or fit it."""
-    every = list(read_patches().values())
-    roots = {package: find_root(package) for package in {patch.package for patch in every}}
-    found = [(patch.name, check_patch(roots[patch.package], every, patch)[0], patch.title) for patch in every]
-    return [each for each in found if each[1] in ("fits", "applied")]
-
-
-def _free_shared_memory() -> int | None:
-    try:
-        return shutil.disk_usage(_SHARED_MEMORY).free
-    except OSError:
-        return None
-
-
-def _free(count: int | None) -> str:
-    return f"there is no {_SHARED_MEMORY}" if count is None else f"{format_bytes(count)} free"

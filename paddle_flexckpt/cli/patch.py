@@ -32,7 +32,7 @@ def add_command(commands: Any) -> None:
         metavar="DIR",
         help="the directory that holds the package, such as site-packages; by default where Python would find it",
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, errors=(PatchError,))
 
 
 def run(options: argparse.Namespace) -> Outcome:

@@ -8,6 +8,7 @@ from typing import Any
 from paddle_flexckpt.aoa.config import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
 from paddle_flexckpt.cli.arguments import (
     Outcome,
     add_aoa,
@@ -26,7 +27,6 @@ from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal, rehearse_save
 from paddle_flexckpt.planning.job_layout import JobLayout
-from paddle_flexckpt.report import format_bytes, format_ranks
 
 # Lines of the table, and keys of a list; all are in the JSON.
 _LINES, _KEYS = 16, 3
@@ -69,7 +69,9 @@ def add_command(commands: Any) -> None:
         "--cooperative", action="store_true", help="say also what ranks read and exchange if one reads for all"
     )
     parser.add_argument(
-        "--object-store", action="store_true", help="count requests as if the checkpoint were in an object store"
+        "--object-store",
+        action="store_true",
+        help="count requests as if the checkpoint were in an object store; with --save, those that send data files",
     )
     parser.add_argument(
         "--save", action="store_true", help="say what the job would save, instead of whether and how it loads"
@@ -126,7 +128,6 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
     rate, request = _speed(options)
     loading = {
         "--cooperative": options.cooperative,
-        "--object-store": options.object_store,
         "--strict": options.strict != "missing",
     }
     if options.save and any(loading.values()):
@@ -144,7 +145,8 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
     )
     layout, notes = layout_from(options, config)
     if options.save:
-        saved = rehearse_save(layout, save_replicas=options.save_replicas, bytes_per_second=rate, notes=notes)
+        chosen = {"save_replicas": options.save_replicas, "object_store": options.object_store}
+        saved = rehearse_save(layout, bytes_per_second=rate, notes=notes, **chosen)
         lines = [*_save_lines(saved), saved.summary()]
         if options.html is not None:
             from paddle_flexckpt.pages.reports import save_rehearsal_page
@@ -218,6 +220,10 @@ def _save_lines(report: SaveRehearsal) -> list[str]:
         more = (sizes["hashed_bytes"], sizes["staging_bytes"])
         rows.append((str(rank), sizes["held_bytes"], sizes["bytes_written"], *counts, *more))
     lines = _aligned(rows, len(order), "write") if order else []
+    requests = columns.get("object_requests")
+    if requests:
+        most = requests.index(max(requests))
+        lines.append(f"object store: {sum(requests)} requests; rank {most} makes the most, {requests[most]}")
     return [*lines, *(f"note: {note}" for note in report.notes)]
 
 

@@ -9,7 +9,8 @@ import argparse
 import json
 from typing import Any
 
-from paddle_flexckpt import aoa
+from paddle_flexckpt.aoa.explain import expand_program, explain
+from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
 from paddle_flexckpt.cli.arguments import add_aoa, aoa_config, catalog_of, parameter_of
 
@@ -62,14 +63,14 @@ def add_command(commands: Any) -> None:
 
 def _explain(options: argparse.Namespace) -> str:
     """Return where each target comes from."""
-    return aoa.explain(aoa_config(options.aoa), catalog_of(options.source), catalog_of(options.target), options.key)
+    return explain(aoa_config(options.aoa), catalog_of(options.source), catalog_of(options.target), options.key)
 
 
 def _expand(options: argparse.Namespace) -> str:
     """Return the simple statements that macros stand for."""
     source, target = catalog_of(options.source), catalog_of(options.target)
     lines: list[str] = []
-    for expanded in aoa.expand_program(aoa_config(options.aoa), source, target):
+    for expanded in expand_program(aoa_config(options.aoa), source, target):
         lines.append(f"# statement {expanded.number}: {expanded.text.strip()}")
         lines += [text.strip() for text in expanded.texts]
     return "\n".join(lines)
@@ -77,7 +78,7 @@ def _expand(options: argparse.Namespace) -> str:
 
 def _invert(options: argparse.Namespace) -> str:
     """Return the statements that undo others."""
-    return json.dumps(aoa.invert(aoa_config(options.aoa)), indent=2, ensure_ascii=False)
+    return json.dumps(invert(aoa_config(options.aoa)), indent=2, ensure_ascii=False)
 
 
 def _rules(options: argparse.Namespace) -> str:

@@ -9,10 +9,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.buffered_reads import buffered_reads
 from paddle_flexckpt.engine.filling import Filling
-from paddle_flexckpt.engine.piece_columns import PieceColumns, are_contiguous
+from paddle_flexckpt.engine.piece_columns import PieceColumns, are_contiguous, group_forms
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.wanted import wanted_bytes
 from paddle_flexckpt.planning import Pieces
@@ -63,7 +64,9 @@ def ranges_read(
     """
     columns = PieceColumns.of(part, source, target, addresses)
     for rows in columns.turns(part, source):
-        yield _ranges(part.take(rows), source, block_bytes)
+        own = part.take(rows)
+        piece, begin, end = ranges_of(own, source, block_bytes)
+        yield own.source[piece], begin, end
 
 
 def announce_reads(reader: FileReader, parts: list[Pieces]) -> None:
@@ -73,23 +76,28 @@ def announce_reads(reader: FileReader, parts: list[Pieces]) -> None:
         CorruptCheckpointError: A file is not as it was.
         OSError: A file cannot be opened.
     """
-    found = [_ranges(part, reader.catalog, reader.block_bytes) for part in parts]
+    found = [(part, ranges_of(part, reader.catalog, reader.block_bytes)) for part in parts]
     if found:
-        reader.read_ahead(*(np.concatenate(column) for column in zip(*found)))
+        items = np.concatenate([part.source[piece] for part, (piece, _, _) in found])
+        reader.read_ahead(items, *(np.concatenate(column) for column in list(zip(*(each for _, each in found)))[1:]))
 
 
-def _ranges(pieces: Pieces, source: Catalog, block_bytes: int) -> Ranges:
-    """Return items, first bytes and bytes beyond of the ranges that are read of pieces, in their order."""
-    itemsize = source.itemsize[pieces.source]
-    plain = (pieces.size > 0) & are_contiguous(pieces.extents, pieces.source_strides)
+def ranges_of(pieces: Pieces, source: Catalog, block_bytes: int) -> Ranges:
+    """Return the ranges that are read of pieces: number of the piece, which rises, first byte and the one beyond."""
+    itemsize, size = source.itemsize[pieces.source], pieces.size
+    plain = (size > 0) & are_contiguous(pieces.extents, pieces.source_strides)
     number = [np.flatnonzero(plain)]
     begin = [(pieces.source_base * itemsize)[plain]]
-    end = [begin[0] + (pieces.size * itemsize)[plain]]
-    for piece in np.flatnonzero((pieces.size > 0) & ~plain).tolist():
-        length = int(source.byte_length[pieces.source[piece]])
-        each = wanted_bytes(pieces.copy(piece), int(itemsize[piece]), length, block_bytes)
-        number.append(np.full(len(each[0]), piece))
-        begin.append(each[0])
-        end.append(each[1])
+    end = [begin[0] + (size * itemsize)[plain]]
+    rest = np.flatnonzero((size > 0) & ~plain)
+    length, axes = source.byte_length[pieces.source], pieces.extents.shape[1]
+    forms = np.hstack([itemsize[:, None], pieces.extents, pieces.source_strides])[rest]
+    for form, members in group_forms(forms):
+        rows, extents, strides = rest[members], tuple(form[1 : 1 + axes].tolist()), tuple(form[1 + axes :].tolist())
+        copy = StridedCopy(extents, 0, strides, 0, strides).simplified()
+        first, beyond = wanted_bytes(copy, int(form[0]), pieces.source_base[rows], length[rows], block_bytes)
+        number.append(np.repeat(rows, first.shape[1]))
+        begin.append(first.reshape(-1))
+        end.append(beyond.reshape(-1))
     order = np.argsort(np.concatenate(number), kind="stable")
-    return pieces.source[np.concatenate(number)][order], np.concatenate(begin)[order], np.concatenate(end)[order]
+    return np.concatenate(number)[order], np.concatenate(begin)[order], np.concatenate(end)[order]

@@ -13,6 +13,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import dtype_of, group_replicas
+from paddle_flexckpt.catalog.texts import format_bytes, printable
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.whole_tensors import iterate_bands
 from paddle_flexckpt.foreign.formats import SourceDirectory
@@ -20,7 +21,7 @@ from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.progress import Meter, ProgressCallback
-from paddle_flexckpt.report import Report, format_bytes
+from paddle_flexckpt.report import Report
 
 # Elements that are compared at once: bounds the memory of what is computed for them.
 COMPARED_AT_ONCE = 1 << 20
@@ -104,12 +105,13 @@ class DiffReport(Report):
 
     def lines(self) -> list[str]:
         """Return a line for each difference, for people."""
-        return [
+        lines = [
             *(f"- {key}: only in the first" for key in self.only_in_first),
             *(f"+ {key}: only in the second" for key in self.only_in_second),
             *(f"! {key}: {one} in the first, {two} in the second" for key, (one, two) in self.unlike.items()),
             *(f"~ {key}: {difference}" for key, difference in self.differing.items()),
         ]
+        return list(map(printable, lines))
 
     def summary(self) -> str:
         """Return one line for people."""

@@ -22,9 +22,10 @@ import xxhash
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
-from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
 from paddle_flexckpt.catalog.dtypes import is_float
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.conversion_content import Content, ConversionTarget
 from paddle_flexckpt.engine.conversion_notes import ConversionNotes
@@ -43,7 +44,7 @@ from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.progress import Meter
-from paddle_flexckpt.report import Report, format_bytes, order_warning, replica_warning
+from paddle_flexckpt.report import Report, order_warning, replica_warning
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -14,6 +14,7 @@ from typing import Protocol, Union
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
+from paddle_flexckpt.catalog.dtypes import assign
 from paddle_flexckpt.planning import Pieces
 
 # Bytes per step on the host: small enough to stay in cache between the strided side and the contiguous one.
@@ -60,28 +61,39 @@ def read_values(storage: AnyStorage, copy: StridedCopy) -> np.ndarray:
     return copy.gather_from(storage) if isinstance(storage, np.ndarray) else storage.read(copy)
 
 
-def write_values(storage: AnyStorage, copy: StridedCopy, values: np.ndarray) -> None:
-    """Write values, in the order of a copy, to its target side; they are cast to the storage's dtype."""
+def write_values(storage: AnyStorage, copy: StridedCopy, values: np.ndarray, row: int = -1) -> None:
+    """Write values, in the order of a copy, to its target side; they are cast to the storage's dtype.
+
+    Raises:
+        OverflowingCastError: Numbers are too large for it; the error has the row.
+    """
     if isinstance(storage, np.ndarray):
-        copy.scatter_into(storage)[...] = values.reshape(copy.extents)
-    else:
-        storage.write(copy, values.astype(storage.dtype, copy=False))
+        assign(copy.scatter_into(storage), values.reshape(copy.extents), row)
+        return
+    if values.dtype != storage.dtype:
+        cast = np.empty(values.shape, dtype=storage.dtype)
+        assign(cast, values, row)
+        values = cast
+    storage.write(copy, values)
 
 
-def copy_values(copy: StridedCopy, source: AnyStorage, target: AnyStorage) -> None:
+def copy_values(copy: StridedCopy, source: AnyStorage, target: AnyStorage, row: int = -1) -> None:
     """Carry out one copy between storages, in bounded steps where a device takes part.
 
     Values are cast where dtypes differ. A cast is numpy's, on the host, so that it rounds alike everywhere.
+
+    Raises:
+        OverflowingCastError: Numbers are too large for the target's dtype; the error has the row.
     """
     if isinstance(source, np.ndarray) and isinstance(target, np.ndarray):
-        copy.scatter_into(target)[...] = copy.gather_from(source)
+        assign(copy.scatter_into(target), copy.gather_from(source), row)
         return
     for side, storage in enumerate((source, target)):
         copy = copy if isinstance(storage, np.ndarray) else storage.along_axes(copy, side)
     for start, stop in _chunks(copy, source.dtype.itemsize, DEVICE_CHUNK_BYTES):
         for part in copy.part(start, stop) if stop - start < copy.size else (copy,):
             if isinstance(target, np.ndarray) or type(source) is not type(target) or source.dtype != target.dtype:
-                write_values(target, part, read_values(source, part))
+                write_values(target, part, read_values(source, part), row)
             else:
                 target.copy_from(source, part)
 
@@ -133,9 +145,10 @@ def copy_pieces(pieces: Pieces, source: Storage, target: Storage) -> int:
     sides = _source_of(pieces, source), _target_of(pieces, target)
     for piece, extents in enumerate(pieces.extents.tolist()):
         if all(side.is_on_host(piece) for side in sides):
-            sides[1].view(piece, extents)[...] = sides[0].view(piece, extents)
+            assign(sides[1].view(piece, extents), sides[0].view(piece, extents), sides[1].rows[piece])
         else:
-            copy_values(pieces.copy(piece), *(side.storages[side.rows[piece]] for side in sides))
+            one, other = (side.storages[side.rows[piece]] for side in sides)
+            copy_values(pieces.copy(piece), one, other, sides[1].rows[piece])
     return int((pieces.size * sides[0].itemsize).sum())
 
 
@@ -226,7 +239,7 @@ def unpack(pieces: Pieces, target: Storage, dtype_of_source: Callable[[int], np.
     def scatter() -> None:
         for piece, position in small:
             values = np.ndarray(all_extents[piece], dtype_of_source(rows[piece]), buffer, position)
-            side.view(piece, all_extents[piece])[...] = values
+            assign(side.view(piece, all_extents[piece]), values, side.rows[piece])
         small.clear()
 
     for piece, size in enumerate(sizes):
@@ -240,13 +253,16 @@ def unpack(pieces: Pieces, target: Storage, dtype_of_source: Callable[[int], np.
             small.append((piece, used))
             used += size * dtype.itemsize
         else:
-            yield from _unpack_copy(pieces.copy(piece), side.storages[side.rows[piece]], dtype, buffer)
+            row = side.rows[piece]
+            yield from _unpack_copy(pieces.copy(piece), side.storages[row], dtype, buffer, row)
     if used:
         yield buffer[:used]
         scatter()
 
 
-def _unpack_copy(copy: StridedCopy, storage: AnyStorage, dtype: np.dtype, buffer: np.ndarray) -> Iterator[np.ndarray]:
+def _unpack_copy(
+    copy: StridedCopy, storage: AnyStorage, dtype: np.dtype, buffer: np.ndarray, row: int
+) -> Iterator[np.ndarray]:
     """Yield buffers to be filled with one piece's elements; as of :func:`unpack`."""
     if isinstance(storage, np.ndarray) and copy.is_contiguous()[1] and storage.dtype == dtype:
         yield storage[copy.target_base : copy.target_base + copy.size].view(np.uint8)
@@ -260,5 +276,5 @@ def _unpack_copy(copy: StridedCopy, storage: AnyStorage, dtype: np.dtype, buffer
         yield out
         values, position = out.view(dtype), 0
         for part in copy.part(start, stop):
-            write_values(storage, part, values[position : position + part.size])
+            write_values(storage, part, values[position : position + part.size], row)
             position += part.size

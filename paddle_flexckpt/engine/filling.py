@@ -13,6 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, dtype_of
+from paddle_flexckpt.catalog.errors import OverflowingCastError
 from paddle_flexckpt.engine.copies import AnyStorage, DeviceStorage, copy_values
 from paddle_flexckpt.engine.plan import FillPlan, Tile
 from paddle_flexckpt.engine.targets import Memory, OpenTarget
@@ -145,7 +146,18 @@ class Filling:
 
     def _compute(self, tile: Tile) -> None:
         operands = [self._scratch_of(row).reshape(shape) for row, shape in zip(tile.operands, tile.shapes)]
-        result = np.asarray(tile.step.run(tile.box, operands))
+        try:
+            result = np.asarray(tile.step.run(tile.box, operands))
+            self._check(tile, result)
+            copy_values(tile.copy, result.reshape(-1), self.storage(tile.row), tile.row)
+        except OverflowingCastError as error:
+            raise error.of_key(self._plan.catalog.key_name(tile.row)) from None
+        for row in tile.freed:
+            self._scratch_bytes -= self._scratch.pop(row).nbytes
+        self.piece_done(tile.row)
+
+    def _check(self, tile: Tile, result: np.ndarray) -> None:
+        """Raise CheckpointError if a step gave something else than it promised."""
         if result.shape != tile.box.shape or result.dtype != tile.dtype:
             key = self._plan.catalog.key_name(tile.row)
             raise CheckpointError(
@@ -153,10 +165,6 @@ class Filling:
                 f"{tile.dtype.name} {list(tile.box.shape)} for {tile.box}. Targets are partly overwritten. Remedy: "
                 f"report this step, {type(tile.step).__name__}, as a defect"
             )
-        copy_values(tile.copy, result.reshape(-1), self.storage(tile.row))
-        for row in tile.freed:
-            self._scratch_bytes -= self._scratch.pop(row).nbytes
-        self.piece_done(tile.row)
 
     def piece_done(self, row: int) -> None:
         """Note that a piece of a row has arrived; the last one puts a copy back."""

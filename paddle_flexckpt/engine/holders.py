@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat, group_replicas, without_extra_state
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.planning.job_layout import JobLayout
-from paddle_flexckpt.report import Report, format_bytes
+from paddle_flexckpt.report import Report
 
 
 @dataclass(frozen=True)

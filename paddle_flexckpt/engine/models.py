@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo
-from paddle_flexckpt.aoa.sides import MASTER, split_state
+from paddle_flexckpt.aoa.states import MASTER, split_state
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, ValidationError, without_extra_state
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.engine.config_models import ConfigModel, is_config, read_config_model

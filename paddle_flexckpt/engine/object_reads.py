@@ -1,4 +1,4 @@
-"""Count the requests to an object store that a load makes for pieces, without the store.
+"""Count the requests to an object store that loads make for pieces, without the store: for many ranks at once.
 
 Tested in tests/engine/test_object_reads.py.
 """
@@ -8,9 +8,11 @@ from __future__ import annotations
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog
-from paddle_flexckpt.engine.announcing import Ranges, ranges_read
+from paddle_flexckpt.engine.announcing import ranges_of
 from paddle_flexckpt.engine.filling import Filling
-from paddle_flexckpt.media.read_ahead import Budget, Wanted, plan_requests
+from paddle_flexckpt.engine.piece_columns import PieceColumns
+from paddle_flexckpt.engine.read_counts import sums_of
+from paddle_flexckpt.media.read_ahead import Wanted, plan_for_readers
 from paddle_flexckpt.planning import Pieces
 
 
@@ -18,9 +20,6 @@ def count_requests(
     filling: Filling, pieces: Pieces, source: Catalog, place: np.ndarray, ranks: int, block_bytes: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return how many requests ranks make, and for how many bytes of tensors; int64 per rank.
-
-    What is read is announced, so that near neighbours share a request, with as many under way as by default. Opening a
-    file is a request too.
 
     Args:
         filling: Of the rows that are filled.
@@ -30,23 +29,39 @@ def count_requests(
         ranks: Number of ranks.
         block_bytes: Of a block with a checksum.
     """
-    requests, nbytes = np.zeros((2, ranks), dtype=np.int64)
-    address = np.where(place >= 0, 0, -1)
     by = np.where(place >= 0, place, -1 - place)[pieces.target]
     order = np.argsort(by, kind="stable")
-    edges = np.searchsorted(by[order], np.arange(ranks + 1)).tolist()
-    for rank, (begin_of, end_of) in enumerate(zip(edges, edges[1:])):
-        own = pieces.take(order[begin_of:end_of])
-        found: list[Ranges] = []
-        for first, last in filling.portions(own.target) if len(own) else ():
-            part = own.take(slice(first, last))
-            found += ranges_read(part, address[part.target], source, filling.catalog, block_bytes)
-        if not found:
-            continue
-        rows, begin, end = (np.concatenate(column) for column in zip(*found))
-        files, number = np.unique(source.file[rows], return_inverse=True)
-        offset = source.byte_offset[rows]
-        made = plan_requests(Wanted(number.reshape(-1), offset + begin, offset + end), Budget())
-        requests[rank] = len(files) + len(made.file)
-        nbytes[rank] = (made.end - made.begin).sum()
-    return requests, nbytes
+    pieces, by = pieces.take(order), by[order]
+    portion = np.zeros(len(pieces), dtype=np.int64)
+    for number, (first, last) in enumerate(filling.portions(pieces.target) if len(pieces) else ()):
+        portion[first:last] = number
+    # Each portion of a rank in the order of `PieceColumns.turns`: a column in that of the files, the rest as it comes.
+    columns = PieceColumns.of(pieces, source, filling.catalog, np.where(place >= 0, 0, -1)[pieces.target])
+    begin = source.byte_offset[pieces.source] + pieces.source_base * source.itemsize[pieces.source]
+    begin, file = np.where(columns.direct, begin, 0), np.where(columns.direct, source.file[pieces.source], 0)
+    turns = np.lexsort((begin, file, columns.column, portion, by))
+    return count_announced(pieces.take(turns), source, by[turns], ranks, block_bytes)
+
+
+def count_announced(
+    pieces: Pieces, source: Catalog, reader: np.ndarray, ranks: int, block_bytes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return how many requests ranks make, and for how many bytes of tensors; int64 per rank.
+
+    What is read is announced, so that near neighbours share a request, with as many under way as by default. Opening a
+    file is a request too.
+
+    Args:
+        pieces: What is read, one rank's after the other's, each in the order in which it is read.
+        source: What the files hold.
+        reader: int64 per piece, which of the ranks reads it; rising.
+        ranks: Number of ranks.
+        block_bytes: Of a block with a checksum.
+    """
+    piece, begin, end = ranges_of(pieces, source, block_bytes)
+    row, of = pieces.source[piece], reader[piece]
+    file, offset = source.file[row].astype(np.int64), source.byte_offset[row]
+    made, whose = plan_for_readers(Wanted(file, offset + begin, offset + end), of)
+    opened = np.unique(of * len(source.files) + file) // max(len(source.files), 1)
+    requests = np.bincount(opened, minlength=ranks) + np.bincount(whose, minlength=ranks)
+    return requests, sums_of(whose, made.end - made.begin, ranks)

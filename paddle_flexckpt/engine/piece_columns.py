@@ -79,6 +79,14 @@ class PieceColumns:
             yield rows[np.lexsort((place[rows], source.file[pieces.source[rows]]))]
         yield np.flatnonzero(~self.direct)
 
+    @property
+    def column(self) -> np.ndarray:
+        """Return int64 per piece: the number of its column, in the order in which they are read; the rest come last."""
+        found = np.full(len(self.direct), len(self._rows), dtype=np.int64)
+        for number, rows in enumerate(self._rows):
+            found[rows] = number
+        return found
+
     def read(self, reader: FileReader) -> None:
         """Read what is in columns.
 

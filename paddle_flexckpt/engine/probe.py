@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.media.backend import Backend, Location, fill
 from paddle_flexckpt.media.opening import open_backend
-from paddle_flexckpt.report import Report, format_bytes
+from paddle_flexckpt.report import Report
 
 # Of one call that writes or reads; as many as a portion of a load has are near enough.
 _CHUNK_BYTES = 4 << 20

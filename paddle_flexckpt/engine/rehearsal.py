@@ -40,6 +40,8 @@ from paddle_flexckpt.planning.readers import LINK_BYTES_PER_SECOND, MEETING_SECO
 ROWS_AT_ONCE = 1 << 19
 # Where a load fails, so many ranks at most are asked for all that is wrong; of a larger job one of each kind.
 RANKS_ASKED = 1024
+# What stands for what where ranks read together from an object store.
+_IN_STORE = (("bytes", "bytes_read"), ("requests", "reads"))
 
 
 class _Nowhere(Memory):
@@ -121,7 +123,8 @@ def _seconds(report: RehearsalReport, rate: float, request: float) -> dict[str, 
     most = report.cooperative
     if most:
         link = max(max(most["bytes_received"]), max(most["bytes_sent"])) * READ_BYTES_PER_SECOND / LINK_BYTES_PER_SECOND
-        read = max(nbytes / rate + count * request for nbytes, count in zip(most["bytes_read"], most["reads"]))
+        nbytes, count = (most.get(f"object_{name}", most[other]) for name, other in _IN_STORE)
+        read = max(size / rate + made * request for size, made in zip(nbytes, count))
         seconds["cooperative"] = read + link / rate + MEETING_SECONDS
     return seconds
 
@@ -180,8 +183,10 @@ class _Rehearsal:
         found = {name: said[name] for name in names}
         if self._filled is not None:
             ranks, block_bytes = self._layout.strategy.ranks, self._manifest.checksums.block_bytes
-            shared = count_shared_reads(self._source, concat(self._filled), task.maps, ranks, block_bytes)
-            found["cooperative"] = {name: column.tolist() for name, column in vars(shared).items()}
+            in_store = self._is_in_store()
+            shared = count_shared_reads(self._source, concat(self._filled), task.maps, ranks, block_bytes, in_store)
+            columns = {name: column.tolist() for name, column in vars(shared).items()}
+            found["cooperative"] = {name: columns[name] for name in columns if in_store or "object" not in name}
         return {**found, "unexpected": unexpected, "ranks": groups, "total_bytes": total}
 
     def _all_targets(self) -> tuple[Catalog, Catalog | None]:
@@ -228,7 +233,7 @@ class _Rehearsal:
             counts = count_reads(pieces, self._source, plan.catalog, place, len(ranks), block_bytes)
             sources = bytes_by_source(pieces, self._source, place, len(ranks)) if self._by_source else [{}] * len(ranks)
             requests, nbytes = np.zeros((2, len(ranks)), dtype=np.int64)
-            if self._object_store or self._files.directory.backend.at_once > 1:
+            if self._is_in_store():
                 filling = _Scratch(plan, _Nowhere())
                 requests, nbytes = count_requests(filling, pieces, self._source, place, len(ranks), block_bytes)
             for number, (each, catalog) in enumerate(zip(ranks, catalogs)):
@@ -248,6 +253,10 @@ class _Rehearsal:
                     )
                 )
         return sorted(found, key=lambda each: each.ranks[0]), used
+
+    def _is_in_store(self) -> bool:
+        """Return whether requests to an object store are counted."""
+        return self._object_store or self._files.directory.backend.at_once > 1
 
     def _batches(self, rows: int) -> Iterator[tuple[list[list[int]], list[Catalog]]]:
         """Yield ranks that have the same, with the catalog of the first of them: together, up to so many rows."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from paddle_flexckpt.report import Report, format_bytes
+from paddle_flexckpt.catalog.texts import format_bytes
+from paddle_flexckpt.report import Report
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class RehearsalReport(Report):
         ranks: What each rank would do; those that do the same together.
         total_bytes: ``bytes_needed`` of all ranks.
         cooperative: Where one rank reads for all (``comm_method="cooperative"``): ``bytes_read``, ``reads``,
-            ``bytes_received`` and ``bytes_sent``, by rank; empty unless asked for.
+            ``bytes_received`` and ``bytes_sent``, by rank; of an object store also ``object_requests`` and
+            ``object_bytes``. Empty unless asked for.
         seconds: By way of reading, how long the slowest rank takes at the given rate; empty without one.
     """
 
@@ -130,4 +132,6 @@ class RehearsalReport(Report):
                 f"{sum(self.cooperative['reads'])} requests, at most {most['bytes_read']} read, "
                 f"{most['bytes_received']} received and {most['bytes_sent']} sent by one rank"
             )
+            requests = self.cooperative.get("object_requests")
+            text += f", {sum(requests)} requests to an object store" if requests else ""
         return text + "".join(f"; {way}: {value:.1f} s" for way, value in self.seconds.items())

@@ -10,7 +10,7 @@ import re
 import numpy as np
 
 from paddle_flexckpt.aoa import fused_statement
-from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Catalog
 
 # The layer in the names of embeddings, and of the heads that models tie to them.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, unordered, validate_shards
 from paddle_flexckpt.engine.fitting import Given, are_alike, are_ruled, fit
 from paddle_flexckpt.engine.fused import FusedMismatch, find_mismatch, mending_statements

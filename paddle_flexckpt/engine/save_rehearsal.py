@@ -16,18 +16,20 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat
 from paddle_flexckpt.catalog.findings import inspect, raise_findings
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.engine.read_counts import sums_of
+from paddle_flexckpt.media.remote import count_sends
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.data_file import BATCH_BLOCKS, BATCH_BYTES
+from paddle_flexckpt.native.header import encode_header
+from paddle_flexckpt.native.manifest import SaveInfo
 from paddle_flexckpt.planning.comparison import compare_samples, compare_whole, compare_written
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.shared_lines import SPREAD_ROWS
 from paddle_flexckpt.planning.write_plan import Items, WritePlan, plan_write
-from paddle_flexckpt.report import Report, format_bytes
+from paddle_flexckpt.report import Report
 
 _CONTEXT = "cannot save"
-# What a save says by rank, in the order of a table.
-COLUMNS = ("held_bytes", "bytes_written", "items", "writes", "hashed_bytes", "staging_bytes")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class SaveRehearsal(Report):
         ranks: By rank: ``held_bytes``, its own bytes; ``bytes_written``, bytes of tensors, and ``items``, stored
             shards, in its data file; ``writes``, calls that write that file; ``hashed_bytes``, bytes that it takes
             checksums and digests of; ``staging_bytes``, memory for a copy of what it writes, where the save is
-            asynchronous.
+            asynchronous; of an object store also ``object_requests``, which send that file.
         notes: What the rehearsal has taken for granted.
         seconds: How long the slowest rank writes at the given rate; empty without one.
     """
@@ -97,6 +99,7 @@ def rehearse_save(
     check_replicas: Literal["equal", "all"] = "equal",
     staging_bytes: int | None = None,
     bytes_per_second: float | None = None,
+    object_store: bool = False,
     turn: int = 0,
     notes: Sequence[str] = (),
 ) -> SaveRehearsal:
@@ -108,6 +111,8 @@ def rehearse_save(
         check_replicas: As of a save.
         staging_bytes: As of an asynchronous save.
         bytes_per_second: What one rank writes while all do; by default no time is estimated.
+        object_store: Whether to count the requests that send the data files to an object store, whose options are the
+            default ones. What else a save asks for there does not grow with what it writes.
         turn: Says which two ranks compare a replica; each save has another.
         notes: What the layout takes for granted, for the report.
 
@@ -155,6 +160,8 @@ def rehearse_save(
         "hashed_bytes": hashed,
         "staging_bytes": written if staging_bytes is None else np.minimum(written, staging_bytes),
     }
+    if object_store:
+        columns["object_requests"] = _object_requests(plan, ranks)
     owners = np.unique(job.rank)
     total = int(written.sum())
     return SaveRehearsal(
@@ -165,7 +172,7 @@ def rehearse_save(
         total_bytes=total,
         held_bytes=int(job.byte_length.sum()),
         imbalance=float(written[owners].max() / written[owners].mean()) if total else 1.0,
-        ranks={name: columns[name].tolist() for name in COLUMNS},
+        ranks={name: column.tolist() for name, column in columns.items()},
         seconds={"write": float(written.max()) / bytes_per_second} if bytes_per_second else {},
     )
 
@@ -199,3 +206,15 @@ def _writes(plan: WritePlan, ranks: int) -> np.ndarray:
             at, calls = min(full, at + BATCH_BLOCKS), calls + 1
         writes[rank] = calls
     return writes
+
+
+def _object_requests(plan: WritePlan, ranks: int) -> np.ndarray:
+    """Return how many requests send each rank's data file, of which the header is as long as that of a first save."""
+    sizes, catalog = np.zeros(ranks, dtype=np.int64), plan.catalog
+    save = SaveInfo(bytes(16).hex(), 0, ranks)
+    edges = np.searchsorted(catalog.rank, np.arange(ranks + 1)).tolist()
+    for rank, (first, last) in enumerate(zip(edges, edges[1:])):
+        if first < last:
+            items = catalog.take(slice(first, last))
+            sizes[rank] = len(encode_header(items, save)) + int(items.byte_length.sum())
+    return count_sends(sizes)

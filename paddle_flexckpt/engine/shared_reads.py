@@ -11,6 +11,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.catalog import Catalog, group_replicas
+from paddle_flexckpt.engine.object_reads import count_announced
 from paddle_flexckpt.engine.read_counts import count_reads, sums_of
 from paddle_flexckpt.planning import Pieces, ShardMatcher
 from paddle_flexckpt.planning.readers import choose_readers, find_wanted, match_sections, reads_of_rows
@@ -25,16 +26,20 @@ class SharedReads:
         reads: Requests, and copies out of a memory map.
         bytes_received: Bytes from other ranks.
         bytes_sent: Bytes to other ranks.
+        object_requests: Requests to an object store; 0 where they are not asked for.
+        object_bytes: Bytes of files that these bring.
     """
 
     bytes_read: np.ndarray
     reads: np.ndarray
     bytes_received: np.ndarray
     bytes_sent: np.ndarray
+    object_requests: np.ndarray
+    object_bytes: np.ndarray
 
 
 def count_shared_reads(
-    stored: Catalog, targets: Catalog, maps: BoxMaps | None, ranks: int, block_bytes: int
+    stored: Catalog, targets: Catalog, maps: BoxMaps | None, ranks: int, block_bytes: int, object_store: bool = False
 ) -> SharedReads:
     """Count what ranks read and exchange with ``comm_method="cooperative"``, where all see all files.
 
@@ -44,6 +49,7 @@ def count_shared_reads(
         maps: What the keys that it defines are made of.
         ranks: Number of ranks.
         block_bytes: Of a block with a checksum.
+        object_store: Whether to count requests to an object store too.
     """
     groups = group_replicas(stored)
     matched = match_sections(stored, groups, targets, ranks, block_bytes, maps, ranks)
@@ -57,11 +63,16 @@ def count_shared_reads(
     moved = _each_once(pieces.take(by != place), place[by != place])
     size = moved[0].size * rows.itemsize[moved[0].source]
     read = reads_of_rows([pieces])
-    base = read.source_base + sections.start[read.source]
-    item = groups.first[sections.group[read.source]]
-    counts = count_reads(replace(read, source=item, source_base=base), stored, rows, -1 - reader, ranks, block_bytes)
+    by, base = reader[read.source], read.source_base + sections.start[read.source]
+    read = replace(read, source=groups.first[sections.group[read.source]], source_base=base)
+    counts = count_reads(read, stored, rows, -1 - reader, ranks, block_bytes)
+    requests = (np.zeros(ranks, dtype=np.int64),) * 2
+    if object_store:
+        # A rank announces its reads round by round, and the rounds' rows rise.
+        order = np.argsort(by, kind="stable")
+        requests = count_announced(read.take(order), stored, by[order], ranks, block_bytes)
     received, sent = sums_of(moved[1], size, ranks), sums_of(reader[moved[0].source], size, ranks)
-    return SharedReads(counts.bytes_read, counts.reads, received, sent)
+    return SharedReads(counts.bytes_read, counts.reads, received, sent, *requests)
 
 
 def _each_once(pieces: Pieces, place: np.ndarray) -> tuple[Pieces, np.ndarray]:

@@ -14,7 +14,6 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.portable import decode, encode
-from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.manifest import Manifest
 
@@ -74,5 +73,7 @@ def read_record(directory: Backend, manifest: Manifest) -> StepRecord | None:
     """
     if RECORD not in manifest.catalog.keys:
         return None
+    from paddle_flexckpt.engine.whole_tensors import iterate_tensors  # most of the engine, and here only
+
     ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])
     return StepRecord.decode(array)

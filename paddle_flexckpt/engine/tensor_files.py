@@ -18,7 +18,7 @@ import numpy as np
 import xxhash
 
 from paddle_flexckpt.aoa import TensorInfo
-from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
 from paddle_flexckpt.media.backend import Backend, OutputFile, exists, publish
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, ValidationError
 from paddle_flexckpt.engine.names import split_raw
 from paddle_flexckpt.engine.options import TransferOptions

@@ -220,7 +220,9 @@ class _Join:
         agree = flat[offset_of_chunk] == axes[of_chunk]
         if not len(key) or not (agree & (flat[size] == axes[of_chunk])).all() or (flat[offset] != axes[key]).any():
             return None
-        if not {self._entries[number].dtype for number in np.unique(key).tolist()} <= DTYPES.keys():
+        used = np.zeros(len(axes), dtype=bool)
+        used[key] = True
+        if not {self._entries[number].dtype for number in np.flatnonzero(used).tolist()} <= DTYPES.keys():
             return None
         width = max(1, int(axes.max()))
         offsets = _padded(flat, offset, axes[key], width, 0)
@@ -332,11 +334,16 @@ class _Join:
 
 def _in_order(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct numbers in the order in which they come first, and the place of each there."""
-    distinct, first, inverse = np.unique(numbers, return_index=True, return_inverse=True)
-    order = np.argsort(first)
-    place = np.empty(len(order), dtype=np.int64)
-    place[order] = np.arange(len(order))
-    return distinct[order], place[inverse]
+    order = np.argsort(numbers, kind="stable")
+    ordered = numbers[order]
+    is_first = np.append(True, ordered[1:] != ordered[:-1])[: len(order)]
+    first = order[is_first]
+    by_place = np.argsort(first)
+    place = np.empty(len(first), dtype=np.int64)
+    place[by_place] = np.arange(len(first))
+    found = np.empty(len(order), dtype=np.int64)
+    found[order] = place[np.cumsum(is_first) - 1]
+    return numbers[first[by_place]], found
 
 
 def _padded(flat: np.ndarray, begin: np.ndarray, axes: np.ndarray, width: int, fill: int) -> np.ndarray:

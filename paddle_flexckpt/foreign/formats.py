@@ -16,39 +16,30 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.dcp_safetensors import find_shard_files, read_shards_manifest
-from paddle_flexckpt.foreign.deepspeed import LATEST_FILES, is_deepspeed, read_deepspeed_manifest
-from paddle_flexckpt.foreign.huggingface import INDEX_FILE, TENSOR_FILE, find_weights, manifest_of_weights, read_weights
-from paddle_flexckpt.foreign.megatron import LATEST_FILE, is_megatron, read_megatron_manifest
-from paddle_flexckpt.foreign.npz import NPZ_FILE, read_npz_manifest
-from paddle_flexckpt.foreign.paddle_checkpoint import (
-    paddle_ids,
-    paddleformers_directories,
-    read_paddle_manifest,
-    read_paddleformers_manifest,
-)
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA, PaddleMetadata
-from paddle_flexckpt.foreign.paddle_pickles import (
+from paddle_flexckpt.foreign.marks import (
+    INDEX_FILE,
+    NPZ_FILE,
     OPTIMIZER_FILE,
     PARAMETERS_FILE,
-    find_paddle_pickles,
-    read_pickles_manifest,
+    TENSOR_FILE,
+    has_mark,
+    paddle_ids,
 )
-from paddle_flexckpt.foreign.torch_dcp import DCP_METADATA_FILE, read_dcp_manifest
-from paddle_flexckpt.foreign.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
 from paddle_flexckpt.media.backend import Backend, Location, exists, map_files
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.urls import path_of, redacted
 from paddle_flexckpt.native.directory import MANIFEST, CheckpointDirectory, save_of
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.node_directory import NodeDirectory
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.native.node_directory import NodeDirectory
 
 Origin = Literal[
     "native",
@@ -183,6 +174,9 @@ def shown(location: object) -> str:
 
 def open_to_save(location: Location) -> NodeDirectory:
     """Open a directory to save to, with the file for Paddle's own loader; errors of :func:`open_destination`."""
+    from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
+    from paddle_flexckpt.native.node_directory import NodeDirectory
+
     return NodeDirectory(open_destination(location), PaddleMetadata())
 
 
@@ -219,27 +213,27 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
     if file is not None:
         return _source_of_file(backend, file)
     names = backend.names()
-    sources: list[ForeignSource] = []
-    if paddle_ids(backend):
-        sources.append(ForeignSource("paddle", partial(read_paddle_manifest, backend)))
-    if is_megatron(backend, names):
-        sources.append(_source_without_ids(backend, "megatron", partial(read_megatron_manifest, backend)))
-    elif DCP_METADATA_FILE in names:
-        sources.append(_source_without_ids(backend, "torch_dcp", partial(read_dcp_manifest, backend)))
-    if is_deepspeed(names):
-        sources.append(_source_without_ids(backend, "deepspeed", partial(read_deepspeed_manifest, backend)))
-    directories = paddleformers_directories(backend, backend.names("directories"))
-    if directories:
-        sources.append(ForeignSource("paddleformers", partial(read_paddleformers_manifest, backend, directories)))
+    sources = [
+        *_source_of_paddle(backend),
+        *_source_of_torch(backend, names),
+        *_source_of_deepspeed(backend, names),
+        *_source_of_paddleformers(backend),
+    ]
     weights = None
-    if is_unified_checkpoint(names):
-        sources.append(_source_without_ids(backend, "unified_checkpoint", partial(read_unified_manifest, backend)))
-    else:
-        shards = find_shard_files(names)
-        if shards:
-            sources.append(_source_without_ids(backend, "torch_dcp", partial(read_shards_manifest, backend, shards)))
-        # Beside them there may be what was consolidated of them.
-        weights = find_weights(backend.path, sorted(set(names) - set(shards)))
+    if has_mark("safetensors", names):
+        from paddle_flexckpt.foreign.dcp_safetensors import find_shard_files, read_shards_manifest
+        from paddle_flexckpt.foreign.huggingface import find_weights
+        from paddle_flexckpt.foreign.unified_checkpoint import is_unified_checkpoint, read_unified_manifest
+
+        if is_unified_checkpoint(names):
+            sources.append(_source_without_ids(backend, "unified_checkpoint", partial(read_unified_manifest, backend)))
+        else:
+            shards = find_shard_files(names)
+            if shards:
+                read = partial(read_shards_manifest, backend, shards)
+                sources.append(_source_without_ids(backend, "torch_dcp", read))
+            # Beside them there may be what was consolidated of them.
+            weights = find_weights(backend.path, sorted(set(names) - set(shards)))
     origins: list[Origin] = [source.origin for source in sources] + (["huggingface"] if weights else [])
     if len(origins) > 1:
         listed = " and ".join(ORIGINS[origin] for origin in origins)
@@ -252,19 +246,66 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
     return sources[0] if sources else _source_of_arrays(backend, names)
 
 
+def _source_of_paddle(backend: Backend) -> Iterator[ForeignSource]:
+    if paddle_ids(backend):
+        from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_manifest
+
+        yield ForeignSource("paddle", partial(read_paddle_manifest, backend))
+
+
+def _source_of_torch(backend: Backend, names: Sequence[str]) -> Iterator[ForeignSource]:
+    if has_mark("megatron", names):
+        from paddle_flexckpt.foreign.megatron import is_megatron, read_megatron_manifest
+
+        if is_megatron(backend, names):
+            yield _source_without_ids(backend, "megatron", partial(read_megatron_manifest, backend))
+            return
+    if has_mark("torch_dcp", names):
+        from paddle_flexckpt.foreign.torch_dcp import DCP_METADATA_FILE, read_dcp_manifest
+
+        if DCP_METADATA_FILE in names:
+            yield _source_without_ids(backend, "torch_dcp", partial(read_dcp_manifest, backend))
+
+
+def _source_of_deepspeed(backend: Backend, names: Sequence[str]) -> Iterator[ForeignSource]:
+    if has_mark("deepspeed", names):
+        from paddle_flexckpt.foreign.deepspeed import is_deepspeed, read_deepspeed_manifest
+
+        if is_deepspeed(names):
+            yield _source_without_ids(backend, "deepspeed", partial(read_deepspeed_manifest, backend))
+
+
+def _source_of_paddleformers(backend: Backend) -> Iterator[ForeignSource]:
+    inside = backend.names("directories")
+    if has_mark("paddleformers", inside):
+        from paddle_flexckpt.foreign.paddle_checkpoint import paddleformers_directories, read_paddleformers_manifest
+
+        directories = paddleformers_directories(backend, inside)
+        if directories:
+            yield ForeignSource("paddleformers", partial(read_paddleformers_manifest, backend, directories))
+
+
 def _source_of_file(backend: Backend, file: str) -> ForeignSource:
     if not file.endswith((TENSOR_FILE, INDEX_FILE)) and file not in backend.names():
         raise ValidationError(f"{backend.where(file)}: there is no such file. Remedy: correct the path")
     if file.endswith((PARAMETERS_FILE, OPTIMIZER_FILE)):
+        from paddle_flexckpt.foreign.paddle_pickles import read_pickles_manifest
+
         return _source_without_ids(backend, "paddle_pickle", partial(read_pickles_manifest, backend, [file]))
     if file.endswith(NPZ_FILE):
+        from paddle_flexckpt.foreign.npz import read_npz_manifest
+
         return _source_without_ids(backend, "npz", partial(read_npz_manifest, backend, file))
     return _source_of_weights(backend, file)
 
 
 def _source_of_arrays(backend: Backend, names: Sequence[str]) -> ForeignSource | None:
     """Return what is taken where there is no checkpoint: files of ``paddle.save`` and of ``numpy.savez``."""
-    pickles = find_paddle_pickles(backend.path, names)
+    pickles: list[str] = []
+    if has_mark("paddle_pickle", names):
+        from paddle_flexckpt.foreign.paddle_pickles import find_paddle_pickles, read_pickles_manifest
+
+        pickles = find_paddle_pickles(backend.path, names)
     archives = sorted(name for name in names if name.endswith(NPZ_FILE))
     if len(archives) > 1 or (archives and pickles):
         found = [*pickles, *archives]
@@ -278,6 +319,8 @@ def _source_of_arrays(backend: Backend, names: Sequence[str]) -> ForeignSource |
 
 
 def _source_of_weights(backend: Backend, source: str) -> ForeignSource:
+    from paddle_flexckpt.foreign.huggingface import manifest_of_weights, read_weights
+
     weights = read_weights(backend, source)
     of_paddle = any(file.is_of_paddle for file in weights.files.values())
     origin: Origin = "unified_checkpoint" if of_paddle else "huggingface"
@@ -297,6 +340,10 @@ def _source_without_ids(backend: Backend, origin: Origin, read: Callable[[], Man
 
 def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None) -> str:
     """Explain why a directory, with manifests of ``ids``, has no checkpoint of an id (None: any), and give a remedy."""
+    from paddle_flexckpt.foreign.deepspeed import LATEST_FILES
+    from paddle_flexckpt.foreign.megatron import LATEST_FILE
+    from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+
     path = backend.path
     if not exists(backend):
         if backend.has_path and os.path.exists(path):

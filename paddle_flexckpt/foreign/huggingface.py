@@ -23,6 +23,7 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.foreign.marks import INDEX_FILE, TENSOR_FILE
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.directory import save_of
@@ -30,7 +31,6 @@ from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import EXPONENTS, StoredTensor, read_header
 
-TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
 MODEL_FILE = "model" + TENSOR_FILE
 _NUMBERED = re.compile(r".*-\d+-of-\d+\.safetensors", re.ASCII)
 # What a safetensors header calls an element type; complex128 has no code of its own.

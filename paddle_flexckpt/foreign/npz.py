@@ -18,7 +18,6 @@ from paddle_flexckpt.foreign.zip_directory import STORED, ZipMember, damaged, fi
 from paddle_flexckpt.media.backend import Backend, InputFile
 from paddle_flexckpt.native.manifest import Manifest
 
-NPZ_FILE = ".npz"
 _ARRAY = ".npy"
 # numpy's own limit of a header is 10,000.
 _MOST_HEADER_BYTES = 10_000

@@ -31,6 +31,7 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.foreign.marks import STATE_DIRECTORIES, paddle_ids
 from paddle_flexckpt.foreign.paddle_files import STAND_INS
 from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES, load_mapped, locate
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
@@ -40,10 +41,7 @@ from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import read_header
 
-_METADATA = re.compile(r"(\d+)\.metadata", re.ASCII)
 _DATA = re.compile(r"(\d{1,9})_\d+\.(distcp|safetensors)", re.ASCII)
-# Only the last of them has keys that another has.
-STATE_DIRECTORIES = ("model_state", "optimizer_state", "master_weight")
 EMA_DIRECTORY = "ema_state"
 
 
@@ -53,12 +51,6 @@ class _Stretch(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     begin: int
-
-
-def paddle_ids(location: Location) -> list[int]:
-    """Return the ids of Paddle's own checkpoints in a directory, in rising order."""
-    names = open_backend(location).names()
-    return sorted(int(match[1]) for match in map(_METADATA.fullmatch, names) if match)
 
 
 def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manifest:

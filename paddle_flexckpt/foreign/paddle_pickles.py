@@ -18,6 +18,7 @@ import xxhash
 
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CorruptCheckpointError, Problem, ValidationError, concat
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.foreign.marks import OPTIMIZER_FILE, PARAMETERS_FILE
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of
 from paddle_flexckpt.media.backend import Backend, map_files
@@ -25,7 +26,6 @@ from paddle_flexckpt.native.manifest import Manifest
 
 logger = logging.getLogger("paddle_flexckpt")
 
-PARAMETERS_FILE, OPTIMIZER_FILE = ".pdparams", ".pdopt"
 # What PaddleNLP calls files of numbers.
 _PLAIN_FILES = ("scheduler.pdparams", "scaler.pdparams")
 # An entry that paddle.save puts into every dict of arrays: names of tensors to names of parameters.

@@ -23,7 +23,6 @@ from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError, group_replicas, validate_coverage
 from paddle_flexckpt.foreign.huggingface import (
-    INDEX_FILE,
     MODEL_FILE,
     StoredShard,
     TensorFile,
@@ -35,6 +34,7 @@ from paddle_flexckpt.foreign.huggingface import (
     read_tensor_index,
     read_weights,
 )
+from paddle_flexckpt.foreign.marks import INDEX_FILE
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.native.manifest import Manifest
 

@@ -221,7 +221,10 @@ class DeviceExchange:
             position = at // dtype.itemsize
             for part in _range_of(pieces.copy(piece), storage, 1, start, stop):
                 copy_values(
-                    replace(part, source_base=position, source_strides=strides_of_shape(part.extents)), view, storage
+                    replace(part, source_base=position, source_strides=strides_of_shape(part.extents)),
+                    view,
+                    storage,
+                    int(pieces.target[piece]),
                 )
                 position += part.size
 

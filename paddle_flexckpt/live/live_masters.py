@@ -68,8 +68,8 @@ def _renew_all(loaded: Mapping[str, Any], filled: Sequence[int]) -> tuple[int, l
                 continue
             if stepped is parameter and _alike(parameter, master):
                 renewed += _renew(_local(master), _local(parameter))
-            elif stepped is parameter or stepped is None or list(stepped.shape) != list(parameter.shape):
-                stale.append(name)  # else it is another model's, of the same name
+            elif stepped is parameter or stepped is None or not _is_elsewhere(stepped, parameter):
+                stale.append(name)
     return renewed, stale
 
 
@@ -111,6 +111,21 @@ def _renew(master: Any, parameter: Any) -> bool:
     if stale:
         master.copy_(value, True)
     return stale
+
+
+def _is_elsewhere(stepped: Any, parameter: Any) -> bool:
+    """Return whether what an optimizer steps is another model's, of the same name, or the padding behind a parameter.
+
+    Where a buffer is sliced, a slice lies in the parameter, or else behind it in the same buffer.
+    """
+    if list(stepped.shape) == list(parameter.shape):
+        return True
+    if stepped.is_dist() or parameter.is_dist() or not stepped._is_initialized() or not parameter._is_initialized():
+        return False
+    part, whole = address_range(stepped), address_range(parameter)
+    if part is None or whole is None or not stepped._is_shared_buffer_with(parameter):
+        return False
+    return part[1] <= whole[0] or whole[1] <= part[0]
 
 
 def _alike(parameter: Any, master: Any) -> bool:

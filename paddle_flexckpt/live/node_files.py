@@ -17,7 +17,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, group_replicas
 from paddle_flexckpt.catalog.wire import join, split
-from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
+from paddle_flexckpt.engine.agreement import check_coordinator, check_heads, check_same
 from paddle_flexckpt.engine.kept_plans import in_full
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.formats import SourceDirectory
@@ -85,6 +85,7 @@ def find_checkpoint(
         # Those with a lower id than another rank's highest are not asked for, so it is the only one that counts.
         manifest, about = _read(directory, max(ids), mine) if ids else (None, {})
         flags, wrong = (b"", {}) if manifest is None else _flags(directory, manifest, True)
+        about["asked"] = unique_id
         return manifest, join((said, json.dumps(about).encode(), flags, json.dumps(wrong).encode()))
 
     def none_found() -> tuple[None, bytes]:
@@ -96,10 +97,13 @@ def find_checkpoint(
     directory = open_directory()
     abouts, flags, wrongs = check_heads(answers, context)
     said = [json.loads(about) for about in abouts]
-    ids = [each["id"] for each in said if each]
+    ids = [each["id"] for each in said if "id" in each]
     if not ids:
         comm.together(none_found, context)
     chosen = max(ids)
+    # As where all share a directory, ranks agree about the checkpoint, whether it was named or found.
+    meant = [chosen if each["asked"] is None else each["asked"] for each in said]
+    check_same([json.dumps({"checkpoint": f"id {each}"}).encode() for each in meant], context)
     said = [each if each.get("id") == chosen else {} for each in said]
     if not said[comm.position]:
         mine.close()
@@ -186,7 +190,7 @@ def find_nodes(
 
     def head() -> bytes:
         check_coordinator(comm, options.coordinator_rank)
-        return options.encode(call, checkpoint=f"id {options.unique_id}", context=context)
+        return options.encode(call, context=context)
 
     with contextlib.ExitStack() as locks:
         found = find_checkpoint(comm, directory, options.unique_id, head, locks, context)

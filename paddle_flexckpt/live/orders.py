@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import CUT, NATURAL, Catalog, Order, Problem
 from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.sharded_weight import FusedAxis

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
+from paddle_flexckpt.catalog.errors import OverflowingCastError
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
 from paddle_flexckpt.engine.copies import AnyStorage, Storage, copy_pieces
 from paddle_flexckpt.engine.filling import Filling
@@ -165,15 +166,10 @@ class Peers(Source):
         plan, filling = self._plan, Filling(task.plan, task.memory)
         if plan is None:
             raise RuntimeError("no exchange was planned")
-        if self._on_device is not None:
-            storage = functools.cache(self.storage)
-            self._on_device.run(Traffic.of(self._sent), self._comm.position, storage, filling.storage)
-            # After the exchange: a rank that failed before it would leave its peers waiting for its connections.
-            copied = copy_pieces(plan.local, storage, filling.storage)
-        else:
-            copied = self._exchange(plan, filling.storage)
-        copy_pieces(plan.repeated, filling.storage, filling.storage)
-        copied += plan.repeated_bytes
+        try:
+            copied = self._fill(plan, filling)
+        except OverflowingCastError as error:
+            raise error.of_key(filling.catalog.key_name(error.row)) from None
         filling.finish()
         # Copies within a device are only ordered by its stream; whoever looks next may be on another.
         wait_for_devices(self._devices)
@@ -190,6 +186,18 @@ class Peers(Source):
             "peak_scratch_bytes": filling.peak_scratch_bytes,
             "replicas": self.replicas,
         }
+
+    def _fill(self, plan: ExchangePlan, filling: Filling) -> int:
+        """Fill all rows but what is computed; return the bytes that were copied within this rank's memory."""
+        if self._on_device is not None:
+            storage = functools.cache(self.storage)
+            self._on_device.run(Traffic.of(self._sent), self._comm.position, storage, filling.storage)
+            # After the exchange: a rank that failed before it would leave its peers waiting for its connections.
+            copied = copy_pieces(plan.local, storage, filling.storage)
+        else:
+            copied = self._exchange(plan, filling.storage)
+        copy_pieces(plan.repeated, filling.storage, filling.storage)
+        return copied + plan.repeated_bytes
 
     def _exchange(self, plan: ExchangePlan, target: Storage) -> int:
         """Send and receive through host memory; return the bytes that were copied within this rank's memory."""

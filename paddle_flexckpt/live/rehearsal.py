@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from paddle_flexckpt.aoa import TensorInfo
-from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Problem, ValidationError, dtype_of
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.engine import rehearsal

@@ -9,8 +9,8 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Union
 
-from paddle_flexckpt import aoa
 from paddle_flexckpt.aoa import AoaConfig
+from paddle_flexckpt.aoa.explain import explain as explain_program
 from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, without_extra_state
 from paddle_flexckpt.engine.names import raw_parameter, split_raw, without_prefix
@@ -108,7 +108,7 @@ def explain(aoa_config: AoaConfig, src: Tensors, dst: Tensors | None = None, key
     Raises:
         ValidationError: The statements are malformed or do not fit, or there is no such key.
     """
-    return aoa.explain(aoa_config, _catalog(src), None if dst is None else _catalog(dst), keys)
+    return explain_program(aoa_config, _catalog(src), None if dst is None else _catalog(dst), keys)
 
 
 def _catalog(tensors: Tensors) -> Catalog:

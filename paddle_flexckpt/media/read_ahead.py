@@ -60,17 +60,33 @@ def plan_requests(wanted: Wanted, budget: Budget = Budget()) -> Requests:
     Where the ranges alternate between many files, requests are shorter, so that what is wanted at a time fits into half
     of the budget.
     """
+    return plan_for_readers(wanted, np.zeros(len(wanted.file), dtype=np.int64), budget)[0]
+
+
+def plan_for_readers(wanted: Wanted, reader: np.ndarray, budget: Budget = Budget()) -> tuple[Requests, np.ndarray]:
+    """Plan the requests of several readers at once, each as :func:`plan_requests` does its own.
+
+    Args:
+        wanted: One reader's ranges after the other's.
+        reader: int64 per range, who reads it; rising.
+        budget: Of each.
+
+    Returns:
+        The requests, and int64 for each of them: whose it is, rising.
+    """
     full = np.flatnonzero(wanted.end > wanted.begin)
     if not len(full):
-        return Requests(*(np.empty(0, dtype=np.int64),) * 3, 0)
-    length = (wanted.end - wanted.begin)[full]
-    order = np.argsort(wanted.file[full], kind="stable")
+        return Requests(*(np.empty(0, dtype=np.int64),) * 3, 0), np.empty(0, dtype=np.int64)
+    length, reader = (wanted.end - wanted.begin)[full], np.asarray(reader)[full]
+    order = np.lexsort((wanted.file[full], reader))
     # How much has been read before a range is.
     turn, length = (np.cumsum(length) - length)[order], length[order]
     file, begin, end = (np.asarray(column)[full][order] for column in wanted)
-    rises = (file[1:] == file[:-1]) & (begin[1:] >= begin[:-1])
-    # Runs of rising ranges laid far from each other, so that one sweep finds how far each has come.
-    away = np.cumsum(np.concatenate(([0], ~rises))) * (int(end.max()) + 1)
+    rises = (reader[1:] == reader[:-1]) & (file[1:] == file[:-1]) & (begin[1:] >= begin[:-1])
+    # Runs of rising ranges laid end to end, so that one sweep finds how far each has come.
+    run = np.flatnonzero(np.concatenate(([True], ~rises)))
+    reach = np.maximum.reduceat(end, run) - begin[run]
+    away = (np.cumsum(reach) - reach - begin[run])[np.cumsum(np.concatenate(([0], ~rises)))]
     gap = (begin + away)[1:] - np.maximum.accumulate(end + away)[:-1]
     near = rises & (gap <= np.minimum(GAP_BYTES, np.maximum(length[:-1], SMALL_GAP_BYTES)))
     first = np.flatnonzero(np.concatenate(([True], ~near)))
@@ -80,29 +96,41 @@ def plan_requests(wanted: Wanted, budget: Budget = Budget()) -> Requests:
     stretch = np.cumsum(np.concatenate(([0], ~near)))
     shift = line[stretch] - starts[stretch]
     begins, reached = begin + shift, np.maximum.accumulate(end + shift)
-    longest = min(LONGEST_REQUEST, budget.bytes)
+    longest = np.full(int(reader[-1]) + 1, min(LONGEST_REQUEST, budget.bytes), dtype=np.int64)
     while True:
-        counts = -(-lengths // longest)
+        own = longest[reader[first]]
+        counts = -(-lengths // own)
         of = np.repeat(np.arange(len(first)), counts)
-        at = line[of] + (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * longest
-        stop = np.minimum(at + longest, line[of] + lengths[of])
+        at = line[of] + (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * own[of]
+        stop = np.minimum(at + own[of], line[of] + lengths[of])
         one, last = np.searchsorted(reached, at, side="right"), np.searchsorted(begins, stop, side="left") - 1
         need = turn[one] + np.maximum(0, at - begins[one])
         done = np.maximum(need, turn[last] + np.minimum(length[last], stop - begins[last]))
-        if longest <= LEAST_REQUEST or _most_at_a_time(need, done, stop - at) <= budget.bytes // 2:
+        who = reader[first][of]
+        much = _most_at_a_time(need, done, stop - at, who, len(longest)) > budget.bytes // 2
+        much &= longest > LEAST_REQUEST
+        if not much.any():
             break
-        longest //= 2
-    by_need = np.argsort(need, kind="stable")
+        longest[much] //= 2
+    by_need = np.lexsort((need, who))
     at, stop = (each + (starts - line)[of] for each in (at, stop))
     extra = int(np.maximum(0, begins[1:] - reached[:-1]).sum())
-    return Requests(file[first][of][by_need], at[by_need], stop[by_need], extra)
+    return Requests(file[first][of][by_need], at[by_need], stop[by_need], extra), who[by_need]
 
 
-def _most_at_a_time(need: np.ndarray, done: np.ndarray, length: np.ndarray) -> int:
-    """Return the most bytes of requests that are between their first use and their last at a time."""
+def _most_at_a_time(
+    need: np.ndarray, done: np.ndarray, length: np.ndarray, reader: np.ndarray, readers: int
+) -> np.ndarray:
+    """Return int64 per reader: the most bytes of requests that are between their first use and their last at a time."""
     times, change = np.concatenate((done, need)), np.concatenate((-length, length))
     # What goes makes room for what comes at the same time.
-    return int(np.cumsum(change[np.argsort(times, kind="stable")]).max())
+    order = np.lexsort((times, np.concatenate((reader, reader))))
+    # A reader's changes add up to nothing, so the next one's begin at 0.
+    held = np.cumsum(change[order])
+    edges = np.flatnonzero(np.diff(reader, prepend=-1))
+    most = np.zeros(readers, dtype=np.int64)
+    most[reader[edges]] = np.maximum.reduceat(held, 2 * edges)
+    return most
 
 
 class _Request:

@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Locks, Mode, OutputFile, map_files
 from paddle_flexckpt.media.file_names import check_member
@@ -22,6 +24,19 @@ from paddle_flexckpt.media.urls import Secrets, has_password, redacted
 
 # What is sent at a time of a long file.
 PART_BYTES = 8 << 20
+# Besides its parts: whether it is there, begin, and put together.
+_UPLOAD_REQUESTS = 3
+
+
+def count_sends(sizes: np.ndarray, part_bytes: int = PART_BYTES) -> np.ndarray:
+    """Return how many requests send new files to S3, where none has to be made again; int64, 0 for no bytes.
+
+    Args:
+        sizes: int64, bytes of each.
+        part_bytes: As of :func:`media.opening.open_storage`.
+    """
+    part = np.maximum(part_bytes, -(-sizes // MOST_PARTS))
+    return np.where(sizes > part, -(-sizes // part) + _UPLOAD_REQUESTS, (sizes > 0).astype(np.int64))
 
 
 class FsspecBackend(Backend):

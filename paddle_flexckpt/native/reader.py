@@ -20,6 +20,8 @@ import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import dtype_of
+from paddle_flexckpt.catalog.dtypes import assign
+from paddle_flexckpt.catalog.errors import OverflowingCastError
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native import row_files
 from paddle_flexckpt.native.block_reader import BLOCKS_AT_ONCE, BlockReader
@@ -87,9 +89,17 @@ class FileReader(BlockReader):
         Raises:
             CorruptCheckpointError: A block does not have its checksum, or the file ends early.
             OSError: The file system failed.
+            OverflowingCastError: Finite numbers are too large for the target's dtype.
         """
         if copy.size == 0:
             return
+        try:
+            self._read(item, copy, target)
+        except OverflowingCastError as error:
+            raise error.of_key(self._manifest.catalog.key_name(item)) from None
+        self._tell()
+
+    def _read(self, item: int, copy: StridedCopy, target: np.ndarray) -> None:
         row = self.resolve(item)
         dtype = dtype_of(self._manifest.catalog.dtype_name(item)).numpy
         outer = len(copy.extents) - copy.source_tail()
@@ -101,14 +111,12 @@ class FileReader(BlockReader):
                 self._read_scattered(item, copy.simplified(), target, dtype)
             else:
                 self.files.copy_mapped(mapped, row, copy, target, dtype)
-            self._tell()
             return
         run = copy.size * dtype.itemsize // run_bytes
         per_run = run_bytes // dtype.itemsize
         for i in range(run):
             for part in copy.part(i * per_run, (i + 1) * per_run) if run > 1 else (copy,):
                 self._read_run(item, part.simplified(), target, dtype)
-        self._tell()
 
     def read_alike(self, copies: AlikeCopies) -> None:
         """Carry out strided copies of one form, in the order of the files; as :meth:`read` does with each.
@@ -261,7 +269,7 @@ class FileReader(BlockReader):
                 values = buffer.view(dtype)
                 for part in copy.part(first, first + len(values)):
                     count = part.size
-                    part.scatter_into(target)[...] = values[:count].reshape(part.extents)
+                    assign(part.scatter_into(target), values[:count].reshape(part.extents), item)
                     values = values[count:]
             position = stop
 
@@ -282,5 +290,5 @@ class FileReader(BlockReader):
             storage = self.keep_block(item, block, (end - begin) * dtype.itemsize).view(dtype)
             for part in copy.part(begin, end):
                 inside = replace(part, source_base=part.source_base - block * per_block)
-                part.scatter_into(target)[...] = inside.gather_from(storage)
+                assign(part.scatter_into(target), inside.gather_from(storage), item)
             begin = end

@@ -19,6 +19,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
+from paddle_flexckpt.catalog.dtypes import assign
 from paddle_flexckpt.media.backend import Backend, InputFile
 from paddle_flexckpt.media.read_ahead import Wanted
 from paddle_flexckpt.native.data_file import check_data_file
@@ -253,7 +254,7 @@ class RowFiles:
         def work(number: int) -> None:
             first, last = number * step, min(copy.extents[0], (number + 1) * step)
             for part in copy.part(first * inner, last * inner):
-                part.scatter_into(target)[...] = part.gather_from(storage)
+                assign(part.scatter_into(target), part.gather_from(storage), row)
             self.count.add(reads=1, bytes_read=(last - first) * inner * dtype.itemsize)
             _give_back(mapped, begin + first * stride, begin + last * stride)
 

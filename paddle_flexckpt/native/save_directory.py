@@ -335,12 +335,15 @@ class SaveDirectory(CompanionDirectory):
         with contextlib.suppress(OSError):
             if self.is_committed(save):
                 return
-            own = (save.prepared_file(rank), save.data_file(rank), save.part_file(rank))
-            if partitions is None:
-                partitions = [*filter(save.owns_partition, self.backend.names())]
-            for name in (*own, *partitions):
+            for name in (save.prepared_file(rank), save.data_file(rank), save.part_file(rank), *(partitions or ())):
                 self.backend.remove(name)
-            if not any(map(save.owns, self.backend.names())):
+            left = [*filter(save.owns, self.backend.names())]
+            if partitions is None:
+                # Every rank removes them, and the last one to look sees nothing else.
+                for name in filter(save.owns_partition, left):
+                    self.backend.remove(name)
+                left = [name for name in left if not save.owns_partition(name)]
+            if not left:
                 self.remove_uploads(save)
                 self.remove_save_files([], save.marker_file)
 

@@ -12,23 +12,30 @@ import numpy as np
 from paddle_flexckpt.algebra import StridedCopy
 
 
-def wanted_bytes(copy: StridedCopy, itemsize: int, length: int, block_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first bytes of the ranges that are read, in their order, and the first ones beyond.
+def wanted_bytes(
+    copy: StridedCopy, itemsize: int, base: np.ndarray, length: np.ndarray, block_bytes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first bytes of the ranges that copies of one form read, in their order, and the first ones beyond.
 
     Runs that are shorter than a block are read in whole blocks. Of copies that go back in the file nothing is said.
 
     Args:
-        copy: What is copied; not empty.
+        copy: What each of them copies, from its base on; not empty.
         itemsize: Bytes of an element.
-        length: Bytes of the item.
-        block_bytes: Bytes of its blocks, of which the last may be shorter.
+        base: int64 per copy, the first element in its item.
+        length: int64 per copy, bytes of its item.
+        block_bytes: Bytes of an item's blocks, of which the last may be shorter.
+
+    Returns:
+        int64 ``[copies, ranges of each]``, twice.
     """
     outer = len(copy.extents) - copy.source_tail()
     width = math.prod(copy.extents[outer:]) * itemsize
     in_blocks = bool(outer) and width < block_bytes
     starts = np.zeros(1, dtype=np.int64)
     if not copy.is_ascending():
-        return starts[:0], starts[:0]
+        nothing = np.zeros((len(base), 0), dtype=np.int64)
+        return nothing, nothing
     for extent, stride in zip(copy.extents[:outer][::-1], copy.source_strides[:outer][::-1]):
         step = stride * itemsize
         if len(starts) == 1 and step <= width + (block_bytes if in_blocks else 0):
@@ -36,8 +43,9 @@ def wanted_bytes(copy: StridedCopy, itemsize: int, length: int, block_bytes: int
             width += (extent - 1) * step
         else:
             starts = (np.arange(extent)[:, None] * step + starts).reshape(-1)
-    begin = starts + copy.source_base * itemsize
+    begin = starts + base[:, None] * itemsize
     end = begin + width
     if in_blocks:
-        begin, end = begin // block_bytes * block_bytes, np.minimum(-(-end // block_bytes) * block_bytes, length)
+        begin = begin // block_bytes * block_bytes
+        end = np.minimum(-(-end // block_bytes) * block_bytes, length[:, None])
     return begin, end

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 
 from paddle_flexckpt.algebra.flat import flat_range_to_boxes
+from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
 from paddle_flexckpt.engine.holders import HoldersReport, Part, TensorHolders
 from paddle_flexckpt.pages.charts import Area, areas
 from paddle_flexckpt.pages.markup import Markup, Section, bullets, element, facts, join, page, paragraph, table
 from paddle_flexckpt.pages.ranks import by_rank, of_bytes, of_seconds
-from paddle_flexckpt.report import format_bytes, format_ranks
 
 #: Tensors that are drawn, rows of tables of parts, and parts of one drawing: a page stays readable, and small.
 MOST_DRAWN, MOST_ROWS, MOST_AREAS = 12, 1000, 300

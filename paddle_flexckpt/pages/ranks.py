@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.pages.charts import FAR, Series, columns
 from paddle_flexckpt.pages.markup import Content, Markup, element, join, paragraph, table
-from paddle_flexckpt.report import format_bytes
 
 #: Ranks that a table has. Of more ranks those that stand out the most.
 MOST_RANKS = 64

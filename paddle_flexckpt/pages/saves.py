@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.engine.holders import HoldersReport
 from paddle_flexckpt.pages.holders import parts_table, tensors_drawn
 from paddle_flexckpt.pages.markup import Content, Section, bullets, facts, join, page, paragraph, table
 from paddle_flexckpt.pages.ranks import by_rank, of_bytes, of_seconds
-from paddle_flexckpt.report import SaveReport, format_bytes
+from paddle_flexckpt.report import SaveReport
 
 
 def save_page(

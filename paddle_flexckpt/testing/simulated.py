@@ -7,6 +7,8 @@ Tested in tests/property/test_whole_system.py.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import queue
 import threading
@@ -60,6 +62,8 @@ class SimulatedWorld:
             finally:
                 shared.end(position)
 
+        if importlib.util.find_spec("paddle") is not None:
+            importlib.import_module("paddle")  # other threads than that of its import are in its static mode
         threads = [threading.Thread(target=work, args=(position,), daemon=True) for position in range(self.size)]
         for thread in threads:
             thread.start()

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.aoa import AoaError, compile_program, invert
+from paddle_flexckpt.aoa import AoaError, compile_program
 from paddle_flexckpt.aoa.errors import MAX_LINE
+from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.parser import ATTRIBUTES, MAX_NAMES, TAGS, parse
 from tests.aoa.small import catalog, compiled, numbered, room
 from tests.property import examples

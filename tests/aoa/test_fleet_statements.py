@@ -8,7 +8,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_flexckpt.aoa import AoaError, compile_program, invert
+from paddle_flexckpt.aoa import AoaError, compile_program
+from paddle_flexckpt.aoa.invert import invert
 from tests.aoa.fleet_models import EXPERTS, GROUPS, HEADS_TEXT, HIDDEN, MODELS, WIDTH, FleetModel
 from tests.aoa.oracle import Oracle, Source, Target
 from tests.aoa.small import Arrays, Cuts, assert_equal, catalog, compiled, numbered, room, run

@@ -7,7 +7,8 @@ import re
 import numpy as np
 import pytest
 
-from paddle_flexckpt.aoa import AoaError, compile_program, invert
+from paddle_flexckpt.aoa import AoaError, compile_program
+from paddle_flexckpt.aoa.invert import invert
 from tests.aoa.small import assert_equal, catalog, numbered, room, run
 
 A = numbered(4, 6)

@@ -8,8 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddle_flexckpt.aoa import AoaError, compile_program, explain, unused_sources
-from paddle_flexckpt.aoa.sides import split_state
+from paddle_flexckpt.aoa import AoaError, compile_program, unused_sources
+from paddle_flexckpt.aoa.explain import explain
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import CheckpointError
 from tests.aoa.small import assert_equal, catalog, compiled, numbered, room, run
 

@@ -253,3 +253,43 @@ def test_python_m_is_the_command():
     done = subprocess.run([sys.executable, "-m", "paddle_flexckpt", "--version"], capture_output=True, text=True)
     assert done.returncode == 0
     assert done.stdout.startswith("flexckpt ")
+
+
+EVIL = "w\x1b[2J\nnorm\u202e"
+SHOWN = "w\\u001b[2J\\u000anorm\\u202e"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["inspect"],
+        ["inspect", "--key", EVIL],
+        ["show", EVIL],
+        ["map"],
+        ["map", "--to", "tp=1"],
+        ["digest"],
+        ["explain", "--aoa", "[]"],
+        ["du", "--by", "layer"],
+    ],
+)
+def test_what_a_terminal_would_carry_out_is_escaped(tmp_path, capsys, words):
+    path = str(tmp_path / "run\x1b[0m")
+    save(path, {EVIL: np.ones(3, np.float32)}, world=1)
+    text = printed(capsys, words[0], path, *words[1:])
+    assert text.replace("\n", "").isprintable()
+    assert words[0] in ("du", "explain") or SHOWN in text
+    if words[0] not in ("du", "explain"):
+        assert json.dumps(EVIL) in printed(capsys, words[0], path, *words[1:], "--json")
+
+
+def test_errors_escape_what_a_terminal_would_carry_out(tmp_path, capsys):
+    path = str(tmp_path / "run")
+    save(path, {EVIL: np.ones(3, np.float32)}, world=1)
+    for words in (["show", path, "v"], ["inspect", path, "--key", f"{EVIL}1"], ["ls", str(tmp_path / "\x9b")]):
+        text = failed(capsys, *words)
+        assert text.replace("\n", "").isprintable()
+
+
+def test_ls_escapes_names_of_directories(tmp_path, capsys):
+    save(str(tmp_path / "step_1\x1b[2J"), {"w": np.ones(3, np.float32)}, world=1)
+    assert "step_1\\u001b[2J" in printed(capsys, "ls", str(tmp_path))

@@ -14,8 +14,8 @@ from importlib import metadata
 import numpy as np
 import pytest
 
+from paddle_flexckpt.cli import doctor, overview
 from paddle_flexckpt.cli import main as cli
-from paddle_flexckpt.cli import overview
 from paddle_flexckpt.cli.main import build_parser, main
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord
 from tests.engine.samples import save
@@ -112,7 +112,7 @@ def test_doctor_names_what_is_missing_or_not_supported(monkeypatch, capsys):
             raise metadata.PackageNotFoundError(name)
         return {"numpy": "1.20.3", "paddlepaddle": "2.6.2"}.get(name, "99.0")
 
-    monkeypatch.setattr(overview.metadata, "version", version)
+    monkeypatch.setattr(doctor.metadata, "version", version)
     lines = printed(capsys, "doctor", code=1)
     assert "problem: xxhash is missing. Remedy: pip install xxhash" in lines
     assert "problem: numpy 1.20.3 is not a version that the tests run with" in lines
@@ -121,9 +121,9 @@ def test_doctor_names_what_is_missing_or_not_supported(monkeypatch, capsys):
 
 
 def test_doctor_tells_which_patches_fit(monkeypatch, capsys):
-    monkeypatch.setattr(overview, "find_root", lambda package: None)
+    monkeypatch.setattr(doctor, "find_root", lambda package: None)
     assert not [line for line in printed(capsys, "doctor") if "patch" in line]
-    monkeypatch.setattr(overview, "check_patch", lambda root, every, patch: ("fits", ""))
+    monkeypatch.setattr(doctor, "check_patch", lambda root, every, patch: ("fits", ""))
     lines = printed(capsys, "doctor")
     assert any(line.endswith("Remedy: flexckpt patch --apply paddle-3.3.1-nested-state") for line in lines)
 

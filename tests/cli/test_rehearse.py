@@ -6,10 +6,10 @@ import json
 
 import pytest
 
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.strategy import parse_strategy
-from paddle_flexckpt.report import format_bytes
 from tests.engine.rehearsed import save
 from tests.engine.test_models import decoder
 from tests.pages.samples import check
@@ -150,7 +150,6 @@ def test_a_save_is_rehearsed_instead(checkpoint, tmp_path, capsys):
         (["--to", "tp=2", "--gbps", "0"], "--gbps takes a positive number"),
         (["--to", "tp=2", "--id", "7"], "7"),
         (["--to", "tp=2", "--save", "--cooperative"], "--cooperative is of a load"),
-        (["--to", "tp=2", "--save", "--object-store"], "--object-store is of a load"),
         (["--to", "tp=2", "--save-replicas"], "--save-replicas is of a save"),
     ],
 )

@@ -218,12 +218,12 @@ def test_types_prefix_and_weights_alone(tmp_path):
 
 
 def test_a_configuration_that_says_another_type_is_told(checkpoint, tmp_path):
-    report = convert_checkpoint(checkpoint, tmp_path / "out", dtype="float16")
-    assert "config.json was copied as it is, and says bfloat16; the tensors are float16" in report.summary()
+    report = convert_checkpoint(checkpoint, tmp_path / "out", dtype="float64")
+    assert "config.json was copied as it is, and says bfloat16; the tensors are float64" in report.summary()
     other = tmp_path / "other.json"
-    other.write_text('{"dtype": "float16"}')
-    report = convert_checkpoint(checkpoint, tmp_path / "out2", dtype="float16", config=other)
-    assert (tmp_path / "out2" / "config.json").read_text() == '{"dtype": "float16"}'
+    other.write_text('{"dtype": "float64"}')
+    report = convert_checkpoint(checkpoint, tmp_path / "out2", dtype="float64", config=other)
+    assert (tmp_path / "out2" / "config.json").read_text() == '{"dtype": "float64"}'
     assert not any("config.json" in note for note in report.notes)
 
 

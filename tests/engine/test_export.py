@@ -360,10 +360,10 @@ def test_a_prefix_chooses_and_is_taken_off(checkpoint, values, tmp_path):
 
 
 def test_statements_say_what_is_written(checkpoint, values, tmp_path):
-    used = ("m.float32", "m.float64", "m.bfloat16", "other")
+    used = ("m.float32", "m.float16", "m.bfloat16", "other")
     program = [
         "m.float32 -> a, scale=0.5",
-        'm.float64 -> b, dtype="bfloat16"',
+        'm.float16 -> b, dtype="bfloat16"',
         "m.bfloat16^T -> c",
         *(f"{key} -> _" for key in MODEL if key not in used),
     ]
@@ -375,7 +375,7 @@ def test_statements_say_what_is_written(checkpoint, values, tmp_path):
     assert np.frombuffer(found["a"], np.float32).tolist() == pytest.approx(half.reshape(-1).tolist(), nan_ok=True)
     assert found["c"] == values["m.bfloat16"].T.tobytes()
     assert found["other"] == values["other"].tobytes()
-    assert (header["b"]["dtype"], len(found["b"])) == ("BF16", 2 * values["m.float64"].size)
+    assert (header["b"]["dtype"], len(found["b"])) == ("BF16", 2 * values["m.float16"].size)
     assert report.peak_scratch_bytes > 0
 
 

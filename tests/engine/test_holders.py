@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.texts import format_ranks
 from paddle_flexckpt.engine.holders import find_holders
 from paddle_flexckpt.engine.models import layout_of
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.strategy import parse_strategy
-from paddle_flexckpt.report import format_ranks
 from tests.engine.rehearsed import save
 from tests.engine.samples import save as save_values
 from tests.engine.test_models import decoder

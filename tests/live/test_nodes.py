@@ -39,13 +39,14 @@ def save(paths, version, **options):
     )
 
 
-def load(paths, **options):
-    """Reports of the ranks and the version that all of them were given, or their errors."""
+def load(paths, ids=None, **options):
+    """Reports of the ranks and the version that all of them were given, or errors; ``ids``: what each asks for."""
     size = len(paths)
 
     def job(comm):
         found = shards(comm.position, size, -77, ROWS // size)
-        report = load_state_dict(found, paths[comm.position], comm, **{"storage": "per_node", **options})
+        chosen = {} if ids is None else {"unique_id": ids[comm.position]}
+        report = load_state_dict(found, paths[comm.position], comm, **{"storage": "per_node", **chosen, **options})
         version = int(found["b"].local_tensor[0])
         for key, shard in shards(comm.position, size, version, ROWS // size).items():
             assert (found[key].local_tensor == shard.local_tensor).all()
@@ -200,6 +201,19 @@ def test_the_highest_id_of_all_nodes_is_the_next_and_is_loaded(nodes):
     assert load([empty, b], unique_id=6)[1] == 1
     text = one_error(load([a, b], unique_id=5), ValidationError)
     assert "has no checkpoint with id 5" in text
+
+
+@pytest.mark.parametrize("storage", ["per_node", "shared"])
+def test_ranks_agree_about_the_id_that_is_meant_not_about_how_it_is_said(nodes, storage):
+    a, _, _ = nodes
+    for version in (1, 2):
+        save([a, a], version, storage=storage)
+    for ids in ((None, 1), (1, None), (1, 1)):
+        assert load([a, a], ids, storage=storage)[1] == 2
+    for ids in ((None, 0), (1, 0), (0, None)):
+        text = one_error(load([a, a], ids, storage=storage), ValidationError)
+        assert "ranks disagree: " in text
+        assert '"checkpoint": "id 0' in text and '"checkpoint": "id 1' in text
 
 
 def test_an_id_is_replaced_on_all_nodes(saved):

@@ -154,6 +154,55 @@ def test_casts_between_floats_round_like_ml_dtypes(move):
         assert array.tobytes() == values[pair].astype(array.dtype).tobytes(), pair
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    ("source", "target", "large"),
+    [
+        ("float32", "float16", 1e6),
+        ("float32", "bfloat16", 3.4e38),
+        ("bfloat16", "float16", 1e5),
+        ("float16", "float8_e4m3fn", 500),
+        ("float8_e5m2", "float8_e4m3fn", 512),
+        ("float64", "float32", 1e300),
+        ("int32", "float16", 70000),
+        ("complex128", "complex64", 1e300j),
+    ],
+)
+def test_numbers_that_a_cast_cannot_hold_are_an_error(move, source, target, large):
+    of, to = dtype_of(source).numpy, dtype_of(target).numpy
+    fine = np.asarray([0, 1, 2, 3] if of.kind == "i" else [0, 1, np.inf, np.nan]).astype(of)
+    into = np.zeros(8, to)
+    move({"w": np.tile(fine, 2)}, {"w": into}, dtype="cast")
+    assert into.tobytes() == np.tile(fine, 2).astype(to).tobytes()
+    values = np.tile(np.append(fine, np.asarray([large, -large]).astype(of)), (6, 2))
+    parts = {
+        "whole": values,
+        "columns": ShardedWeight("w", np.zeros((6, 6), to), (6, 6), values.shape, (0, 3)),
+    }
+    for name, part in parts.items():
+        wanted = np.zeros(values.shape, to) if name == "whole" else part
+        with pytest.raises(CheckpointError) as caught:
+            move({"w": values}, {"w": wanted}, dtype="cast")
+        count = 24 if name == "whole" else 12
+        for words in ("key 'w'", f"a cast from {source} to {target} met {count} finite numbers", "Remedy"):
+            assert words in str(caught.value), (name, str(caught.value))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_cast_of_a_statement_is_no_other(move, dtype):
+    """Of the float16 target a move, of the other a step."""
+    for value, is_error in ((60000, False), (np.inf, False), (1e6, True)):
+        into = np.zeros(3, dtype)
+        statement = 'w -> v, dtype="float16"'
+        if not is_error:
+            move(state(w=[1, 2, value]), {"v": into}, aoa_config=[statement], dtype="cast")
+            assert into.tolist() == [1, 2, value]
+            continue
+        with pytest.raises(CheckpointError, match="key '[vw]': a cast from float32 to float16 met 1 finite number"):
+            move(state(w=[1, 2, value]), {"v": into}, aoa_config=[statement], dtype="cast")
+
+
 def test_a_cast_where_no_dtype_differs_is_reported_as_none(move):
     assert move(state(a=[1]), state(a=[0]), dtype="cast").cast == {}
 

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_flexckpt.media import read_ahead
-from paddle_flexckpt.media.read_ahead import LEAST_REQUEST, LONGEST_REQUEST, Budget, ReadAhead, Wanted, plan_requests
+from paddle_flexckpt.media.read_ahead import (
+    LEAST_REQUEST,
+    LONGEST_REQUEST,
+    Budget,
+    ReadAhead,
+    Wanted,
+    plan_for_readers,
+    plan_requests,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 FILE_BYTES = 1 << 12
@@ -116,6 +124,20 @@ def test_everything_that_is_wanted_is_asked_for(ranges, ascending, budget):
     if ascending:
         # Nothing is asked for twice, and what nobody wants is told.
         assert total == asked.sum() == needed.sum() + requests.extra_bytes
+
+
+@settings(deadline=None)
+@given(parts=st.lists(RANGES, max_size=5), budget=st.integers(1, 5000))
+def test_several_readers_are_planned_as_each_alone(parts, budget):
+    with pytest.MonkeyPatch.context() as patch:
+        small_lengths(patch)
+        alone = [plan_requests(wanted(*ranges), Budget(bytes=budget)) for ranges in parts]
+        reader = np.repeat(np.arange(len(parts)), [len(ranges) for ranges in parts])
+        everything = wanted(*(each for ranges in parts for each in ranges))
+        together, whose = plan_for_readers(everything, reader, Budget(bytes=budget))
+    for number, own in enumerate(alone):
+        assert [column[whose == number].tolist() for column in together[:3]] == [each.tolist() for each in own[:3]]
+    assert together.extra_bytes == sum(own.extra_bytes for own in alone)
 
 
 # Bringing

@@ -11,6 +11,7 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory, SaveNames
 from tests.crash.file_system import FileSystem
 from tests.crash.job import Job
@@ -206,6 +207,22 @@ def test_discard_removes_a_ranks_files_and_keeps_a_committed_saves(tmp_path):
     (tmp_path / "0.manifest").write_bytes(b"..." + ticket.token.encode())
     directory.discard(ticket, 0)
     assert names(tmp_path) == ["0.manifest", "0_0.safetensors"]
+
+
+@pytest.mark.parametrize("partitions", [None, ()])
+def test_discard_lists_the_directory_once(tmp_path, monkeypatch, partitions):
+    directory = open_to_save(tmp_path)
+    ticket = directory.open_save(0)
+    for name in (ticket.data_file(0), ticket.data_file(1), ticket.partition_file(0)):
+        (tmp_path / name).write_bytes(b"")
+    listings, list_names = [], LocalBackend.names
+    monkeypatch.setattr(LocalBackend, "names", lambda self, *kind: listings.append(1) or list_names(self, *kind))
+    directory.discard(ticket, 0, partitions)
+    left = [ticket.partition_file(0)] if partitions == () else []
+    assert names(tmp_path) == sorted(["0.saving", "1_0.safetensors", *left])
+    assert len(listings) == 1
+    directory.discard(ticket, 1, partitions)
+    assert names(tmp_path) == (["0.saving", *left] if left else [])
 
 
 def test_a_renamed_manifest_is_noticed(tmp_path):

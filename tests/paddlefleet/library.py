@@ -16,7 +16,9 @@ from paddle_flexckpt.trainer import install, uninstall
 from paddle_flexckpt.trainer.model_rules import uninstall_model_rules
 
 STUB = Path(__file__).with_name("stub")
-INPUTS, INNER, OUTPUTS = 4, 6, 8
+INPUTS, INNER, OUTPUTS = 4, 8, 10
+# What the imitated model is in: of PaddleFleet's models statements tell which parameters are fused.
+MODULE = "paddlefleet.transformers.net"
 
 
 @contextlib.contextmanager
@@ -67,6 +69,8 @@ def make_model(salt: str = "", degree: int = 1) -> Any:
 
         def forward(self, x: Any) -> Any:
             return self.down(self.up(x)) * self.scale
+
+    Net.__module__ = MODULE
 
     with paddle.utils.unique_name.guard():
         net = Net()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 pytest.importorskip("paddle.distributed.flex_checkpoint")
 
+import paddle
 import paddle.distributed as dist
 from paddle.distributed import fleet
 
@@ -17,12 +21,14 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.native.listing import is_complete
 from paddle_flexckpt.testing import cpu_world
-from paddle_flexckpt.trainer.contents import collect_shards
+from paddle_flexckpt.trainer import replace_in_tree, restore_in_tree
+from paddle_flexckpt.trainer.contents import collect_shards, model_shards
 from tests.paddlefleet.library import everything, imitated, make_trainer
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 PARTS = ("model_state", "optimizer_state", "master_weight")
 EMA = {"zcc_save_ema_coef": 0.5}
+CODES = np.arange(24, dtype="int8").reshape(4, 6)
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 
@@ -55,6 +61,46 @@ def resume(strategy, directory, output_dir, **flags):
         trainer.train(resume_from_checkpoint=directory)
         fc.save_state_dict(collect_shards(trainer, True), f"{output_dir}/there")
         return trainer.state.global_step
+
+
+def save_fused(directory, where):
+    """Saves a model whose first layer keeps gate and up side by side on each rank, as its statements say."""
+    with imitated():
+        trainer = trainer_under("tp2", directory)
+        rules = {"aoa_statements": ["gate^T, up^T -> layers.0.up.weight, fused_ffn"]}
+        # Of the class, or of the instance.
+        (type(trainer.model) if where == "class" else trainer.model)._gen_aoa_config = lambda config: rules
+        fc.save_state_dict(model_shards(trainer), directory)
+        return trainer.model.state_dict()["up.weight"].astype("float32").numpy().tolist()
+
+
+def load_quantized(directory):
+    """Loads as PaddleFleet does, by Paddle's own name of the function, with groups of which one is None."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    rows = CODES.shape[0] // world
+    target = paddle.zeros([rows, CODES.shape[1]], dtype="bfloat16")
+    weight = fc.ShardedWeight("w", target, tuple(target.shape), CODES.shape, (rank * rows, 0))
+    replace_in_tree()
+    try:
+        dist.load_state_dict(
+            {"w": weight}, directory, aoa_config={"aoa_statements": ["hf.w -> w"]}, offload=True, safetensors=True,
+            process_group=None, comm_method="parallel_broadcast", worker_groups=[dist.new_group([0, 1]), None],
+            load_transform=Codes(),
+        )  # fmt: skip
+    finally:
+        restore_in_tree()
+    return target.astype("float32").numpy().tolist()
+
+
+class Codes:
+    def logical_metadata(self):
+        return {"hf.w": SimpleNamespace(global_shape=CODES.shape, dtype="bfloat16")}
+
+    def source_keys(self, logical_key):
+        return ["hf.w", "hf.scale"]
+
+    def apply(self, logical_key, source_tensors, output_dtype):
+        return (source_tensors["hf.w"].astype("float32") * source_tensors["hf.scale"]).astype(output_dtype)
 
 
 def train(strategy, output_dir, resume=None, **flags):
@@ -130,6 +176,22 @@ def test_all_ranks_save_where_paddlefleet_lets_one_of_each_pair(tmp_path, world2
         whole.train()
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert everything(resumed) == everything(whole)
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_fused_parameters_are_natural_in_one_process(tmp_path, world2, where):
+    first, second = world2.run(save_fused, directory=str(tmp_path), where=where)
+    (gate, up), (gate2, up2) = (np.split(np.asarray(part, "float32"), 2, 1) for part in (first, second))
+    found = fc.load_merged_state_dict(str(tmp_path))["up.weight"].astype("float32").numpy()
+    assert np.array_equal(found, np.concatenate([gate, gate2, up, up2], axis=1))
+
+
+def test_real_ranks_load_through_a_transform(tmp_path, world2):
+    scale = np.linspace(0.5, 2, 4, dtype="float32")[:, None]
+    save_file({"hf.w": CODES, "hf.scale": scale}, tmp_path / "model.safetensors")
+    parts = world2.run(load_quantized, directory=str(tmp_path))
+    expected = paddle.to_tensor(CODES * scale).astype("bfloat16").astype("float32").numpy()
+    assert np.array_equal(np.concatenate([np.asarray(part, "float32") for part in parts]), expected)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from paddle_flexckpt.trainer import (
 from paddle_flexckpt.trainer.arguments import LIBRARIES
 from paddle_flexckpt.trainer.model_rules import install as model_rules
 from paddle_flexckpt.trainer.run import _LIBRARIES, InstallOnImport
-from tests.paddlefleet.library import everything, imitated, make_trainer, note_commits
+from tests.paddlefleet.library import INNER, INPUTS, OUTPUTS, everything, imitated, make_trainer, note_commits
 
 pytest.importorskip("paddle.distributed.flex_checkpoint")
 
@@ -306,7 +306,10 @@ def test_the_optimizer_is_not_saved_alone(tmp_path):
 def write_hugging_face(directory: Path, quantized: bool) -> dict[str, np.ndarray]:
     """Weights as codes and scales, with a config that says so or does not."""
     directory.mkdir()
-    names = {"up.weight": (4, 6), "up.bias": (6,), "down.weight": (6, 8), "down.bias": (8,), "scale": (8,)}
+    names = {
+        "up.weight": (INPUTS, INNER), "up.bias": (INNER,), "down.weight": (INNER, OUTPUTS), "down.bias": (OUTPUTS,),
+        "scale": (OUTPUTS,),
+    }  # fmt: skip
     whole = {name: np.arange(np.prod(shape)).reshape(shape).astype(np.int8) for name, shape in names.items()}
     stored = {f"hf.{name}.codes": codes for name, codes in whole.items()}
     save_file(stored, directory / "model.safetensors")

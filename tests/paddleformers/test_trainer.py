@@ -191,6 +191,42 @@ def test_weights_go_to_hugging_face_and_back(model, tmp_path):
         assert np.array_equal(value, weights[key]), key
 
 
+@pytest.mark.parametrize("way", ["of the instance", "of the instance, reversed", "modular"])
+def test_statements_of_the_live_model_go_before_those_of_its_class(way, tmp_path, monkeypatch):
+    """As PaddleFleet's models say them: attached to the instance, or from an override of a method of layers."""
+    make = build
+
+    def said(model: Any, back: bool) -> dict[str, Any]:
+        names = {name: "^T" if "_proj" in name or "lm_head" in name else "" for name in model.state_dict()}
+        texts = [f"{n}{t} -> other.{n}" if back else f"other.{n}{t} -> {n}" for n, t in names.items()]
+        return {"aoa_statements": texts}
+
+    def build_other(*args: Any) -> Any:
+        model = make(*args)
+        if way == "modular":
+            methods = {
+                "gen_aoa_statements": lambda self, config=None: said(self, False),
+                "gen_inv_aoa_statements": lambda self, config=None: said(self, True),
+                "_gen_aoa_config": None,
+                "_gen_inv_aoa_config": None,
+            }
+            model.__class__ = type("LlamaForCausalLM", (type(model),), methods)
+        else:
+            model._gen_aoa_config = lambda config: said(model, False)
+            model._gen_inv_aoa_config = None if "reversed" in way else lambda config: said(model, True)
+        return model
+
+    monkeypatch.setattr("tests.paddleformers.test_trainer.build", build_other)
+    weights = Run(tmp_path, max_steps=2, save_steps=2, flex_export_hf=True).weights()
+    exported = load_file(tmp_path / "checkpoint-2/huggingface/model.safetensors")
+    assert set(exported) == {f"other.{name}" for name in weights}
+    again = Run(
+        tmp_path / "again", seed=7, max_steps=1, save_strategy="no", learning_rate=0.0,
+        resume=str(tmp_path / "checkpoint-2/huggingface"), load_from_hf=True, ignore_load_lr_and_optim=True,
+    )  # fmt: skip
+    assert all(value.tobytes() == weights[key].tobytes() for key, value in again.weights().items())
+
+
 def test_save_model_saves_the_model_alone(whole, tmp_path):
     directory, run = whole
     run.trainer.save_model(str(tmp_path))

@@ -15,7 +15,7 @@ from paddle import nn
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.optimizers import OptimizerMixin, describe_states, names_by_tensor
-from paddle_flexckpt.parallel.sharding import _owned_range
+from paddle_flexckpt.parallel.sharding import MuonShardingMixin, _owned_range
 from paddle_flexckpt.parallel.slices import fused_context, parameter_name
 
 
@@ -183,6 +183,51 @@ def test_masters_that_no_step_looks_at_are_not_state():
     assert not any(key.endswith("w_0") for key in optimizer.sharded_state_dict(model))
     optimizer._multi_precision = True
     assert any(key.endswith("w_0") for key in optimizer.sharded_state_dict(model))
+
+
+def muon_sharding(layer, info=None, experts=frozenset()):
+    """What is looked at of a MuonShardingOptimizer of which this rank owns every parameter, and the model's dict."""
+    model = layer.sharded_state_dict()
+    for weight in model.values():
+        weight.expert_ranks = experts
+    optimizer = types.SimpleNamespace(
+        _inner_opt=paddle.optimizer.Momentum(0.1, parameters=layer.parameters()),
+        _comm_buffer_list=[],
+        _slice_params={},
+        _rank2params_2d_by_color={1: {0: list(layer.parameters()), 1: []}},
+        _color_to_group_info={1: info} if info else {},
+    )
+    return optimizer, model
+
+
+def test_matrices_of_muon_are_those_of_this_rank_in_the_group_of_their_color():
+    layer = nn.Linear(2, 3)
+    layer.bias.stop_gradient = True
+    group = types.SimpleNamespace(ranks=[4, 6])
+    alone = {"group": types.SimpleNamespace(ranks=[4]), "world_size": 1, "rank": -1}
+    for info, keys in (
+        (None, ["weight.velocity_0"]),  # a color without a group: every rank steps on all of its parameters
+        (alone, ["weight.velocity_0"]),
+        ({"group": group, "world_size": 2, "rank": 0}, ["weight.velocity_0"]),
+        ({"group": group, "world_size": 2, "rank": 1}, []),
+        ({"group": group, "world_size": 2, "rank": -1}, []),  # not a member
+    ):
+        optimizer, model = muon_sharding(layer, info)
+        assert sorted(MuonShardingMixin.sharded_state_dict(optimizer, model)) == keys
+
+
+def test_muon_that_would_lose_states_is_refused():
+    layer = nn.Linear(2, 3)
+    optimizer, model = muon_sharding(layer)
+    optimizer._slice_params["other"] = layer.bias
+    with pytest.raises(ValueError, match="no buffer for 1 parameters that it slices, such as 'other'.*Remedy"):
+        MuonShardingMixin.sharded_state_dict(optimizer, model)
+    group = {"group": types.SimpleNamespace(ranks=[4, 6]), "world_size": 2, "rank": 0}
+    optimizer, model = muon_sharding(layer, group, frozenset([4, 6]))
+    with pytest.raises(ValueError, match="2 parameters of experts, .* sharded among ranks of which each holds other"):
+        MuonShardingMixin.sharded_state_dict(optimizer, model)
+    optimizer, model = muon_sharding(layer, group, frozenset([4, 5]))
+    assert MuonShardingMixin.sharded_state_dict(optimizer, model)
 
 
 def test_only_owned_states():

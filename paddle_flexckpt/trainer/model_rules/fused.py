@@ -60,9 +60,12 @@ def fused_layers(model: Any) -> list[FusedLayer]:
 
 
 def _fused_by_statements(model: Any) -> list[FusedLayer]:
-    """Return the fused layers of a PaddleFormers model, as its AOA statements from Hugging Face's weights tell them."""
-    method = getattr(type(model), "_gen_aoa_config", None)
-    if method is None or not type(model).__module__.startswith("paddleformers."):
+    """Return the fused layers of a PaddleFormers or PaddleFleet model, as its hand-written AOA statements tell them.
+
+    These are from Hugging Face's weights. PaddleFleet gives some models theirs as attributes of their own.
+    """
+    method = getattr(type(model), "_gen_aoa_config", None) or vars(model).get("_gen_aoa_config")
+    if method is None or not type(model).__module__.startswith(("paddleformers.", "paddlefleet.")):
         return []
     found: dict[str, str] = {}
     for statement in method(model.config)["aoa_statements"]:

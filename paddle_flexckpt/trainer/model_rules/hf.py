@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from paddle_flexckpt.aoa import invert
+from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.trainer.model_rules.fused import FusedLayer, fused_layers, layer_of
 from paddle_flexckpt.trainer.model_rules.layers import qualified_name

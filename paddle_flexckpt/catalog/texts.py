@@ -1,0 +1,46 @@
+"""Write sizes and ranks for people, and names as they can be printed. Tested in tests/catalog/test_texts.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def format_bytes(count: int) -> str:
+    """Return a byte count for people: ``1.5 GiB``."""
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"
+
+
+def format_ranks(ranks: Sequence[int], most: int | None = None) -> str:
+    """Return ranks, in rising order, for people: ``0-3, 8``; beyond so many ranges only how many."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], rank]
+        else:
+            ranges.append([rank])
+    shown = ", ".join("-".join(map(str, each)) for each in ranges[:most])
+    rest = sum(each[-1] - each[0] + 1 for each in ranges[most:]) if most is not None else 0
+    return f"{shown} and {rest} more" if rest else shown
+
+
+def printable(text: str) -> str:
+    """Return a text of one line in which a terminal finds nothing but letters: other characters as JSON escapes them.
+
+    Names in a checkpoint are whatever its writer has chosen: control characters would move the cursor, or hide text.
+    """
+    return text if text.isprintable() else "".join(each if each.isprintable() else _escaped(each) for each in text)
+
+
+def printable_lines(text: str) -> str:
+    """Return the same of a text of several lines; one of JSON means what it has meant."""
+    return "\n".join(map(printable, text.split("\n")))
+
+
+def _escaped(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))

@@ -1,0 +1,103 @@
+"""flexckpt doctor: what this installation has, and what it lacks. Tested in tests/cli/test_overview.py."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import sys
+from importlib import metadata
+from typing import Any
+
+from paddle_flexckpt._version import __version__
+from paddle_flexckpt.catalog.texts import format_bytes
+from paddle_flexckpt.cli.arguments import Outcome, table
+from paddle_flexckpt.cli.outputs import DoctorReport, Package, PatchState
+from paddle_flexckpt.patching import PatchError, check_patch, find_root, read_patches
+
+#: Distribution, versions that the tests run with (as a pattern), and what it is for.
+_PACKAGES = (
+    ("paddlepaddle", r"3\.[0-3]\.", "saves and loads of live states"),
+    ("paddlepaddle-gpu", r"3\.[0-3]\.", "the same on GPUs"),
+    ("numpy", r"1\.26\.|2\.", "everything"),
+    ("safetensors", r"0\.([7-9]|\d\d)|[1-9]", "everything"),
+    ("xxhash", r"3\.([5-9]|\d\d)|[4-9]", "checksums"),
+    ("ml_dtypes", r"0\.([5-9]|\d\d)|[1-9]", "bfloat16 and float8"),
+    ("fsspec", r"2024\.1[012]|202[5-9]|20[3-9]", "object stores"),
+    ("s3fs", r"2024\.1[012]|202[5-9]|20[3-9]", "S3"),
+    ("pyyaml", r"[6-9]", "AOA statements in YAML"),
+    ("paddlenlp", r"3\.0\.0b4", "PaddleNLP's trainer"),
+    ("paddleformers", r"1\.2\.0", "PaddleFormers' trainer"),
+)
+_REQUIRED = ("numpy", "safetensors", "xxhash", "ml_dtypes")
+_SHARED_MEMORY = "/dev/shm"
+
+
+def add_command(commands: Any) -> None:
+    """Add the parser of the command."""
+    doctor = commands.add_parser(
+        "doctor",
+        help="say what is installed, whether it is supported, and which defects of it can be mended",
+        description="Lists the versions of Python and of the packages that matter, and the patches that fit what is "
+        "installed. The exit status is 1 if something needed is missing, or a version is not supported.",
+        epilog="example: flexckpt doctor",
+    )
+    doctor.add_argument("--json", action="store_true", help="print all as JSON")
+    doctor.set_defaults(run=_doctor, errors=(PatchError,))
+
+
+def _doctor(options: argparse.Namespace) -> Outcome:
+    """Return what is installed and what is known of it; code 1 if something does not do."""
+    packages: list[Package] = []
+    problems: list[str] = []
+    for name, pattern, purpose in _PACKAGES:
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            version = ""
+        supported = bool(version) and re.match(pattern, version) is not None
+        packages.append(Package(name, version, supported, purpose))
+        if version and not supported:
+            problems.append(f"{name} {version} is not a version that the tests run with")
+        if not version and name in _REQUIRED:
+            problems.append(f"{name} is missing. Remedy: pip install {name}")
+    patches = _patches()
+    python = ".".join(map(str, sys.version_info[:3]))
+    free = _free_shared_memory()
+    if options.json:
+        states = [PatchState(*each) for each in patches]
+        report = DoctorReport(__version__, python, packages, states, free, problems)
+        return Outcome(report.to_json(), int(bool(problems)))
+    lines = [("package", "version", "supported", "for"), ("flexckpt", __version__, "", ""), ("python", python, "", "")]
+    for each in packages:
+        verdict = "-" if not each.version else "yes" if each.supported else "no"
+        lines.append((each.package, each.version or "-", verdict, each.purpose))
+    text = table(lines)
+    text.append(f"shared memory, for asynchronous saves and reshards: {_free(free)}")
+    for name, status, title in patches:
+        text.append(
+            f"defect that a patch mends: {title}. Remedy: flexckpt patch --apply {name}"
+            if status == "fits"
+            else f"patched: {title} ({name})"
+        )
+    text += [f"problem: {problem}" for problem in problems]
+    return Outcome("\n".join([*text, "" if problems else "no problems"]).rstrip("\n"), int(bool(problems)))
+
+
+def _patches() -> list[tuple[str, str, str]]:
+    """Return name, status and title of the patches that are in what is installed, or fit it."""
+    every = list(read_patches().values())
+    roots = {package: find_root(package) for package in {patch.package for patch in every}}
+    found = [(patch.name, check_patch(roots[patch.package], every, patch)[0], patch.title) for patch in every]
+    return [each for each in found if each[1] in ("fits", "applied")]
+
+
+def _free_shared_memory() -> int | None:
+    try:
+        return shutil.disk_usage(_SHARED_MEMORY).free
+    except OSError:
+        return None
+
+
+def _free(count: int | None) -> str:
+    return f"there is no {_SHARED_MEMORY}" if count is None else f"{format_bytes(count)} free"

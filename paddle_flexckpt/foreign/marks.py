@@ -1,0 +1,42 @@
+"""Names of files and directories by which it is seen whose checkpoint a directory may hold.
+
+They are looked at before a program's reader is imported: a reader takes milliseconds to import, and there are many.
+Tested in tests/foreign/test_marks.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Literal
+
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.media.opening import open_backend
+
+TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
+PARAMETERS_FILE, OPTIMIZER_FILE = ".pdparams", ".pdopt"
+NPZ_FILE = ".npz"
+# What PaddleFormers calls the inner directories. Only the last of them has keys that another has.
+STATE_DIRECTORIES = ("model_state", "optimizer_state", "master_weight")
+_PADDLE = re.compile(r"(\d+)\.metadata", re.ASCII)
+Mark = Literal["paddleformers", "torch_dcp", "megatron", "deepspeed", "safetensors", "paddle_pickle"]
+# How names end that readers may have to do with; these look closer themselves.
+_MARKS: dict[Mark, tuple[str, ...]] = {
+    "paddleformers": STATE_DIRECTORIES,
+    "torch_dcp": (".metadata",),
+    "megatron": ("metadata.json",),
+    "deepspeed": ("_states.pt",),
+    "safetensors": (TENSOR_FILE, INDEX_FILE),
+    "paddle_pickle": (PARAMETERS_FILE, OPTIMIZER_FILE),
+}
+
+
+def has_mark(mark: Mark, names: Iterable[str]) -> bool:
+    """Return whether one of the names in a directory has a mark."""
+    return any(name.endswith(_MARKS[mark]) for name in names)
+
+
+def paddle_ids(location: Location) -> list[int]:
+    """Return the ids of Paddle's own checkpoints in a directory, in rising order."""
+    names = open_backend(location).names()
+    return sorted(int(match[1]) for match in map(_PADDLE.fullmatch, names) if match)

@@ -1,0 +1,149 @@
+"""Rules that are made from names of layers, on small models of each family, against arrays made by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.aoa.config_rules import rules_of_config
+from paddle_flexckpt.aoa.families import small_models
+from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules
+from paddle_flexckpt.catalog.errors import CheckpointError
+from tests.aoa.test_model_rules import State, blank, check_equal, move
+
+HEADS, GROUPS, EXPERTS, HIDDEN = 4, 2, 4, 8  # of the small models
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def numbered(family: str) -> Iterator[tuple[str, str, list[int]]]:
+    """Yield name, kind and shape of each tensor."""
+    for key, (kind, shape, numbers) in small_models()[family]["tensors"].items():
+        for each in numbers:
+            name = key
+            for number in each:
+                name = name.replace("#", str(number), 1)
+            yield name, kind, shape
+
+
+def hugging_face(family: str) -> State:
+    state, first = {}, 1
+    for name, _, shape in numbered(family):
+        count = int(np.prod(shape))
+        state[name] = np.arange(first, first + count, dtype=np.float32).reshape(shape)
+        first += count
+    return state
+
+
+def plain(family: str, hf: State) -> State:
+    kept = ((name, kind) for name, kind, _ in numbered(family) if kind != "computed")
+    return {name: hf[name].T.copy() if kind == "linear" else hf[name] for name, kind in kept}
+
+
+def fused(state: State, names: list[str], groups: int) -> np.ndarray:
+    """Put columns side by side, group by group of them."""
+    parts = [np.split(state.pop(name), groups, axis=-1) for name in names]
+    return np.concatenate([part[group] for group in range(groups) for part in parts], axis=-1)
+
+
+def join(state: State, groups: int, stacked: bool) -> State:
+    """Fuse the layers of a decoder as the variants say."""
+    for name in [name for name in state if ".layers." in name]:
+        path, of_query, leaf = name.partition(".q_proj.")
+        if of_query and f"{path}.k_proj.{leaf}" in state:
+            names = [f"{path}.{part}_proj.{leaf}" for part in "qkv"]
+            if state[name].shape[-1] in (state[names[1]].shape[-1] * extent for extent in (1, HEADS // GROUPS)):
+                state[f"{path}.qkv_proj.{leaf}"] = fused(state, names, groups)
+        path, of_gate, leaf = name.partition(".gate_proj.")
+        if of_gate:
+            state[f"{path}.up_gate_proj.{leaf}"] = fused(state, [name, f"{path}.up_proj.{leaf}"], 1)
+    for path in {name.partition(".experts.0.")[0] for name in state if ".experts.0." in name and stacked}:
+        for number, part in enumerate(("up_gate_proj", "down_proj"), 1):
+            each = [state.pop(f"{path}.experts.{expert}.{part}.weight") for expert in range(EXPERTS)]
+            state[f"{path}.grouped_gemm_experts.weight{number}"] = np.stack(each)
+    return state
+
+
+def parameters(family: str) -> dict[str, Any]:
+    shapes = {name: shape for name, _, shape in numbered(family)}
+    key = next((name for name in shapes if name.endswith("k_proj.weight")), None)
+    queries = shapes[key.replace("k_proj", "q_proj")][0] if key else 0
+    groups = HEADS if key and shapes[key][0] == queries else GROUPS
+    experts = 2 * EXPERTS if family == "ernie4_5_vl_moe" else EXPERTS
+    given = {"num_heads": HEADS, "num_key_value_groups": groups, "num_experts": experts}
+    return {name: value for name, value in given.items() if name in describe_model_rules(family)["parameters"]}
+
+
+CASES = [(family, variant) for family in small_models() for variant in describe_model_rules(family)["variants"]]
+
+
+@pytest.mark.parametrize(("family", "variant"), CASES)
+def test_there_and_back(family, variant, monkeypatch):
+    hf, given = hugging_face(family), parameters(family)
+    wanted = plain(family, hf)
+    if variant != "plain":
+        if family == "ernie4_5_vl_moe":
+            monkeypatch.setattr(f"{__name__}.EXPERTS", 2 * EXPERTS)
+        wanted = join(wanted, given.get("num_key_value_groups", 1), variant == "stacked")
+    target = blank(wanted)
+    # strict: neither missing nor unexpected keys.
+    move(hf, target, model_rules(family, variant, **given), strict=True)
+    check_equal(target, wanted)
+    kept = {name: hf[name] for name, kind, _ in numbered(family) if kind != "computed"}
+    again = blank(kept)
+    move(wanted, again, model_rules(family, variant, "to_hf", **given), strict=True)
+    check_equal(again, kept)
+
+
+def test_tied_heads_and_other_layouts():
+    hf = hugging_face("mixtral")
+    del hf["lm_head.weight"]
+    wanted = plain("mixtral", {**hf, "lm_head.weight": hf["model.embed_tokens.weight"].T})
+    wanted = {f"mixtral{name[5:]}" if name.startswith("model.") else name: value for name, value in wanted.items()}
+    wanted |= {name: value.T.copy() for name, value in wanted.items() if "gate.weight" in name}
+    choices = {"tied": True, "router": "linear", "prefix": "mixtral."}
+    target = blank(wanted)
+    move(hf, target, model_rules("mixtral", **choices), strict=True)
+    check_equal(target, wanted)
+    again = blank(hf)
+    move(wanted, again, model_rules("mixtral", "plain", "to_hf", **choices), strict=True)
+    check_equal(again, hf)
+
+
+@pytest.mark.parametrize("family", ["opt", "glm4_moe", "gpt_oss"])
+def test_a_checkpoint_that_lacks_a_weight_is_an_error(family):
+    """Statements are optional, since configurations differ; what nothing feeds is an error of the load."""
+    hf = hugging_face(family)
+    wanted = plain(family, hf)
+    lost = next(name for name in hf if name.endswith("o_proj.weight") or name.endswith("out_proj.weight"))
+    del hf[lost]
+    with pytest.raises(CheckpointError, match=lost.replace(".", r"\.")):
+        move(hf, blank(wanted), model_rules(family), strict=True)
+
+
+def test_a_configuration_gives_the_numbers():
+    config = {"model_type": "opt", "num_attention_heads": HEADS, "tie_word_embeddings": True}
+    rules = rules_of_config(config, "from_hf", [], None, "fused")
+    assert rules == model_rules("opt", "fused", num_heads=HEADS, num_key_value_groups=HEADS, tied=True)
+
+
+def test_there_are_forty_families():
+    from paddle_flexckpt.aoa.model_rules import rule_names
+
+    assert len(rule_names()) >= 40
+    assert len(set(rule_names())) == len(rule_names())
+
+
+def test_the_file_is_what_the_library_of_the_models_says(tmp_path):
+    python = os.environ.get("FLEXCKPT_TORCH_PYTHON")
+    if not python:
+        pytest.skip("FLEXCKPT_TORCH_PYTHON names no interpreter with transformers")
+    made = tmp_path / "families.json"
+    subprocess.run([python, str(ROOT / "tests" / "aoa" / "family_names.py"), str(made)], check=True, timeout=600)
+    assert json.loads(made.read_text()) == small_models()
