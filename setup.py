@@ -81,7 +81,7 @@ EXTRAS_REQUIRE = {
     "paddleformers": ["paddleformers==1.2.0", "setuptools"],
     # The oldest ones that the tests have run with.
     "remote": REMOTE,
-    # aoa_config as a YAML file; JSON needs nothing.
+    # aoa_config, or a mesh, as a YAML file; JSON needs nothing.
     "yaml": ["pyyaml>=6"],
     "viz": ["matplotlib>=3.7"],
     # Progress bars of commands; without it a line counts per cent.
