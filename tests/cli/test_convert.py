@@ -239,10 +239,11 @@ WAYS = [
     ("--to", "tp=2", "--cut", "*=0"),
     ("--format", "huggingface", "--dtype", "bfloat16"),
     ("--format", "paddle", "--to", "tp=2", "--cut", "*=0"),
+    ("--format", "torch_dcp", "--to", "tp=2", "--cut", "*=0"),
 ]
 
 
-@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("options", [*WAYS[:-1], pytest.param(WAYS[-1], marks=pytest.mark.slow)])
 def test_memory_is_bounded(options):
     """384 MiB, 256 of them one tensor, within 128."""
     with memory_directory(1 << 30) as root:

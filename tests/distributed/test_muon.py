@@ -20,6 +20,7 @@ import paddle.distributed as dist
 import paddle.nn.functional as F
 from paddle import nn
 from paddle.distributed import fleet
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.slices import shaped_view
@@ -43,7 +44,7 @@ class Half(nn.Linear):
 
 
 class Experts(nn.Layer):
-    """Experts in one parameter [E, H, I], described as [E * H, I] as other libraries do."""
+    """Experts in one parameter [E, H, I], described as [E * H, I] and by Paddle's class, as other libraries do."""
 
     def __init__(self, place, degree, view):
         super().__init__()
@@ -56,8 +57,8 @@ class Experts(nn.Layer):
     def sharded_state_dict(self, structured_name_prefix=""):
         key, rows = f"{structured_name_prefix}weight", self.weight.shape[0] * ROWS
         flat = self.view(self.weight, [rows, COLUMNS])
-        whole = [rows * self.degree, COLUMNS]
-        return {key: fc.ShardedWeight(key, flat, [rows, COLUMNS], whole, [rows * self.place, 0])}
+        whole = (rows * self.degree, COLUMNS)
+        return {key: ShardedWeight(key, flat, (rows, COLUMNS), whole, (rows * self.place, 0))}
 
 
 def reshaped(parameter, shape):
@@ -98,6 +99,16 @@ class Net(nn.Layer):
         return self.frozen(F.relu(self.second(hidden)))
 
 
+class Wrapper:
+    """A wrapper that passes on what it does not have."""
+
+    def __init__(self, optimizer):
+        self._inner_opt = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self._inner_opt, name)
+
+
 class Job:
     """A model and its optimizer. Kinds: single, v1, v2 and muon, each also with "adamw " in front but for the last.
 
@@ -129,6 +140,8 @@ class Job:
         self.model, self.optimizer = self.net, self.inner
         if kind.startswith("muon"):
             self.optimizer = MuonShardingOptimizer(self.inner, hcg)
+            if sharding == "colors":  # as in fleet's wrapper
+                self.optimizer = Wrapper(self.optimizer)
         elif hcg is not None:
             self.model, self.optimizer = fleet.distributed_model(self.net), fleet.distributed_optimizer(self.inner)
 
