@@ -17,7 +17,6 @@ from paddle_flexckpt.catalog.table import NOT_FLATTENED
 from paddle_flexckpt.planning.job_layout import JobLayout, buffer_ranges
 from paddle_flexckpt.planning.meshes import Mesh, Placement, Placements
 from paddle_flexckpt.planning.models import Model, ModelTensor
-from paddle_flexckpt.planning.strategy import Strategy, stage_layers
 
 TENSOR_AXES = ("tp", "mp")
 _NO_AXIS = -1
@@ -85,12 +84,23 @@ class MeshLayout(JobLayout):
         ]
 
     def _stages(self) -> dict[int, int]:
-        """Return which index of an axis called pp each layer stands at."""
-        if "pp" not in self.strategy.axes or self._model.layers == 1:
+        """Return which index of an axis called pp each layer stands at.
+
+        As ``dist.parallelize`` splits by a prefix: layers that are left over go to the first stages
+        (auto_parallel/intermediate/pipeline_parallel.py). What is in front of all goes with the first.
+        """
+        model = self._model
+        if "pp" not in self.strategy.axes or model.layers == 1:
             return {}
-        pipeline = Strategy(pp=self.strategy.shape[self.strategy.axes.index("pp")])
-        shared = stage_layers(pipeline, self._model.layers, self._model.counted)
-        return {layer: stage for stage, layers in enumerate(shared) for layer in layers}
+        stages = self.strategy.shape[self.strategy.axes.index("pp")]
+        counted = sorted(range(model.layers) if model.counted is None else model.counted)
+        each, more = divmod(len(counted), stages)
+        if not each:
+            remedy = "place tensors by @<index>, or take fewer stages"
+            problem = Problem("too few layers for the axis pp", expected=stages, got=len(counted), remedy=remedy)
+            raise ValidationError([problem], f"{self.strategy} does not fit the model")
+        ends = [counted[each * stage + min(stage, more) - 1] for stage in range(1, stages)]
+        return {layer: sum(layer > end for end in ends) for layer in range(model.layers)}
 
     def _placements(self, tensor: ModelTensor, stages: dict[int, int]) -> Placements:
         """Return one placement for each axis of the mesh."""

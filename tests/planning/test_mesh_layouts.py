@@ -107,6 +107,12 @@ def test_what_does_not_fit_is_refused(text, words):
         MeshLayout(model(), parse_mesh(text))
 
 
+def test_too_few_layers_for_stages_are_refused():
+    few = Model((ModelTensor("w", (4,), layers=(0,)), ModelTensor("v", (4,), layers=(1,))), 2)
+    with pytest.raises(ValidationError, match="too few layers for the axis pp.*@<index>"):
+        MeshLayout(few, parse_mesh("mesh=3:pp"))
+
+
 def test_two_tensors_of_one_name_are_refused():
     with pytest.raises(ValidationError, match="two tensors have one name"):
         MeshLayout(Model((ModelTensor("w", (4,)), ModelTensor("w", (5,)))), parse_mesh("mesh=2:dp"))

@@ -104,6 +104,41 @@ def describe(text: str, shapes: Mapping[str, Sequence[int]], frozen: Sequence[st
     return open_state(state, dist.get_rank()).catalog
 
 
+class Stack(paddle.nn.Layer):
+    """Layers between an embedding and a norm."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.embed_tokens = paddle.nn.Linear(4, 4)
+        self.layers = paddle.nn.LayerList([paddle.nn.Linear(4, 4) for _ in range(layers)])
+        self.norm = paddle.nn.LayerNorm(4)
+
+
+def describe_stages(text: str, layers: int):
+    """What this rank describes of a model that ``dist.parallelize`` has split into stages."""
+    fc.install()
+    said = parse_mesh(text)
+    mesh = dist.ProcessMesh(np.arange(said.ranks).reshape(said.shape), dim_names=list(said.axes))
+    dist.auto_parallel.set_mesh(mesh)
+    config = {"pp_config": {"split_spec": "layers"}, "dp_config": {"sharding_level": int(said.sharding[-1])}}
+    with paddle.utils.unique_name.guard():
+        net = Stack(layers)
+        optimizer = paddle.optimizer.AdamW(0.01, parameters=net.parameters())
+        net, optimizer = dist.parallelize(net, optimizer, mesh, config=config)
+    state = net.sharded_state_dict()
+    state.update(optimizer.sharded_state_dict(state))
+    return open_state(state, dist.get_rank()).catalog
+
+
+def stages_model(layers: int) -> Model:
+    """The same model, by hand."""
+    linear = {"weight": (4, 4), "bias": (4,)}
+    names = ["embed_tokens", *(f"layers.{layer}" for layer in range(layers))]
+    tensors = [ModelTensor(f"{n}.{p}", linear[p], layers=(at,)) for at, n in enumerate(names) for p in linear]
+    tensors += [ModelTensor(f"norm.{part}", (4,), layers=(layers + 1,)) for part in linear]
+    return Model(tuple(tensors), layers + 2, frozenset(range(1, layers + 1)))
+
+
 def _paddle_placements(mesh: dist.ProcessMesh, placed: Sequence[Placement]):
     """Mesh and placements as Paddle has them: a tensor that only one index of an axis has is on a part of the mesh."""
     placed = [*placed, *[Placement()] * (mesh.ndim - len(placed))]

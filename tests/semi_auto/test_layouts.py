@@ -75,3 +75,14 @@ def test_any_placements(world, text, states):
     if not states:
         model = replace(model, states=())
     compare(MeshLayout(model, parse_mesh(text)), described)
+
+
+def of_stages(**said):
+    return rows_of(layouts.describe_stages(**said))
+
+
+@pytest.mark.parametrize("layers", [4, 5])
+def test_stages_are_those_of_parallelize(world, layers):
+    text = "mesh=2x2:pp,dp;sharding=stage1:dp"
+    described = world(4).run(of_stages, text=text, layers=layers)
+    compare(MeshLayout(layouts.stages_model(layers), parse_mesh(text)), described)
