@@ -1,11 +1,32 @@
 """Packaging metadata of paddle-flexckpt."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
+
+
+class BuildWithPatches(build_py):
+    """Put the patches, which stand at the top of the repository where they are looked for, into the package.
+
+    They are no package of their own: one that lies elsewhere than its name says makes ``pip install -e`` put a hook of
+    the import system in place of a path, and type checkers run no hooks.
+    """
+
+    def run(self) -> None:
+        """Build all else, then copy them; an editable installation finds them beside the package."""
+        super().run()
+        if self.editable_mode:
+            return
+        target = Path(self.build_lib, "paddle_flexckpt", "patches")
+        target.mkdir(parents=True, exist_ok=True)
+        for pattern in ("*.patch", "index.json", "README.md"):
+            for path in sorted((HERE / "patches").glob(pattern)):
+                shutil.copy(path, target)
 
 
 def read_version() -> str:
@@ -18,9 +39,21 @@ def read_version() -> str:
 
 
 def read_long_description() -> str:
-    """Return the text of ``README.md``, or nothing where it is not shipped."""
+    """Return the text of ``README.md`` for a package index; nothing where it is not shipped.
+
+    An index has no other files, and links to them would lead nowhere: what they name is named in their place.
+    """
     readme = HERE / "README.md"
-    return readme.read_text(encoding="utf-8") if readme.is_file() else ""
+    if not readme.is_file():
+        return ""
+    text = re.sub(r"\[([^]\n]*)\]\((?![a-z]+:)([^)\s]+)\)", _name_of, readme.read_text(encoding="utf-8"))
+    return f"{text}\nThe documents that are named here are in the source distribution.\n"
+
+
+def _name_of(link: "re.Match[str]") -> str:
+    """Return what stands for a relative link: the document's name, after the link's words if they say more."""
+    words, document = link[1], link[2].partition("#")[0]
+    return f"`{document}`" if words in (document, link[2]) else f"{words} (`{document}`)"
 
 
 # The "numpy floor": all that reading, planning and checking a checkpoint needs, without Paddle.
@@ -48,7 +81,7 @@ EXTRAS_REQUIRE = {
     "paddleformers": ["paddleformers==1.2.0", "setuptools"],
     # The oldest ones that the tests have run with.
     "remote": REMOTE,
-    # aoa_config as a YAML file; JSON needs nothing.
+    # aoa_config, or a mesh, as a YAML file; JSON needs nothing.
     "yaml": ["pyyaml>=6"],
     "viz": ["matplotlib>=3.7"],
     # Progress bars of commands; without it a line counts per cent.
@@ -84,14 +117,14 @@ setup(
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     entry_points={"console_scripts": ["flexckpt=paddle_flexckpt.cli.main:main"]},
-    # The patches stand at the top of the repository, where they are looked for, and go into the package.
-    packages=[*find_packages(include=["paddle_flexckpt", "paddle_flexckpt.*"]), "paddle_flexckpt.patches"],
-    package_dir={"paddle_flexckpt.patches": "patches"},
+    packages=find_packages(include=["paddle_flexckpt", "paddle_flexckpt.*"]),
+    # Said, although it is the default: so an editable installation is a line with this directory in a .pth file.
+    package_dir={"": "."},
+    cmdclass={"build_py": BuildWithPatches},
     package_data={
         "paddle_flexckpt": ["py.typed"],
         "paddle_flexckpt.aoa": ["families.json", "rules/*.json"],
         "paddle_flexckpt.testing.rehearsal_device": ["plugin/*.cc", "plugin/*.h"],
-        "paddle_flexckpt.patches": ["*.patch", "index.json", "README.md"],
     },
     zip_safe=False,
     python_requires=">=3.9,<3.14",

@@ -54,6 +54,7 @@ class Case:
         pairs: Turns, at most.
         columns: Columns of each tensor; None: as many as rows, or twice as many.
         export: Whether to export the checkpoint too.
+        publish: Whether to publish the model, and do nothing else.
     """
 
     tensors: int
@@ -68,6 +69,7 @@ class Case:
     pairs: int = 99
     columns: int | None = None
     export: bool = False
+    publish: bool = False
 
     @property
     def label(self) -> str:
@@ -96,10 +98,12 @@ CASES = {
     "two-v2": Case(1024, ranks=2, source="flat", others=("Paddle",), pairs=3),
     "two-to-four": Case(1024, ranks=2, loading=4, others=("Paddle", "DCP"), pairs=3),
     "four-1024": Case(1024, ranks=4, others=("Paddle", "DCP"), pairs=3),
+    "four-publish": Case(64, ranks=4, loads=(), publish=True, pairs=7),
     # On disk.
     "disk-64": Case(64, ranks=2, others=(*PADDLE, *PEERS), disk=True, pairs=5),
     "disk-1024": Case(1024, ranks=2, others=("Paddle", "DCP"), disk=True, pairs=5),
     "disk-16384": Case(16384, kib=32, ranks=2, disk=True, pairs=3),
+    "disk-publish": Case(64, ranks=4, loads=(), publish=True, disk=True, pairs=7),
 }
 
 
@@ -189,6 +193,8 @@ class Comparison:
         """Return the seconds of all turns, by what was done and by subject."""
         case = self._case
         self._everywhere("prepare", source=case.source, targets=[], **asdict(self._state))
+        if case.publish:
+            return {"state": asdict(self._state), "seconds": {"publish": self._publications()}, "phases": {}}
         seconds = {"save": self._saves()}
         self._everywhere("prepare", loading=True, source="rows", targets=case.loads, **asdict(self._state))
         # Raw is read by the ranks that load, each its own file.
@@ -259,6 +265,24 @@ class Comparison:
         runs = {subject: functools.partial(export, subject) for subject in ("raw", "ours")}
         return turns(runs, self._pairs, after=lambda _: shutil.rmtree(self._root / "out"))
 
+    def _publications(self) -> dict[str, list[float]]:
+        """Write whole tensors by all ranks, each of which has rows of all of them; raw: each its rows."""
+        out = self._root / "out"
+
+        def check(subject: str) -> None:
+            if subject == "ours" and not all(self._of_memory("ours", "published", False, path=str(out))):
+                raise RuntimeError(f"other values were published: {self._case.label}")
+            shutil.rmtree(out)
+
+        runs = {
+            "raw": functools.partial(self._order, "raw", "save", path=str(out)),
+            "ours": functools.partial(self._order, "ours", "publish", path=str(out)),
+        }
+        for subject, work in runs.items():
+            work()
+            check(subject)
+        return turns(runs, self._pairs, after=lambda _: shutil.rmtree(out), warm_up=0)
+
 
 def scaled(case: Case, scale: int) -> Case:
     """Return a case with fewer tensors."""
@@ -328,6 +352,8 @@ def rows_of(case: Case, seconds: Mapping[str, Mapping[str, list[float]]]) -> lis
 
 def bound_to_raw(case: Case, what: str) -> str:
     """Return the bound of raw's seconds over this library's; none for what only is told."""
+    if what == "publish":
+        return ">= 0.9"
     if what == "save":
         return {16384: ">= 0.6", 4096: ""}.get(case.tensors, ">= 0.95" if case.disk else ">= 0.9")
     if case.tensors not in (64, 1024) or case.source != "rows" or case.loading:

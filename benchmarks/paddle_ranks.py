@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,6 +22,7 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from benchmarks.harness import MIB
 from benchmarks.ranks import STATEMENT, Part, State, local_tensors, serve
+from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.live.tensor_memory import host_memory
 from paddle_flexckpt.testing.cpu_world import tensor_cuda_stays
 
@@ -85,6 +86,19 @@ class Memory:
             np.array_equal(array, values.reshape(-1).view(np.uint8))
             for array, (_, values, _) in zip(self.target_arrays[layout], tensors)
         )
+
+    def published(self, path: str) -> bool:
+        """Return whether the files of a published model have this rank's part of each tensor, bit for bit."""
+        with TensorReader(path) as reader:
+            return all(
+                np.array_equal(own, np.ascontiguousarray(reader.read(name)[rows]).reshape(-1).view(np.uint8))
+                for own, (name, rows) in zip(self.source_arrays, self._rows())
+            )
+
+    def _rows(self) -> Iterator[tuple[str, slice]]:
+        for name, weight in self.source.items():
+            begin = weight.global_offset[0]
+            yield name, slice(begin, begin + weight.local_shape[0])
 
     def copy(self, layout: str) -> None:
         """Copy as many bytes as a target has from memory to memory."""
@@ -163,6 +177,9 @@ class Ours:
 
     def export(self, path: str, output: str) -> None:
         fc.export_safetensors(path, output)
+
+    def publish(self, path: str) -> None:
+        fc.publish(self._memory.source, path)
 
     def calls(self, method: str, **arguments: Any) -> int:
         """Count the Python calls that one of the methods above makes."""

@@ -1,4 +1,4 @@
-"""Observers: functions that are told how each save, load, reshard, export, verification and publication ended.
+"""Observers: functions that are told how each save, load, reshard, export, conversion and so on ended.
 
 The list of observers is the one thing in the package that a whole process shares on purpose: calls that a library makes
 deep inside are to be heard too. Tested in tests/test_observers.py.
@@ -29,7 +29,8 @@ class Event:
     """Say how a call ended on this rank.
 
     Attributes:
-        call: ``"save"``, ``"load"``, ``"reshard"``, ``"export"``, ``"verify"`` or ``"publish"``.
+        call: ``"save"``, ``"load"``, ``"reshard"``, ``"export"``, ``"convert"``, ``"merge"``, ``"verify"`` or
+            ``"publish"``.
         path: The directory or URL that it was given; ``"memory"`` of a reshard.
         time: When it ended, in seconds since 1970.
         seconds: How long it took; of an asynchronous save, until it was committed or had failed.

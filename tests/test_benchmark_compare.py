@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -14,8 +15,10 @@ from tests.ramdisk import memory_directory
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
 
-def test_small_cases_on_one_and_two_ranks(capsys):
-    names = ["one-64", "one-aoa", "one-1024", "two-1024", "two-bf16", "two-v2", "disk-64"]
+def test_small_cases_on_one_and_two_ranks(capsys, monkeypatch):
+    names = ["one-64", "one-aoa", "one-1024", "two-1024", "two-bf16", "two-v2", "disk-64", "disk-publish"]
+    # On ranks that are there for the others.
+    monkeypatch.setitem(compare.CASES, "disk-publish", replace(compare.CASES["disk-publish"], ranks=2))
     with memory_directory() as path:
         words = ["--mib", "1", "--scale", "32", "--pairs", "2", "--ram", str(path), "--directory", str(path)]
         compare.main([*words, "--json", str(path / "result.json"), "--cases", *names])
@@ -32,6 +35,7 @@ def test_small_cases_on_one_and_two_ranks(capsys):
         assert {"raw", "ours", "Paddle", "Paddle safetensors"} <= set(result["cases"]["two-1024"]["seconds"][what])
         assert rows[f"{what}, times Paddle: 2 ranks, 32 tensors, tmpfs, bf16"]["turns"] == 2
     assert "export / raw: 1 rank, 32 tensors, tmpfs" in rows
+    assert rows["publish / raw: 2 ranks, 2 tensors, disk"]["bound"] == ">= 0.9"
     assert "load of columns, times Paddle: 2 ranks, 32 tensors, tmpfs, V2 to TP" in rows
     assert "save, times Paddle, then fsync: 2 ranks, 2 tensors, disk" in rows
     text = report.table({"compare": result}, {"save / raw*": "a reason"})

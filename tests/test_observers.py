@@ -14,6 +14,8 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.engine.conversion import convert_checkpoint
 from paddle_flexckpt.observers import Event, PrometheusObserver, ScalarObserver
 from paddle_flexckpt.report import Report, SaveReport, VerifyReport
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -47,10 +49,14 @@ def test_each_call_is_told_once_with_its_report(events, tmp_path):
         fc.export_safetensors(path, tmp_path / "export"),
         fc.verify_checkpoint(path),
         solo(lambda comm: fc.publish(state(), tmp_path / "published", comm)),
+        convert_checkpoint(path, tmp_path / "converted"),
+        solo(lambda comm: fc.merge_sharded_state_dict(path, tmp_path / "merged", process_group=comm)),
     ]
-    assert [event.call for event in events] == ["save", "load", "reshard", "export", "verify", "publish"]
+    calls = ["save", "load", "reshard", "export", "verify", "publish", "convert", "merge"]
+    assert [event.call for event in events] == calls
     assert [event.report for event in events] == reports
-    assert [event.path for event in events] == [path, path, "memory", path, path, str(tmp_path / "published")]
+    published = str(tmp_path / "published")
+    assert [event.path for event in events] == [path, path, "memory", path, path, published, path, path]
     assert all(event.ok and event.seconds > 0 and event.time > 1.6e9 for event in events)
     for event in events:
         found = json.loads(json.dumps(event.to_dict(), allow_nan=False))
@@ -80,6 +86,25 @@ def test_a_failure_is_told_with_type_and_text(events, tmp_path):
     assert (event.call, event.path, event.ok) == ("load", str(tmp_path / "nowhere"), False)
     assert (event.error_type, event.error, event.report) == ("ValidationError", str(caught.value), None)
     assert event.to_dict()["report"] is None
+
+
+def test_a_conversion_and_a_merge_that_fail_are_told(events, tmp_path):
+    path = str(tmp_path / "nowhere")
+    with pytest.raises(ValidationError):
+        convert_checkpoint(path, tmp_path / "converted")
+    with pytest.raises(ValidationError):
+        solo(lambda comm: fc.merge_sharded_state_dict(path, tmp_path / "merged", process_group=comm))
+    assert [(event.call, event.path, event.error_type) for event in events] == [
+        ("convert", path, "ValidationError"),
+        ("merge", path, "ValidationError"),
+    ]
+
+
+def test_the_command_converts_as_the_call_does(events, tmp_path):
+    solo(lambda comm: fc.save_state_dict(state(), tmp_path / "run", comm))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "converted")]) == 0
+    assert [(event.call, event.path) for event in events[1:]] == [("convert", str(tmp_path / "run"))]
+    assert events[1].report.bytes_written == 240
 
 
 def test_a_damaged_checkpoint_is_a_report_not_a_failure(events, tmp_path):
@@ -184,8 +209,9 @@ def test_an_observer_is_a_function():
 
 
 def test_calls_keep_their_signatures_and_names():
-    for name in ("save_state_dict", "load_state_dict", "export_safetensors", "verify_checkpoint", "publish"):
-        function = getattr(fc, name)
+    names = ("save_state_dict", "load_state_dict", "export_safetensors", "verify_checkpoint", "publish")
+    for name in (*names, "merge_sharded_state_dict", "convert_checkpoint"):
+        function = convert_checkpoint if name == "convert_checkpoint" else getattr(fc, name)
         assert function.__name__ == name
         assert "progress" in inspect.signature(function).parameters
         assert "Args:" in inspect.getdoc(function)
@@ -249,3 +275,24 @@ def test_prometheus_reads_counts_and_the_last_numbers():
         'flexckpt_last_bytes{call="save",field="total_bytes"} 20\n'
         'flexckpt_last_bytes{call="save",field="held_bytes"} 40\n'
     )
+
+
+@pytest.mark.parametrize("call", ["publish", "convert", "merge", "export", "full_param", "digest", "diff"])
+def test_what_a_call_reads_inside_is_logged_at_debug_only(call, tmp_path, caplog):
+    """Who calls reports; the loads and reshards beneath do not."""
+    path, output = str(tmp_path / "run"), tmp_path / "out"
+    solo(lambda comm: fc.save_state_dict(state(), path, comm))
+    calls = {
+        "publish": lambda: solo(lambda comm: fc.publish(state(), output, comm)),
+        "convert": lambda: convert_checkpoint(path, output),
+        "merge": lambda: solo(lambda comm: fc.merge_sharded_state_dict(path, output, process_group=comm)),
+        "export": lambda: fc.export_safetensors(path, output),
+        "full_param": lambda: solo(lambda comm: dict(fc.full_param(state(), process_group=comm))),
+        "digest": lambda: fc.digest(path),
+        "diff": lambda: fc.diff(path, path),
+    }
+    caplog.clear()
+    with caplog.at_level(logging.DEBUG, "paddle_flexckpt"):
+        calls[call]()
+    assert caplog.records
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}

@@ -42,6 +42,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
 from paddle_flexckpt.media.backend import Backend, Location, publish
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.progress import Meter
 from paddle_flexckpt.report import Report, order_warning, replica_warning
@@ -184,6 +185,7 @@ class ConvertReport(Report):
 
 
 @takes(ConvertOptions, path=ALONE, output=ALONE)
+@observed("convert", "path")
 def convert_checkpoint(
     path: Location, output: Location, aoa_config: AoaConfig | None = None, **options: Any
 ) -> ConvertReport:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError, group_replicas
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.engine.conversion_content import (
     Content,
     ConversionTarget,
@@ -21,8 +22,8 @@ from paddle_flexckpt.engine.conversion_content import (
     rows_of,
 )
 from paddle_flexckpt.engine.tensor_files import write_arrays
-from paddle_flexckpt.foreign.paddle_files import StateFile, encode_metadata
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_DTYPES, misread_range
+from paddle_flexckpt.foreign.paddle_files import DISTCP_DTYPES, StateFile, encode_metadata
+from paddle_flexckpt.foreign.paddle_metadata import misread_range
 from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES
 from paddle_flexckpt.media.backend import Backend, publish
 from paddle_flexckpt.planning import plan_write
@@ -55,6 +56,11 @@ class PaddleTarget(ConversionTarget):
             PlannedFile(_data_file(rank), parts_of(items), int(items.byte_length.sum()))
             for rank, items in enumerate(self._items)
         ]
+        empty = [key for key, info in content.infos.items() if not info.nbytes]
+        if empty:
+            self.notes.append(
+                f"Paddle reads {listed(empty, 3)}, without elements, where it moves nothing; else it fails"
+            )
         if any(key.startswith(EXTRA_STATE) for key in self._catalog.keys):
             self.notes.append("Paddle's loader leaves extra state aside, which is there as tensors")
 
@@ -115,9 +121,9 @@ def _problems(table: Catalog) -> Iterator[Problem]:
     remedy = "cast it, or leave it out, with an AOA statement"
     kinds = np.unique(np.stack([table.key.astype(np.int64), table.dtype.astype(np.int64)], axis=1), axis=0)
     for key, dtype in kinds.tolist():
-        if table.dtypes[dtype] not in PADDLE_DTYPES:
+        if table.dtypes[dtype] not in DISTCP_DTYPES:
             yield Problem(
-                "Paddle has no such dtype in a checkpoint", table.keys[key], got=table.dtypes[dtype], remedy=remedy
+                "Paddle does not read this dtype back", table.keys[key], got=table.dtypes[dtype], remedy=remedy
             )
     if PARAMETER_NAMES in table.keys:
         yield Problem("Paddle has another use for this name", PARAMETER_NAMES, remedy="rename it with an AOA statement")

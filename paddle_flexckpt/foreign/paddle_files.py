@@ -39,6 +39,11 @@ from paddle_flexckpt.foreign.pickle_writer import (
 _CLASSES = "paddle.distributed.flex_checkpoint.dcp.metadata"
 # Element types of numpy that stand for what numpy lacks; the metadata has the true type.
 STAND_INS = {"bfloat16": "uint16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}
+# What Paddle 3.3.1 reads bit for bit of a .distcp file; of float8, where it moves nothing, it makes int8.
+DISTCP_DTYPES = frozenset(
+    {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
+    | {"complex64", "complex128"}
+)
 _MINUS_ONE = b"J\xff\xff\xff\xff"
 # The end of an array's state, and of the array.
 _ARRAY_END = b"tb"

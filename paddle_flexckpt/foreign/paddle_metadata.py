@@ -21,8 +21,8 @@ from paddle_flexckpt.native.manifest import Manifest
 
 # The one name that Paddle looks for whatever id it is asked for.
 PADDLE_METADATA = "flex-ckpt.auto_generated.metadata"
-# What Paddle 3.3.1 reads bit for bit.
-PADDLE_DTYPES = frozenset(
+# What Paddle 3.3.1 reads bit for bit of safetensors files.
+_DTYPES = frozenset(
     {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
     | {"float8_e4m3fn", "float8_e5m2", "complex64"}
 )
@@ -67,7 +67,7 @@ def _sentence(reason: str) -> str:
 
 def _why_not(catalog: Catalog) -> str:
     """Return why Paddle would read these shards wrong; empty if it reads them right."""
-    unknown = sorted({catalog.dtypes[dtype] for dtype in np.unique(catalog.dtype)} - PADDLE_DTYPES)
+    unknown = sorted({catalog.dtypes[dtype] for dtype in np.unique(catalog.dtype)} - _DTYPES)
     if unknown:
         return f"it has tensors of {' and '.join(unknown)}"
     if any(order.axis is not None for order in catalog.orders):

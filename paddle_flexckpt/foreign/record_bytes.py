@@ -61,11 +61,11 @@ class RecordBytes:
     def has(self, places: np.ndarray, literal: np.ndarray) -> np.ndarray:
         """Return where some bytes are, bool ``[n]``."""
         length = len(literal)
-        rows = np.ndarray((len(self._padded) - length + 1, length), dtype=np.uint8, buffer=self._padded, strides=(1, 1))
-        found = rows[places]
-        if found.tobytes() == literal.tobytes() * len(places):
+        rows = np.ndarray((len(self._padded) - length + 1,), dtype=f"V{length}", buffer=self._padded, strides=(1,))
+        found = rows[places].tobytes()
+        if found == literal.tobytes() * len(places):
             return np.ones(len(places), dtype=bool)  # as mostly, and much quicker
-        return (found == literal).all(axis=1)
+        return (np.frombuffer(found, dtype=np.uint8).reshape(-1, length) == literal).all(axis=1)
 
     def skip(self, places: np.ndarray, literal: np.ndarray, sound: np.ndarray) -> np.ndarray:
         """Pass over the same bytes in all records."""

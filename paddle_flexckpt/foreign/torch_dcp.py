@@ -46,7 +46,7 @@ DCP_METADATA_FILE = ".metadata"
 _MOST_PICKLE_BYTES = 1 << 16
 # What is read at once of an archive's beginning: all of it but the elements, as torch writes it.
 _HEAD_BYTES = 1024
-# Layouts of archives that a file's chunks are compared with.
+# Layouts of archives that chunks are compared with.
 _MOST_LAYOUTS = 256
 
 
@@ -69,6 +69,10 @@ class _Located(NamedTuple):
     layout: Layout | None
 
 
+# What is known of archives of any file, by type, shape and bytes of what is in them.
+_Layouts = dict[tuple[str, tuple[int, ...], int], _Located]
+
+
 def read_dcp_manifest(backend: Backend) -> Manifest:
     """Read a checkpoint of DCP as a manifest without checksums; what is no tensor is left out, and named in the log.
 
@@ -86,11 +90,11 @@ def read_dcp_manifest(backend: Backend) -> Manifest:
     placed, files = chunks.catalog, chunks.catalog.files
     if not len(placed):
         raise ValidationError(f"{where} has no tensors in it. Remedy: correct the path")
-    ends = np.searchsorted(placed.file, np.arange(len(files) + 1))
+    ends, known = np.searchsorted(placed.file, np.arange(len(files) + 1)), _Layouts()
 
     def read(number: int) -> tuple[Catalog, int]:
         rows = np.arange(ends[number], ends[number + 1])
-        return _read_file(backend, files[number], placed.take(rows), chunks.lengths[rows])
+        return _read_file(backend, files[number], placed.take(rows), chunks.lengths[rows], known)
 
     found = map_files(backend, read, range(len(files)))
     catalog = concat([each for each, _ in found])
@@ -102,7 +106,9 @@ def read_dcp_manifest(backend: Backend) -> Manifest:
     return Manifest.of_foreign("torch_dcp", catalog, sizes, xxhash.xxh3_128_hexdigest(data), 0, size)
 
 
-def _read_file(backend: Backend, name: str, chunks: Catalog, lengths: np.ndarray) -> tuple[Catalog, int]:
+def _read_file(
+    backend: Backend, name: str, chunks: Catalog, lengths: np.ndarray, known: _Layouts
+) -> tuple[Catalog, int]:
     """Locate the elements of a file's chunks, whose archives these are; return their catalog and the file's size."""
     path = backend.where(name)
     try:
@@ -114,7 +120,7 @@ def _read_file(backend: Backend, name: str, chunks: Catalog, lengths: np.ndarray
     with opened as file:
         mapped = file.memory_map()
         try:
-            locator = _Locator(path, file, mapped, chunks, lengths)
+            locator = _Locator(path, file, mapped, chunks, lengths, known)
             for rows in _alike(chunks, lengths) if mapped is not None else [np.arange(len(chunks))]:
                 locator.locate(rows)
         finally:
@@ -137,8 +143,15 @@ class _Locator:
     """Find where the elements of a file's chunks are."""
 
     def __init__(
-        self, path: str, file: InputFile, mapped: mmap.mmap | None, chunks: Catalog, lengths: np.ndarray
+        self,
+        path: str,
+        file: InputFile,
+        mapped: mmap.mmap | None,
+        chunks: Catalog,
+        lengths: np.ndarray,
+        known: _Layouts,
     ) -> None:
+        self._layouts = known
         self._path, self._file, self._mapped, self._chunks, self._lengths = path, file, mapped, chunks, lengths
         self._places = chunks.byte_offset.copy()
         # Rows that are several boxes, and these: key, type, whole shape, offset, shape, place.
@@ -146,7 +159,6 @@ class _Locator:
         self._boxes: list[tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]] = []
         self._budget = BoxBudget()
         self._pickles: dict[bytes, Any] = {}
-        self._layouts = 0
 
     def locate(self, rows: np.ndarray) -> None:
         """Find the elements of some chunks: alike, if the file is mapped. Errors name the first that is not sound."""
@@ -155,10 +167,13 @@ class _Locator:
         count = int(outside[0]) if len(outside) else len(rows)
         first: _Located | None = None
         same = np.zeros(count, dtype=bool)
-        if count > 1 and self._mapped is not None and self._layouts < _MOST_LAYOUTS:
-            self._layouts += 1
-            first = self._locate(int(rows[0]), again=True)
-            if first.layout is not None:
+        if count and self._mapped is not None:
+            item, layouts = self._item(int(rows[0])), self._layouts
+            alike = (item.dtype, item.shape, item.length)
+            first = layouts.get(alike)
+            if first is None and len(layouts) < _MOST_LAYOUTS:
+                first = layouts[alike] = self._locate(int(rows[0]), again=True)
+            if first is not None and first.layout is not None:
                 same = first.layout.find(self._mapped, begins[:count])
         if first is not None and first.is_one:
             self._places[rows[:count][same]] += first.begin

@@ -82,25 +82,28 @@ class Layout:
             for i in range(4) if not text else ():
                 fixed.pop(at + i, None)
         # Bytes that have to be the same, as stretches.
-        self._stretches: list[tuple[int, np.ndarray]] = []
+        self._stretches: list[tuple[int, bytes]] = []
         begin = 0
         places = sorted(fixed)
         for number, at in enumerate(places):
             if number + 1 == len(places) or places[number + 1] != at + 1:
                 text = bytes(map(fixed.__getitem__, places[begin : number + 1]))
-                self._stretches.append((places[begin], np.frombuffer(text, dtype=np.uint8)))
+                self._stretches.append((places[begin], text))
                 begin = number + 1
 
     def find(self, data: mmap.mmap, begins: np.ndarray) -> np.ndarray:
         """Return whether such an archive begins at each of some places, none of which is too near to the end."""
         found = np.ones(len(begins), dtype=bool)
         for first in range(0, len(begins), _AT_ONCE):
-            some = slice(first, first + _AT_ONCE)
+            some = begins[first : first + _AT_ONCE]
             for at, text in self._stretches:
-                # All bytes of the file, by each of them as many as the stretch has.
-                rows = np.ndarray((len(data) - len(text) + 1, len(text)), np.uint8, data, strides=(1, 1))
-                found[some] &= (rows[begins[some] + at] == text).all(axis=1)
-                del rows  # the map cannot be closed before
+                # All stretches of the file, one from each byte on.
+                stretches = np.ndarray((len(data) - len(text) + 1,), f"V{len(text)}", data, strides=(1,))
+                there = stretches[some + at].tobytes()
+                del stretches  # the map cannot be closed before
+                if there != text * len(some):
+                    rows = np.frombuffer(there, dtype=np.uint8).reshape(len(some), len(text))
+                    found[first : first + _AT_ONCE] &= (rows == np.frombuffer(text, dtype=np.uint8)).all(axis=1)
         return found
 
 

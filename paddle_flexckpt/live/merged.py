@@ -33,6 +33,7 @@ from paddle_flexckpt.live.publishing import ModelOptions, Publication
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.tensor_memory import empty_on_host
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import PublishReport
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -112,6 +113,7 @@ class MergeOptions(FileOptions, ModelOptions):
     offload=UNUSED,
     safetensors=UNUSED,
 )
+@observed("merge", "load_path")
 def merge_sharded_state_dict(
     load_path: Location,
     save_path: Location,

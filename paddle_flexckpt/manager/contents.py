@@ -9,13 +9,14 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
 from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.options import GROUP, SHARDS, encode_options, same_on_all_ranks
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord
 from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.live.save_options import CheckReplicas
 from paddle_flexckpt.live.sources import check_state
 from paddle_flexckpt.live.state import flatten_state_dict
 from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
@@ -27,6 +28,23 @@ OWN_OBJECTS = {
     **dict.fromkeys(("model", "optimizer", "state"), SHARDS),
     **dict.fromkeys(("lr_scheduler", "scaler"), "every rank has its own; whether there is one is compared"),
 }
+
+
+class StepArguments(TypedDict, total=False):
+    """Name, for type checkers, what a manager's ``save`` takes besides ``step`` and ``blocking``."""
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+    scaler: Any
+    state: Mapping[str, Any] | None
+    dataloader: Any
+    extra: Mapping[str, Any] | None
+    metrics: Mapping[str, Any] | None
+    rng: bool
+    overwrite: bool
+    save_replicas: bool
+    check_replicas: CheckReplicas
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import json
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
@@ -18,6 +18,7 @@ from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies, Sa
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.contents import (
     OWN_OBJECTS,
+    StepArguments,
     StepContents,
     agree_and_collect,
     check,
@@ -37,6 +38,9 @@ from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.listing import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 EVERY_STEP = SaveEvery(1)
 
@@ -197,6 +201,17 @@ class CheckpointManager:
         """
         self._check_open()
         return self._schedule.should_save(step, f"cannot decide about saving in {self.path!r}")
+
+    @overload
+    def save(self, step: int, *, blocking: Literal[True], **saved: Unpack[StepArguments]) -> SaveReport: ...
+
+    @overload
+    def save(self, step: int, *, blocking: Literal[False], **saved: Unpack[StepArguments]) -> SaveHandle: ...
+
+    @overload
+    def save(
+        self, step: int, *, blocking: bool | None = ..., **saved: Unpack[StepArguments]
+    ) -> SaveReport | SaveHandle: ...
 
     @same_on_all_ranks(
         **OWN_OBJECTS,

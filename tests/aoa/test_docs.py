@@ -15,6 +15,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, rule_names
 from paddle_flexckpt.aoa.parser import ATTRIBUTES, TAGS
 from tests.aoa.doctest_world import apply, catalog, load, numbers
+from tests.documents import every_block
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "aoa.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -71,6 +72,12 @@ def test_examples_print_what_the_page_says(section: str) -> None:
     runner = doctest.DocTestRunner(verbose=False)
     runner.run(doctest.DocTest(examples, names, section, str(PAGE), 0, TEXT), out=report.append)
     assert not runner.failures, "".join(report)
+
+
+def test_no_example_is_left_out() -> None:
+    blocks = [block for block in every_block("docs/aoa.md", "python") if ">>> " in block]
+    found = sum(len(_examples(*section)) for section in SECTIONS.values())
+    assert found == sum(len(doctest.DocTestParser().get_examples(block)) for block in blocks)
 
 
 @pytest.mark.parametrize("name", sorted(ATTRIBUTES | TAGS))

@@ -6,7 +6,9 @@ twice the bytes and :data:`SPARE_BYTES`.
 
 from __future__ import annotations
 
+import importlib
 import json
+import pkgutil
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt import foreign
 from paddle_flexckpt.catalog import (
     CheckpointError,
     LocalTensorIndex,
@@ -39,6 +42,11 @@ from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
 from paddle_flexckpt.native.verify import verify_files
 from tests.attacks import seeds
 from tests.ramdisk import memory_directory
+
+# What is imported at its first need is no file's cost.
+importlib.import_module("numpy.ma")
+for _module in pkgutil.iter_modules(foreign.__path__, f"{foreign.__name__}."):
+    importlib.import_module(_module.name)
 
 # For the interpreter, tracebacks, and what is made of a name or a column before it is looked at.
 SPARE_BYTES = 1 << 20

@@ -84,7 +84,8 @@ def hf(tmp_path):
 
 @pytest.mark.parametrize("variant", ["plain", "fused"])
 def test_from_hugging_face_and_back_with_heads_of_the_configuration(hf, tmp_path, variant):
-    more = ("--to", "tp=2", "--cut", "*.weight=0") if variant == "plain" else ()
+    """Through TP2 x PP2: the values of every tensor come back, and from files of our own making the very bytes."""
+    more = ("--to", "tp=2,pp=2", "--cut", "*.weight=0")
     report = converted(hf, tmp_path / "native", "--model", "auto", "--variant", variant, *more)
     assert (report["origin"], report["format"], report["keys"]) == (
         "huggingface",
@@ -95,12 +96,17 @@ def test_from_hugging_face_and_back_with_heads_of_the_configuration(hf, tmp_path
         names = {"plain": "model.layers.0.mlp.down_proj.weight", "fused": "model.layers.0.mlp.down_proj.weight"}
         assert reader.infos[names[variant]].shape == (INNER, HIDDEN)
         assert any("qkv" in key for key in reader.infos) == (variant == "fused")
+    assert len([*(tmp_path / "native").glob("*.safetensors")]) == 4
     back = tmp_path / "back"
     converted(tmp_path / "native", back, "--format", "huggingface", "--model", "llama", "--variant", variant)
     assert json.loads((back / "config.json").read_text()) == CONFIG
     found, expected = load_file(back / "model.safetensors"), llama()
     assert found.keys() == expected.keys()
     assert all(found[key].tobytes() == value.tobytes() for key, value in expected.items())
+    names = ("--model", "llama", "--variant", variant)
+    assert main(["convert", str(back), str(tmp_path / "parts"), *names, *more]) == 0
+    assert main(["convert", str(tmp_path / "parts"), str(tmp_path / "again"), "--format", "huggingface", *names]) == 0
+    assert read_tree(tmp_path / "again") == read_tree(back)
 
 
 def test_statements_types_and_a_file_as_source(tmp_path):
@@ -233,10 +239,11 @@ WAYS = [
     ("--to", "tp=2", "--cut", "*=0"),
     ("--format", "huggingface", "--dtype", "bfloat16"),
     ("--format", "paddle", "--to", "tp=2", "--cut", "*=0"),
+    ("--format", "torch_dcp", "--to", "tp=2", "--cut", "*=0"),
 ]
 
 
-@pytest.mark.parametrize("options", WAYS)
+@pytest.mark.parametrize("options", [*WAYS[:-1], pytest.param(WAYS[-1], marks=pytest.mark.slow)])
 def test_memory_is_bounded(options):
     """384 MiB, 256 of them one tensor, within 128."""
     with memory_directory(1 << 30) as root:

@@ -10,19 +10,17 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from paddle_flexckpt.aoa.model_rules import model_rules
+from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.engine.conversion import convert_checkpoint
 from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from tests.cli.test_convert import CONFIG, flexckpt, llama
-from tests.documents import ROOT
+from tests.cli.test_convert import CONFIG, llama
+from tests.documents import ROOT, every_block
 from tests.foreign import test_paddle_checkpoint, test_paddle_pickles, test_torch_dcp, test_unified_checkpoint
 
 PAGE = (ROOT / "docs" / "migration.md").read_text()
-COMMANDS = [
-    line
-    for block in re.findall(r"^```bash\n(.*?)^```", PAGE, re.S | re.M)
-    for line in block.splitlines()
-    if "SRC DST" not in line
-]
+COMMANDS = [line for block in every_block("docs/migration.md", "bash") for line in block.splitlines()]
 
 
 @pytest.fixture
@@ -37,19 +35,24 @@ def sources(tmp_path, monkeypatch):
     test_paddle_checkpoint.write(tmp_path / "dist_checkpoint")
     test_torch_dcp.write(tmp_path / "torch_dcp")
     save_file(llama(), tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    (tmp_path / "hf" / "config.json").write_text(json.dumps(CONFIG))
+    for folder in (tmp_path, tmp_path / "hf"):
+        (folder / "config.json").write_text(json.dumps(CONFIG))
+    rules = model_rules("llama")
+    cuts = [("*norm.weight", None), ("*.weight", 1)]
+    convert_checkpoint("hf", "checkpoint", rules, strategy="tp=2", cuts=cuts)
     return tmp_path
 
 
-def test_every_command_of_the_page_runs(sources):
-    assert len(COMMANDS) == 8
+def test_every_command_of_the_page_runs(sources, capsys):
+    assert len(COMMANDS) >= 12
     for command in COMMANDS:
         program, *arguments = shlex.split(command)
         assert program == "flexckpt"
-        done = flexckpt(*arguments)
-        assert done.returncode == 0, f"{command}: {done.stderr}"
+        assert main(arguments) == 0, f"{command}: {capsys.readouterr().err}"
     origins = {name: SourceDirectory(sources / name).origin() for name in ("unified", "dist_checkpoint", "torch_dcp")}
     assert origins == {"unified": "unified_checkpoint", "dist_checkpoint": "paddle", "torch_dcp": "torch_dcp"}
+    for name in ("for_torch", "for_torch_ranks"):
+        assert SourceDirectory(sources / name).origin() == "torch_dcp"
     catalog = SourceDirectory(sources / "from_unified").read_manifest().catalog
     found = {(catalog.key_name(row), catalog.unpadded(row, catalog.shape)) for row in range(len(catalog))}
     assert ("model.q_proj.weight", (4, 3)) in found
@@ -58,7 +61,9 @@ def test_every_command_of_the_page_runs(sources):
     assert (sources / "back" / "config.json").read_text() == json.dumps(CONFIG)
 
 
-def test_options_that_the_page_names_are_there():
-    text = flexckpt("convert", "--help").stdout
+def test_options_that_the_page_names_are_there(capsys):
+    with pytest.raises(SystemExit):
+        main(["convert", "--help"])
+    text = capsys.readouterr().out
     named = set(re.findall(r"(--[a-z][a-z-]+)", PAGE))
     assert named and sorted(option for option in named if option not in text) == []

@@ -8,7 +8,7 @@ import pytest
 
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.engine.rehearsed import save
 from tests.engine.test_models import decoder
@@ -113,6 +113,26 @@ def test_a_model_may_be_that_of_a_configuration(checkpoint, tmp_path, capsys):
     assert "note: the model is that of llama, variant fused, in bfloat16, as config.json says" in text
     assert "the source has no such key (key 'model.layers.0.mlp.up_gate_proj.weight', rank 0)" in text
     assert main([*command, "--save"]) == 0
+
+
+def test_a_strategy_may_be_a_mesh(checkpoint, capsys):
+    mesh = "mesh=2x2:dp,mp;sharding=stage1:dp;*norm.weight=R,R"
+    assert main(["rehearse", checkpoint, "--to", mesh]) == 0
+    assert f"loads under {mesh} on 4 ranks" in capsys.readouterr().out
+    assert main(["rehearse", checkpoint, "--to", mesh, "--save"]) == 0
+    assert main(["map", checkpoint, "lm_head.weight", "--to", mesh]) == 0
+    capsys.readouterr()
+    assert main(["rehearse", checkpoint, "--to", "mesh=2:dp;*norm.weight=Partial"]) == 1
+    assert "a Partial is a term of a sum" in capsys.readouterr().err
+
+
+def test_experts_that_paddle_would_mix_are_refused(tmp_path, capsys):
+    model = Model(tuple(ModelTensor(f"experts.{n}.up", (4, 8), expert=(n, 4)) for n in range(4)))
+    save(tmp_path, Layout(model, parse_strategy("dp=1")))
+    assert main(["rehearse", str(tmp_path), "--to", "sharding=v2:4,ep=2"]) == 0
+    assert "note: experts' parameters have a color of their own" in capsys.readouterr().out
+    assert main(["rehearse", str(tmp_path), "--to", "sharding=v1:4,ep=2"]) == 1
+    assert "Remedy: sharding=v2:4" in capsys.readouterr().err
 
 
 def test_requests_to_an_object_store_are_said_beside(checkpoint, capsys):

@@ -32,6 +32,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 
 from paddle_flexckpt.testing import World, WorldError, cpu_world, frames
+from tests.documents import docstring_block
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -223,6 +224,13 @@ def stock_checkpoint(path):
 
 def environment(name):
     return os.environ.get(name)
+
+
+def as_the_docstring(code):
+    """Degrees of the hybrid group that the package's example makes."""
+    names = {}
+    exec(code, names)
+    return [names["hcg"].get_model_parallel_world_size(), names["hcg"].get_pipe_parallel_world_size()]
 
 
 def degrees(layouts):
@@ -810,6 +818,11 @@ def test_fleet_takes_other_degrees_in_one_world(world4):
         assert [entry[:4] for entry in report] == wanted
         # Parameter names start over in every job, not in every fleet.init.
         assert [entry[4] for entry in report] == [f"linear_{n}.w_0" for n in range(len(layouts))]
+
+
+def test_the_example_of_the_docstring(world4):
+    code = docstring_block("paddle_flexckpt/testing/cpu_world/__init__.py", "init_fleet")
+    assert world4.run(f"{JOBS}:as_the_docstring", code=code) == [[2, 2]] * 4
 
 
 def test_wrong_degrees_are_refused(world2):

@@ -7,11 +7,15 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("paddle")
+import paddle
 import paddle.distributed as dist
+from paddle.distributed import fleet
 
+import paddle_flexckpt as fc
 from paddle_flexckpt.live.state import open_state
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
+from paddle_flexckpt.testing import cpu_world
 from tests.distributed import test_experts as experts
 from tests.distributed.matrix import jobs
 from tests.distributed.matrix.network import AXES, BLOCKS, HIDDEN, INNER, VOCABULARY
@@ -132,6 +136,33 @@ def test_experts_in_a_pipeline(world):
             tensors.append(replace(each, name=f"{layer}.{each.name}", tp_axis=None, layers=(layer,)))
     layout = Layout(Model(tuple(tensors), 4), parse_strategy("pp=2,sharding=v2:2,ep=2"))
     for rank, real in enumerate(described):
+        said = rows_of(layout.catalog(rank))
+        assert said == real
+        assert [*said] == [*real]
+
+
+MIXED = {"a": ([70], "float32"), "b": ([100, 3], "bfloat16"), "c": ([33], "float32"), "d": ([9], "bfloat16")}
+
+
+def describe_mixed(kind):
+    """What this rank describes of parameters of two types."""
+    fc.install()
+    cpu_world.init_fleet(sharding=dist.get_world_size(), split_param=kind == "v2")
+    layer = paddle.nn.Layer()
+    for name, (shape, dtype) in MIXED.items():
+        layer.add_parameter(name, layer.create_parameter(shape, dtype=dtype))
+    optimizer = paddle.optimizer.AdamW(0.01, parameters=layer.parameters(), multi_precision=True)
+    optimizer = fleet.distributed_optimizer(optimizer)
+    state = layer.sharded_state_dict()
+    state.update(optimizer.sharded_state_dict(state))
+    return rows_of(open_state(state, dist.get_rank()).catalog)
+
+
+@pytest.mark.parametrize("kind", ["v1", "v2"])
+def test_parameters_of_two_types(world, kind):
+    model = Model(tuple(ModelTensor(name, tuple(shape), dtype) for name, (shape, dtype) in MIXED.items()))
+    layout = Layout(model, parse_strategy(f"sharding={kind}:2"))
+    for rank, real in enumerate(world(2).run(describe_mixed, kind=kind)):
         said = rows_of(layout.catalog(rank))
         assert said == real
         assert [*said] == [*real]

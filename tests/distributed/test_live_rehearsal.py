@@ -19,6 +19,7 @@ from tests.distributed import test_experts as experts
 from tests.distributed.matrix.network import BLOCKS, Block, Embedding, Head, Loss, tied_head
 from tests.distributed.matrix.strategies import BY_NAME
 from tests.distributed.test_layouts import describe, rows_of, text_of
+from tests.documents import code_block
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -61,8 +62,8 @@ def layouts(model, texts):
     return found
 
 
-def errors(folder):
-    """What is said of models that do not say enough."""
+def errors(folder, example):
+    """What is said of models that do not say enough; and of one that does, by the example of a document."""
     net, optimizer = pipeline(True)
     state = net.sharded_state_dict()
     fc.save_state_dict({**state, **optimizer.sharded_state_dict(state)}, folder)
@@ -89,7 +90,10 @@ def errors(folder):
     own = nn.Sequential(("stacked", Own()))
     part = {"w": fc.ShardedWeight("w", paddle.zeros([2]), (2,), (4,), (0,))}
     cut = type("Cut", (), {"sharded_state_dict": lambda self: part})()
+    every = paddle.optimizer.AdamW(0.01, parameters=net.parameters())
     report = fc.rehearse(folder, "tp=2,pp=2", model=net, optimizer=optimizer)
+    left = {"fc": fc, "net": net, "optimizer": optimizer}
+    exec(example.replace('"checkpoint"', "folder"), {**left, "folder": folder}, left)
     other = fc.rehearse(folder, "tp=2", model=nn.Sequential(("new", nn.Linear(2, 2))), cuts=[("*weight", 1)])
     return {
         "part": said(lambda: layout_of_model(cut, "tp=2")),
@@ -99,8 +103,11 @@ def errors(folder):
         "whole": said(lambda: layout_of_model(nn.Linear(2, 2), "tp=2")),
         "seg_method": said(lambda: layout_of_model(net, "pp=2", seg_method="layer:Nothing")),
         "no pipeline": said(lambda: layout_of_model(own, "pp=2", seg_method="uniform")),
+        "frozen": said(lambda: layout_of_model(net, "sharding=v2:2", optimizer=every)),
+        "frozen, whole": said(lambda: layout_of_model(net, "dp=2", optimizer=every)),
         "uniform": describe_model(net, optimizer, seg_method="uniform")[0].counted,
         "report": [report.ok, report.error, [each.bytes_needed for each in report.ranks], report.notes],
+        "example": [left["report"].ok, left["report"].error, left["report"].world_size],
         "missing": other.error,
         "both": said(lambda: fc.rehearse(folder, layout_of_model(net, "tp=2")[0], model=net)),
     }
@@ -127,7 +134,9 @@ def test_a_layout_of_a_live_model_is_that_of_real_ranks(world, model, names):
 
 
 def test_a_load_is_rehearsed_and_what_is_not_known_is_refused(world, tmp_path):
-    (said,) = world(1).run(errors, folder=os.fspath(tmp_path))
+    example = code_block("docs/guide.md", "model=net, optimizer=optimizer")
+    (said,) = world(1).run(errors, folder=os.fspath(tmp_path), example=example)
+    assert said["example"] == [True, "", 64]
     assert "parts of a parallel job, such as w" in said["part"] and "in one process" in said["part"]
     assert "'experts.0.weight'" in said["listed"] and "ExpertParallelMixin" in said["listed"]
     assert "'stacked.weight'" in said["own"] and "cuts=[('stacked.weight', None)]" in said["own"]
@@ -135,6 +144,8 @@ def test_a_load_is_rehearsed_and_what_is_not_known_is_refused(world, tmp_path):
     assert "nothing says how tensor parallelism cuts" in said["whole"] and "cuts=" in said["whole"]
     assert "'layer:NAME' with one of ['Block', 'Embedding']" in said["seg_method"]
     assert "is of a PipelineLayer" in said["no pipeline"]
+    assert "frozen parameters" in said["frozen"] and "without stop_gradient" in said["frozen"]
+    assert said["frozen, whole"] is None
     assert said["uniform"] is None
     ok, error, needed, notes = said["report"]
     assert (ok, error) == (True, "") and len(needed) == 4 and min(needed) > 0

@@ -14,6 +14,7 @@ from paddle_flexckpt.catalog.dtypes import DTYPES, dtype_of
 from paddle_flexckpt.engine import comparison
 from paddle_flexckpt.engine.comparison import diff
 from tests.engine.samples import SHAPES, save, values_of
+from tests.ramdisk import memory_directory
 
 KINDS = {f"m.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES)}
 BLOCK = 1 << 20
@@ -56,6 +57,37 @@ def test_only_blocks_that_differ_are_read(tmp_path):
     found = report.differing["w"]
     assert (found.changed, found.first_index, found.share) == (3, [0, 0, 7], 3 / first["w"].size)
     assert 0.9 < found.max_difference < 1.1
+
+
+@pytest.mark.slow
+def test_two_gibibytes_of_which_one_percent_of_the_blocks_differ():
+    """2,048 blocks a side, of which 20 differ in one element: only these are read, by the system's count too."""
+    tensors, per_tensor = 64, 32
+    rng = np.random.default_rng(0)
+    state = {f"layers.{i}.w": rng.random(per_tensor * BLOCK // 4, dtype=np.float32) for i in range(tensors)}
+    differing = rng.choice(tensors * per_tensor, 20, replace=False).tolist()
+    with memory_directory(4 << 30) as root:
+        save(root / "one", state, world=1)
+        for number in differing:
+            tensor, block = divmod(number, per_tensor)
+            state[f"layers.{tensor}.w"][block * BLOCK // 4 + 5] += 1
+        save(root / "other", state, world=1)
+        assert sum(file.stat().st_size for file in (root / "one").iterdir()) >= 2 << 30
+        manifests = sum(file.stat().st_size for file in root.glob("*/0.manifest"))
+        before = bytes_read_by_process()
+        report = diff(root / "one", root / "other")
+        taken = bytes_read_by_process() - before
+    assert report.bytes_read <= 1.05 * 2 * len(differing) * BLOCK
+    assert report.bytes_by_checksum == (tensors * per_tensor - len(differing)) * BLOCK
+    assert len(report.differing) == len({number // per_tensor for number in differing})
+    assert sum(each.changed for each in report.differing.values()) == len(differing)
+    assert taken - manifests <= 1.05 * 2 * len(differing) * BLOCK
+
+
+def bytes_read_by_process() -> int:
+    """What this process has read by system calls."""
+    with open("/proc/self/io", encoding="ascii") as file:
+        return int(next(line for line in file if line.startswith("rchar")).split()[1])
 
 
 def test_keys_shapes_and_dtypes_that_differ(tmp_path):

@@ -410,7 +410,7 @@ WAYS = {
     "torch": {"format": "torch_dcp", "max_file_bytes": 2500},
     "torch for a strategy": {"format": "torch_dcp", "strategy": "tp=2,sharding=v2:2", "cuts": CUTS},
     "several files": {"format": "huggingface", "aoa_config": {"aoa_statements": ["pair -> _"]}, "max_file_bytes": 400},
-    "paddle": {"format": "paddle", "aoa_config": {"aoa_statements": ["pair -> _"]}, "max_file_bytes": 2500},
+    "paddle": {"format": "paddle", "max_file_bytes": 2500},
 }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import ValidationError, concat
-from paddle_flexckpt.engine.models import layout_of, model_of
+from paddle_flexckpt.engine.models import layout_of, model_of, read_strategy
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
+from paddle_flexckpt.planning.meshes import parse_mesh
 from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.engine.rehearsed import save
 from tests.engine.samples import Part, catalog
@@ -93,3 +96,49 @@ def test_parts_along_two_axes_need_a_cut():
     with pytest.raises(ValidationError, match=r"parts along several axes \(key 'w'\).*--cut 'w=AXIS'"):
         model_of(infos, stored)
     assert model_of(infos, stored, [("w", 0)]).tensors[0].tp_axis == 0
+
+
+MESH = "mesh=2x2:dp,mp;sharding=stage1:dp;*.norm.weight=S0"
+
+
+def test_a_strategy_may_be_a_mesh_or_its_file(tmp_path):
+    said = {
+        "mesh": {"shape": [2, 2], "dim_names": ["dp", "mp"]},
+        "sharding": "stage1:dp",
+        "placements": {"*.norm.weight": ["Shard(dim=0)"]},
+    }
+    path, broken = tmp_path / "mesh.json", tmp_path / "broken.json"
+    path.write_text(json.dumps(said))
+    broken.write_text("{")
+    assert read_strategy(str(path)) == read_strategy(MESH) == parse_mesh(MESH)
+    assert read_strategy("tp=2") == parse_strategy("tp=2")
+    for wrong in (broken, tmp_path / "none.yaml"):
+        with pytest.raises(ValidationError, match="cannot read the mesh"):
+            read_strategy(str(wrong))
+
+
+def test_a_mesh_may_be_a_yaml_file(tmp_path):
+    pytest.importorskip("yaml")
+    path = tmp_path / "mesh.yaml"
+    lines = ["mesh: {shape: [2, 2], dim_names: [dp, mp]}", "sharding: stage1:dp", "placements: {'*.norm.weight': S0}"]
+    path.write_text("\n".join(lines))
+    assert read_strategy(str(path)) == parse_mesh(MESH)
+    for content, words in (("- 1", "is no mapping"), ("{", "is not valid YAML")):
+        path.write_text(content)
+        with pytest.raises(ValidationError, match=words):
+            read_strategy(str(path))
+
+
+def test_a_layout_of_a_mesh_cuts_as_the_checkpoint_is_cut(tmp_path):
+    save(tmp_path, Layout(decoder(), parse_strategy("tp=2")))
+    found, notes = layout_of(str(tmp_path), MESH)
+    boxes = dict(rows_of(found, 1))
+    assert boxes["model.layers.0.self_attn.qkv_proj.weight"] == "bfloat16 [0:8, 12:24] of [8, 24]"
+    assert boxes["model.layers.0.self_attn.qkv_proj.weight.w_0"] == "float32 [0:4, 12:24] of [8, 24]"
+    assert boxes["model.norm.weight"] == "bfloat16 [0:4] of [8]"
+    assert notes == []
+    with pytest.raises(ValidationError, match="placements fit no tensor.*nothing"):
+        layout_of(str(tmp_path), "mesh=2:dp;nothing=S0")
+    save(tmp_path / "whole", Layout(decoder(), parse_strategy("dp=1")))
+    with pytest.raises(ValidationError, match="nothing says how tensor parallelism cuts"):
+        layout_of(str(tmp_path / "whole"), "mesh=2:mp")

@@ -13,8 +13,13 @@ from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.engine.digests import digest_checkpoint
 from paddle_flexckpt.live import digests
 from paddle_flexckpt.live.digests import digest_state_dict
+from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.engine.rehearsed import shard_of, state_of
+from tests.engine.rehearsed import values_of as layout_values
 from tests.engine.samples import SHAPES, cut, values_of
+from tests.engine.test_models import decoder
 
 KINDS = {f"m.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES)}
 
@@ -35,6 +40,42 @@ def test_a_state_has_the_digests_of_its_checkpoint(values, tmp_path, cuts, repli
     assert all(each == found[0] for each in found)
     assert found[0] == digest_checkpoint(tmp_path)
     assert list(found[0]) == sorted(values)
+
+
+def filled(layout: Layout, rank: int, values) -> dict:
+    """What a rank of a job holds of some tensors."""
+    catalog = layout.catalog(rank)
+    state = state_of(catalog)
+    for row in range(len(catalog)):
+        part = shard_of(catalog, row, values[catalog.key_name(row)])
+        state[catalog.key_name(row)].local_tensor.reshape(-1)[...] = part
+    return state
+
+
+def test_tp2_and_tp8_with_pp2_of_one_state_are_equal(tmp_path):
+    """Live, stored, and by diff: two and sixteen ranks with the optimizer's states of a decoder."""
+    two, sixteen = (Layout(decoder(), parse_strategy(text)) for text in ("tp=2", "tp=8,pp=2"))
+    values = layout_values(two)
+
+    def both(layout, path):
+        def job(comm):
+            state = filled(layout, comm.rank, values)
+            fc.save_state_dict(state, path, comm)
+            return digest_state_dict(state, comm)
+
+        found = SimulatedWorld(layout.strategy.ranks).run(job)
+        assert all(each == found[0] for each in found)
+        return found[0]
+
+    found = both(two, tmp_path / "two")
+    assert both(sixteen, tmp_path / "sixteen") == found
+    assert digest_checkpoint(tmp_path / "two") == digest_checkpoint(tmp_path / "sixteen") == found
+    assert set(found) == set(values)
+    report = fc.diff(tmp_path / "two", tmp_path / "sixteen")
+    assert report.equal and report.keys == len(values)
+    values["model.layers.3.mlp.down_proj.weight"][15, 7] += 1
+    changed = both(sixteen, tmp_path / "changed")
+    assert {key for key in found if found[key] != changed[key]} == {"model.layers.3.mlp.down_proj.weight"}
 
 
 def test_the_public_function_takes_a_checkpoint_or_live_state(values, tmp_path):

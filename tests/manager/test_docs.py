@@ -9,12 +9,13 @@ import paddle
 
 import paddle_flexckpt as fc
 from paddle_flexckpt import manager
-from tests.documents import code_block
+from tests.documents import code_block, docstring_block
 
-
-def docstring_loop() -> str:
-    text = fc.CheckpointManager.__doc__
-    return "\n".join(line[8:] for line in text.split("::\n")[1].split("\n    Every")[0].splitlines())
+LOOPS = {
+    "README": code_block("README.md", "Manager("),
+    "page": code_block("docs/manager.md", "Manager("),
+    "docstring": docstring_block("paddle_flexckpt/manager/manager.py", "Manager("),
+}
 
 
 class Run:
@@ -41,9 +42,9 @@ class Run:
         exec(code, {**names, "train": train})
 
 
-@pytest.mark.parametrize("source", ["README.md", "docs/manager.md", "docstring"])
+@pytest.mark.parametrize("source", LOOPS)
 def test_the_loop_goes_on_to_the_bit_without_install(tmp_path, monkeypatch, source):
-    code = docstring_loop() if source == "docstring" else code_block(source, "Manager(")
+    code = LOOPS[source]
     monkeypatch.chdir(tmp_path)
     fc.uninstall()
     try:

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("paddle")
 import paddle_flexckpt as fc
-from tests.documents import code_block
+from tests.documents import code_block, shell_block
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 SECONDS = 180
@@ -53,3 +53,22 @@ def test_a_run_that_a_signal_stopped_goes_on_with_the_next_step_on_one_rank(tmp_
     assert re.search(r"^loss 0\.\d{4}$", log(tmp_path, 1, 0), re.M)
     assert len(fc.list_checkpoints(tmp_path / "run")) == 2
     assert fc.latest(tmp_path / "run").world_size == 1
+
+
+@pytest.mark.slow
+def test_the_commands_as_they_are_printed(tmp_path):
+    """Those of the first block; the test above does what those of the second do, without half a minute of sleep."""
+    (tmp_path / "train.py").write_text(code_block("docs/tutorial_fleet.md", "# train.py"))
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "CUDA_"))}
+    env["PYTHONPATH"] = str(Path(__file__).parents[2])
+    env["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    printed = []
+    for command in shell_block("docs/tutorial_fleet.md", "train.py 50 ").splitlines():
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=SECONDS
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        printed.append(done.stdout)
+    assert "begins at step 41\n" in printed[1]
+    assert [info.step for info in fc.list_checkpoints(tmp_path / "run")] == [80, 100]
+    assert "step_00000080" in printed[2] and "step_00000100" in printed[2]

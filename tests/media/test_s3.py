@@ -29,6 +29,7 @@ from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import SOLO
+from tests.documents import code_block
 from tests.media.test_remote import Clock
 from tests.native.two_ranks import RANKS, load, save
 from tests.s3_server import BUCKET, LEAST_PART_BYTES, SECRET, Refusal, Requests, running_server
@@ -516,6 +517,24 @@ def test_damage_is_found(server):
     assert [problem.file for problem in verify_checkpoint(storage).problems] == [f"{storage.path}/1_0.safetensors"]
     with pytest.raises(CorruptCheckpointError, match="are damaged"):
         load(storage)
+
+
+def test_the_example_of_the_guide(server, monkeypatch):
+    """Its URL and its credentials are those of the server."""
+    pytest.importorskip("paddle")
+    import paddle_flexckpt as fc
+
+    url, state = server.new_url(), {"w": wide(1)}
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    code = code_block("docs/guide.md", "import open_storage").replace("s3://bucket/run", url)
+    given = ", ".join(f"{name}={value!r}" for name, value in server.options.items())
+    code = code.replace("key=..., secret=..., endpoint_url=...", given)
+    assert given in code
+    names = {"fc": fc, "state": state}
+    exec(code, names)
+    assert names["storage"].path == url
+    assert (state["w"] == wide(1)).all()
 
 
 def test_the_command_line_takes_urls(server, monkeypatch, capsys):

@@ -335,3 +335,11 @@ def test_extra_state_is_neither_unexpected_nor_a_weight(tmp_path):
     assert report.unexpected == []
     assert list(fc.load_merged_state_dict(tmp_path)) == ["w"]
     assert restore_extra_state(load_extra_state(tmp_path)).step == 7
+
+
+def test_reading_it_is_no_load_that_the_log_tells_of(tmp_path, caplog):
+    fc.save_state_dict({"weight": paddle.ones([2]), **collect_extra_state(step=3)}, tmp_path)
+    with caplog.at_level("DEBUG", "paddle_flexckpt"):
+        load_extra_state(tmp_path)
+    levels = {record.levelname for record in caplog.records if "loaded" in record.getMessage()}
+    assert levels == {"DEBUG"}

@@ -1,9 +1,10 @@
-"""The first and the last command of examples/semi_auto/README.md print the losses of one uninterrupted run."""
+"""The commands of examples/semi_auto/README.md print the losses of one uninterrupted run."""
 
 from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("paddle")
+from tests.documents import shell_block
+
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,3 +42,21 @@ def test_the_mesh_changes_and_the_losses_go_on(tmp_path):
     second = run(tmp_path, 1, "--until", "6", "--checkpoints", "parts")
     assert (list(whole), list(first), list(second)) == ([1, 2, 3, 4, 5, 6], [1, 2, 3], [4, 5, 6])
     assert {**first, **second} == pytest.approx(whole, abs=ROUNDING)
+
+
+@pytest.mark.slow
+def test_the_commands_as_they_are_printed(tmp_path):
+    whole = run(tmp_path, 1, "--until", "24", "--checkpoints", "whole")
+    shutil.copy(SCRIPT, tmp_path)
+    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment.update(
+        PYTHONPATH=str(ROOT), PATH=os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    )
+    commands = "set -e\n" + shell_block("examples/semi_auto/README.md", "--nproc_per_node 4")
+    done = subprocess.run(
+        ["bash", "-c", commands], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    found = [(int(step), float(loss)) for step, loss in _STEP.findall(done.stdout)]
+    assert [step for step, _ in found] == [*range(1, 25)]
+    assert dict(found) == pytest.approx(whole, abs=ROUNDING)

@@ -23,6 +23,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.engine.save_rehearsal import rehearse_save
 from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.live import communicator
 from paddle_flexckpt.live.state import open_state
 from paddle_flexckpt.media.local import LocalOutputFile
 from paddle_flexckpt.native import checksums, data_file
@@ -62,6 +63,8 @@ def save(strategy: str, model: str, folder: str) -> dict[str, Any]:
         hashed.append(memoryview(block).nbytes)
         return hash_block(block)
 
+    # Another strategy may have had the same layout: a plan that is kept compares other replicas than a new one.
+    communicator._kept_plans.cache_clear()
     with (
         mock.patch.object(LocalOutputFile, "write_many", write),
         mock.patch.object(checksums, "hash_block", note),
@@ -82,6 +85,9 @@ def load(strategy: str, model: str, folders: Mapping[str, str]) -> dict[str, lis
     for name, folder in folders.items():
         reports = [fc.load_state_dict(state, folder, comm_method=way).as_dict() for way in ("direct", "cooperative")]
         found[name] = [{name: each[name] for name in names} for each, names in zip(reports, (COUNTS, SHARED))]
+        if not all(weight.local_tensor.is_contiguous() for weight in state.values()):
+            # Paddle leaves some parameters of half precision strided in memory, which no layout says.
+            found[name][0]["reads"] = None
     return found
 
 
@@ -112,6 +118,7 @@ def miscounted(path: str, layout: JobLayout, counted: list[list[dict[str, Any]]]
         for rank in each.ranks:
             said = {**each.__dict__, "peak_scratch_bytes": each.scratch_bytes}
             said.update(missing=[], unexpected=report.unexpected)
+            said["reads"] = None if counted[rank][0]["reads"] is None else said["reads"]
             both = [({name: said[name] for name in COUNTS}, counted[rank][0])]
             if len(counted) > 1:  # one rank alone reads directly
                 both.append(({name: report.cooperative[name][rank] for name in SHARED}, counted[rank][1]))
