@@ -130,6 +130,7 @@ def layout_of_model(
     parsed = read_strategy(strategy)
     described, notes = describe_model(model, optimizer, states=states, cuts=cuts, seg_method=seg_method)
     _check_known(model, parsed, described, cuts)
+    _check_optimizer(optimizer, parsed)
     layout, more = noted_layout(parsed, described)
     # The live optimizer says its order itself.
     return layout, [*notes, *(note for note in more if "order of the checkpoint" not in note)]
@@ -224,15 +225,18 @@ def _split_axis(weight: Any) -> int | None:
     return getattr(weight, "split_axis", None) if getattr(weight, "split_by", "tensor") == "tensor" else None
 
 
+def _parameters(optimizer: Any) -> list[Any]:
+    """Return the parameters that an optimizer was given, in its order."""
+    entries = getattr(optimizer, "_parameter_list", None) or ()
+    return [each for entry in entries for each in (entry["params"] if isinstance(entry, dict) else (entry,))]
+
+
 def _in_order(optimizer: Any, shards: Mapping[str, Any]) -> list[str]:
     """Return all names in the order of the model, or of the optimizer where that has another one."""
     keys = list(shards)
-    entries = getattr(optimizer, "_parameter_list", None) or ()
-    parameters = [each for entry in entries for each in (entry["params"] if isinstance(entry, dict) else (entry,))]
-    place = {parameter.name: number for number, parameter in enumerate(parameters)}
-    listed_ = [key for key in keys if shards[key].local_tensor.name in place]
-    ordered = iter(sorted(listed_, key=lambda key: place[shards[key].local_tensor.name]))
-    known = set(listed_)
+    place = {parameter.name: number for number, parameter in enumerate(_parameters(optimizer))}
+    known = {key for key in keys if shards[key].local_tensor.name in place}
+    ordered = iter(sorted(filter(known.__contains__, keys), key=lambda key: place[shards[key].local_tensor.name]))
     return [next(ordered) if key in known else key for key in keys]
 
 
@@ -316,3 +320,20 @@ def _check_known(model: Any, strategy: Strategy | Mesh, described: Model, cuts: 
             problems.append(Problem(what, each.name, got=f"layers {sorted(positions)}", remedy=remedy))
     if problems:
         raise ValidationError(problems, f"{strategy} does not fit the model")
+
+
+def _check_optimizer(optimizer: Any, strategy: Strategy | Mesh) -> None:
+    """Check that Paddle can shard an optimizer as a strategy says.
+
+    Raises:
+        ValidationError: It was given frozen parameters: sharding V2 takes none, and V1 counts them where it shares out.
+    """
+    if isinstance(strategy, Mesh) or strategy.kind not in ("v1", "v2") or strategy.sharding == 1:
+        return
+    frozen = [parameter.name for parameter in _parameters(optimizer) if parameter.stop_gradient]
+    if frozen:
+        remedy = "give the optimizer the parameters without stop_gradient"
+        what = (
+            f"the optimizer has frozen parameters, such as {listed(frozen, 3)}, which sharding {strategy.kind} mixes up"
+        )
+        raise ValidationError([Problem(what, remedy=remedy)], f"{strategy} does not fit the model")

@@ -97,8 +97,7 @@ def _name_views(layer: Any, prefix: str, sharded: ShardedStateDict) -> None:
             raise ValueError(
                 f"key {key!r}: {kind.__module__}.{kind.__qualname__} describes a copy of its parameter "
                 f"{parameter.name!r}, of shape {list(tensor.shape)}; a load would not reach the parameter. Remedy: "
-                "describe the parameter itself, or shaped_view() of paddle_flexckpt.parallel.slices, which shares its "
-                "memory whatever FLAGS_use_stride_kernel says"
+                "describe the parameter itself, or shaped_view() of paddle_flexckpt.parallel.slices, which is no copy"
             )
         if tensor.name not in by_name and tensor.data_ptr() == parameter.data_ptr():
             tensor.name = parameter.name

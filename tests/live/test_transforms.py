@@ -154,6 +154,26 @@ def test_what_is_let_go_of_is_made_again(tmp_path, monkeypatch, room, made):
     assert transform.made[: len(made)] == made
 
 
+@pytest.mark.parametrize("where", ["verified in full", "in an object store"])
+def test_so_are_they_from_elsewhere(tmp_path, where):
+    """Every block of stored tensors is verified; what is made has no checksums."""
+    path = tmp_path / "from" if where == "verified in full" else f"memory://transforms/{tmp_path.name}"
+    write(path, "native")
+
+    def load(comm):
+        weight, cut = part("w", EXPECTED.shape, 1, comm)
+        plain = np.zeros(3, PLAIN.dtype)
+        rest = ShardedWeight("plain", plain, (3,), PLAIN.shape, (1,))
+        verify = "full" if where == "verified in full" else "read"
+        report = load_state_dict({"w": weight, "plain": rest}, path, comm, verify=verify, load_transform=Scaled())
+        assert weight.local_tensor.tobytes() == np.ascontiguousarray(EXPECTED[cut]).tobytes()
+        assert np.array_equal(plain, PLAIN[1:4])
+        return report.bytes_verified
+
+    verified = SimulatedWorld(2).run(load)
+    assert verified == [PLAIN.nbytes if where == "verified in full" else 0] * 2
+
+
 class Raises(Scaled):
     def apply(self, logical_key, source_tensors, output_dtype):
         raise ZeroDivisionError("no scale")
