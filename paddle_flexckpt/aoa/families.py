@@ -5,7 +5,6 @@ the numbers of layers and experts: ``[kind, shape, numbers]``. The kind is what 
 
 - ``linear``: the weight of a linear layer, which Paddle holds transposed;
 - ``router``: the weight of a router of experts, which some models of Paddle hold transposed;
-- ``computed``: a buffer that Paddle's models do not keep;
 - ``copy``: everything else.
 
 ``python tests/aoa/family_names.py`` makes the file from the classes of the library transformers, and of what is not in
@@ -72,7 +71,7 @@ def family_rules(name: str) -> dict[str, Any]:
     embedding = next(key for key, (kind, shape) in found.items() if kind == "copy" and shape[0] == _VOCABULARY)
     prefix = f"{embedding.partition('.')[0]}."
     blocks = {block: spec for block, spec in _blocks(found, embedding, prefix).items() if spec["aoa_statements"]}
-    ends = ["head", "tied_head", "computed"]
+    ends = ["head", "tied_head"]
     variants = {"plain": ["body", "split", "experts", *ends]}
     if "fused" in blocks or "fused_experts" in blocks:
         variants["fused"] = ["body", "fused", "fused_experts", *ends]
@@ -106,14 +105,10 @@ def _blocks(found: Mapping[str, Any], embedding: str, prefix: str) -> dict[str, 
     experts = [path[: -len(".$EXPERT_ID")] for path in gated if path.endswith(".experts.$EXPERT_ID")]
     joined = {f"{path}.{part}_proj" for path in attention for part in "qkv"}
     joined |= {f"{path}.{part}_proj" for path in gated for part in ("gate", "up")}
-    texts: dict[str, list[str]] = {
-        block: [] for block in ("body", "split", "fused", "experts", "fused_experts", "computed")
-    }
+    texts: dict[str, list[str]] = {block: [] for block in ("body", "split", "fused", "experts", "fused_experts")}
     for key, (kind, _) in found.items():
         path, _, leaf = key.rpartition(".")
-        if kind == "computed":
-            texts["computed"].append(f"{key} -> _, optional")
-        elif path != "lm_head" and (leaf != "bias" or found.get(f"{path}.weight", _NONE)[0] != "linear"):
+        if path != "lm_head" and (leaf != "bias" or found.get(f"{path}.weight", _NONE)[0] != "linear"):
             made = [f"{key}{_TRANSPOSED[kind]} -> {paddle(key)}, optional"]
             if kind == "linear":
                 made.append(f"{path}.bias -> {paddle(path)}.bias, optional")
@@ -128,8 +123,7 @@ def _blocks(found: Mapping[str, Any], embedding: str, prefix: str) -> dict[str, 
         block = "fused_experts" if path.endswith(".$EXPERT_ID") else "fused"
         texts[block] += _fused(parts, f"{paddle(path)}.up_gate_proj", "fused_ffn")
     blocks: dict[str, dict[str, Any]] = {
-        block: {"aoa_statements": made, "to_hf": [] if block == "computed" else "invert"}
-        for block, made in texts.items()
+        block: {"aoa_statements": made, "to_hf": "invert"} for block, made in texts.items()
     }
     blocks["stacked_experts"] = _stacked(experts, paddle)
     if _HEAD in found:

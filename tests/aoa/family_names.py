@@ -230,7 +230,7 @@ def _by_hand() -> dict[str, Any]:
             "class": "ChatGLMForConditionalGeneration of ChatGLM2 and ChatGLM3",
             "tensors": {
                 "transformer.embedding.word_embeddings.weight": ["copy", [14, 8], *whole],
-                "transformer.rotary_pos_emb.inv_freq": ["computed", [1], *whole],
+                "transformer.rotary_pos_emb.inv_freq": ["copy", [1], *whole],
                 **chatglm,
                 "transformer.encoder.final_layernorm.weight": ["copy", [8], *whole],
                 "transformer.output_layer.weight": ["linear", [14, 8], *whole],

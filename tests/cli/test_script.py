@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from paddle_flexckpt.cli import overview
+from paddle_flexckpt.cli import doctor
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.engine.conversion import convert_checkpoint
 from paddle_flexckpt.patching import read_patches
@@ -156,7 +156,7 @@ def test_exit_statuses_are_those_of_the_page(places, capsys, monkeypatch):
     assert "no" in finds("ls", "torn")
     assert "the source has no such key" in finds("rehearse", "checkpoint", "--to", "tp=1", "--model", "larger")
     assert "sha256" in finds("patch", "--check", name, "--package-dir", str(edited))
-    monkeypatch.setattr(overview.metadata, "version", lambda package: "0.1")
+    monkeypatch.setattr(doctor.metadata, "version", lambda package: "0.1")
     assert "problem: xxhash 0.1" in finds("doctor")
 
 

@@ -185,6 +185,26 @@ def test_masters_that_no_step_looks_at_are_not_state():
     assert any(key.endswith("w_0") for key in optimizer.sharded_state_dict(model))
 
 
+@pytest.mark.parametrize(("begin", "stale"), [(0, True), (4, True), (8, False)])
+def test_a_slice_of_mere_padding_has_no_master_that_could_be_stale(tmp_path, caplog, begin, stale):
+    """As under V2: six elements and two of padding in a buffer, of which this rank steps four; weights are loaded."""
+    layer = nn.Linear(2, 3, bias_attr=False).to(dtype="bfloat16")
+    layer.weight.name = f"a weight of which a slice begins at {begin}"  # other tests' optimizers live on
+    buffer = paddle.zeros([12], "bfloat16")
+    with paddle.no_grad():
+        buffer._slice(0, 6)._share_buffer_to(layer.weight)
+        layer.weight.get_tensor()._set_dims([2, 3])
+    part = paddle.base.framework.EagerParamBase(shape=[4], dtype="bfloat16", name=layer.weight.name)
+    buffer._slice(begin, begin + 4)._share_buffer_to(part)
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=[part], multi_precision=True)
+    optimizer._master_weights[part.name] = paddle.ones([4])
+    state = layer.sharded_state_dict()
+    fc.save_state_dict(state, tmp_path)
+    with caplog.at_level("WARNING", logger="paddle_flexckpt"):
+        fc.load_state_dict(state, tmp_path, optimizer_states="ignore")
+    assert ("laid out otherwise" in caplog.text) == stale
+
+
 def muon_sharding(layer, info=None, experts=frozenset()):
     """What is looked at of a MuonShardingOptimizer of which this rank owns every parameter, and the model's dict."""
     model = layer.sharded_state_dict()

@@ -15,17 +15,24 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from paddle_flexckpt.aoa.invert import invert
+from paddle_flexckpt.aoa.model_rules import model_rules
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.trainer.model_rules.fused import FusedLayer, fused_layers, layer_of
 from paddle_flexckpt.trainer.model_rules.layers import qualified_name
 
 AoaConfig = dict[str, list[str]]
-# Computed, not trained: models do not keep them.
+# Computed, not trained: models do not keep them, but for those of a prefix of their own.
 _NOT_KEPT = ("inv_freq",)
 # What the configuration of a checkpoint calls a class whose name the library has changed.
 _ARCHITECTURES = {"GPTModel": "GPT2Model"}
 # Names that a table has for a parameter that the model ties to another.
 _TIED_HEADS = frozenset({"lm_head.weight", "lm_head.decoder.weight", "lm_head.decoder_weight"})
+# What the names of a checkpoint begin with, where the library's table leaves that out on both sides.
+_PREFIXES = {"ChatGLMv2ForCausalLM": "transformer."}
+# Heads that the library holds beside the embedding, which in the checkpoint are the embedding.
+_HEADS_OF_THEIR_OWN = {"OPTForCausalLM": ("model.decoder.embed_tokens.weight", "lm_head.decoder_weight")}
+# Classes whose table the library cannot give: the family of rules, and what the model's names begin with.
+_FAMILIES = {"GLMForConditionalGeneration": ("glm1", "glm."), "GLMForMultipleChoice": ("glm1", "glm.")}
 _PLACEHOLDERS = ("$LAYER_ID", "$EXPERT_ID")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
@@ -49,6 +56,9 @@ def hf_rules(model_class: type, config: Any) -> dict[str, AoaConfig]:
         given: AoaConfig = model_class._gen_aoa_config(config)
         back_again = getattr(model_class, "_gen_inv_aoa_config", None)
         return {"from_hf": given, "to_hf": invert(given) if back_again is None else back_again(config)}
+    if model_class.__name__ in _FAMILIES:
+        family, prefix = _FAMILIES[model_class.__name__]
+        return {way: model_rules(family, "plain", way, prefix=prefix) for way in ("from_hf", "to_hf")}
     config = copy.deepcopy(config)
     config.architectures = [_ARCHITECTURES.get(model_class.__name__, model_class.__name__)]
     config.tensor_parallel_degree, config.tensor_parallel_rank = 1, 0
@@ -59,6 +69,10 @@ def hf_rules(model_class: type, config: Any) -> dict[str, AoaConfig]:
     if tied:
         # Hugging Face's checkpoints have a tied parameter under the embedding's name alone.
         back += [f"{head} -> _, optional" for head in sorted(_TIED_HEADS)]
+    if model_class.__name__ in _HEADS_OF_THEIR_OWN:
+        embedding, head = _HEADS_OF_THEIR_OWN[model_class.__name__]
+        forward.append(f"{embedding} -> {head}")
+        back.append(f"{head} -> _, optional")
     return {"from_hf": {"aoa_statements": forward}, "to_hf": {"aoa_statements": back}}
 
 
@@ -83,13 +97,17 @@ def _renames(model_class: Any, config: Any, tied: bool) -> Iterable[_Statement]:
     base = getattr(model_class, "base_model_prefix", "")
     if base and not model_class.__name__.endswith("Model"):
         inside = [mapping.target_name for mapping in mappings if mapping.target_name.startswith(f"{base}.")]
-        if not inside:
+        if not inside and model_class.__name__ in _PREFIXES:
+            for mapping in mappings:
+                mapping.source_name = _PREFIXES[model_class.__name__] + mapping.source_name
+                mapping.target_name = f"{base}.{mapping.target_name}"
+        elif not inside:
             raise _unknown(model_class, f"none of the names in its table begins with {base!r}, as those in it do")
     fused = {layer.path: layer for layer in _fused(model_class, config)}
     splits: dict[str, dict[int, str]] = {}
     for mapping in mappings:
         source, target, action = mapping.source_name, mapping.target_name, mapping.action
-        if target.endswith(_NOT_KEPT) or (tied and target in _TIED_HEADS):
+        if (target.endswith(_NOT_KEPT) and model_class.__name__ not in _PREFIXES) or (tied and target in _TIED_HEADS):
             continue
         if action == "split":
             splits.setdefault(source, {})[mapping.index] = target
