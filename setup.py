@@ -20,7 +20,7 @@ class BuildWithPatches(build_py):
     def run(self) -> None:
         """Build all else, then copy them; an editable installation finds them beside the package."""
         super().run()
-        if self.editable_mode:
+        if getattr(self, "editable_mode", False):  # setuptools has it since 64, which editable installations need
             return
         target = Path(self.build_lib, "paddle_flexckpt", "patches")
         target.mkdir(parents=True, exist_ok=True)

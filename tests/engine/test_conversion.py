@@ -185,11 +185,15 @@ SOURCES = {
 @pytest.mark.parametrize("origin", sorted(SOURCES))
 def test_any_format_that_can_be_read_to_any_that_can_be_written(tmp_path, origin, to):
     source = SOURCES[origin](tmp_path / "in")
-    states = {"states": True} if to == "huggingface" else {}
-    report = convert_checkpoint(source, tmp_path / "out", format=to, **states)
+    options = {"states": True} if to == "huggingface" else {}
+    if (origin, to) == ("torch_dcp", "paddle"):
+        with pytest.raises(ValidationError, match="Paddle does not read this dtype back .*float8_e4m3fn"):
+            convert_checkpoint(source, tmp_path / "out", format=to)
+        options["aoa_config"] = {"aoa_statements": ["model.eighth -> _"]}
+    report = convert_checkpoint(source, tmp_path / "out", format=to, **options)
     assert report.origin == origin
     assert SourceDirectory(tmp_path / "out").origin() == to
-    same_tensors(source, tmp_path / "out")
+    same_tensors(source, tmp_path / "out", aoa_config=options.get("aoa_config"))
 
 
 def test_a_file_is_a_source(tmp_path):
