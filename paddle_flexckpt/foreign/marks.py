@@ -1,7 +1,7 @@
 """Names of files and directories by which it is seen whose checkpoint a directory may hold.
 
 They are looked at before a program's reader is imported: a reader takes milliseconds to import, and there are many.
-Tested in tests/foreign/test_marks.py.
+Tested in tests/cli/test_imports.py and tests/foreign/test_not_found.py.
 """
 
 from __future__ import annotations
