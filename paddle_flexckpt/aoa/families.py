@@ -71,12 +71,12 @@ def family_rules(name: str) -> dict[str, Any]:
     embedding = next(key for key, (kind, shape) in found.items() if kind == "copy" and shape[0] == _VOCABULARY)
     prefix = f"{embedding.partition('.')[0]}."
     blocks = {block: spec for block, spec in _blocks(found, embedding, prefix).items() if spec["aoa_statements"]}
-    ends = ["head", "tied_head"]
-    variants = {"plain": ["body", "split", "experts", *ends]}
+    # What is read again keeps its name only after it has been read for another.
+    variants = {"plain": ["tied_head", "body", "split", "experts", "head"]}
     if "fused" in blocks or "fused_experts" in blocks:
-        variants["fused"] = ["body", "fused", "fused_experts", *ends]
+        variants["fused"] = ["tied_head", "body", "fused", "fused_experts", "head"]
     if "stacked_experts" in blocks:
-        variants["stacked"] = ["body", "fused", "stacked_experts", *ends]
+        variants["stacked"] = ["tied_head", "body", "fused", "stacked_experts", "head"]
     text = json.dumps(blocks)
     return {
         "name": name,

@@ -15,7 +15,9 @@ import pytest
 from paddle_flexckpt.aoa.config_rules import rules_of_config
 from paddle_flexckpt.aoa.families import small_models
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules
+from paddle_flexckpt.catalog import CatalogBuilder
 from paddle_flexckpt.catalog.errors import CheckpointError
+from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from tests.aoa.test_model_rules import State, blank, check_equal, move
 
 HEADS, GROUPS, EXPERTS, HIDDEN = 4, 2, 4, 8  # of the small models
@@ -112,6 +114,18 @@ def test_tied_heads_and_other_layouts():
     again = blank(hf)
     move(wanted, again, model_rules("mixtral", "plain", "to_hf", **choices), strict=True)
     check_equal(again, hf)
+
+
+@pytest.mark.parametrize("family", ["gemma", "opt", "olmoe"])
+def test_a_tied_embedding_is_kept_beside_the_head_where_no_destination_says_so(family):
+    """An export has what statements make; of a tensor that only another is made of, it has nothing."""
+    builder = CatalogBuilder(0)
+    for name, _, shape in numbered(family):
+        if name != "lm_head.weight":
+            builder.add(name, "float32", tuple(shape), (0,) * len(shape), tuple(shape))
+    stored = builder.build()
+    made = tensor_infos(stored, whole_mapping(model_rules(family, tied=True), stored))
+    assert {"lm_head.weight", *stored.keys} == {*made}
 
 
 @pytest.mark.parametrize("family", ["opt", "glm4_moe", "gpt_oss"])

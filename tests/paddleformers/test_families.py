@@ -37,7 +37,10 @@ def test_tensors_are_those_that_the_library_makes(family):
     module = importlib.import_module(f"paddleformers.transformers.{family}.modeling")
     model_class = getattr(module, class_name)
     config = model_class.config_class(**SIZES)
+    hf = hugging_face(family)
+    if given.get("tied"):
+        del hf["lm_head.weight"]
     with memory_directory() as path:
-        fc.save_state_dict(hugging_face(family), path, process_group="self")
+        fc.save_state_dict(hf, path, process_group="self")
         theirs = made_by(model_class._gen_aoa_config(config), path)
         assert theirs == made_by(model_rules(family, variant, **given), path)
