@@ -30,6 +30,9 @@ STALL_SECONDS = 600.0
 # What a rank sends in one round, by receiver, or receives, by sender.
 Streams = Mapping[int, Iterator[np.ndarray]]
 
+# A port, and how long the name on the machine is.
+_PLACE = struct.Struct("<HB")
+
 
 class Transport(ABC):
     """Move byte streams between the members of a group.
@@ -110,7 +113,7 @@ class SocketTransport(Transport):
             self._listeners[1].bind(b"\0" + name)
             self._listeners[1].listen(backlog)
         port = self._listeners[0].getsockname()[1]
-        return self._token + struct.pack("<H", port) + host.encode() + b"\0" + name
+        return self._token + _PLACE.pack(port, len(name)) + name + _pack_host(host)
 
     def exchange_rounds(
         self,
@@ -205,12 +208,11 @@ class SocketTransport(Transport):
                 return
 
     def _connect(self, address: bytes) -> socket.socket:
-        token, port = address[:16], struct.unpack("<H", address[16:18])[0]
-        host, _, name = address[18:].partition(b"\0")
-        connection = self._connect_here(name) if name and host.decode() == own_host() else None
+        host, port, name = place_of(address)
+        connection = self._connect_here(name) if name and host == own_host() else None
         if connection is None:
-            connection = socket.create_connection((host.decode(), port), timeout=self._stall)
-        connection.sendall(HELLO.pack(token, self._ranks[self._position]))
+            connection = socket.create_connection((host, port), timeout=self._stall)
+        connection.sendall(HELLO.pack(address[:16], self._ranks[self._position]))
         return connection
 
     def _connect_here(self, name: bytes) -> socket.socket | None:
@@ -315,3 +317,22 @@ def _reset(connection: socket.socket) -> None:
     # Without lingering, closing is a reset. An ordinary end leaves a sender whose window is full where it is.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
+
+
+def place_of(address: bytes) -> tuple[str, int, bytes]:
+    """Return the host and port of a rank's address, and its name on that machine; the token comes before them."""
+    port, length = _PLACE.unpack_from(address, 16)
+    begin = 16 + _PLACE.size
+    return _unpack_host(address[begin + length :]), port, address[begin : begin + length]
+
+
+def _pack_host(host: str) -> bytes:
+    """Return a host in few bytes: agreements have addresses in them. An IPv4 address takes four, after a zero."""
+    with contextlib.suppress(OSError):
+        packed = socket.inet_pton(socket.AF_INET, host)
+        return b"\0" + packed
+    return host.encode()
+
+
+def _unpack_host(packed: bytes) -> str:
+    return socket.inet_ntop(socket.AF_INET, packed[1:]) if packed[:1] == b"\0" else packed.decode()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.live.transport import SocketTransport
+from paddle_flexckpt.live.transport import SocketTransport, _pack_host, _unpack_host, place_of
 
 STALL = 20.0
 # More than the sockets on both ends of a connection hold: a sender has to wait for its receiver.
@@ -154,7 +154,7 @@ def test_a_member_without_any_stream_returns():
 
 
 def connect(address: bytes) -> socket.socket:
-    port, host = struct.unpack("<H", address[16:18])[0], address[18:].partition(b"\0")[0].decode()
+    host, port, _ = place_of(address)
     return socket.create_connection((host, port), timeout=STALL)
 
 
@@ -370,3 +370,10 @@ def test_a_failure_in_a_later_round_stops_what_waits_for_rounds(side):
     assert isinstance(members.outcomes[1], CheckpointError)
     assert "the disk is on fire" in str(members.outcomes[1])
     assert isinstance(members.outcomes[0], (CheckpointError, RuntimeError))
+
+
+@pytest.mark.parametrize(("host", "most"), [("10.123.145.167", 32), ("node-17.cluster.internal", 51), ("::1", 30)])
+def test_an_address_is_short_and_is_read_back(host, most):
+    packed = _pack_host(host)
+    assert _unpack_host(packed) == host
+    assert 16 + 3 + 8 + len(packed) <= most
