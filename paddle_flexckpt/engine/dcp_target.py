@@ -10,7 +10,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
-import xxhash
 
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.engine.conversion_content import (
@@ -22,10 +21,11 @@ from paddle_flexckpt.engine.conversion_content import (
     record_of,
     rows_of,
 )
+from paddle_flexckpt.engine.tensor_files import write_arrays
 from paddle_flexckpt.foreign.dcp_metadata import DcpChunk, DcpTensor, encode_dcp_metadata
 from paddle_flexckpt.foreign.torch_dcp import DCP_METADATA_FILE
 from paddle_flexckpt.foreign.torch_saving import TensorArchive, head_of, plan_archive, tail_of
-from paddle_flexckpt.media.backend import Backend, Buffer, publish
+from paddle_flexckpt.media.backend import Backend, publish
 from paddle_flexckpt.planning import plan_write
 
 # Small pieces are written together.
@@ -71,13 +71,7 @@ class TorchDcpTarget(ConversionTarget):
     def write(self, number: int, data: Iterable[np.ndarray]) -> bytes:
         """Implement the base class."""
         name, size = self.files[number].name, self._sizes[number]
-        digest = xxhash.xxh3_128()
-        with self.sink.create(name, "replace", size=size) as stream:
-            for piece in _with_archives(self._archives[number], data):
-                digest.update(piece)
-                stream.write(piece)
-                del piece  # gone before the next elements are read
-        return record_of(size, digest.hexdigest())
+        return record_of(size, write_arrays(self.sink, name, size, _with_archives(self._archives[number], data)))
 
     def holds(self, number: int, record: bytes) -> bool:
         """Implement the base class."""
@@ -93,8 +87,8 @@ class TorchDcpTarget(ConversionTarget):
             publish(self.sink, DCP_METADATA_FILE, encode_dcp_metadata(self._tensors))
 
 
-def _with_archives(archives: Iterable[TensorArchive], data: Iterable[np.ndarray]) -> Iterator[Buffer]:
-    """Yield the bytes of archives, one after the other: few small pieces, and large arrays as they are.
+def _with_archives(archives: Iterable[TensorArchive], data: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield the bytes of archives as arrays, one after the other: few small pieces, and large arrays as they are.
 
     Raises:
         ValueError: The data are not the archives' elements.
@@ -110,19 +104,20 @@ def _with_archives(archives: Iterable[TensorArchive], data: Iterable[np.ndarray]
                 raise ValueError(
                     f"the data does not end with a chunk: {left} of {archive.data_bytes} bytes are missing"
                 )
-            view = memoryview(part.ravel().view(np.uint8))
+            view = part.ravel().view(np.uint8)
             del part
             checksum = zlib.crc32(view, checksum)
             left -= view.nbytes
             if len(small) + view.nbytes <= _BUFFER_BYTES:
-                small += view
+                small += memoryview(view)
                 continue
-            yield bytes(small)
+            yield np.frombuffer(bytes(small), dtype=np.uint8)
             small.clear()
             yield view
             del view
         small += tail_of(archive, checksum)
         if len(small) >= _BUFFER_BYTES:
-            yield bytes(small)
+            yield np.frombuffer(bytes(small), dtype=np.uint8)
             small.clear()
-    yield bytes(small)
+    if small:
+        yield np.frombuffer(bytes(small), dtype=np.uint8)
