@@ -1,4 +1,4 @@
-"""Simulated ``subprocess``, ``signal``, ``atexit``, ``time``, ``secrets`` and ``random``, for the processes of one scheduler."""
+"""Simulated ``subprocess``, ``signal``, ``atexit``, ``time``, ``secrets`` and ``random``."""
 
 from __future__ import annotations
 
