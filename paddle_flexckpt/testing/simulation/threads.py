@@ -18,9 +18,7 @@ class Namespace(SimpleNamespace):
     """What stands for a module: it has the names that it was given, and says which one is missing."""
 
     def __getattr__(self, name: str) -> Any:
-        raise StuckError(
-            f"{module}.{name} is not simulated: add it to {self.__dict__.get('__file__', 'the simulation')}"
-        )
+        raise StuckError(f"{self.__dict__.get('__name__')}.{name} is not simulated")
 
 
 class Waiters:
