@@ -2,6 +2,8 @@
 
 A module of the library has the standard library's modules, and single names of them, among its globals. Those globals
 are replaced, and put back. What stands for one process only (its presence, its writers) is kept with the process.
+
+Tested in tests/simulation/test_network.py.
 """
 
 from __future__ import annotations

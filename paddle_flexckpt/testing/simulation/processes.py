@@ -1,4 +1,7 @@
-"""Simulated ``subprocess``, ``signal``, ``atexit``, ``time``, ``secrets`` and ``random``."""
+"""Simulated ``subprocess``, ``signal``, ``atexit``, ``time``, ``secrets`` and ``random``.
+
+Tested in tests/simulation/test_network.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A task is a greenlet, so that the library's code runs unchanged and is interrupted only where it makes a simulated
 call. Time passes only between such calls. Of tasks that are due at the same time any may be the next.
+
+Tested in tests/simulation/test_network.py.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 Bytes arrive in order, and after a while that the seed decides. A connection between nodes of which one is down, or that
 are cut off from each other, carries nothing until it can again; nobody is told. A process that ends closes its sockets.
+
+Tested in tests/simulation/test_network.py.
 """
 
 from __future__ import annotations

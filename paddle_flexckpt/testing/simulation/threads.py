@@ -1,4 +1,7 @@
-"""Simulated ``threading``, ``queue`` and ``concurrent.futures``, for the processes of one scheduler."""
+"""Simulated ``threading``, ``queue`` and ``concurrent.futures``, for the processes of one scheduler.
+
+Tested in tests/simulation/test_network.py.
+"""
 
 from __future__ import annotations
 
