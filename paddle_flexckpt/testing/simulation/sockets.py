@@ -38,7 +38,7 @@ class End(Description):
         self.taken = 0
         self.arrived = 0
         self.sent = 0
-        self.in_flight = 0
+        self.under_way = 0
         self.is_finished = False  # the other end says no more
         self.is_reset = False
         self.is_shut = False  # this end says no more
@@ -61,7 +61,7 @@ class End(Description):
     @property
     def room(self) -> int:
         other = self.other
-        return 0 if other is None else _BUFFER_BYTES - len(other.data) - self.in_flight
+        return 0 if other is None else _BUFFER_BYTES - len(other.data) - self.under_way
 
     @property
     def can_write(self) -> bool:
@@ -78,12 +78,12 @@ class End(Description):
             return 0
         other, place = self.other, self.sent
         self.sent += len(data)
-        self.in_flight += len(data)
+        self.under_way += len(data)
         for description in descriptions:
             description.acquire()
 
         def arrive() -> None:
-            self.in_flight -= len(data)
+            self.under_way -= len(data)
             if other.is_open:
                 if descriptions:
                     other.passed.append((place, list(descriptions)))
