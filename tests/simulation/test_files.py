@@ -1,4 +1,4 @@
-"""The simulated file system: what a loss of power leaves, by the model of tests/crash; locks, space, and who is told."""
+"""The simulated file system: what a loss of power leaves, by the model of tests/crash; locks, space, watchers."""
 
 from __future__ import annotations
 
