@@ -3,6 +3,8 @@
 It knows neither clocks nor processes: :mod:`system` makes the calls, and says when they happen and which of them fail.
 The model of what is durable is that of tests/crash/power_loss.py. A file system that several nodes share has its names
 on a server, at once; what a node has written and not synced goes with that node.
+
+Tested in tests/simulation/test_files.py.
 """
 
 from __future__ import annotations
