@@ -271,9 +271,7 @@ class _Compilation:
         Nobody writes ``a -> a`` but to keep a, whatever else is made of it.
         """
         value, source = self._program.values[name], self._program.source
-        return name in source.states and value == Value(
-            self._program.source_structure(source.base_info(name)), (name,)
-        )
+        return name in source.states and value == Value(self._program.source_structure(source.base_info(name)), (name,))
 
     def _derive_states(self, name: str, value: Value) -> list[str]:
         program, outputs = self._program, []

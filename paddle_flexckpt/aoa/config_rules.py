@@ -108,12 +108,12 @@ def _check_quantized(config: Mapping[str, Any], family: str, variant: str) -> No
     remedy = (
         f"take the variant {method!r}"
         if method in variants
-        else "write them out dequantized first, with the library that quantized them, or give AOA statements with dequant"
+        else "write them out dequantized first, by the library that quantized them; or give AOA statements with dequant"
     )
     by = "by a method that it does not name" if method is None else f"by {method!r}"
     raise AoaError(
         [
-            f"the configuration says that weights are quantized, {by}, and the rules for {family}, {variant!r}, take them "
-            f"for plain numbers. Remedy: {remedy}"
+            f"the configuration says that weights are quantized, {by}, and the rules for {family}, {variant!r}, take "
+            f"them for plain numbers. Remedy: {remedy}"
         ]
     )

@@ -103,9 +103,7 @@ def family_rules(name: str) -> dict[str, Any]:
     }
 
 
-def _blocks(
-    found: Mapping[str, Any], embedding: str, prefix: str, packed: Sequence[str]
-) -> dict[str, dict[str, Any]]:
+def _blocks(found: Mapping[str, Any], embedding: str, prefix: str, packed: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the blocks of statements; those that a family has no use for are empty."""
 
     def paddle(key: str) -> str:

@@ -70,7 +70,9 @@ def truth(tmp_path_factory) -> dict[int, dict[str, bytes]]:
             trainer = make_trainer(tmp_path_factory.mktemp("truth"), optimizer=make_muon, max_steps=steps)
             trainer.train()
             found[steps] = everything(trainer)
-    assert len(found[4]) == 5 + 4 + 5 + 3 * 3  # parameters, masters, momenta, and three more states of what is no matrix
+    assert (
+        len(found[4]) == 5 + 4 + 5 + 3 * 3
+    )  # parameters, masters, momenta, and three more states of what is no matrix
     assert all(found[2][key] != found[4][key] for key in found[2])
     return found
 
