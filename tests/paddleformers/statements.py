@@ -3,8 +3,8 @@
     python -m tests.paddleformers.statements < requests.json
 
 Requests are ``{family: {"module", "class", "config"}}``. Most modules import ``paddlefleet``, which needs a GPU. Where
-that is so, its import is imitated: its classes are empty, so that modules can be imported and no model can be built. The
-functions that make the statements are PaddleFormers' own, and ask the class and the configuration alone.
+that is so, its import is imitated: its classes are empty, so that modules can be imported and no model can be built.
+The functions that make the statements are PaddleFormers' own, and ask the class and the configuration alone.
 """
 
 from __future__ import annotations

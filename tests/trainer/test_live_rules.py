@@ -163,7 +163,7 @@ def test_an_export_of_reversed_statements_is_one_of_their_inverse():
 
 
 def test_a_pattern_that_matches_nothing_is_no_statement(tmp_path):
-    """As in Paddle, and as libraries write them: one list for models with and without biases, experts, further layers."""
+    """As in Paddle, and as libraries write them: one list for models with and without biases, or experts."""
     hf = {"hf.0.w": np.arange(6, dtype="float32").reshape(2, 3), "hf.one": np.ones(2, "float32")}
     fc.save_state_dict(hf, tmp_path, "self")
     model = Model()
