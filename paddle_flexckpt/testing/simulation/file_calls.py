@@ -1,4 +1,4 @@
-"""Simulated calls on open files: to open and close them, read, write, sync, map and lock them.
+"""Simulated calls on open files: to open and close them, read, write, sync, map and lock them; and streams over them.
 
 Tested in tests/simulation/test_system.py.
 """
@@ -15,7 +15,7 @@ from typing import Any
 from paddle_flexckpt.testing.simulation.calls import SECONDS, UMASK, Calls, ShortWrite, text_of
 from paddle_flexckpt.testing.simulation.files import FileSystem, failure
 from paddle_flexckpt.testing.simulation.inodes import Directory, File, Link
-from paddle_flexckpt.testing.simulation.open_files import Map, OpenFile, RawFile, map_file
+from paddle_flexckpt.testing.simulation.open_files import Map, OpenFile, map_file
 
 # A write of more may be cut off where its process dies.
 _WHOLE_BYTES = 4096
@@ -281,3 +281,68 @@ class FileCalls(Calls):
             finally:
                 if wake in inode.waiters:
                     inode.waiters.remove(wake)
+
+
+class RawFile(io.RawIOBase):
+    """A stream over a descriptor, under those of ``open``."""
+
+    def __init__(self, calls: FileCalls, descriptor: int, name: Any, mode: str) -> None:
+        self._calls, self._descriptor = calls, descriptor
+        self._process = calls.scheduler.process
+        self.name, self.mode = name, mode
+        opened = calls.opened(descriptor)
+        self._reads, self._writes = opened.reads, opened.writes
+
+    def fileno(self) -> int:
+        self._check()
+        return self._descriptor
+
+    def _check(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+
+    def readable(self) -> bool:
+        self._check()
+        return self._reads
+
+    def writable(self) -> bool:
+        self._check()
+        return self._writes
+
+    def seekable(self) -> bool:
+        self._check()
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        self._check()
+        if not self._reads:
+            raise io.UnsupportedOperation("read")
+        return self._calls.readv(self._descriptor, [buffer])
+
+    def write(self, data: Any) -> int:
+        self._check()
+        if not self._writes:
+            raise io.UnsupportedOperation("write")
+        if not self._process.alive:
+            return memoryview(data).nbytes  # collected with its process
+        return self._calls.write(self._descriptor, data)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._check()
+        return self._calls.lseek(self._descriptor, offset, whence)
+
+    def truncate(self, size: int | None = None) -> int:
+        self._check()
+        size = self.tell() if size is None else size
+        self._calls.ftruncate(self._descriptor, size)
+        return size
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        super().close()
+        scheduler = self._calls.scheduler
+        if scheduler.running is not None and scheduler.process is self._process:
+            self._calls.close(self._descriptor)
+        elif self._process.alive:
+            self._process.close(self._descriptor)  # collected while another runs

@@ -11,7 +11,8 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from paddle_flexckpt.testing.simulation.calls import UMASK, Calls, text_of
+from paddle_flexckpt.testing.simulation.calls import UMASK, text_of
+from paddle_flexckpt.testing.simulation.file_calls import FileCalls
 from paddle_flexckpt.testing.simulation.files import failure
 from paddle_flexckpt.testing.simulation.inodes import Directory, File, Inode, Link
 from paddle_flexckpt.testing.simulation.mounts import Place
@@ -72,8 +73,8 @@ class Listing:
         self._entries = iter(())
 
 
-class NameCalls(Calls):
-    """Calls on paths."""
+class NameCalls(FileCalls):
+    """Calls on paths, and all others."""
 
     def stat(self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
         if isinstance(path, int):

@@ -1,4 +1,4 @@
-"""Open files of simulated processes: descriptions, streams over descriptors, and memory maps.
+"""Open files of simulated processes: descriptions, and memory maps.
 
 Tested in tests/simulation/test_system.py.
 """
@@ -6,19 +6,15 @@ Tested in tests/simulation/test_system.py.
 from __future__ import annotations
 
 import errno
-import io
 import mmap
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.testing.simulation.files import FileSystem, failure
 from paddle_flexckpt.testing.simulation.inodes import File, Inode
 from paddle_flexckpt.testing.simulation.scheduler import Description, Node
-
-if TYPE_CHECKING:
-    from paddle_flexckpt.testing.simulation.file_calls import FileCalls
 
 
 class OpenFile(Description):
@@ -61,71 +57,6 @@ class OpenFile(Description):
         """Write behind what was written before: as another process does that has it for its stderr."""
         if isinstance(self.inode, File):
             self.offset += self.file_system.write(self.inode, self.offset, data, self.node)
-
-
-class RawFile(io.RawIOBase):
-    """A stream over a descriptor, under those of ``open``."""
-
-    def __init__(self, calls: FileCalls, descriptor: int, name: Any, mode: str) -> None:
-        self._calls, self._descriptor = calls, descriptor
-        self._process = calls.scheduler.process
-        self.name, self.mode = name, mode
-        opened = calls.opened(descriptor)
-        self._reads, self._writes = opened.reads, opened.writes
-
-    def fileno(self) -> int:
-        self._check()
-        return self._descriptor
-
-    def _check(self) -> None:
-        if self.closed:
-            raise ValueError("I/O operation on closed file")
-
-    def readable(self) -> bool:
-        self._check()
-        return self._reads
-
-    def writable(self) -> bool:
-        self._check()
-        return self._writes
-
-    def seekable(self) -> bool:
-        self._check()
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._check()
-        if not self._reads:
-            raise io.UnsupportedOperation("read")
-        return self._calls.readv(self._descriptor, [buffer])
-
-    def write(self, data: Any) -> int:
-        self._check()
-        if not self._writes:
-            raise io.UnsupportedOperation("write")
-        if not self._process.alive:
-            return memoryview(data).nbytes  # collected with its process
-        return self._calls.write(self._descriptor, data)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._check()
-        return self._calls.lseek(self._descriptor, offset, whence)
-
-    def truncate(self, size: int | None = None) -> int:
-        self._check()
-        size = self.tell() if size is None else size
-        self._calls.ftruncate(self._descriptor, size)
-        return size
-
-    def close(self) -> None:
-        if self.closed:
-            return
-        super().close()
-        scheduler = self._calls.scheduler
-        if scheduler.running is not None and scheduler.process is self._process:
-            self._calls.close(self._descriptor)
-        elif self._process.alive:
-            self._process.close(self._descriptor)  # collected while another runs
 
 
 class Map(np.ndarray):  # type: ignore[type-arg]

@@ -1,6 +1,6 @@
 """Simulated ``os.path`` and ``pathlib.Path``: what is text is the real module's, what looks at files is the system's.
 
-Tested in tests/simulation/test_system.py.
+Tested in tests/simulation/test_calls.py.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ import os
 import posixpath
 import stat
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from paddle_flexckpt.testing.simulation.name_calls import NameCalls
 from paddle_flexckpt.testing.simulation.threads import Namespace
-
-if TYPE_CHECKING:
-    from paddle_flexckpt.testing.simulation.system import System
 
 _TEXT = (
     "basename commonpath commonprefix dirname isabs join normcase normpath relpath split splitdrive splitext sep "
@@ -22,12 +20,12 @@ _TEXT = (
 )
 
 
-def path_module(system: System) -> Namespace:
-    """``os.path`` for the processes of a system."""
+def path_module(calls: NameCalls) -> Namespace:
+    """``os.path`` for the processes of a calls."""
 
     def status(path: Any, follow: bool = True) -> os.stat_result | None:
         try:
-            return system.stat(path, follow_symlinks=follow)
+            return calls.stat(path, follow_symlinks=follow)
         except (OSError, ValueError):
             return None
 
@@ -46,36 +44,36 @@ def path_module(system: System) -> Namespace:
         isfile=lambda path: stat.S_ISREG(mode(path)),
         isdir=lambda path: stat.S_ISDIR(mode(path)),
         islink=lambda path: stat.S_ISLNK(mode(path, follow=False)),
-        getsize=lambda path: system.stat(path).st_size,
-        getmtime=lambda path: system.stat(path).st_mtime,
-        samefile=lambda path, other: posixpath.samestat(system.stat(path), system.stat(other)),
+        getsize=lambda path: calls.stat(path).st_size,
+        getmtime=lambda path: calls.stat(path).st_mtime,
+        samefile=lambda path, other: posixpath.samestat(calls.stat(path), calls.stat(other)),
         abspath=absolute,
-        realpath=lambda path: system.real_path(posixpath.join("/", os.fspath(path))),
+        realpath=lambda path: calls.real_path(posixpath.join("/", os.fspath(path))),
     )
 
 
-def path_class(system: System) -> type[PurePosixPath]:
-    """``pathlib.Path`` for the processes of a system."""
+def path_class(calls: NameCalls) -> type[PurePosixPath]:
+    """``pathlib.Path`` for the processes of a calls."""
 
     class Path(PurePosixPath):
         __slots__ = ()
 
         def read_bytes(self) -> bytes:
-            with system.open_stream(str(self), "rb") as stream:
+            with calls.open_stream(str(self), "rb") as stream:
                 data: bytes = stream.read()
             return data
 
         def read_text(self, encoding: str | None = None) -> str:
-            with system.open_stream(str(self), encoding=encoding) as stream:
+            with calls.open_stream(str(self), encoding=encoding) as stream:
                 text: str = stream.read()
             return text
 
         def write_text(self, text: str, encoding: str | None = None) -> int:
-            with system.open_stream(str(self), "w", encoding=encoding) as stream:
+            with calls.open_stream(str(self), "w", encoding=encoding) as stream:
                 count: int = stream.write(text)
             return count
 
         def exists(self) -> bool:
-            return bool(system.os.path.exists(str(self)))
+            return bool(path_module(calls).exists(str(self)))
 
     return Path

@@ -5,24 +5,20 @@ Tested in tests/simulation/test_system.py.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import mmap
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from paddle_flexckpt.testing.simulation.file_calls import FileCalls
 from paddle_flexckpt.testing.simulation.name_calls import NameCalls
 from paddle_flexckpt.testing.simulation.os_module import constants, os_module
 from paddle_flexckpt.testing.simulation.paths import path_class
-from paddle_flexckpt.testing.simulation.scheduler import Killed, Scheduler
+from paddle_flexckpt.testing.simulation.scheduler import Scheduler
 from paddle_flexckpt.testing.simulation.threads import Namespace
 
 
-class System(FileCalls, NameCalls):
+class System(NameCalls):
     """The operating systems of all nodes, as far as files are concerned.
 
     Attributes:
@@ -42,18 +38,3 @@ class System(FileCalls, NameCalls):
             "open": self.open_stream,
         }
         self.names: dict[Any, Any] = {Path: path_class(self)}
-
-    def kill(self, pid: int, number: int) -> None:
-        """``os.kill``."""
-        self.scheduler.check_alive()
-        found = [each for each in self.scheduler.processes if each.pid == pid and each.node is self.process.node]
-        if not found or not found[0].alive:
-            raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
-        if number:
-            found[0].signal(signal.Signals(number))
-            self.scheduler.check_alive()
-
-    def exit(self, status: int) -> None:
-        """``os._exit``."""
-        self.process.exit(status)
-        raise Killed
