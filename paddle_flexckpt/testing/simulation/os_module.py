@@ -1,6 +1,6 @@
 """Simulated ``os``: its constants and what is text are the real module's, the calls are those of a calls.
 
-Tested in tests/simulation/test_calls.py.
+Tested in tests/simulation/test_system.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Simulated ``os.path`` and ``pathlib.Path``: what is text is the real module's, what looks at files is the system's.
 
-Tested in tests/simulation/test_calls.py.
+Tested in tests/simulation/test_system.py.
 """
 
 from __future__ import annotations
