@@ -156,6 +156,18 @@ class SaveDirectory(CompanionDirectory):
         """Write why a rank cannot write, for the others, in place of what the rank said before."""
         write_file(self.backend, save.failure_file(rank), error, "replace")
 
+    def decide(self, save: SaveNames, coordinator: int, verdict: bytes) -> bytes:
+        """Decide about a save, once for all ranks; return what is decided: this verdict, or an earlier one.
+
+        An earlier one that is still being written is returned as far as it is there.
+        """
+        name = save.decision_file(coordinator)
+        try:
+            write_file(self.backend, name, verdict, "new")
+        except FileExistsError:
+            return self.backend.read(name)
+        return verdict
+
     def progress(self, save: SaveNames, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
         """Return the ranks whose parts are here, and what those say that failed."""
         names = set(self.backend.names())
