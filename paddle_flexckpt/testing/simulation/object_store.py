@@ -1,6 +1,8 @@
 """A simulated object store: objects in memory, behind requests that take time, fail, and arrive when nobody waits.
 
 This is the server's side. ``object_store_clients.py`` has the file systems by which the library reaches it.
+
+Tested in tests/simulation/test_object_store.py.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 ``s3://`` stands for s3fs: the operations of botocore that ``media/s3.py`` asks for, and the errors of both. The others
 are file systems of fsspec's own interface. ``gs://`` creates objects on condition, ``oss://`` knows no conditions, and
 ``sftp://`` has files that grow and are renamed.
+
+Tested in tests/simulation/test_object_store.py.
 """
 
 from __future__ import annotations
