@@ -69,7 +69,11 @@ def sharded_tensor_state(rank: int) -> tuple[dict, dict]:
 def meshes_state(rank: int) -> tuple[dict, dict]:
     """Return a state dict of DTensors, and the whole tensors."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    try:
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    except ImportError:  # before torch 2.5
+        from torch.distributed._tensor import Replicate, Shard, distribute_tensor
 
     square, line = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")), init_device_mesh("cpu", (RANKS,))
     state, wholes = {}, {}
@@ -105,8 +109,10 @@ def fsdp_state(rank: int) -> tuple[dict, dict]:
     optimizer.step()
     of_model, of_optimizer = get_state_dict(model, optimizer)
     wholes = {}
-    states = {f"optim.state.{key}.{name}": each for key, of in of_optimizer["state"].items() for name, each in of.items()}
-    for key, each in {**{f"model.{key}": each for key, each in of_model.items()}, **states}.items():
+    found = {f"model.{key}": each for key, each in of_model.items()}
+    for key, states in of_optimizer["state"].items():
+        found |= {f"optim.state.{key}.{name}": each for name, each in states.items()}
+    for key, each in found.items():
         wholes[key] = each.full_tensor() if isinstance(each, DTensor) else each
     return {"model": of_model, "optim": of_optimizer}, wholes
 
