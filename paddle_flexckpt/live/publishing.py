@@ -10,15 +10,16 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.algebra import Box
+from paddle_flexckpt.algebra import Box, ravel_index
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
-from paddle_flexckpt.catalog import Catalog, CheckpointError, LostRankError, ValidationError, dtype_of
+from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CheckpointError, LostRankError, ValidationError, dtype_of
+from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import GROUP, SHARDS, ProgressOptions, StatementOptions, rule, takes
@@ -36,9 +37,10 @@ from paddle_flexckpt.engine.transfer import quiet_loads
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
 from paddle_flexckpt.foreign.formats import open_destination, shown
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
+from paddle_flexckpt.live.live_model import LiveModel, ModelState
+from paddle_flexckpt.live.owned_pieces import number_machines
 from paddle_flexckpt.live.peers import ReshardOptions
-from paddle_flexckpt.live.resharder import GatheredState
-from paddle_flexckpt.media.backend import Location, exists
+from paddle_flexckpt.media.backend import Location, exists, place_of
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import PublishReport
 
@@ -143,51 +145,20 @@ def publish(
     asked = PublishOptions(coordinator_rank=coordinator_rank, aoa_config=aoa_config, **options)
     describe = getattr(model, "sharded_state_dict", None)
     comm = communicator_for(process_group)
+    reads = ReshardOptions(
+        coordinator_rank=coordinator_rank,
+        offload=asked.offload,
+        check_replicas=asked.check_replicas,
+        optimizer_states="ignore",
+    )
 
-    def gather(said: Callable[[], tuple[bytes, ...]], context: str) -> _LiveModel:
-        state = GatheredState(comm, lambda: describe() if callable(describe) else model, said, context)
-        return _LiveModel(state, asked)
+    def gather(said: Callable[[], tuple[bytes, ...]], context: str) -> LiveModel:
+        return LiveModel(comm, lambda: describe() if callable(describe) else model, said, context, reads)
 
     with quiet_loads(), Publication(comm, output, asked, "publish") as publication:
         publication.agree(gather)
         publication.write()
         return publication.report(begin)
-
-
-class ModelState(Protocol):
-    """Say where the tensors of a model come from.
-
-    Attributes:
-        catalog: The shards of all sources.
-        said: What ranks told each other when it was described.
-    """
-
-    catalog: Catalog
-    said: list[tuple[bytes, ...]]
-
-    def fill(self, describe: Callable[[], Targets], first: bool) -> int:
-        """Fill targets of all ranks, for the first time or again; return the bytes that this rank lacked.
-
-        Errors are the same on every rank.
-        """
-        ...
-
-
-class _LiveModel:
-    """Give tensors of all ranks' memory."""
-
-    def __init__(self, state: GatheredState, options: PublishOptions) -> None:
-        self._state, self._options = state, options
-        self.catalog, self.said = state.catalog, state.said
-
-    def fill(self, describe: Callable[[], Targets], first: bool) -> int:
-        options = ReshardOptions(
-            coordinator_rank=self._options.coordinator_rank,
-            offload=self._options.offload,
-            check_replicas=self._options.check_replicas and first,  # they are compared once
-            optimizer_states="ignore",
-        )
-        return self._state.fill(describe, options, "publish").bytes_received
 
 
 class Publication:
@@ -225,6 +196,8 @@ class Publication:
         self._undo: Callable[[], None] = lambda: None
         self._leads = comm.position == options.coordinator_rank
         self._received = 0
+        # The first byte of each tensor in its file.
+        self._begin: dict[str, int] = {}
 
     def __enter__(self) -> Publication:
         return self
@@ -249,14 +222,26 @@ class Publication:
             self._undo = self._output.undo
             self._output.check_unused()
             self._config = options.config_text() if self._leads else None
-            return options.encode(self._call), b"" if exists(self._output.backend) else b"made"
+            backend = self._output.backend
+            place = place_of(backend).encode() if backend.has_path else b""
+            return options.encode(self._call), b"" if exists(backend) else b"made", place
 
         self._state = gather(said, self._context)
-        self._output.is_made = self._state.said[0][options.coordinator_rank] == b"made"
-        comm.together(self._divide, self._context)
+        made, self._places = self._state.said
+        self._output.is_made = made[options.coordinator_rank] == b"made"
+        _, answers = comm.together(self._divide, self._context)
+        names, *told = zip(*map(split, answers))
+        unfinished = (name for each in names for name in json.loads(each))
+        self._unfinished = dict(zip((file.name for file in self._files), unfinished))
+        self._state.compare(*told)
 
     def _divide(self) -> tuple[None, bytes]:
-        """Choose tensors and divide them among files: the same on every rank, as all know all sources."""
+        """Choose tensors and divide them among files: the same on every rank, as all know all sources. Begin own files.
+
+        Returns:
+            The names of this rank's files until they are finished, for ranks of its machine, and of the sources what
+            the others have to know.
+        """
         catalog, options = self._state.catalog, self._options
         self._mapping: TensorMapping | None = whole_mapping(options.aoa_config, catalog)
         infos = tensor_infos(catalog, self._mapping, extra_state=self._skips is None)
@@ -268,13 +253,19 @@ class Publication:
         self._infos = {name: infos[key] for name, key in self._keys.items()}
         size = self._comm.size
         self._files = divide_evenly(self._infos, options.max_file_bytes, size, self._file_prefix)
-        self._own = [file for i, file in enumerate(self._files) if i * size // len(self._files) == self._comm.position]
-        self._batches = list(self._batches_of(self._own))
-        if self._leads:
+        self._owner = {file.name: i * size // len(self._files) for i, file in enumerate(self._files)}
+        self._own = [file for file in self._files if self._owner[file.name] == self._comm.position]
+        if self._leads or self._is_shared:
             self._output.backend.make_directory()
-            if self._config is not None:
-                self._output.publish(CONFIG_FILE, self._config)
-        return None, b""
+        if self._leads and self._config is not None:
+            self._output.publish(CONFIG_FILE, self._config)
+        names = self._output.begin(self._own) if self._is_shared else [file.name for file in self._own]
+        return None, join((json.dumps(names).encode(), *self._state.describe()))
+
+    @property
+    def _is_shared(self) -> bool:
+        """Return whether this rank's files are such that other ranks of its machine can write parts of them."""
+        return bool(self._places[self._comm.position])
 
     def _batches_of(self, files: list[TensorFile]) -> Iterator[list[tuple[TensorFile, str, Box]]]:
         """Yield what this rank receives and writes at a time, in the order in which it stands in the files."""
@@ -282,6 +273,8 @@ class Publication:
         left = BATCH_BYTES
         for file in files:
             for name in file.names:
+                if self._is_owned(name):
+                    continue
                 for box, count in _bands(self._infos[name]):
                     if batch and (count > left or batch[-1][1] == name):
                         yield batch
@@ -292,25 +285,57 @@ class Publication:
             yield batch
 
     def write(self) -> None:
-        """Move and write batch by batch, then make the index. As many steps on every rank."""
+        """Write what ranks have themselves, move and write the rest batch by batch, then make the index.
 
-        def begin() -> tuple[None, bytes]:
-            own = self._own
-            nbytes, items = sum(file.data_bytes for file in own), sum(len(file.names) for file in own)
-            self._meter = self._options.meter("write", nbytes, items)
-            return None, str(len(self._batches)).encode()
-
-        _, answers = self._comm.together(begin, self._context)
+        As many steps on every rank.
+        """
+        _, answers = self._comm.together(self._write_owned, self._context)
         for step in range(max(map(int, answers))):
             batch = self._batches[step] if step < len(self._batches) else []
             memory = WholeTensors(rank=self._comm.rank)
-            self._move(memory, batch, first=step == 0)
-            self._may_be_there = len(self._files) == 1  # which needs no index
+            self._move(memory, batch)
+            # A file that is not shared appears when it is full; a single one needs no index.
+            self._may_be_there = len(self._files) == 1 and not all(self._places)
             self._on_all(functools.partial(self._store, memory, batch))
-        self._on_all(self._output.backend.sync)
-        self._on_all(self._meter.finish)
+        self._may_be_there = len(self._files) == 1
+        self._on_all(self._finish)
         self._may_be_there = True
         self._on_all(self._commit)
+
+    def _write_owned(self) -> tuple[None, bytes]:
+        """Write what this rank has of tensors that ranks write from their own memory; return the steps that follow."""
+        targets, places = self._locate()
+        machine = number_machines(self._comm.ranks, self._places)
+        maps = None if self._mapping is None else self._mapping.maps
+        owned = self._state.owned_pieces(targets, maps, machine)
+        self._written_by_owners = {targets.key_name(row) for row in np.flatnonzero(owned.whole).tolist()}
+        self._batches = list(self._batches_of(self._own))
+        rest = [self._infos[name] for file in self._own for name in file.names if not self._is_owned(name)]
+        self._bytes_written = owned.nbytes + sum(info.nbytes for info in rest)
+        self._meter = self._options.meter("write", self._bytes_written, owned.tensors + len(rest))
+        owned.write(self._state.storage, places, self._output.backend, self._comm.rank, self._meter)
+        return None, str(len(self._batches)).encode()
+
+    def _is_owned(self, name: str) -> bool:
+        """Return whether the ranks that have a tensor write it, each what it has."""
+        return self._keys[name] in self._written_by_owners
+
+    def _locate(self) -> tuple[Catalog, list[tuple[str, int]]]:
+        """Return all tensors in the order in which they stand in the files, and the place of each.
+
+        That is its file's name until it is finished, and its first byte there.
+        """
+        builder, places, ranks = CatalogBuilder(0), list[tuple[str, int]](), list[int]()
+        for file in self._files:
+            begin = len(file.header)
+            for name in file.names:
+                info = self._infos[name]
+                builder.add(self._keys[name], info.dtype, info.shape, (0,) * len(info.shape), info.shape)
+                places.append((self._unfinished[file.name], begin))
+                ranks.append(self._comm.ranks[self._owner[file.name]])
+                self._begin[name] = begin
+                begin += info.nbytes
+        return replace(builder.build(), rank=np.asarray(ranks, dtype=np.int32)), places
 
     def _on_all(self, work: Callable[[], None]) -> None:
         def step() -> tuple[None, bytes]:
@@ -319,25 +344,36 @@ class Publication:
 
         self._comm.together(step, self._context)
 
-    def _move(self, memory: WholeTensors, batch: list[tuple[TensorFile, str, Box]], first: bool) -> None:
+    def _move(self, memory: WholeTensors, batch: list[tuple[TensorFile, str, Box]]) -> None:
         key_of = self._keys
 
         def describe() -> Targets:
             infos = {key_of[name]: self._infos[name] for _, name, _ in batch}
             return memory.targets(infos, self._mapping, {key_of[name]: box for _, name, box in batch})
 
-        self._received += self._state.fill(describe, first)
+        self._received += self._state.fill(describe)
 
     def _store(self, memory: WholeTensors, batch: list[tuple[TensorFile, str, Box]]) -> None:
-        """Write what a batch has received behind what there is."""
+        """Write what a batch has received: at its place, or in a file that is not shared behind what there is."""
         for row, (file, name, box) in enumerate(batch):
             data = memoryview(memory.take(row)[1].ravel().view(np.uint8))
-            self._output.open(file).write(data)
-            ends = _ends(box, self._infos[name])
+            info, ends = self._infos[name], _ends(box, self._infos[name])
+            if self._is_shared:
+                before = ravel_index(box.offset, info.shape) * dtype_of(info.dtype).itemsize
+                with self._output.backend.open_parts(self._unfinished[file.name]) as parts:
+                    parts.write_at(data, self._begin[name] + before)
+            else:
+                self._output.open(file).write(data)
             self._meter.add(data.nbytes, items=int(ends))
             del data  # before the next one is taken
             if name == file.names[-1] and ends:
                 self._output.finish()
+
+    def _finish(self) -> None:
+        """Make this rank's files durable, and let those appear that were shared."""
+        self._output.finish_all()
+        self._output.backend.sync()
+        self._meter.finish()
 
     def _commit(self) -> None:
         if not self._leads or len(self._files) == 1:
@@ -359,7 +395,7 @@ class Publication:
             keys=len(self._keys),
             left_out=self._left_out,
             total_bytes=sum(file.data_bytes for file in self._files),
-            bytes_written=sum(file.data_bytes for file in self._own),
+            bytes_written=self._bytes_written,
             bytes_received=self._received,
             seconds={"total": time.perf_counter() - begin},
         )

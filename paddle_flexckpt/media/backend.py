@@ -9,6 +9,7 @@ Tested in tests/media/test_remote.py, tests/media/test_destinations.py and tests
 from __future__ import annotations
 
 import contextlib
+import io
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -100,8 +101,33 @@ class InputFile(ABC):
         self.close()
 
 
+class OutputParts(ABC):
+    """Write parts of a file that another process has begun, and will finish."""
+
+    @abstractmethod
+    def write_at(self, data: Buffer, offset: int) -> None:
+        """Write all of the data from byte ``offset`` on. They are durable when the file is finished after that."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Write no more; to do so again is fine."""
+
+    def __enter__(self) -> OutputParts:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
 class OutputFile(ABC):
-    """Write a new file. Leaving its context finishes it; leaving by an exception aborts it."""
+    """Write a new file. Leaving its context finishes it; leaving by an exception aborts it.
+
+    Attributes:
+        unfinished_name: Its name in the directory until it is finished, for :meth:`Backend.open_parts`; None where
+            :attr:`Backend.has_path` is false.
+    """
+
+    unfinished_name: str | None = None
 
     @abstractmethod
     def write(self, data: Buffer) -> None:
@@ -267,6 +293,14 @@ class Backend(ABC):
             FileExistsError: There is one of that name, and it is not to be replaced; now or when it is finished.
             OSError: The medium refused.
         """
+
+    def open_parts(self, name: str) -> OutputParts:
+        """Open a file that some process of this machine writes, to write parts of it; ``name``: its unfinished one.
+
+        Raises:
+            OSError: The medium refused.
+        """
+        raise io.UnsupportedOperation(f"{self.where(name)}: a file on this medium has one writer")
 
     @abstractmethod
     def remove(self, name: str) -> None:

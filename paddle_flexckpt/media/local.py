@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.media.backend import Backend, Buffer, InputFile, Kind, Mode, OutputFile
+from paddle_flexckpt.media.backend import Backend, Buffer, InputFile, Kind, Mode, OutputFile, OutputParts
 from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS
 from paddle_flexckpt.media.local_locks import LocalLocks
@@ -73,6 +73,7 @@ class LocalOutputFile(OutputFile):
         self._final = path
         self._path = f"{path}.{os.urandom(16).hex()}.tmp" if mode == "replace" else path
         self._overwrites = mode == "overwrite"
+        self.unfinished_name = os.path.basename(self._path)
         how = os.O_TRUNC if self._overwrites else os.O_EXCL
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o666)
         self._is_durable = False
@@ -118,6 +119,28 @@ class LocalOutputFile(OutputFile):
             os.close(descriptor)
 
 
+class LocalOutputParts(OutputParts):
+    """Write parts of a file with ``pwrite``; whoever finishes it makes them durable, as one kernel has all of them."""
+
+    def __init__(self, path: str) -> None:
+        """Open a file that is there."""
+        self._path, self._descriptor = path, os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+
+    def write_at(self, data: Buffer, offset: int) -> None:
+        """Implement the base class."""
+        left = memoryview(data)
+        with naming(self._path):
+            while len(left):
+                count = os.pwrite(self._descriptor, left, offset)
+                left, offset = left[count:], offset + count
+
+    def close(self) -> None:
+        """Implement the base class."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
 class LocalBackend(Backend):
     """Reach a directory of a local or mounted file system."""
 
@@ -153,6 +176,10 @@ class LocalBackend(Backend):
     def create(self, name: str, mode: Mode = "new", size: int | None = None) -> LocalOutputFile:
         """Implement the base class."""
         return LocalOutputFile(self.where(name), mode)
+
+    def open_parts(self, name: str) -> LocalOutputParts:
+        """Implement the base class."""
+        return LocalOutputParts(self.where(name))
 
     def remove(self, name: str) -> None:
         """Implement the base class."""
