@@ -145,7 +145,6 @@ class OutputDirectory:
         self.backend, self.is_made = backend, False
         self._written: list[str] = []
         self._stream: OutputFile | None = None
-        self._shared: list[OutputFile] = []
 
     def check_unused(self) -> None:
         """Raise ValidationError if anything is there."""
@@ -171,23 +170,9 @@ class OutputDirectory:
             self._stream.finish()
         self._stream = None
 
-    def begin(self, files: Sequence[TensorFile]) -> list[str]:
-        """Begin all of some files, of which processes of this machine write parts; return their unfinished names."""
-        names = []
-        for file in files:
-            self._written.append(file.name)
-            self._shared.append(self.backend.create(file.name, "replace", size=file.nbytes))
-            self._shared[-1].write(file.header)
-            names.append(self._shared[-1].unfinished_name or file.name)
-        return names
-
-    def finish_all(self) -> None:
-        """Finish the files that were begun together, once all parts are written: each appears whole."""
-        for stream in self._shared:
-            stream.make_durable()
-        while self._shared:
-            self._shared[0].finish()
-            del self._shared[0]
+    def will_write(self, *names: str) -> None:
+        """Take note of files that are written otherwise, for :meth:`undo`."""
+        self._written += [name for name in names if name not in self._written]
 
     def publish(self, name: str, data: bytes) -> None:
         """Let a small file appear, whole, after all others are durable."""
@@ -196,8 +181,8 @@ class OutputDirectory:
 
     def undo(self) -> None:
         """Remove what was written, the last first; what cannot be removed must not hide why."""
-        for stream in self._shared if self._stream is None else [self._stream, *self._shared]:
-            stream.abort()
+        if self._stream is not None:
+            self._stream.abort()
         with contextlib.suppress(OSError):
             for name in reversed(self._written):
                 self.backend.remove(name)

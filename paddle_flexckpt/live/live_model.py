@@ -28,13 +28,15 @@ class ModelState(Protocol):
     Attributes:
         catalog: The shards of all sources.
         said: What ranks told each other when it was described.
+        is_compared: Whether nothing has to be compared any more; the same on every rank.
     """
 
     catalog: Catalog
     said: list[tuple[bytes, ...]]
+    is_compared: bool
 
     def describe(self) -> tuple[bytes, ...]:
-        """Return what the other ranks have to know before anything is written."""
+        """Return what the other ranks have to know to compare it."""
         ...
 
     def compare(self, *answers: Sequence[bytes]) -> None:
@@ -68,13 +70,14 @@ class LiveModel:
         """Describe it on all ranks. One collective; arguments and errors as of :class:`GatheredState`."""
         self._rank, self._options = comm.rank, options
         self._state = GatheredState(comm, describe, said, context)
-        self._peers = self._state.peers(options)
+        self.is_compared = not (self._state.checked.groups.count > 1).any()
+        self._peers = self._state.peers(options, self._state.checked if self.is_compared else None)
+        wait_for_devices(devices_of(self._peers.owned.values()))
         self.catalog, self.said = self._state.catalog, self._state.said
         self.storage = functools.cache(self._peers.storage)
 
     def describe(self) -> tuple[bytes, ...]:
         """Return the digests of this rank's replicas, and what is asked of them."""
-        wait_for_devices(devices_of(self._peers.owned.values()))
         return self._peers.describe_replicas()
 
     def compare(self, *answers: Sequence[bytes]) -> None:

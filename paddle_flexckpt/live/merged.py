@@ -180,6 +180,8 @@ def merge_sharded_state_dict(
 class _StoredModel:
     """Give tensors of a checkpoint, of which each rank reads what it writes."""
 
+    is_compared = True
+
     def __init__(
         self,
         comm: Communicator,

@@ -8,7 +8,6 @@ Tested in tests/live/test_owned_pieces.py and tests/live/test_publishing.py.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import numpy as np
 from paddle_flexckpt.algebra import BoxMaps, StridedCopy
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.copies import CHUNK_BYTES, AnyStorage, pack_copy
-from paddle_flexckpt.media.backend import Backend, OutputParts
+from paddle_flexckpt.live.model_files import ModelFiles
 from paddle_flexckpt.planning import Pieces, ShardMatcher
 from paddle_flexckpt.planning.matching import concat_pieces
 from paddle_flexckpt.progress import Meter
@@ -50,39 +49,25 @@ class OwnedPieces:
         """Return of how many tensors it writes something."""
         return len(np.unique(self.pieces.target))
 
-    def write(
-        self,
-        storage: Callable[[int], AnyStorage],
-        places: Sequence[tuple[str, int]],
-        backend: Backend,
-        rank: int,
-        meter: Meter,
-    ) -> None:
+    def write(self, storage: Callable[[int], AnyStorage], files: ModelFiles, rank: int, meter: Meter) -> None:
         """Write this rank's pieces: first to its own files, so that at any time ranks write to different ones.
 
         Args:
             storage: Gives this rank's memory of a source.
-            places: By target, the name of the unfinished file and the tensor's first byte there.
-            backend: Where the files are.
+            files: The files.
             rank: This rank.
             meter: Counts what is written.
 
         Raises:
             OSError: The medium refused.
         """
-        pieces = self.pieces
         first = int((self.targets.rank < rank).sum())
-        order = np.argsort((pieces.target - first) % max(len(self.targets), 1), kind="stable")
-        rows, sources = pieces.target[order].tolist(), pieces.source[order].tolist()
-        with contextlib.ExitStack() as stack:
-            name = None
-            for number, (piece, row, source) in enumerate(zip(order.tolist(), rows, sources)):
-                if places[row][0] != name:
-                    stack.close()
-                    name = places[row][0]
-                    parts = stack.enter_context(backend.open_parts(name))
-                write_piece(pieces.copy(piece), storage(source), parts, places[row][1], meter.add)
-                meter.add(0, items=int(row not in rows[number + 1 : number + 2]))
+        order = np.argsort((self.pieces.target - first) % max(len(self.targets), 1), kind="stable")
+        rows, sources = self.pieces.target[order].tolist(), self.pieces.source[order].tolist()
+        for number, (piece, row, source) in enumerate(zip(order.tolist(), rows, sources)):
+            write = files.writer(files.names[row])
+            write_piece(self.pieces.copy(piece), storage(source), write, meter.add)
+            meter.add(0, items=int(row not in rows[number + 1 : number + 2]))
 
 
 def no_pieces(targets: Catalog) -> OwnedPieces:
@@ -116,26 +101,25 @@ def find_owned_pieces(
 
 
 def write_piece(
-    copy: StridedCopy, storage: AnyStorage, parts: OutputParts, begin: int, done: Callable[[int], None]
+    copy: StridedCopy, storage: AnyStorage, write: Callable[[memoryview, int], None], done: Callable[[int], None]
 ) -> None:
-    """Write one piece, a MiB at a time.
+    """Write one piece, at most a MiB at a time.
 
     Args:
         copy: From this rank's memory to a tensor.
         storage: That memory.
-        parts: The file that the tensor is in.
-        begin: Its first byte there.
-        done: Called with bytes that are written.
+        write: Writes bytes of the tensor from one of them on.
+        done: Called with how many bytes are written.
     """
     copy, itemsize = copy.in_target_order(), storage.dtype.itemsize
     length, starts = copy.target_runs()
-    nbytes, places = length * itemsize, (begin + starts * itemsize).tolist()
+    nbytes, places = length * itemsize, (starts * itemsize).tolist()
     run, at = 0, 0
     for values in pack_copy(copy, storage):
         left = memoryview(values)
         while len(left):
             part = left[: min(nbytes - at, CHUNK_BYTES)]
-            parts.write_at(part, places[run] + at)
+            write(part, places[run] + at)
             done(len(part))
             left, at = left[len(part) :], at + len(part)
             if at == nbytes:

@@ -235,6 +235,7 @@ class GatheredState:
     Attributes:
         catalog: The shards of all ranks, each rank's in a virtual file.
         tensors: This rank's.
+        checked: What checks of the shards found out.
         said: What ranks told each other besides, as of :func:`gather_memory`.
     """
 
@@ -251,11 +252,11 @@ class GatheredState:
         self._described = owned_tensors(self.catalog, own, comm.rank, context)
         owned = {row: getattr(value, "local_tensor", value) for row, value in self._described.items()}
         self.tensors = list(owned.values())
-        self._checked = check_sources(comm, owned, self.catalog, context)
+        self.checked = check_sources(comm, owned, self.catalog, context)
 
     def peers(self, options: ReshardOptions, readable: CheckedSources | None = None) -> MemoryPeers:
         """Return what gives these tensors; arguments as of :class:`MemoryPeers`."""
-        return MemoryPeers(self._comm, self.catalog, self._checked, self._described, options, self._context, readable)
+        return MemoryPeers(self._comm, self.catalog, self.checked, self._described, options, self._context, readable)
 
     def fill(
         self,

@@ -102,11 +102,15 @@ class InputFile(ABC):
 
 
 class OutputParts(ABC):
-    """Write parts of a file that another process has begun, and will finish."""
+    """Write parts of a new file that processes of this machine write together; leaving its context closes it."""
 
     @abstractmethod
     def write_at(self, data: Buffer, offset: int) -> None:
-        """Write all of the data from byte ``offset`` on. They are durable when the file is finished after that."""
+        """Write all of the data from byte ``offset`` on."""
+
+    @abstractmethod
+    def make_durable(self) -> None:
+        """Make the bytes durable that this process, or any other, has written before."""
 
     @abstractmethod
     def close(self) -> None:
@@ -120,14 +124,7 @@ class OutputParts(ABC):
 
 
 class OutputFile(ABC):
-    """Write a new file. Leaving its context finishes it; leaving by an exception aborts it.
-
-    Attributes:
-        unfinished_name: Its name in the directory until it is finished, for :meth:`Backend.open_parts`; None where
-            :attr:`Backend.has_path` is false.
-    """
-
-    unfinished_name: str | None = None
+    """Write a new file. Leaving its context finishes it; leaving by an exception aborts it."""
 
     @abstractmethod
     def write(self, data: Buffer) -> None:
@@ -295,12 +292,22 @@ class Backend(ABC):
         """
 
     def open_parts(self, name: str) -> OutputParts:
-        """Open a file that some process of this machine writes, to write parts of it; ``name``: its unfinished one.
+        """Open a file to write parts of it, where :attr:`has_path` is true; who comes first makes it.
+
+        It stands under this name, unfinished, until :meth:`rename` gives it another.
 
         Raises:
             OSError: The medium refused.
         """
         raise io.UnsupportedOperation(f"{self.where(name)}: a file on this medium has one writer")
+
+    def rename(self, name: str, final: str) -> None:
+        """Give a file another name, instead of what has that now; where :attr:`has_path` is true.
+
+        Raises:
+            OSError: The medium refused.
+        """
+        raise io.UnsupportedOperation(f"{self.where(name)}: a file on this medium keeps its name")
 
     @abstractmethod
     def remove(self, name: str) -> None:

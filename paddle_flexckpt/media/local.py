@@ -73,7 +73,6 @@ class LocalOutputFile(OutputFile):
         self._final = path
         self._path = f"{path}.{os.urandom(16).hex()}.tmp" if mode == "replace" else path
         self._overwrites = mode == "overwrite"
-        self.unfinished_name = os.path.basename(self._path)
         how = os.O_TRUNC if self._overwrites else os.O_EXCL
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o666)
         self._is_durable = False
@@ -120,11 +119,11 @@ class LocalOutputFile(OutputFile):
 
 
 class LocalOutputParts(OutputParts):
-    """Write parts of a file with ``pwrite``; whoever finishes it makes them durable, as one kernel has all of them."""
+    """Write parts of a file with ``pwrite``. One kernel has all of them: whose fsync it is makes no difference."""
 
     def __init__(self, path: str) -> None:
-        """Open a file that is there."""
-        self._path, self._descriptor = path, os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        """Open the file, and make it if it is not there."""
+        self._path, self._descriptor = path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def write_at(self, data: Buffer, offset: int) -> None:
         """Implement the base class."""
@@ -133,6 +132,10 @@ class LocalOutputParts(OutputParts):
             while len(left):
                 count = os.pwrite(self._descriptor, left, offset)
                 left, offset = left[count:], offset + count
+
+    def make_durable(self) -> None:
+        """Implement the base class."""
+        fsync(self._descriptor, self._path)
 
     def close(self) -> None:
         """Implement the base class."""
@@ -180,6 +183,10 @@ class LocalBackend(Backend):
     def open_parts(self, name: str) -> LocalOutputParts:
         """Implement the base class."""
         return LocalOutputParts(self.where(name))
+
+    def rename(self, name: str, final: str) -> None:
+        """Implement the base class."""
+        os.rename(self.where(name), self.where(final))
 
     def remove(self, name: str) -> None:
         """Implement the base class."""
