@@ -113,13 +113,12 @@ def write_piece(
     """
     copy, itemsize = copy.in_target_order(), storage.dtype.itemsize
     length, starts = copy.target_runs()
-    nbytes, places = length * itemsize, (starts * itemsize).tolist()
-    run, at = 0, 0
+    nbytes, run, at = length * itemsize, 0, 0
     for values in pack_copy(copy, storage):
         left = memoryview(values)
         while len(left):
             part = left[: min(nbytes - at, CHUNK_BYTES)]
-            write(part, places[run] + at)
+            write(part, starts[run] * itemsize + at)
             done(len(part))
             left, at = left[len(part) :], at + len(part)
             if at == nbytes:

@@ -359,7 +359,7 @@ class Publication:
             del data  # before the next one is taken
 
     def _end_writing(self) -> None:
-        """Make durable what this rank has written. When all ranks have said so, one commits, and others may not know."""
+        """Make durable what this rank has written. When all ranks have said so, one commits: others may not know."""
         self._files.make_durable()
         self._meter.finish()
         self._may_be_there = self._may_be_there or not self._leads

@@ -2,9 +2,9 @@
 
     python -m tests.crash.publishing --seed 1 --count 500 [--ranks 2 4]
 
-Each rank is a process of its own, made by fork before anything has a thread: a job takes a few milliseconds. The victims
-are one, several or all of them; each is killed (SIGKILL) before or in one of its calls that change a file or wait for
-other ranks, at a number that is drawn. Where that number is beyond its last call, nobody is killed.
+Each rank is a process of its own, made by fork. The victims are one, several or all of them; each is killed (SIGKILL)
+before or in one of its calls that change a file or wait for other ranks, at a number that is drawn. Where that number
+is beyond its last call, nobody is killed.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def run(job: Job, output: Path) -> list[str]:
             link.close()
     outcomes = []
     try:
-        for pid, told in children:
+        for _, told in children:
             text = b""
             with open(told, "rb") as pipe, selectors.DefaultSelector() as waiting:
                 waiting.register(pipe, selectors.EVENT_READ)
