@@ -22,7 +22,7 @@ from paddle_flexckpt.planning.matching import concat_pieces
 from paddle_flexckpt.progress import Meter
 
 # A run has so many bytes on average, or a tensor has few of them.
-RUN_BYTES, FEW_RUNS = 16 << 10, 16
+RUN_BYTES, FEW_RUNS = 16 << 10, 256
 
 
 @dataclass(frozen=True, eq=False)
