@@ -8,12 +8,13 @@ Tested in tests/live/test_publishing.py.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.engine.tensor_files import OutputDirectory, TensorFile, index_file, make_index
-from paddle_flexckpt.media.backend import OutputParts
+from paddle_flexckpt.media.local import OutputParts
 
 
 class ModelFiles:
@@ -88,11 +89,14 @@ class ModelFiles:
     def _unfinished(self, file: TensorFile) -> str:
         return f"{file.name}.{self._token}.tmp"
 
+    def _unfinished_path(self, file: TensorFile) -> str:
+        return self._output.backend.where(self._unfinished(file))
+
     def _parts(self, file: TensorFile) -> OutputParts:
         """Return a file to write parts to; the one before is flushed meanwhile."""
         if self._open is None or self._open[0] != file.name:
             self._flush()
-            self._open = file.name, self._output.backend.open_parts(self._unfinished(file))
+            self._open = file.name, OutputParts(self._unfinished_path(file))
         return self._open[1]
 
     def _flush(self) -> None:
@@ -125,7 +129,7 @@ class ModelFiles:
         backend = self._output.backend
         if self.is_shared:
             for file in self._all:
-                backend.rename(self._unfinished(file), file.name)
+                os.rename(self._unfinished_path(file), backend.where(file.name))
         if len(self._all) == 1:
             backend.sync()
             return

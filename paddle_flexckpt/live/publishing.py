@@ -117,9 +117,10 @@ def publish(
 ) -> PublishReport:
     """Write a live model as safetensors files of whole tensors, as Hugging Face's libraries read them.
 
-    Every rank of the group calls this. Each writes about as many bytes as any other, and holds at most 128 MiB of them.
-    The index comes last (of a single file, the file): until then no reader finds a model there. All ranks have to see
-    the directory. Optimizer states and extra state are left out.
+    Every rank of the group calls this, and sees the directory. Ranks of one machine write what they have straight into
+    each other's files. What is elsewhere, or stands in many short runs in a file, is sent to the rank whose file it is;
+    files are about equally large, and a rank holds at most 128 MiB of what it receives. The index comes last (of a
+    single file, the file): until then no reader finds a model there. Optimizer states and extra state are left out.
 
     Args:
         model: A layer with ``sharded_state_dict()``, or names to shards (or plain, replicated tensors).
@@ -135,6 +136,7 @@ def publish(
         ValidationError: The state is not whole, the output is in use, the statements do not fit, or safetensors cannot
             hold a tensor (on every rank, with the same text); nothing was written.
         CheckpointError: A rank could not write (likewise); what was written is removed.
+        LostRankError: A rank has gone. Files without a model may be left, or all of it.
     """
     begin = time.perf_counter()
     asked = PublishOptions(coordinator_rank=coordinator_rank, aoa_config=aoa_config, **options)

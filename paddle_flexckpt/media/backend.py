@@ -9,7 +9,6 @@ Tested in tests/media/test_remote.py, tests/media/test_destinations.py and tests
 from __future__ import annotations
 
 import contextlib
-import io
 import mmap
 import os
 from abc import ABC, abstractmethod
@@ -95,28 +94,6 @@ class InputFile(ABC):
         return bytes(data[:count])
 
     def __enter__(self) -> InputFile:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-
-class OutputParts(ABC):
-    """Write parts of a new file that processes of this machine write together; leaving its context closes it."""
-
-    @abstractmethod
-    def write_at(self, data: Buffer, offset: int) -> None:
-        """Write all of the data from byte ``offset`` on."""
-
-    @abstractmethod
-    def make_durable(self) -> None:
-        """Make the bytes durable that this process, or any other, has written before."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write no more; to do so again is fine."""
-
-    def __enter__(self) -> OutputParts:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -290,24 +267,6 @@ class Backend(ABC):
             FileExistsError: There is one of that name, and it is not to be replaced; now or when it is finished.
             OSError: The medium refused.
         """
-
-    def open_parts(self, name: str) -> OutputParts:
-        """Open a file to write parts of it, where :attr:`has_path` is true; who comes first makes it.
-
-        It stands under this name, unfinished, until :meth:`rename` gives it another.
-
-        Raises:
-            OSError: The medium refused.
-        """
-        raise io.UnsupportedOperation(f"{self.where(name)}: a file on this medium has one writer")
-
-    def rename(self, name: str, final: str) -> None:
-        """Give a file another name, instead of what has that now; where :attr:`has_path` is true.
-
-        Raises:
-            OSError: The medium refused.
-        """
-        raise io.UnsupportedOperation(f"{self.where(name)}: a file on this medium keeps its name")
 
     @abstractmethod
     def remove(self, name: str) -> None:

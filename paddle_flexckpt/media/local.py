@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.media.backend import Backend, Buffer, InputFile, Kind, Mode, OutputFile, OutputParts
+from paddle_flexckpt.media.backend import Backend, Buffer, InputFile, Kind, Mode, OutputFile
 from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS
 from paddle_flexckpt.media.local_locks import LocalLocks
@@ -118,15 +118,15 @@ class LocalOutputFile(OutputFile):
             os.close(descriptor)
 
 
-class LocalOutputParts(OutputParts):
-    """Write parts of a file with ``pwrite``. One kernel has all of them: whose fsync it is makes no difference."""
+class OutputParts:
+    """Write parts of a file, with ``pwrite``, as other processes of this machine do; leaving the context closes it."""
 
     def __init__(self, path: str) -> None:
-        """Open the file, and make it if it is not there."""
+        """Open the file; who comes first makes it."""
         self._path, self._descriptor = path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def write_at(self, data: Buffer, offset: int) -> None:
-        """Implement the base class."""
+        """Write all of the data from byte ``offset`` on."""
         left = memoryview(data)
         with naming(self._path):
             while len(left):
@@ -134,14 +134,20 @@ class LocalOutputParts(OutputParts):
                 left, offset = left[count:], offset + count
 
     def make_durable(self) -> None:
-        """Implement the base class."""
+        """Make durable what any process has written: one kernel has all of it."""
         fsync(self._descriptor, self._path)
 
     def close(self) -> None:
-        """Implement the base class."""
+        """Close the file; to do so again is fine."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+    def __enter__(self) -> OutputParts:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
 
 
 class LocalBackend(Backend):
@@ -179,14 +185,6 @@ class LocalBackend(Backend):
     def create(self, name: str, mode: Mode = "new", size: int | None = None) -> LocalOutputFile:
         """Implement the base class."""
         return LocalOutputFile(self.where(name), mode)
-
-    def open_parts(self, name: str) -> LocalOutputParts:
-        """Implement the base class."""
-        return LocalOutputParts(self.where(name))
-
-    def rename(self, name: str, final: str) -> None:
-        """Implement the base class."""
-        os.rename(self.where(name), self.where(final))
 
     def remove(self, name: str) -> None:
         """Implement the base class."""

@@ -11,7 +11,7 @@ from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.live import owned_pieces
 from paddle_flexckpt.live.owned_pieces import number_machines, write_piece
 from paddle_flexckpt.live.publishing import publish
-from paddle_flexckpt.media.local import LocalBackend, LocalOutputParts
+from paddle_flexckpt.media.local import OutputParts
 from paddle_flexckpt.planning import Pieces
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -93,29 +93,27 @@ def test_ranks_begin_with_their_own_files_and_write_each_byte_once(tmp_path, mon
     """Of four files, four ranks write to another one each, as long as they are equally fast."""
     values = {f"w{i}": np.full((8, 64), i, np.float32) for i in range(8)}
     opened, requests = {}, {}
-    open_parts, write_at = LocalBackend.open_parts, LocalOutputParts.write_at
+    open_parts, write_at = OutputParts.__init__, OutputParts.write_at
 
-    def noted(self, name):
-        opened.setdefault(self.rank, []).append(name.partition(".")[0][:11])
-        parts = open_parts(self, name)
-        parts.rank = self.rank
-        return parts
+    def noted(self, path):
+        self.rank = int(path.split("/rank")[1][0])
+        opened.setdefault(self.rank, []).append(path.rpartition("/")[2][:11])
+        open_parts(self, path)
 
     def counted(self, data, offset):
         requests.setdefault(self.rank, []).append(len(data))
         write_at(self, data, offset)
 
-    monkeypatch.setattr(LocalBackend, "open_parts", noted)
-    monkeypatch.setattr(LocalOutputParts, "write_at", counted)
+    monkeypatch.setattr(OutputParts, "__init__", noted)
+    monkeypatch.setattr(OutputParts, "write_at", counted)
 
     def job(comm):
-        backend = LocalBackend(str(tmp_path / "out"))
-        backend.rank = comm.rank
+        (tmp_path / f"rank{comm.rank}").symlink_to(tmp_path)
         state = {}
         for key, value in values.items():
             own = value[2 * comm.rank : 2 * comm.rank + 2].copy()
             state[key] = ShardedWeight(key, own, own.shape, value.shape, (2 * comm.rank, 0))
-        return publish(state, backend, comm)
+        return publish(state, tmp_path / f"rank{comm.rank}" / "out", comm)
 
     SimulatedWorld(4).run(job)
     files = [f"model-0000{number}" for number in (1, 2, 3, 4)]

@@ -17,7 +17,7 @@ from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.tensor_files import divide_evenly
 from paddle_flexckpt.live import owned_pieces, publishing
 from paddle_flexckpt.live.publishing import publish
-from paddle_flexckpt.media.local import LocalBackend, LocalOutputParts
+from paddle_flexckpt.media.local import LocalBackend, OutputParts
 from paddle_flexckpt.testing.simulated import SimulatedCommunicator, SimulatedWorld
 from tests.engine.samples import cut, values_of
 
@@ -260,18 +260,19 @@ def test_replicas_that_differ_are_an_error(values, tmp_path):
 
 
 @pytest.mark.parametrize("how", ["owned", "sent"])
-@pytest.mark.parametrize("call", ["open_parts", "write_at", "make_durable", "rename"])
+@pytest.mark.parametrize("call", ["__init__", "write_at", "make_durable", "rename"])
 def test_a_rank_that_cannot_write_takes_back_what_all_wrote(values, tmp_path, monkeypatch, call, how):
     """In whichever thread it is."""
     if how == "sent":
         send(monkeypatch)
-    owner = LocalBackend if call in ("open_parts", "rename") else LocalOutputParts
+    owner = os if call == "rename" else OutputParts
     method = getattr(owner, call)
 
-    def full(self, *arguments):
-        if "model-00003" in (arguments[0] if owner is LocalBackend else self._path):
+    def full(first, *arguments):
+        path = first if call == "rename" else arguments[0] if call == "__init__" else first._path
+        if "model-00003" in path:
             raise OSError(28, "No space left on device")
-        return method(self, *arguments)
+        return method(first, *arguments)
 
     monkeypatch.setattr(owner, call, full)
     outcomes = everywhere(3, lambda rank: cut(values, rank, 3), tmp_path / "out", config={})
@@ -376,9 +377,10 @@ def test_killed_at_any_moment_it_is_whole_or_no_model(values, tmp_path, monkeypa
     (tmp_path / "probe").mkdir()
     writer = type(LocalBackend(tmp_path / "probe").create("probe"))
     for owner, names in (
-        (LocalBackend, ("create", "sync", "make_directory", "open_parts", "rename")),
+        (LocalBackend, ("create", "sync", "make_directory")),
         (writer, ("write", "finish")),
-        (LocalOutputParts, ("write_at", "make_durable")),
+        (OutputParts, ("__init__", "write_at", "make_durable")),
+        (os, ("rename",)),
     ):
         for name in names:
             monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
