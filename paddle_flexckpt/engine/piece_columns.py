@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy, row_major_strides
+from paddle_flexckpt.algebra.rows import all_axes, group_rows, sum_axes
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.stretches import AlikeCopies, Stretches
@@ -102,16 +103,15 @@ class PieceColumns:
 
 def are_contiguous(extents: np.ndarray, strides: np.ndarray) -> np.ndarray:
     """Return bool per row: whether all axes together are one contiguous stretch."""
-    return ((extents == 1) | (strides == row_major_strides(extents))).all(axis=1)
+    return all_axes((extents == 1) | (strides == row_major_strides(extents)))
 
 
 def group_forms(forms: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return each distinct row with the numbers of the rows that are equal to it."""
     if not len(forms):
         return []
-    order = np.lexsort(forms.T)
-    edges = np.flatnonzero((np.diff(forms[order], axis=0) != 0).any(axis=1)) + 1
-    return [(forms[members[0]], members) for members in np.split(order, edges)]
+    order, start = group_rows([*forms.T[::-1]], len(forms))
+    return [(forms[members[0]], members) for members in np.split(order, start[1:-1])]
 
 
 def _check_inside(pieces: Pieces, source: Catalog, target: Catalog) -> None:
@@ -122,6 +122,6 @@ def _check_inside(pieces: Pieces, source: Catalog, target: Catalog) -> None:
     )
     for what, base, strides, size in sides:
         steps = (pieces.extents - 1) * strides
-        first, last = base + np.minimum(steps, 0).sum(axis=1), base + np.maximum(steps, 0).sum(axis=1)
+        first, last = base + sum_axes(np.minimum(steps, 0)), base + sum_axes(np.maximum(steps, 0))
         if ((first < 0) | (last >= size)).any():
             raise IndexError(f"a piece leaves its {what}")
