@@ -60,12 +60,13 @@ class PieceColumns:
         columns = (pieces.source, position, pieces.size * itemsize, address)
         stretches = Stretches(*(column[plain] for column in columns))
         strided = np.flatnonzero(direct & ~plain)
-        forms = np.hstack([kind[:, None], pieces.extents, pieces.source_strides, pieces.target_strides])[strided]
+        tables = (pieces.extents, pieces.source_strides, pieces.target_strides)
+        forms = [kind[strided], *(column for table in tables for column in table.take(strided, axis=0).T)]
         alike, all_rows = [], [np.flatnonzero(plain)]
         for form, members in group_forms(forms):
             rows, axes = strided[members], pieces.extents.shape[1]
             extents, from_strides, to_strides = (
-                tuple(form[1 + part * axes : 1 + (part + 1) * axes].tolist()) for part in range(3)
+                tuple(form[1 + part * axes : 1 + (part + 1) * axes]) for part in range(3)
             )
             copy = StridedCopy(extents, 0, from_strides, 0, to_strides).simplified()
             dtype = dtype_of(source.dtypes[form[0]]).numpy
@@ -106,12 +107,13 @@ def are_contiguous(extents: np.ndarray, strides: np.ndarray) -> np.ndarray:
     return all_axes((extents == 1) | (strides == row_major_strides(extents)))
 
 
-def group_forms(forms: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return each distinct row with the numbers of the rows that are equal to it."""
-    if not len(forms):
+def group_forms(columns: Sequence[np.ndarray]) -> list[tuple[list[int], np.ndarray]]:
+    """Return each distinct row of some columns with the numbers of the rows that are equal to it."""
+    if not len(columns[0]):
         return []
-    order, start = group_rows([*forms.T[::-1]], len(forms))
-    return [(forms[members[0]], members) for members in np.split(order, start[1:-1])]
+    order, start = group_rows(columns[::-1], len(columns[0]))
+    forms = np.stack([column[order[start[:-1]]] for column in columns], axis=1).tolist()
+    return [*zip(forms, np.split(order, start[1:-1]))]
 
 
 def _check_inside(pieces: Pieces, source: Catalog, target: Catalog) -> None:

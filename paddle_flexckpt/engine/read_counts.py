@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_flexckpt.algebra import Columns, StridedCopy
-from paddle_flexckpt.algebra.rows import distinct, lexsort_packed
+from paddle_flexckpt.algebra.rows import distinct, group_rows, lexsort_packed
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.piece_columns import are_contiguous, group_forms
 from paddle_flexckpt.native.block_reader import BLOCKS_AT_ONCE, STRETCHES_AT_ONCE
@@ -91,17 +91,15 @@ def count_reads(
     counter.blocks(rank[solid], position[solid], size[solid], True)
     rest = np.flatnonzero(~plain & ~solid)
     strided = pieces.take(rest)
-    own = np.stack([direct[rest], same[rest], itemsize[rest]], axis=1)
-    forms = np.hstack([own, strided.extents, strided.source_strides, strided.target_strides])
+    own = [direct[rest].astype(np.int8), same[rest].astype(np.int8), itemsize[rest]]
+    columns = [*own, *strided.extents.T, *strided.source_strides.T, *strided.target_strides.T]
     axes = pieces.extents.shape[1]
-    for form, members in group_forms(forms):
+    for form, members in group_forms(columns):
         rows = rest[members]
-        extents, from_strides, to_strides = (
-            tuple(form[3 + part * axes : 3 + (part + 1) * axes].tolist()) for part in range(3)
-        )
+        extents, from_strides, to_strides = (tuple(form[3 + part * axes : 3 + (part + 1) * axes]) for part in range(3))
         copy = StridedCopy(extents, 0, from_strides, 0, to_strides).simplified()
         alike = _Stretches(rank[rows], pieces.source[rows], position[rows], size[rows])
-        (counter.columns if form[0] else counter.one_by_one)(copy, int(form[2]), alike, bool(form[1]))
+        (counter.columns if form[0] else counter.one_by_one)(copy, form[2], alike, bool(form[1]))
     opened = distinct(rank * len(source.files) + source.file[pieces.source])
     files = np.bincount(opened // max(len(source.files), 1), minlength=ranks)
     buffers = block_bytes * (1 + counter.through_blocks * MOST_THREADS * BLOCKS_AT_ONCE)
@@ -231,11 +229,12 @@ class _Counter:
 
     def _once(self, blocks: _Stretches) -> None:
         """Count stretches inside blocks, those that are the same read once, each rank's together."""
-        table = np.stack([blocks.reader, blocks.item, blocks.position, blocks.length], axis=1)
-        table = np.unique(table, axis=0)
-        self.bytes_read += sums_of(table[:, 0], table[:, 3], self._ranks)
+        columns = [blocks.reader, blocks.item, blocks.position, blocks.length]
+        order, start = group_rows(columns, len(blocks))
+        once = blocks.take(order[start[:-1]])
+        self.bytes_read += sums_of(once.reader, once.length, self._ranks)
         self.bytes_read -= sums_of(blocks.reader, blocks.length, self._ranks)
-        self.together(_Stretches(*table.T))
+        self.together(once)
 
     def together(self, stretches: _Stretches) -> None:
         """Count stretches as ``read_stretches`` reads them, each reader's together."""

@@ -264,13 +264,14 @@ class _Rehearsal:
 
     def _batches(self, rows: int) -> Iterator[tuple[list[list[int]], Catalog]]:
         """Yield ranks that have the same, and what the first of each have: of as many ranks as have about ``rows``."""
-        alike, first, count = [*self._alike.values()], 0, 1
+        alike, first = [*self._alike.values()], 0
+        count = max(rows // max(int(self._layout.held.sum()), 1), 1)
         while first < len(alike):
             some = alike[first : first + count]
             batch = self._layout.catalogs([ranks[0] for ranks in some])
             yield some, batch
             first += count
-            # Those that follow may have more.
+            # A stage of a pipeline has a part of all keys; those that follow may have more.
             count = min(max(rows * len(some) // max(len(batch), 1), 1), 8 * count)
 
     def _failure(self, error: CheckpointError) -> CheckpointError:

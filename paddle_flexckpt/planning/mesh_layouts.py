@@ -179,7 +179,7 @@ class MeshLayout(JobLayout):
     def _catalog_at(self, ranks: np.ndarray, places: np.ndarray, kind: tuple[int, ...]) -> Catalog:
         """Return what ranks have that stand apart from each other along no axis that tells them apart."""
         lines, begin, end = self._states(kind)
-        boxes = [self._boxes(which, places) for which in range(len(self._cuts))]
+        boxes: dict[int, tuple[np.ndarray, ...]] = {}
         offsets, shapes, flats = [], [], []
         for number in range(len(self._model.states) + 1):
             state = self._model.states[number - 1] if number else None
@@ -189,7 +189,8 @@ class MeshLayout(JobLayout):
                 ones = np.ones((len(ranks), len(tensor), self._width), dtype=np.int64)
                 offset, shape, is_empty = ones * 0, ones, np.zeros(ones.shape[:2], dtype=bool)
             else:
-                offset, shape, is_empty = (column[:, tensor] for column in boxes[which])
+                boxes[which] = boxes.get(which) or self._boxes(which, places)
+                offset, shape, is_empty = (column.take(tensor, axis=1) for column in boxes[which])
             offsets.append(offset)
             shapes.append(shape)
             flats.append(np.where(is_empty, 0, NOT_FLATTENED))
