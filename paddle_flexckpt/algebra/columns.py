@@ -52,7 +52,7 @@ class Columns:
             return replace(self, **{name: getattr(self, name)[rows] for name in self.COLUMNS})
         rows = np.asarray(rows)
         # As `column[rows]`, which takes many times as long for columns of several axes.
-        rows = np.flatnonzero(rows) if rows.dtype == bool else rows
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64, copy=False)
         return replace(self, **{name: getattr(self, name).take(rows, axis=0) for name in self.COLUMNS})
 
     def widened(self: Table, width: int) -> Table:
