@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -18,6 +19,7 @@ from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules
 from paddle_flexckpt.catalog import CatalogBuilder
 from paddle_flexckpt.catalog.errors import CheckpointError
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
+from tests.aoa.oracle_steps import dequantised_mxfp4
 from tests.aoa.test_model_rules import State, blank, check_equal, move
 
 HEADS, GROUPS, EXPERTS, HIDDEN = 4, 2, 4, 8  # of the small models
@@ -81,7 +83,12 @@ def parameters(family: str) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in describe_model_rules(family)["parameters"]}
 
 
-CASES = [(family, variant) for family in small_models() for variant in describe_model_rules(family)["variants"]]
+CASES = [
+    (family, variant)
+    for family in small_models()
+    for variant in describe_model_rules(family)["variants"]
+    if variant != "mxfp4"
+]
 
 
 @pytest.mark.parametrize(("family", "variant"), CASES)
@@ -137,6 +144,38 @@ def test_a_checkpoint_that_lacks_a_weight_is_an_error(family):
     del hf[lost]
     with pytest.raises(CheckpointError, match=lost.replace(".", r"\.")):
         move(hf, blank(wanted), model_rules(family), strict=True)
+
+
+def in_mxfp4(state: State) -> tuple[State, State]:
+    """Random MXFP4 blocks in the place of a model's experts; and what the model holds then, in bfloat16."""
+    rng, plain = np.random.default_rng(5), {}
+    stored: State = {}
+    for name, value in state.items():
+        if value.ndim != 3:
+            stored[name] = plain[name] = value
+            continue
+        experts, _, outputs = value.shape
+        codes = rng.integers(0, 256, (experts, outputs, 2, 16), dtype=np.uint8)
+        scales = rng.integers(110, 140, (experts, outputs, 2), dtype=np.uint8)
+        stored[f"{name}_blocks"], stored[f"{name}_scales"] = codes, scales
+        made = dequantised_mxfp4(codes, scales).astype(ml_dtypes.bfloat16)
+        plain[name] = made.transpose(0, 2, 1).copy()
+    return stored, plain
+
+
+def test_gpt_oss_from_mxfp4():
+    stored, made = in_mxfp4(hugging_face("gpt_oss"))
+    assert sum(name.endswith(("_blocks", "_scales")) for name in stored) == 8
+    assert made["model.layers.0.mlp.experts.gate_up_proj"].shape == (EXPERTS, 64, 24)
+    wanted = plain("gpt_oss", made)
+    target = blank(wanted)
+    move(stored, target, model_rules("gpt_oss", "mxfp4"), strict=True)
+    check_equal(target, wanted)
+    back = blank(made)
+    move(wanted, back, model_rules("gpt_oss", "mxfp4", "to_hf"), strict=True)
+    check_equal(back, made)
+    with pytest.raises(CheckpointError, match=r"experts\.gate_up_proj"):
+        move(stored, blank(wanted), model_rules("gpt_oss"), strict="missing")
 
 
 def test_a_configuration_gives_the_numbers():
