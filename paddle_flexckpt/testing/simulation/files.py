@@ -251,11 +251,13 @@ class FileSystem:
             raise failure(errno.ENOENT)
         if place is other:
             self._change(place, {new: inode, name: None})
-        elif isinstance(inode, Directory):
-            raise NotImplementedError(f"directory {name!r} is moved to another: what power loss leaves is not modelled")
         else:
             self._change(other, {new: inode})
             self._change(place, {name: None})
+            if isinstance(inode, Directory):
+                # Durable at once, so that no loss of power leaves a directory in two places, or in none.
+                place.changes.clear()
+                other.changes.clear()
         self._tell("leave", place, name, inode)
         self._tell("rename", other, new, inode)
 
