@@ -238,6 +238,61 @@ def test_nodes_share_what_is_mounted_on_them_and_nothing_else():
     assert "MemAvailable:   4096 kB" in world.run(lambda: world.open("/proc/meminfo").read())
 
 
+def test_an_open_file_that_another_node_removes():
+    world = World(nodes=2)
+    world.shared.keeps_open = False
+    os_ = world.os
+
+    def use() -> None:
+        opened = [os_.open(f"/shared/{name}", os.O_RDWR | os.O_CREAT) for name in "ab"]
+        own = os_.open("/shared/own", os.O_RDWR | os.O_CREAT)
+        os_.unlink("/shared/own")
+        os_.write(own, b"own")
+        world.scheduler.sleep(10)
+        for descriptor in opened:
+            for call in (os_.fstat, os_.fsync, lambda fd: os_.pread(fd, 1, 0), lambda fd: os_.write(fd, b"1")):
+                with pytest.raises(OSError, match="Stale"):
+                    call(descriptor)
+            os_.close(descriptor)
+        assert os_.pread(own, 9, 0) == b"own"
+
+    def remove() -> None:
+        world.scheduler.sleep(5)
+        os_.unlink("/shared/a")
+        with world.open("/shared/c", "w"):
+            os_.rename("/shared/c", "/shared/b")
+
+    world.start(remove, 1)
+    world.run(use)
+
+
+def test_numbers_of_inodes_come_again_but_no_two_have_the_same():
+    world = World()
+    files, random = world.disks[0], Random(4)
+    files.reuses_numbers = True
+
+    def work() -> int:
+        for name in "abcd":
+            world.os.mkdir(f"/{name}")
+        descriptor = world.os.open("/", os.O_RDONLY)
+        world.os.fsync(descriptor)
+        first = world.os.stat("/a").st_ino
+        world.os.rmdir("/a")
+        world.os.mkdir("/e")
+        return first - world.os.stat("/e").st_ino
+
+    assert world.run(work) == 0
+    found = set()
+    for _ in range(20):
+        files.lose_power(random)
+        names = [each for each in tree_of(files) if len(each) == 1]
+        found.add("".join(names))
+        assert len({files.root.entries[name].number for name in names}) == len(names)
+        if not {"a", "e"} & set(names):
+            break
+    assert found <= {"abcde", "abcd", "bcde", "bcd"}
+
+
 def test_what_strikes_at_a_call():
     strikes: dict[str, BaseException | float] = {}
 

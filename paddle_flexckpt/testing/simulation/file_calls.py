@@ -243,7 +243,7 @@ class FileCalls(Calls):
     def fsync(self, descriptor: int) -> None:
         opened = self.opened(descriptor)
         try:
-            self.call("fsync", opened.path, lambda: opened.file_system.sync(opened.inode, opened.node))
+            self.call("fsync", opened.path, lambda: opened.file_system.sync(opened.live(), opened.node))
         except OSError:
             opened.file_system.fail_to_sync(opened.inode, self.scheduler.random, opened.node)
             raise
