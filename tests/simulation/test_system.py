@@ -356,6 +356,26 @@ def test_a_process_that_is_killed_may_have_written_a_part():
     assert {0, 100_000} < sizes and len(sizes) > 2, "nothing, all, or any part"
 
 
+def test_a_disk_that_gets_full_takes_what_it_has_room_for():
+    counts = set()
+    for seed in range(20):
+        world = World(seed=seed)
+        world.disks[0].capacity = 50_000
+
+        def work(world=world) -> None:
+            descriptor = world.os.open("/f", os.O_WRONLY | os.O_CREAT)
+            first = world.os.write(descriptor, b"x" * 100_000)
+            counts.add(first)
+            while first < 50_000:
+                first += world.os.write(descriptor, b"x" * 100_000)
+            with pytest.raises(OSError, match="No space left"):
+                world.os.write(descriptor, b"x")
+
+        world.run(work)
+        assert world.disks[0].used == 50_000
+    assert counts == {50_000}
+
+
 def test_a_dead_process_makes_no_call():
     world, seen = World(), []
 
