@@ -183,6 +183,7 @@ def test_what_was_reported_saved_is_there_until_it_is_replaced(protocol, conduct
             # The last one that was put in place, whether its saver lived to say so or not.
             assert not puts or world.call(lambda: world.load(url)) == puts[-1]
             assert set(world.done) <= set(puts)
+            assert not world.broken
             world.call(lambda: world.save(url, 1000))
             assert world.call(lambda: world.load(url)) == 1000
             if protocol == "s3" and "late" not in conduct["shares"]:
