@@ -1,7 +1,7 @@
 """Simulate many seeds, or one: ``python -m tests.simulation.run --seeds 1000 --first 0 --jobs 2``.
 
-``--seed N --story`` tells what happened, ``--shrink`` finds a shorter case that fails alike, and ``--write-test`` keeps that
-in ``tests/simulation/found``, where ``test_found.py`` runs it. ``--mistake NAME`` puts one of the mistakes of
+``--seed N --story`` tells what happened, ``--shrink`` finds a shorter case that fails alike, and ``--write-test`` keeps
+that in ``tests/simulation/found``, where ``test_cluster.py`` runs it. ``--mistake NAME`` puts one of the mistakes of
 ``mistakes.py`` into the library, and counts the seeds until it is found.
 """
 
@@ -70,7 +70,7 @@ class Totals:
         self.violated += other.violated
         self.fingerprints.update(other.fingerprints)
 
-    def fingerprint(self, count: int = 8) -> str:
+    def fingerprint(self, count: int = 4) -> str:
         """What the first seeds' stories have in common with those of another process only if all are the same."""
         first = sorted(self.fingerprints.items())[:count]
         return hashlib.sha256(repr(first).encode()).hexdigest()[:32]
@@ -79,11 +79,12 @@ class Totals:
         """What is printed in the end."""
         many = sum(count for kinds, count in self.kinds.items() if kinds >= 5)
         coordinator = {(state[0], state[1]) for state in self.states}
+        each, struck = 1000 * self.processor / max(self.runs, 1), sum(self.struck.values())
         lines = [
-            f"{self.runs} runs, {self.seconds / DAY:.0f} simulated days, {self.processor / 3600:.2f} hours of processor time "
-            f"({1000 * self.processor / max(self.runs, 1):.0f} ms each)",
-            f"{self.commits} checkpoints committed, {self.restores} restores by ranks, {self.readings} readings by others",
-            f"faults that struck: {sum(self.struck.values())} of {len(self.struck)} kinds; runs with 5 kinds or more: {many}",
+            f"{self.runs} runs, {self.seconds / DAY:.0f} simulated days",
+            f"{self.processor / 3600:.2f} hours of processor time ({each:.0f} ms each)",
+            f"{self.commits} checkpoints committed, {self.restores} restores, {self.readings} readings by others",
+            f"faults that struck: {struck} of {len(self.struck)} kinds; runs with 5 kinds or more: {many}",
             *(f"  {count:7d} {kind}" for kind, count in self.struck.most_common()),
             f"protocol states in which something struck: {len(self.states)}; by fault and phase of the coordinator: "
             f"{len(coordinator)}",

@@ -19,15 +19,16 @@ from paddle_flexckpt.testing.simulation.faults import phase_of
 from paddle_flexckpt.testing.simulation.scenario import DAY, KINDS, MOMENTS, Case, Fault, Scenario, draw
 from tests.simulation.run import FOUND
 
-# The whole of it is `make test-simulation`.
-SECONDS = float(os.environ.get("FLEXCKPT_SIMULATION_SECONDS", "8"))
-TIMEOUT = 300.0
+# So long new seeds are tried; a few of them where nothing is said. The whole of it is `make test-simulation`.
+SECONDS = os.environ.get("FLEXCKPT_SIMULATION_SECONDS")
+TIMEOUT = 600.0
 
 
 def run(*options: str) -> str:
     command = [sys.executable, "-W", "ignore", "-m", "tests.simulation.run", *options]
     environ = {**os.environ, "PYTHONHASHSEED": "0"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS + TIMEOUT, env=environ, check=False)
+    timeout = float(SECONDS or 0) + TIMEOUT
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environ, check=False)
     assert done.returncode == 0, f"{' '.join(options)}:\n{done.stdout}\n{done.stderr[-3000:]}"
     return done.stdout
 
@@ -35,11 +36,10 @@ def run(*options: str) -> str:
 def test_new_seeds() -> None:
     base = random.SystemRandom().randrange(1 << 40)
     print(f"base seed: {base}")
-    first = run("--first", str(base), "--seeds", "1000000", "--seconds", str(SECONDS))
+    limit = ("--seeds", "1000000", "--seconds", SECONDS) if SECONDS else ("--seeds", "10")
+    first = run("--first", str(base), *limit)
     print(first)
-    runs = int(re.match(r"(\d+) runs", first)[1])  # type: ignore[index]
-    assert runs >= 8
-    again = run("--first", str(base), "--seeds", "8")
+    again = run("--first", str(base), "--seeds", "4")
     fingerprints = [re.search(r"first stories: (\w+)", each)[1] for each in (first, again)]  # type: ignore[index]
     assert fingerprints[0] == fingerprints[1]
 

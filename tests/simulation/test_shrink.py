@@ -22,8 +22,13 @@ def test_only_what_matters_is_left() -> None:
         return smaller.scenario.is_async and "power_loss" in kinds and "kill_rank" in kinds
 
     found = shrink(Case(scenario, faults), fails)
-    assert [(fault.kind, fault.count, fault.at) for fault in found.faults] == [("power_loss", 2, 0.0), ("kill_rank", 2, 0.0)]
-    assert found.scenario == replace(Scenario(scenario.seed), world_sizes=(1,), is_async=True, steps=1, step_seconds=1000.0)
+    assert [(fault.kind, fault.count, fault.at) for fault in found.faults] == [
+        ("power_loss", 2, 0.0),
+        ("kill_rank", 2, 0.0),
+    ]
+    assert found.scenario == replace(
+        Scenario(scenario.seed), world_sizes=(1,), is_async=True, steps=1, step_seconds=1000.0
+    )
     assert len(tried) < 200
 
 

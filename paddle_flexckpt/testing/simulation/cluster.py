@@ -1,4 +1,7 @@
-"""A simulated cluster: nodes, storage, jobs with an operator who starts them again, and readers; and one run of it."""
+"""A simulated cluster: nodes, storage, jobs with an operator who starts them again, and readers; and one run of it.
+
+Tested in tests/simulation/test_cluster.py.
+"""
 
 from __future__ import annotations
 
@@ -259,7 +262,9 @@ class Cluster:
             for process in job.processes:
                 if process.main is not None and isinstance(process.main.error, Exception) and not process.alive:
                     error = process.main.error
-                    self.ledger.violate("errors are the library's own", f"{process.name}: {type(error).__name__}: {error}")
+                    self.ledger.violate(
+                        "errors are the library's own", f"{process.name}: {type(error).__name__}: {error}"
+                    )
                     process.main.error = None
 
     def _wait_for_processes(self) -> None:
@@ -309,7 +314,9 @@ class Cluster:
         versions = versions_in(state, 0, 1, 0)
         attempt = ledger.attempts.get(next(iter(versions)))
         if len(versions) != 1 or attempt is None or attempt.step != step:
-            ledger.violate("no mixture of two saves", f"a reader of {path}, step {step}, got {attempt}, {sorted(versions)}")
+            ledger.violate(
+                "no mixture of two saves", f"a reader of {path}, step {step}, got {attempt}, {sorted(versions)}"
+            )
         self.scheduler.note(f"has read {attempt}")
 
     # Ends.

@@ -1,8 +1,12 @@
-"""Faults at work: each strikes at its time, or at the call of a process that it waits for, and ends after its time."""
+"""Faults at work: each strikes at its time, or at the call of a process that it waits for, and ends after its time.
+
+Tested in tests/simulation/test_cluster.py.
+"""
 
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import signal
 from collections.abc import Callable
@@ -47,7 +51,7 @@ class Faults:
         self.last: dict[Process, tuple[str, str]] = {}
         self._is_calm = False
         for fault in schedule:
-            cluster.scheduler.after(fault.at, lambda fault=fault: self._begin(fault))
+            cluster.scheduler.after(fault.at, functools.partial(self._begin, fault))
 
     def _begin(self, fault: Fault) -> None:
         if self._is_calm:
@@ -167,7 +171,11 @@ class Faults:
 
     def _on(self, node: Node) -> list[Process]:
         operator = self._cluster.operator
-        return [each for each in self._cluster.scheduler.processes if each.alive and each.node is node and each is not operator]
+        return [
+            each
+            for each in self._cluster.scheduler.processes
+            if each.alive and each.node is node and each is not operator
+        ]
 
     def _kill_rank(self, fault: Fault) -> None:
         for process in self._processes(fault.target):
@@ -185,7 +193,12 @@ class Faults:
     def _stop(self, processes: list[Process], seconds: float) -> None:
         for process in processes:
             process.stop()
-        self._cluster.scheduler.after(seconds, lambda: [process.resume() for process in processes])
+
+        def go_on() -> None:
+            for process in processes:
+                process.resume()
+
+        self._cluster.scheduler.after(seconds, go_on)
 
     def _stop_rank(self, fault: Fault) -> None:
         self._stop(self._processes(fault.target), fault.seconds)

@@ -3,6 +3,8 @@
 The ledger hears of every change of a file from the simulated storage, and of every outcome from the scripts. Files of a
 checkpoint that has been committed are read there and then, past the simulated processes, so that the looking changes
 nothing. Readers and the end of a run look with the library's own code.
+
+Tested in tests/simulation/test_cluster.py.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,7 +30,10 @@ if TYPE_CHECKING:
 _MANIFEST = "0.manifest"
 _STEP = re.compile(r"/step_(\d{8,})$")
 # An outcome that says that it does not know.
-_UNKNOWN = re.compile(r"it is not known what became of|rank [\d, ]+ is lost|takes no part|is missing|though all of them are alive|closed since")
+_UNKNOWN = re.compile(
+    r"it is not known what became of|rank [\d, ]+ is lost|takes no part|is missing|though all of them are alive|"
+    r"closed since"
+)
 # A segment of shared memory is a huge page at least; one save may be pending.
 _MEMORY_BYTES = 3 * (2 << 20)
 
@@ -142,7 +147,10 @@ class Ledger:
         elif not _UNKNOWN.search(error):
             self._scheduler.note(f"is told that step {attempt.step} is not saved: {error[:300]}")
             if attempt.is_committed:
-                self.violate("what was reported failed is not there", f"{attempt} is committed; rank {script.rank} was told: {error}")
+                self.violate(
+                    "what was reported failed is not there",
+                    f"{attempt} is committed; rank {script.rank} was told: {error}",
+                )
 
     def failed(self, script: Script, error: CheckpointError) -> None:
         """A call has raised on a rank."""
@@ -156,7 +164,9 @@ class Ledger:
         self.restores += 1
         self._scheduler.note(f"has restored step {step}" + (f", skipped {sorted(skipped)}" if skipped else ""))
         if len(versions) > 1 or -1 in versions:
-            self.violate("no mixture of two saves", f"a restore of step {step} gave values of versions {sorted(versions)}")
+            self.violate(
+                "no mixture of two saves", f"a restore of step {step} gave values of versions {sorted(versions)}"
+            )
             return
         if not versions:
             return  # a rank that holds nothing
@@ -167,7 +177,9 @@ class Ledger:
             return
         known = self._restored.setdefault((script.job.name, script.incarnation), (step, version))
         if known != (step, version):
-            self.violate("no mixture of two saves", f"ranks have restored steps and versions {known} and {(step, version)}")
+            self.violate(
+                "no mixture of two saves", f"ranks have restored steps and versions {known} and {(step, version)}"
+            )
         if skipped and not self.is_troubled and not self.disturbed:
             self.violate("a committed checkpoint is whole", f"a restore has skipped steps: {skipped}")
 
@@ -221,7 +233,9 @@ class Ledger:
             self._check_removal(directory, known)
             self._forget(directory)
         else:
-            self.violate("a committed checkpoint is whole", f"{path} of {known.attempt} was {how}, and its manifest is in place")
+            self.violate(
+                "a committed checkpoint is whole", f"{path} of {known.attempt} was {how}, and its manifest is in place"
+            )
             self._forget(directory)
 
     def disturb(self, directory: str) -> None:
@@ -245,7 +259,9 @@ class Ledger:
         records = [each.record for each in self.committed.values() if each.record is not None]
         if self._scenario.jobs == 1 and step not in steps_to_remove(records, policies_of(self._scenario.keep)):
             steps = sorted(record.step for record in records)
-            self.violate("a policy removes what it may", f"step {step} of {steps} was removed; kept by {self._scenario.keep}")
+            self.violate(
+                "a policy removes what it may", f"step {step} of {steps} was removed; kept by {self._scenario.keep}"
+            )
 
     def _committed(self, directory: str) -> None:
         self.commits += 1
@@ -258,11 +274,16 @@ class Ledger:
         self._scheduler.note(f"commits {attempt}")
         for rank, outcome in attempt.outcomes.items():
             if outcome is not None and not _UNKNOWN.search(outcome):
-                self.violate("what was reported failed is not there", f"{attempt} is committed after rank {rank} was told: {outcome}")
+                self.violate(
+                    "what was reported failed is not there",
+                    f"{attempt} is committed after rank {rank} was told: {outcome}",
+                )
         if before is not None:
             other = before.attempt
             if other.is_acknowledged and other.job == attempt.job and other.begun > attempt.begun:
-                self.violate("a commit does not go back", f"{attempt} replaces {other}, which began later and was reported done")
+                self.violate(
+                    "a commit does not go back", f"{attempt} replaces {other}, which began later and was reported done"
+                )
             self._forget(directory)
         attempt.is_committed = True
         self._remember(directory, found)
@@ -329,7 +350,9 @@ class Ledger:
                 self.violate("a committed checkpoint is whole", f"{directory}, after a loss of power: {found}")
                 continue
             if known is not None and known.attempt.is_acknowledged and found.attempt is not known.attempt:
-                self.violate("what was reported done is there", f"{known.attempt} is {found.attempt} after a loss of power")
+                self.violate(
+                    "what was reported done is there", f"{known.attempt} is {found.attempt} after a loss of power"
+                )
             found.attempt.is_committed = True
             self._remember(directory, found)
 
@@ -346,4 +369,6 @@ class Ledger:
                 self.violate("one error text on all survivors", f"{stage}: {shown}")
             for rank, (kind, text) in errors.items():
                 if kind == LostRankError.__name__ and len(culprits) == 1 and f"rank {min(culprits)} " not in text:
-                    self.violate("the true culprit", f"rank {min(culprits)} had gone; {stage} said on rank {rank}: {text}")
+                    self.violate(
+                        "the true culprit", f"rank {min(culprits)} had gone; {stage} said on rank {rank}: {text}"
+                    )

@@ -1,4 +1,7 @@
-"""A person who copies, moves, deletes and restores directories of checkpoints, as no program would."""
+"""A person who copies, moves, deletes and restores directories of checkpoints, as no program would.
+
+Tested in tests/simulation/test_cluster.py.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 A fault strikes at a time, or at a moment of the protocol: at a call of some process that does what a name in
 :data:`MOMENTS` says. Faults at random times rarely meet a commit.
+
+Tested in tests/simulation/test_cluster.py.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ class Scenario:
         keep: Policies of retention: ``latest:2``, ``every:6``, ``best:1``, ``interval:7200``.
         steps: Of the job; as many are trained, however often it is restarted.
         on_error: What the script does when a save fails: ``exit``, or ``continue`` with the next step.
-        grace: Seconds until an operator ends what is left of a job of which a rank has gone, and then until the next start.
+        grace: Seconds until an operator ends what is left of a job of which a rank has gone, and until the next start.
         jobs: Jobs on one root; two have the same script.
         overwrites: Whether steps that are trained again are saved over what is there.
         preemption: Whether the manager catches SIGTERM, and ranks agree about it after each step.
-        delay: Seconds that a call to storage takes.
+        timeout: Seconds that writers wait for each other.
+        lease_seconds: Of a lease, where storage has no locks.
     """
 
     seed: int
@@ -52,7 +55,6 @@ class Scenario:
     reader_seconds: float = 4 * HOUR
     timeout: float = 1800.0
     lease_seconds: float = 30.0
-    delay: float = 0.0005
 
     @property
     def seconds(self) -> float:
@@ -107,7 +109,11 @@ class Case:
     def to_json(self) -> str:
         """Encode the case, for people as well."""
         return json.dumps(
-            {"violated": self.violated, "scenario": asdict(self.scenario), "faults": [asdict(each) for each in self.faults]},
+            {
+                "violated": self.violated,
+                "scenario": asdict(self.scenario),
+                "faults": [asdict(each) for each in self.faults],
+            },
             indent=2,
         )
 
@@ -115,7 +121,9 @@ class Case:
     def from_json(cls, text: str) -> Case:
         """Decode what :meth:`to_json` returned."""
         read = json.loads(text)
-        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in read["scenario"].items()}
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in read["scenario"].items()
+        }
         return cls(Scenario(**fields), tuple(Fault(**each) for each in read["faults"]), read.get("violated", ""))
 
 
@@ -199,7 +207,6 @@ def draw_scenario(choose: random.Random, seed: int) -> Scenario:
         reader_seconds=choose.uniform(HOUR, 6 * HOUR),
         timeout=choose.choice([20.0, 200.0, 1800.0]),
         lease_seconds=choose.choice([5.0, 30.0]),
-        delay=choose.choice([0.0001, 0.001, 0.02]),
     )
 
 

@@ -1,13 +1,22 @@
-"""Shrink a case that fails: fewer faults, fewer ranks, less time, while the same invariant is violated."""
+"""Shrink a case that fails: fewer faults, fewer ranks, less time, while the same invariant is violated.
+
+Tested in tests/simulation/test_shrink.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from paddle_flexckpt.testing.simulation.scenario import Case, Fault, Scenario
 
 Fails = Callable[[Case], bool]
+# Fields of a scenario that are given their defaults, the ones that matter most first.
+_SIMPLIFIED = (
+    *("jobs", "readers", "reader_seconds", "preemption", "is_async", "keep", "save_every", "on_error", "grace"),
+    *("timeout", "lease_seconds", "overwrites"),
+)
 
 
 def shrink(case: Case, fails: Fails, tries: int = 400) -> Case:
@@ -73,7 +82,7 @@ def _scenarios(case: Case) -> Iterator[Case]:
     for fewer in sorted({1, scenario.nodes - 1}):
         if 0 < fewer < scenario.nodes:
             yield _with(case, nodes=fewer)
-    for name in ("jobs", "readers", "preemption", "is_async", "keep", "save_every", "on_error", "grace", "delay"):
+    for name in _SIMPLIFIED:
         if getattr(scenario, name) != getattr(plain, name):
             yield _with(case, **{name: getattr(plain, name)})
     if scenario.storage != "shared":
@@ -87,7 +96,7 @@ def _scenarios(case: Case) -> Iterator[Case]:
         yield replace(_with(case, step_seconds=1000.0), faults=faults)
 
 
-def _with(case: Case, **changes: object) -> Case:
+def _with(case: Case, **changes: Any) -> Case:
     return replace(case, scenario=replace(case.scenario, **changes))
 
 

@@ -1,4 +1,7 @@
-"""The story of a run: a line for what was worth one, with its time and process, for people and for comparison."""
+"""The story of a run: a line for what was worth one, with its time and process, for people and for comparison.
+
+Tested in tests/simulation/test_shrink.py.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ def timeline(lines: Iterable[Line]) -> str:
     for when, who, text in lines:
         shown = clock(when), who
         same = shown == before
-        found.append(f"{'' if same else shown[0]:>12}  {'' if same else who:<16} {text}".rstrip())
+        found.append(f"{'' if same else shown[0]:>13}  {'' if same else who:<16} {text}".rstrip())
         before = shown
     return "\n".join(found)
 

@@ -2,6 +2,8 @@
 
 The values of all tensors follow from a version: job, start of the job, step, and how often that step was tried. So two
 saves have no value in common, and each value says which save it is of.
+
+Tested in tests/simulation/test_cluster.py.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,7 +35,12 @@ _COMPLETE = re.compile(r"the checkpoint of step \d+ is complete, but|the checkpo
 _INDEX_BITS, _KEY_BITS = 10, 4
 # What a script says of a save of which it was not told how it ended.
 UNKNOWN = "it is not known what became of it"
-_POLICIES = {"latest": KeepLatest, "every": KeepEvery, "best": KeepBest, "interval": KeepInterval}
+_POLICIES: dict[str, Callable[[int], KeepPolicy]] = {
+    "latest": KeepLatest,
+    "every": KeepEvery,
+    "best": KeepBest,
+    "interval": KeepInterval,
+}
 
 
 def values(version: int, key: str) -> np.ndarray:

@@ -1,4 +1,7 @@
-"""A simulated world for one scenario: its scheduler, nodes, network and storage, and the library's modules in it."""
+"""A simulated world for one scenario: its scheduler, nodes, network and storage, and the library's modules in it.
+
+Tested in tests/simulation/test_cluster.py.
+"""
 
 from __future__ import annotations
 
@@ -219,7 +222,9 @@ class World:
 
     def _below(self, directory: str) -> list[str]:
         prefix = directory.strip("/") + "/"
-        return [key[len(prefix) :] for key in sorted(self.store.objects if self.store else ()) if key.startswith(prefix)]
+        return [
+            key[len(prefix) :] for key in sorted(self.store.objects if self.store else ()) if key.startswith(prefix)
+        ]
 
     def _find(self, path: str) -> Inode | None:
         found: Inode | None = self.disks[0].root
