@@ -50,6 +50,18 @@ class Pieces(Columns):
         """Return int64 ``[p]``, elements of each piece."""
         return product_axes(self.extents)
 
+    @property
+    def target_runs(self) -> np.ndarray:
+        """Return int64 ``[p]``, of how many runs each piece consists on its target side; 0 of one without elements."""
+        # Axes of one element come first, and make no run longer.
+        strides = np.where(self.extents == 1, 0, self.target_strides)
+        order = np.argsort(strides, axis=1)
+        strides, extents = (np.take_along_axis(each, order, axis=1) for each in (strides, self.extents))
+        run = np.ones(len(self), dtype=np.int64)
+        for stride, extent in zip(strides.T, extents.T):
+            run = np.where(stride == run, run * extent, run)
+        return self.size // np.maximum(run, 1)
+
     def copy(self, piece: int) -> StridedCopy:
         """Return one piece as a :class:`StridedCopy`, on as few axes as possible."""
         return StridedCopy(
