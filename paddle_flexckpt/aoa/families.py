@@ -49,6 +49,8 @@ _PARAMETERS: Mapping[str, dict[str, Any]] = {
     },
     "dtype": {"description": "What dequantised weights are rounded to.", "type": "text", "default": "bfloat16"},
 }
+# Names in the files of a family that transformers writes otherwise, and how.
+_ALSO_CALLED = {"ernie4_5_vl_moe": ("vision_model.", "model.vision_model.")}
 # Families whose files may have the experts of a layer in MXFP4: blocks [experts, outputs, groups, 16] and scales.
 _IN_MXFP4 = frozenset({"gpt_oss"})
 _VARIANTS = {
@@ -77,6 +79,7 @@ def family_rules(name: str) -> dict[str, Any]:
     prefix = f"{embedding.partition('.')[0]}."
     packed = [key for key, (_, shape) in found.items() if name in _IN_MXFP4 and len(shape) == 3]
     blocks = _blocks(found, embedding, prefix, packed)
+    blocks["aliases"] = _aliases(name, found)
     blocks = {block: spec for block, spec in blocks.items() if spec["aoa_statements"]}
     # What is read again keeps its name only after it has been read for another.
     variants = {"plain": ["tied_head", "body", "packed", "split", "experts", "head"]}
@@ -84,6 +87,8 @@ def family_rules(name: str) -> dict[str, Any]:
         variants["fused"] = ["tied_head", "body", "packed", "fused", "fused_experts", "head"]
     if "stacked_experts" in blocks:
         variants["stacked"] = ["tied_head", "body", "fused", "stacked_experts", "head"]
+    for used in variants.values():
+        used.insert(0, "aliases")
     if packed:
         variants["mxfp4"] = ["tied_head", "body", "mxfp4", "split", "head"]
     text = json.dumps(blocks)
@@ -149,6 +154,14 @@ def _blocks(found: Mapping[str, Any], embedding: str, prefix: str, packed: Seque
         tied = [f"{embedding} -> {_HEAD}"]
         blocks["tied_head"] = {"when": {"tied": True}, "aoa_statements": tied, "to_hf": [f"{_HEAD} -> _, optional"]}
     return blocks
+
+
+def _aliases(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the block of statements that give tensors of some files their other name; the way back is by that one."""
+    alias, written = _ALSO_CALLED.get(name, ("", ""))
+    keys = [key for key in found if alias and key.startswith(written)]
+    texts = [f"{alias}{key[len(written) :]} -> {key}, optional" for key in keys]
+    return {"aoa_statements": texts, "to_hf": []}
 
 
 _NONE = ("", ())

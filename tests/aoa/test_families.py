@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -135,6 +136,17 @@ def test_a_tied_embedding_is_kept_beside_the_head_where_no_destination_says_so(f
     assert {"lm_head.weight", *stored.keys} == {*made}
 
 
+def test_names_of_published_files_are_known_too():
+    """ERNIE-4.5-VL's have no model. before the vision model; what transformers saves has."""
+    hf = hugging_face("ernie4_5_vl_moe")
+    wanted = plain("ernie4_5_vl_moe", hf)
+    assert any(name.startswith("model.vision_model.") for name in hf)
+    published = {re.sub(r"^model\.vision_model\.", "vision_model.", name): value for name, value in hf.items()}
+    target = blank(wanted)
+    move(published, target, model_rules("ernie4_5_vl_moe"), strict=True)
+    check_equal(target, wanted)
+
+
 @pytest.mark.parametrize("family", ["opt", "glm4_moe", "gpt_oss"])
 def test_a_checkpoint_that_lacks_a_weight_is_an_error(family):
     """Statements are optional, since configurations differ; what nothing feeds is an error of the load."""
@@ -191,10 +203,55 @@ def test_there_are_forty_families():
     assert len(set(rule_names())) == len(rule_names())
 
 
-def test_the_file_is_what_the_library_of_the_models_says(tmp_path):
+def torch_python() -> str:
     python = os.environ.get("FLEXCKPT_TORCH_PYTHON")
     if not python:
         pytest.skip("FLEXCKPT_TORCH_PYTHON names no interpreter with transformers")
-    made = tmp_path / "families.json"
-    subprocess.run([python, str(ROOT / "tests" / "aoa" / "family_names.py"), str(made)], check=True, timeout=600)
-    assert json.loads(made.read_text()) == small_models()
+    return python
+
+
+def written_by_the_library(made: Path, *arguments: str) -> dict[str, Any]:
+    script = str(ROOT / "tests" / "aoa" / "family_names.py")
+    subprocess.run([torch_python(), script, str(made), *arguments], check=True, timeout=600)
+    return json.loads(made.read_text())
+
+
+def test_the_file_is_what_the_library_of_the_models_says(tmp_path):
+    assert written_by_the_library(tmp_path / "families.json") == small_models()
+
+
+def test_rules_that_are_written_by_hand_take_the_library_s_models_there_and_back(tmp_path, monkeypatch):
+    models = written_by_the_library(tmp_path / "written.json", "written")
+    assert len(models) == 9
+    # The class calls its head otherwise than the file, from which its layer is not to be seen.
+    models["gpt_neox"]["tensors"]["embed_out.weight"][0] = "linear"
+    monkeypatch.setattr(f"{__name__}.small_models", lambda: models)
+    for kind in models:
+        family, hf = {"ernie4_5_moe": "ernie4_5"}.get(kind, kind), hugging_face(kind)
+        wanted = plain(kind, hf)
+        target, again = blank(wanted), blank(hf)
+        move(hf, target, model_rules(family), strict=True)
+        check_equal(target, wanted)
+        move(wanted, again, model_rules(family, "plain", "to_hf"), strict=True)
+        check_equal(again, hf)
+
+
+def test_mxfp4_is_dequantized_as_the_library_does_it(tmp_path):
+    stored, made = in_mxfp4(hugging_face("gpt_oss"))
+    np.savez(tmp_path / "stored.npz", **{key: value for key, value in stored.items() if value.dtype == np.uint8})
+    script = """
+import sys, numpy, torch
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+stored, made = numpy.load(sys.argv[1]), {}
+for key in stored:
+    if key.endswith("_blocks"):
+        blocks, scales = (torch.from_numpy(stored[key[:-6] + part]) for part in ("blocks", "scales"))
+        made[key[:-7]] = convert_moe_packed_tensors(blocks, scales).view(torch.uint16).numpy()
+numpy.savez(sys.argv[2], **made)
+"""
+    files = [str(tmp_path / "stored.npz"), str(tmp_path / "made.npz")]
+    subprocess.run([torch_python(), "-c", script, *files], check=True, timeout=600)
+    theirs = np.load(files[1])
+    assert len(theirs.files) == 4
+    for key in theirs:
+        assert theirs[key].tobytes() == made[key].tobytes(), key

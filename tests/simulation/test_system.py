@@ -9,6 +9,7 @@ import fcntl
 import inspect
 import mmap
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -238,6 +239,61 @@ def test_nodes_share_what_is_mounted_on_them_and_nothing_else():
     assert "MemAvailable:   4096 kB" in world.run(lambda: world.open("/proc/meminfo").read())
 
 
+def test_an_open_file_that_another_node_removes():
+    world = World(nodes=2)
+    world.shared.keeps_open = False
+    os_ = world.os
+
+    def use() -> None:
+        opened = [os_.open(f"/shared/{name}", os.O_RDWR | os.O_CREAT) for name in "ab"]
+        own = os_.open("/shared/own", os.O_RDWR | os.O_CREAT)
+        os_.unlink("/shared/own")
+        os_.write(own, b"own")
+        world.scheduler.sleep(10)
+        for descriptor in opened:
+            for call in (os_.fstat, os_.fsync, lambda fd: os_.pread(fd, 1, 0), lambda fd: os_.write(fd, b"1")):
+                with pytest.raises(OSError, match="Stale"):
+                    call(descriptor)
+            os_.close(descriptor)
+        assert os_.pread(own, 9, 0) == b"own"
+
+    def remove() -> None:
+        world.scheduler.sleep(5)
+        os_.unlink("/shared/a")
+        with world.open("/shared/c", "w"):
+            os_.rename("/shared/c", "/shared/b")
+
+    world.start(remove, 1)
+    world.run(use)
+
+
+def test_numbers_of_inodes_come_again_but_no_two_have_the_same():
+    world = World()
+    files, random = world.disks[0], Random(4)
+    files.reuses_numbers = True
+
+    def work() -> int:
+        for name in "abcd":
+            world.os.mkdir(f"/{name}")
+        descriptor = world.os.open("/", os.O_RDONLY)
+        world.os.fsync(descriptor)
+        first = world.os.stat("/a").st_ino
+        world.os.rmdir("/a")
+        world.os.mkdir("/e")
+        return first - world.os.stat("/e").st_ino
+
+    assert world.run(work) == 0
+    found = set()
+    for _ in range(20):
+        files.lose_power(random)
+        names = [each for each in tree_of(files) if len(each) == 1]
+        found.add("".join(names))
+        assert len({files.root.entries[name].number for name in names}) == len(names)
+        if not {"a", "e"} & set(names):
+            break
+    assert found <= {"abcde", "abcd", "bcde", "bcd"}
+
+
 def test_what_strikes_at_a_call():
     strikes: dict[str, BaseException | float] = {}
 
@@ -299,6 +355,26 @@ def test_a_process_that_is_killed_may_have_written_a_part():
         if "f" in tree:
             sizes.add(len(tree["f"]))
     assert {0, 100_000} < sizes and len(sizes) > 2, "nothing, all, or any part"
+
+
+def test_a_disk_that_gets_full_takes_what_it_has_room_for():
+    counts = set()
+    for seed in range(20):
+        world = World(seed=seed)
+        world.disks[0].capacity = 50_000
+
+        def work(world=world) -> None:
+            descriptor = world.os.open("/f", os.O_WRONLY | os.O_CREAT)
+            first = world.os.write(descriptor, b"x" * 100_000)
+            counts.add(first)
+            while first < 50_000:
+                first += world.os.write(descriptor, b"x" * 100_000)
+            with pytest.raises(OSError, match="No space left"):
+                world.os.write(descriptor, b"x")
+
+        world.run(work)
+        assert world.disks[0].used == 50_000
+    assert counts == {50_000}
 
 
 def test_a_dead_process_makes_no_call():
@@ -407,3 +483,26 @@ def test_the_simulation_has_every_name_that_the_library_uses():
         if (found := unknown_names(ast.parse(inspect.getsource(module)), provided))
     }
     assert missing == {}
+
+
+# Rooms whose modules use files and do not run in the simulation.
+NOT_SIMULATED = {
+    "aoa": "reads the user's file of statements, if the call names one",
+    "cli": "commands, by which a person looks at checkpoints; they call functions of the rooms that are simulated",
+    "pages": "writes pictures of reports, for people",
+    "patching": "changes installed packages",
+    "testing": "the worlds of tests themselves",
+    "trainer": "other programs' trainers, which bring Paddle and processes of their own",
+}
+
+
+def test_what_uses_files_is_simulated_or_has_a_reason():
+    package = Path(inspect.getfile(library_modules()[0])).parent
+    simulated = {Path(inspect.getfile(module)) for module in library_modules()}
+    uses = re.compile(r"^import (os|fcntl|mmap|shutil|io)$|^from (os|pathlib|tempfile|shutil)\b|\bopen\(", re.MULTILINE)
+    rooms = {
+        path.relative_to(package).parts[0].removesuffix(".py")
+        for path in package.rglob("*.py")
+        if path not in simulated and uses.search(path.read_text(encoding="utf-8"))
+    }
+    assert rooms - NOT_SIMULATED.keys() == set()

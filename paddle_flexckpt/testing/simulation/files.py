@@ -43,6 +43,8 @@ class FileSystem:
         read_only: Whether changes are refused.
         gone: The error of every call while the file system is out of reach; None while it is there.
         locks: What ``flock`` is: "flock", "nfs" (exclusive ones need a descriptor that can write) or "none".
+        reuses_numbers: Whether a new inode may have the number of one that is gone, as on ext4.
+        keeps_open: Whether a file that another node has removed can be used by who has it open; over NFS it cannot.
         clock: Returns the time for ``st_mtime_ns``.
         watchers: Told of every change.
     """
@@ -61,6 +63,8 @@ class FileSystem:
         self.name, self.device, self.is_shared, self.capacity, self.locks = name, device, is_shared, capacity, locks
         self.used, self.full_errno, self.read_only = 0, errno.ENOSPC, False
         self.gone: int | None = None
+        self.reuses_numbers, self.keeps_open = False, True
+        self._spare_numbers: list[int] = []
         self.clock: Callable[[], int] = lambda: 0
         self.watchers: list[Watcher] = []
         self._seed, self._is_tracked, self._last = seed, is_tracked, 1
@@ -108,7 +112,14 @@ class FileSystem:
         if changes and self.read_only:
             raise failure(errno.EROFS)
 
+    def check_open(self, inode: Inode, node: Any) -> None:
+        """OSError if an open file is gone for a node."""
+        if not self.keeps_open and inode.remover not in (None, node):
+            raise failure(errno.ESTALE)
+
     def _next_number(self) -> int:
+        if self.reuses_numbers and self._spare_numbers:
+            return self._spare_numbers.pop()
         self._last += 1
         return self._last
 
@@ -159,8 +170,10 @@ class FileSystem:
 
     def _free(self, inode: Inode) -> None:
         """Give space back, if nobody can reach the inode any more."""
-        if isinstance(inode, File) and not inode.names and not inode.opened:
-            self.used -= inode.content.used
+        if not inode.names and not inode.opened:
+            self._spare_numbers.append(inode.number)
+            if isinstance(inode, File):
+                self.used -= inode.content.used
 
     def create(self, directory: Inode, name: str, mode: int = 0o644) -> File:
         """Make an empty file."""
@@ -210,12 +223,13 @@ class FileSystem:
         self.check(changes=True)
         return directory, found
 
-    def unlink(self, directory: Inode, name: str) -> None:
-        """Take a file's name."""
+    def unlink(self, directory: Inode, name: str, node: Any = None) -> None:
+        """Take a file's name; of which node, is known where that matters."""
         place, found = self._there(directory, name)
         if isinstance(found, Directory):
             raise failure(errno.EISDIR)
         self._change(place, {name: None})
+        found.remover = None if found.names else node
         self._tell("unlink", place, name, found)
 
     def remove_directory(self, directory: Inode, name: str) -> None:
@@ -228,8 +242,8 @@ class FileSystem:
         self._change(place, {name: None})
         self._tell("rmdir", place, name, found)
 
-    def rename(self, directory: Inode, name: str, other: Inode, new: str) -> None:
-        """Give an inode another name, whatever has that now."""
+    def rename(self, directory: Inode, name: str, other: Inode, new: str, node: Any = None) -> None:
+        """Give an inode another name, whatever has that now; of which node, is known where that matters."""
         place, inode = self._there(directory, name)
         there = self.lookup(other, new)
         assert isinstance(other, Directory)
@@ -258,6 +272,8 @@ class FileSystem:
                 # Durable at once, so that no loss of power leaves a directory in two places, or in none.
                 place.changes.clear()
                 other.changes.clear()
+        if there is not None and not there.names:
+            there.remover = node
         self._tell("leave", place, name, inode)
         self._tell("rename", other, new, inode)
 
@@ -395,18 +411,23 @@ class FileSystem:
                 inode.content.lose(random)
         self.root.names[self.root, ""] = None
         # What no path leads to from the root is lost.
-        self.used, waiting, seen = 0, [self.root], {self.root.number}
+        seen: set[Inode] = {self.root}
+        self.used, waiting, numbers = 0, [self.root], {self.root.number}
         while waiting:
             directory = waiting.pop()
             for name, inode in directory.entries.items():
                 inode.names[directory, name] = None
-                if inode.number in seen:
+                if inode in seen:
                     continue
-                seen.add(inode.number)
+                seen.add(inode)
+                if inode.number in numbers:
+                    inode.number = self._last = self._last + 1  # it is back, and a later one has its number
+                numbers.add(inode.number)
                 if isinstance(inode, Directory):
                     waiting.append(inode)
                 elif isinstance(inode, File):
                     self.used += inode.content.used
+        self._spare_numbers.clear()
         self._tell_path("lose", "/", self.root)
 
     def lose_client(self, writer: Any, random: Random) -> None:

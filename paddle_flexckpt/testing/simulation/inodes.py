@@ -23,16 +23,18 @@ class Inode:
         mode: Kind and permissions, as ``st_mode``.
         mtime_ns: When it was last changed.
         opened: How many open descriptions there are.
+        remover: The node that has taken its last name, where that is known.
         locks: Owners of ``flock`` locks, and whether exclusive.
         waiters: Called when a lock is given back.
     """
 
-    __slots__ = ("locks", "mode", "mtime_ns", "names", "number", "opened", "waiters")
+    __slots__ = ("locks", "mode", "mtime_ns", "names", "number", "opened", "remover", "waiters")
 
     def __init__(self, number: int, mode: int, mtime_ns: int) -> None:
         self.number, self.mode, self.mtime_ns = number, mode, mtime_ns
         self.names: dict[tuple[Directory, str], None] = {}
         self.opened = 0
+        self.remover: Any = None
         self.locks: dict[Any, bool] = {}
         self.waiters: list[Callable[[], object]] = []
 

@@ -89,7 +89,7 @@ class NameCalls(FileCalls):
 
     def fstat(self, descriptor: int) -> os.stat_result:
         opened = self.opened(descriptor)
-        return self.call("fstat", opened.path, lambda: opened.file_system.stat(opened.inode))
+        return self.call("fstat", opened.path, lambda: opened.file_system.stat(opened.live()))
 
     def entries(self, kind: str, path: Any) -> list[Entry]:
         """What a directory has, for ``listdir`` and ``scandir``."""
@@ -131,7 +131,7 @@ class NameCalls(FileCalls):
         def take() -> None:
             place = self.walk(text, dir_fd, follow=None)
             self._named(place, errno.EISDIR)
-            place.file_system.unlink(place.directory, place.name)
+            place.file_system.unlink(place.directory, place.name, self.process.node)
 
         self.call("unlink", text, take, text)
 
@@ -152,7 +152,8 @@ class NameCalls(FileCalls):
             source.found()
             if target.with_slash and not isinstance(source.inode, Directory):
                 raise failure(errno.ENOTDIR)
-            source.file_system.rename(source.directory, source.name, target.directory, target.name)
+            node = self.process.node
+            source.file_system.rename(source.directory, source.name, target.directory, target.name, node)
 
         self._on_two("rename", path, new, move, src_dir_fd, dst_dir_fd)
 

@@ -45,13 +45,19 @@ class OpenFile(Description):
         self.file_system.unlock(self.inode, self)
         self.file_system.close(self.inode)
 
+    def live(self) -> Inode:
+        """What is open, unless it is gone for the node."""
+        self.file_system.check_open(self.inode, self.node)
+        return self.inode
+
     def file(self, to_read: bool = False, to_write: bool = False) -> File:
         """The file, if it was opened for that."""
         if (to_read and not self.reads) or (to_write and not self.writes):
             raise failure(errno.EBADF)
-        if not isinstance(self.inode, File):
+        inode = self.live()
+        if not isinstance(inode, File):
             raise failure(errno.EISDIR)
-        return self.inode
+        return inode
 
     def write(self, data: bytes) -> None:
         """Write behind what was written before: as another process does that has it for its stderr."""
