@@ -95,6 +95,8 @@ EXTRAS_REQUIRE = {
         # A local S3 server. moto[server] would bring what moto needs for all of AWS, half of it for templates.
         "flask>=2.2",
         "flask-cors>=5",
+        # Threads of the simulated cluster.
+        "greenlet>=3.1",
         "hypothesis>=6.100",
         "import-linter>=2.5",
         "jsonschema>=4.20",

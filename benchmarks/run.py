@@ -27,6 +27,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "aoa_compile": (),
     "plan_scale": (),
     "spread_scale": (),
+    "rehearsals": (),
     "scaling": (),
     "describe": (),
     "kept_plans": (),

@@ -13,6 +13,8 @@ from typing import overload
 
 import numpy as np
 
+from paddle_flexckpt.algebra.rows import all_axes
+
 
 @dataclass(frozen=True)
 class Box:
@@ -110,7 +112,7 @@ def intersect_boxes(
     """
     offset = np.maximum(offset_a, offset_b)
     shape = np.minimum(offset_a + shape_a, offset_b + shape_b) - offset
-    return offset, shape, (shape > 0).all(axis=-1)
+    return offset, shape, all_axes(shape > 0)
 
 
 def get_overlap_region(

@@ -48,7 +48,12 @@ class Columns:
 
     def take(self: Table, rows: np.ndarray | slice) -> Table:
         """Return the table of some rows (indices, a mask or a slice); what belongs to the whole table stays."""
-        return replace(self, **{name: getattr(self, name)[rows] for name in self.COLUMNS})
+        if isinstance(rows, slice):
+            return replace(self, **{name: getattr(self, name)[rows] for name in self.COLUMNS})
+        rows = np.asarray(rows)
+        # As `column[rows]`, which takes many times as long for columns of several axes.
+        rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64, copy=False)
+        return replace(self, **{name: getattr(self, name).take(rows, axis=0) for name in self.COLUMNS})
 
     def widened(self: Table, width: int) -> Table:
         """Return the same table with more padded axes."""

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paddle_flexckpt.algebra.boxes import Box
+from paddle_flexckpt.algebra.rows import lexsort_packed
 
 
 def ravel_index(indices: Sequence[int], shape: Sequence[int]) -> int:
@@ -35,8 +36,8 @@ def unravel_index(idx: int, shape: Sequence[int]) -> tuple[int, ...]:
 def row_major_strides(shape: np.ndarray) -> np.ndarray:
     """Return row-major strides, in elements, of each row of an int64 ``[n, ndim]`` column of shapes."""
     strides = np.ones_like(shape)
-    if shape.shape[-1] > 1:
-        strides[..., :-1] = np.cumprod(shape[..., :0:-1], axis=-1)[..., ::-1]
+    for axis in range(shape.shape[-1] - 1, 0, -1):
+        np.multiply(strides[..., axis], shape[..., axis], out=strides[..., axis - 1])
     return strides
 
 
@@ -115,9 +116,9 @@ def flat_ranges_to_boxes(
         empty = np.zeros((0, ndim), dtype=np.int64)
         return np.zeros(0, dtype=np.int64), empty, empty, np.zeros(0, dtype=np.int64)
     row, first, last, axis_of = (np.concatenate(column) for column in zip(*pieces))
-    order = np.lexsort((first, row))
+    order = lexsort_packed([row, first], len(row))
     row, first, last, axis_of = row[order], first[order], last[order], axis_of[order]
-    row_shape, row_strides = shape[row], strides[row]
+    row_shape, row_strides = shape.take(row, axis=0), strides.take(row, axis=0)
     axes = np.arange(ndim)[None, :]
     offset = first[:, None] // row_strides % row_shape
     count = (last - first) // np.take_along_axis(row_strides, axis_of[:, None], axis=1)[:, 0]

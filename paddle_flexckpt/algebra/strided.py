@@ -59,6 +59,26 @@ class StridedCopy:
                 target.append(t)
         return StridedCopy(tuple(extents), self.source_base, tuple(source), self.target_base, tuple(target))
 
+    def in_target_order(self) -> StridedCopy:
+        """Return a copy of the same elements that visits them in the order in which they stand in the target."""
+        axes = sorted(range(len(self.extents)), key=lambda axis: -self.target_strides[axis])
+        if axes == [*range(len(axes))]:
+            return self
+        extents, source, target = (
+            tuple([each[axis] for axis in axes]) for each in (self.extents, self.source_strides, self.target_strides)
+        )
+        return StridedCopy(extents, self.source_base, source, self.target_base, target).simplified()
+
+    def target_runs(self) -> tuple[int, list[int]]:
+        """Return the length of the target's runs, all alike, and the position of each in the copy's order."""
+        outer = len(self.extents) - _contiguous_tail(self.extents, self.target_strides)
+        if not outer:
+            return self.size, [self.target_base]
+        start = np.full(1, self.target_base, dtype=np.int64)
+        for extent, stride in zip(self.extents[:outer], self.target_strides[:outer]):
+            start = (start[:, None] + np.arange(extent) * stride).reshape(-1)
+        return math.prod(self.extents[outer:]), start.tolist()
+
     def along_axes(self, side: int, shape: tuple[int, ...]) -> StridedCopy:
         """Return the same copy, in the same order, with axes that each run along one axis of an array.
 

@@ -37,10 +37,15 @@ def converted(array: np.ndarray, dtype: str) -> np.ndarray:
         CheckpointError: The numbers have no meaning in that dtype: NaN, infinity or too large for an integer (what C
             and numpy make of them depends on the machine and on the place in the array), or complex to real.
     """
-    target = dtype_of(dtype).numpy
-    source = array.dtype
-    if source == target:
+    if array.dtype == dtype_of(dtype).numpy:
         return array
+    # "Invalid" is what the processor says of signalling NaN, which are NaN all the same.
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        return _converted(array, dtype)
+
+
+def _converted(array: np.ndarray, dtype: str) -> np.ndarray:
+    source, target = array.dtype, dtype_of(dtype).numpy
     if source.kind == "c" and target.kind not in "cb":
         raise CheckpointError(f"a cast of {source.name} to {dtype} would drop the imaginary parts")
     is_float = source.name in FLOATS
@@ -52,14 +57,12 @@ def converted(array: np.ndarray, dtype: str) -> np.ndarray:
             array = array.astype(np.float64)
         if array.dtype == np.float64:
             array = _rounded_to_odd(array)
-    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
-        return array.astype(target)
+    return array.astype(target)
 
 
 def _rounded_to_odd(array: np.ndarray) -> np.ndarray:
     """float64 to float32 such that a further rounding to a narrower float gives what one rounding would give."""
-    with np.errstate(over="ignore", under="ignore"):
-        near = array.astype(np.float32)
+    near = array.astype(np.float32)
     wide = near.astype(np.float64)
     bits = np.atleast_1d(near).view(np.int32)
     # An inexact number with an even last bit moves to its odd neighbour on the other side of the exact value.

@@ -242,7 +242,7 @@ class _Compilation:
     def _derive(self) -> tuple[str, ...]:
         """Return the outputs where there is no destination."""
         program, outputs = self._program, []
-        names = [name for name in program.values if name not in program.read]
+        names = [name for name in program.values if name not in program.read or self._is_source_s_own(name)]
         names += [n for n in program.source.states if n not in program.values and n not in program.read]
         for name in names:
             if name in program.removed:
@@ -264,6 +264,14 @@ class _Compilation:
                     self._origins[key] = program.origins[key]
                     outputs.append(key)
         return tuple(sorted(outputs))
+
+    def _is_source_s_own(self, name: str) -> bool:
+        """Return whether a name is the source key of that name as it is, because a statement assigns it so.
+
+        Nobody writes ``a -> a`` but to keep a, whatever else is made of it.
+        """
+        value, source = self._program.values[name], self._program.source
+        return name in source.states and value == Value(self._program.source_structure(source.base_info(name)), (name,))
 
     def _derive_states(self, name: str, value: Value) -> list[str]:
         program, outputs = self._program, []

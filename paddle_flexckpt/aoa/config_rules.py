@@ -77,9 +77,12 @@ def rules_of_config(
         The statements.
 
     Raises:
-        AoaError: There are no rules, or the configuration lacks what they need.
+        AoaError: There are no rules, the configuration lacks what they need, or it says that weights are quantized and
+            the rules do not dequantize them.
     """
     chosen = family_of(config) if family is None else family
+    if direction == "from_hf":
+        _check_quantized(config, chosen, variant)
     parameters = {}
     for name in describe_model_rules(chosen)["parameters"]:
         entry = next((entry for entry in _ENTRIES.get(name, ()) if config.get(entry) is not None), None)
@@ -88,3 +91,29 @@ def rules_of_config(
         elif name == "tied":
             parameters[name] = not any(key.endswith(_HEADS) for key in keys)
     return model_rules(chosen, variant, direction, **{**parameters, **given})
+
+
+def _check_quantized(config: Mapping[str, Any], family: str, variant: str) -> None:
+    """Raise AoaError where rules would take quantized weights for plain numbers.
+
+    Variants that dequantize are called as configurations call the method.
+    """
+    said = config.get("quantization_config")
+    if not said:
+        return
+    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    if variant == method:
+        return
+    variants = describe_model_rules(family)["variants"]
+    remedy = (
+        f"take the variant {method!r}"
+        if method in variants
+        else "write them out dequantized first, by the library that quantized them; or give AOA statements with dequant"
+    )
+    by = "by a method that it does not name" if method is None else f"by {method!r}"
+    raise AoaError(
+        [
+            f"the configuration says that weights are quantized, {by}, and the rules for {family}, {variant!r}, take "
+            f"them for plain numbers. Remedy: {remedy}"
+        ]
+    )

@@ -47,12 +47,19 @@ _PARAMETERS: Mapping[str, dict[str, Any]] = {
         "texts": {"linear": "^T", "embedding": ""},
         "default": "linear",
     },
+    "dtype": {"description": "What dequantised weights are rounded to.", "type": "text", "default": "bfloat16"},
 }
+# Names in the files of a family that transformers writes otherwise, and how.
+_ALSO_CALLED = {"ernie4_5_vl_moe": ("vision_model.", "model.vision_model.")}
+# Families whose files may have the experts of a layer in MXFP4: blocks [experts, outputs, groups, 16] and scales.
+_IN_MXFP4 = frozenset({"gpt_oss"})
 _VARIANTS = {
     "plain": "As in the HF checkpoint, linear weights transposed.",
     "fused": "q, k and v fused group by group (fused_qkv), gate and up fused (fused_ffn).",
     "stacked": "As fused, with the experts of a layer stacked: grouped_gemm_experts.weight1 [experts, hidden, "
     "2 * intermediate] (gate, then up) and weight2 [experts, intermediate, hidden].",
+    "mxfp4": "As plain, from experts in MXFP4 (_blocks and _scales); the way back gives weights in the Paddle model's "
+    "dtype, without scales.",
 }
 
 
@@ -70,13 +77,20 @@ def family_rules(name: str) -> dict[str, Any]:
     found = {_with_macros(key): (kind, shape) for key, (kind, shape, _) in model["tensors"].items()}
     embedding = next(key for key, (kind, shape) in found.items() if kind == "copy" and shape[0] == _VOCABULARY)
     prefix = f"{embedding.partition('.')[0]}."
-    blocks = {block: spec for block, spec in _blocks(found, embedding, prefix).items() if spec["aoa_statements"]}
+    packed = [key for key, (_, shape) in found.items() if name in _IN_MXFP4 and len(shape) == 3]
+    blocks = _blocks(found, embedding, prefix, packed)
+    blocks["aliases"] = _aliases(name, found)
+    blocks = {block: spec for block, spec in blocks.items() if spec["aoa_statements"]}
     # What is read again keeps its name only after it has been read for another.
-    variants = {"plain": ["tied_head", "body", "split", "experts", "head"]}
+    variants = {"plain": ["tied_head", "body", "packed", "split", "experts", "head"]}
     if "fused" in blocks or "fused_experts" in blocks:
-        variants["fused"] = ["tied_head", "body", "fused", "fused_experts", "head"]
+        variants["fused"] = ["tied_head", "body", "packed", "fused", "fused_experts", "head"]
     if "stacked_experts" in blocks:
         variants["stacked"] = ["tied_head", "body", "fused", "stacked_experts", "head"]
+    for used in variants.values():
+        used.insert(0, "aliases")
+    if packed:
+        variants["mxfp4"] = ["tied_head", "body", "mxfp4", "split", "head"]
     text = json.dumps(blocks)
     return {
         "name": name,
@@ -94,7 +108,7 @@ def family_rules(name: str) -> dict[str, Any]:
     }
 
 
-def _blocks(found: Mapping[str, Any], embedding: str, prefix: str) -> dict[str, dict[str, Any]]:
+def _blocks(found: Mapping[str, Any], embedding: str, prefix: str, packed: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the blocks of statements; those that a family has no use for are empty."""
 
     def paddle(key: str) -> str:
@@ -105,7 +119,9 @@ def _blocks(found: Mapping[str, Any], embedding: str, prefix: str) -> dict[str, 
     experts = [path[: -len(".$EXPERT_ID")] for path in gated if path.endswith(".experts.$EXPERT_ID")]
     joined = {f"{path}.{part}_proj" for path in attention for part in "qkv"}
     joined |= {f"{path}.{part}_proj" for path in gated for part in ("gate", "up")}
-    texts: dict[str, list[str]] = {block: [] for block in ("body", "split", "fused", "experts", "fused_experts")}
+    texts: dict[str, list[str]] = {
+        block: [] for block in ("body", "packed", "split", "fused", "experts", "fused_experts")
+    }
     for key, (kind, _) in found.items():
         path, _, leaf = key.rpartition(".")
         if path != "lm_head" and (leaf != "bias" or found.get(f"{path}.weight", _NONE)[0] != "linear"):
@@ -113,7 +129,8 @@ def _blocks(found: Mapping[str, Any], embedding: str, prefix: str) -> dict[str, 
             if kind == "linear":
                 made.append(f"{path}.bias -> {paddle(path)}.bias, optional")
             of_expert = any(key.startswith(f"{parent}.$EXPERT_ID.") for parent in experts)
-            texts["experts" if of_expert else "split" if path in joined else "body"] += made
+            rest = "packed" if key in packed else "split" if path in joined else "body"
+            texts["experts" if of_expert else rest] += made
             if of_expert and path not in joined:
                 texts["fused_experts"] += made
     for path in attention:
@@ -125,6 +142,11 @@ def _blocks(found: Mapping[str, Any], embedding: str, prefix: str) -> dict[str, 
     blocks: dict[str, dict[str, Any]] = {
         block: {"aoa_statements": made, "to_hf": "invert"} for block, made in texts.items()
     }
+    quantized = [
+        f'{key}_blocks, {key}_scales -> {paddle(key)}, dequant="mxfp4", permute="[0, 2, 1]", dtype="{{dtype}}"'
+        for key in packed
+    ]
+    blocks["mxfp4"] = {"aoa_statements": quantized, "to_hf": "packed"}
     blocks["stacked_experts"] = _stacked(experts, paddle)
     if _HEAD in found:
         head = [f"{_HEAD}{{lm_head}} -> {_HEAD}", "lm_head.bias -> lm_head.bias, optional"]
@@ -132,6 +154,14 @@ def _blocks(found: Mapping[str, Any], embedding: str, prefix: str) -> dict[str, 
         tied = [f"{embedding} -> {_HEAD}"]
         blocks["tied_head"] = {"when": {"tied": True}, "aoa_statements": tied, "to_hf": [f"{_HEAD} -> _, optional"]}
     return blocks
+
+
+def _aliases(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the block of statements that give tensors of some files their other name; the way back is by that one."""
+    alias, written = _ALSO_CALLED.get(name, ("", ""))
+    keys = [key for key in found if alias and key.startswith(written)]
+    texts = [f"{alias}{key[len(written) :]} -> {key}, optional" for key in keys]
+    return {"aoa_statements": texts, "to_hf": []}
 
 
 _NONE = ("", ())

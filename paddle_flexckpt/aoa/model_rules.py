@@ -17,6 +17,7 @@ separated by commas, with the numbers from 0 for ``#``. ``to_hf`` is the list of
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from collections.abc import Mapping
@@ -31,6 +32,8 @@ _DIRECTIONS = ("from_hf", "to_hf")
 # Names of parameters are in small letters, so ${LAYER_ID+1} is none.
 _PARAMETER = re.compile(r"\{([a-z_]+)\}")
 _REPEATED = re.compile(r"\{([a-z_]+)\*([^{}]*)\}")
+# Of more names only the nearest are told.
+_TOLD = 12
 _NAME = re.compile(r"[A-Za-z0-9_.]*")
 
 
@@ -119,8 +122,13 @@ def _way_back(blocks: Mapping[str, Any], names: list[str]) -> tuple[list[str], l
 
 
 def _check_known(what: str, got: str, known: list[str]) -> None:
-    if got not in known:
-        raise AoaError([f"no {what} {got!r}. Remedy: use one of {', '.join(known)}"])
+    if got in known:
+        return
+    near = difflib.get_close_matches(got, known) if len(known) > _TOLD else []
+    remedy = f"use one of {', '.join(known)}"
+    if near:
+        remedy = f"use {' or '.join(map(repr, near))}, the nearest of {len(known)}; `flexckpt rules` lists all"
+    raise AoaError([f"no {what} {got!r}. Remedy: {remedy}"])
 
 
 def _check_value(name: str, key: str, spec: Mapping[str, Any], value: Any) -> None:

@@ -4,6 +4,8 @@
 2. The coordinator's writer looks for both and decides. It commits when all parts are there. It gives the save up when
    there is a failure, when a part does not come in time, or when its rank has died; its own failure file says why.
 3. The other writers wait for the manifest or that file. So the outcome is the same on every rank, to the word.
+4. Who waits in vain gives the save up, and a coordinator may be late. So whoever commits or gives up first makes a file
+   that can be made once: it says what is decided, and all others keep to it.
 
 Tested in tests/background/test_worker.py and tests/background/test_ranks.py.
 """
@@ -25,6 +27,7 @@ from paddle_flexckpt.native.save_directory import SaveDirectory
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
 # The coordinator gives up at the timeout; the others see that a little later.
 _GRACE_SECONDS = 2 * _LONGEST_PAUSE_SECONDS
+_COMMIT = b"commit"
 
 
 @dataclass
@@ -69,21 +72,50 @@ class SaveOutcome:
             if own is not None:
                 failures[job.rank] = own
             if failures:
-                return self._give_up(combine(sorted(failures.items())))
+                return self._give_up(self._decided(combine(sorted(failures.items()))))
             missing = sorted(set(job.ranks) - written)
             if not missing:
                 return self._commit()
             gone = watch.look(missing)
             if gone and not self.directory.progress(job.names, gone)[0]:
-                return self._give_up(combine([(rank, _gone()) for rank in gone]))
+                return self._give_up(self._decided(combine([(rank, _gone()) for rank in gone])))
             if time.monotonic() >= deadline:
-                return self._give_up(combine([(rank, self._missing(rank)) for rank in missing]))
+                return self._give_up(self._decided(combine([(rank, self._missing(rank)) for rank in missing])))
             time.sleep(pause)
         raise RuntimeError("pauses end")
+
+    def _decided(self, failure: Failure) -> Failure:
+        """Return why the save is given up: for this, or for what another rank has said before the coordinator."""
+        try:
+            earlier = self._decide_once(failure.encode())
+        except (OSError, CheckpointError):
+            return failure  # the coordinator does not commit, whatever others think of it
+        return earlier or failure
+
+    def _decide_once(self, verdict: bytes) -> Failure | None:
+        """Decide, unless somebody has; return why the save was given up, None if it is to be committed.
+
+        Raises:
+            OSError: It could not be decided.
+        """
+        if len(self.job.ranks) == 1:
+            return None if verdict == _COMMIT else Failure.decode(verdict)
+        decided = self.directory.decide(self.job.names, self.job.coordinator, verdict)
+        if decided == _COMMIT[: len(decided)]:  # all of it, or as much as is written by now
+            return None
+        try:
+            return Failure.decode(decided)
+        except ValueError:  # likewise
+            return combine(
+                [(self.job.rank, _lost_rank("another rank has given the save up. Remedy: look into its log"))]
+            )
 
     def _commit(self) -> Failure | None:
         directory, names = self.directory, self.job.names
         try:
+            given_up = self._decide_once(_COMMIT)
+            if given_up is not None:
+                return self._give_up(given_up)
             directory.commit(names, self.job.ranks)
         except (OSError, CheckpointError) as error:
             if not directory.is_committed(names):
@@ -109,6 +141,7 @@ class SaveOutcome:
                 return combine([(self.job.rank, _unannounced(own, error))])
         job, patience = self.job, self.job.timeout + _GRACE_SECONDS
         deadline, has_written, watch = time.monotonic() + patience, False, self._watch()
+        commits = False
         gone: list[int] = []
         written: set[int] = set()
         for pause in _pauses():
@@ -133,11 +166,18 @@ class SaveOutcome:
                 return self._give_up(combine([(job.coordinator, _gone())]))
             gone = watch.look([job.coordinator])
             if time.monotonic() >= deadline:
-                break
+                if commits:
+                    return combine([(job.coordinator, self._unfinished())])
+                missing = sorted({*job.ranks} - written | {job.coordinator})
+                failure = combine([(rank, self._missing(rank)) for rank in missing])
+                # Should the coordinator live and only be late, it finds that the save is given up.
+                given_up = self._decide_once(failure.encode())
+                if given_up is not None:
+                    return self._give_up(given_up)
+                # It has begun to commit, so it lives, or did.
+                deadline, commits = time.monotonic() + patience, True
             time.sleep(0 if gone else pause)
-        missing = sorted({*job.ranks} - written | {job.coordinator})
-        # Should the coordinator live and only be late, it finds that this rank has given up.
-        return self._give_up(combine([(rank, self._missing(rank)) for rank in missing]))
+        raise RuntimeError("pauses end")
 
     def _make_durable(self) -> None:
         """Make the coordinator's commit durable: it may not have come so far itself."""
@@ -155,6 +195,12 @@ class SaveOutcome:
         return _lost_rank(
             f"{what} within {job.timeout:g} s after others had written: its processes have ended, or it is slower than "
             "that. Remedy: look into the log of that rank, or give the BackgroundWriter a longer timeout"
+        )
+
+    def _unfinished(self) -> Failure:
+        return _lost_rank(
+            "it is not known what became of the save: it had decided to commit, and has not done so for "
+            f"{self.job.timeout:g} s. Remedy: look whether the checkpoint is there when its host and storage answer"
         )
 
 

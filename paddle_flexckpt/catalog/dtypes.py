@@ -106,12 +106,13 @@ def assign(target: np.ndarray, values: np.ndarray, row: int = -1) -> None:
     Raises:
         OverflowingCastError: Finite numbers are too large for the type; the target has been written.
     """
-    if values.dtype == target.dtype or not _is_narrower(values.dtype, target.dtype):
+    if values.dtype == target.dtype or target.dtype.name not in _FLOATS | _COMPLEX:
         target[...] = values
         return
-    with np.errstate(over="ignore"):
+    # A signalling NaN is told of when it is cast or looked at, and is NaN afterwards as it was before.
+    with np.errstate(over="ignore", invalid="ignore"):
         target[...] = values
-    check_range(values, target, row)
+        check_range(values, target, row)
 
 
 def check_range(values: np.ndarray, cast: np.ndarray, row: int = -1) -> None:

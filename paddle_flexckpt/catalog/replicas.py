@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from paddle_flexckpt.algebra.rows import group_rows
 from paddle_flexckpt.catalog.table import Catalog
 
 
@@ -56,38 +57,6 @@ def group_replicas(catalog: Catalog) -> ReplicaGroups:
 
     Groups are numbered in the order of key, then offset, then flattened range.
     """
-    n = len(catalog)
-    if n == 0:
-        return ReplicaGroups(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64))
-    columns = [catalog.key, *catalog.offset.T, *catalog.shape.T, catalog.flat_start, catalog.flat_stop, catalog.rank]
-    # One axis of constant values cannot tell rows apart; most of them are constant.
-    telling = [column for column in columns if (column != column[0]).any()]
-    order = lexsort_packed(telling, n)
-    changed = np.zeros(n, dtype=bool)
-    changed[0] = True
-    for column in telling:
-        if column is catalog.rank:
-            continue
-        sorted_column = column[order]
-        changed[1:] |= sorted_column[1:] != sorted_column[:-1]
-    return ReplicaGroups(order, np.append(np.flatnonzero(changed), n))
-
-
-def lexsort_packed(columns: list[np.ndarray], n: int) -> np.ndarray:
-    """Sort as ``np.lexsort`` does, most significant column first; columns are packed to sort once."""
-    packed: list[np.ndarray] = []
-    room = 0
-    for column in columns:
-        low = int(column.min())
-        span = int(column.max()) - low + 1
-        if packed and room * span < 2**62:
-            packed[-1] = packed[-1] * span + (column - low)
-            room *= span
-        else:
-            packed.append(column.astype(np.int64) - low)
-            room = span
-    if not packed:
-        return np.arange(n, dtype=np.int64)
-    if len(packed) == 1:
-        return np.argsort(packed[0], kind="stable")
-    return np.lexsort(packed[::-1])
+    columns = [catalog.key, *catalog.offset.T, *catalog.shape.T, catalog.flat_start, catalog.flat_stop]
+    order, start = group_rows(columns, len(catalog), catalog.rank)
+    return ReplicaGroups(order, start)

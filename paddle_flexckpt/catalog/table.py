@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from paddle_flexckpt.algebra.columns import WHOLE, Columns
+from paddle_flexckpt.algebra.rows import product_axes
 from paddle_flexckpt.catalog.dtypes import dtype_of
 from paddle_flexckpt.catalog.errors import Problem, ValidationError
 from paddle_flexckpt.catalog.orders import Order, common_order
@@ -76,7 +77,7 @@ class Catalog(Columns):
     @property
     def size(self) -> np.ndarray:
         """Return int64 ``[n]``, elements in each shard."""
-        box = self.shape.prod(axis=1, dtype=np.int64)
+        box = product_axes(self.shape)
         return np.where(self.is_flattened, self.flat_stop - self.flat_start, box)
 
     @property

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paddle_flexckpt.algebra import Box, flat_ranges_to_boxes, intersect_boxes, subtract_boxes
+from paddle_flexckpt.algebra.rows import all_axes, any_axis, product_axes
 from paddle_flexckpt.catalog.errors import Problem
 from paddle_flexckpt.catalog.replicas import ReplicaGroups
 from paddle_flexckpt.catalog.table import NOT_FLATTENED, Catalog
@@ -45,16 +46,16 @@ def find_shard_problems(catalog: Catalog) -> list[list[tuple[int, Problem]]]:
         kinds.append([(row, _row_problem(catalog, row, what, expected(row), remedy)) for row in rows])
 
     remedy = "correct global_shape, global_offset and local_shape of this ShardedWeight"
-    negative = _any_axis(catalog.shape < 0)
+    negative = any_axis(catalog.shape < 0)
     report(negative, "shard with a negative extent", lambda row: "extents of 0 or more", remedy)
     outside = (catalog.offset < 0) | (catalog.offset + catalog.shape > catalog.global_shape)
     report(
-        _any_axis(outside),
+        any_axis(outside),
         "shard outside its global shape",
         lambda row: "offset >= 0 and offset + shape <= global",
         remedy,
     )
-    box_size = catalog.shape.prod(axis=1, dtype=np.int64)
+    box_size = product_axes(catalog.shape)
     bad_range = (catalog.flat_start < 0) | (catalog.flat_stop < catalog.flat_start) | (catalog.flat_stop > box_size)
     report(
         np.where(catalog.is_flattened, bad_range, catalog.flat_stop != NOT_FLATTENED),
@@ -73,15 +74,10 @@ def find_shard_problems(catalog: Catalog) -> list[list[tuple[int, Problem]]]:
         return f"{catalog.describe(int(reference[row]))} as on rank {catalog.rank[reference[row]]}"
 
     report(catalog.dtype != catalog.dtype[reference], "shards of one key differ in dtype", as_reference, remedy)
-    differs = _any_axis(catalog.global_shape != catalog.global_shape[reference])
+    differs = any_axis(catalog.global_shape != catalog.global_shape[reference])
     differs |= catalog.ndim != catalog.ndim[reference]
     report(differs, "shards of one key differ in global shape", as_reference, remedy)
     return kinds
-
-
-def _any_axis(found: np.ndarray) -> np.ndarray:
-    """Return whether any axis has it, bool ``[n]`` of bool ``[n, d]``: many rows of few axes."""
-    return np.logical_or.reduce(np.ascontiguousarray(found.T), axis=0)
 
 
 def _row_problem(catalog: Catalog, row: int, what: str, expected: str, remedy: str) -> Problem:
@@ -120,7 +116,9 @@ def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
     # A key may have nothing but empty ranges (a ZeRO rank inside the padding): all of it is a hole.
     held = np.zeros(len(catalog.keys), dtype=bool)
     held[catalog.key[rows]] = True
-    unheld = groups.first[~held[catalog.key[groups.first]] & (catalog.global_shape[groups.first] > 0).all(axis=1)]
+    unheld = groups.first[
+        ~held[catalog.key[groups.first]] & all_axes(catalog.global_shape.take(groups.first, axis=0) > 0)
+    ]
     suspects = [unheld[first : first + 1] for first in np.unique(catalog.key[unheld], return_index=True)[1]]
     if len(rows):
         suspects += _suspects(catalog, rows)
@@ -133,11 +131,11 @@ def _suspects(catalog: Catalog, rows: np.ndarray) -> list[np.ndarray]:
     """Return the rows of each key whose shards, one of each replica group, are not seen at once to be all of it."""
     key, offset, shape = catalog.key[rows], catalog.offset[rows], catalog.shape[rows]
     flattened, start, stop = catalog.is_flattened[rows], catalog.flat_start[rows], catalog.flat_stop[rows]
-    box_size = shape.prod(axis=1, dtype=np.int64)
+    box_size = product_axes(shape)
 
     # Groups are sorted by key, offset, shape and flattened range: the parts of one box stand side by side.
     new_key = np.append(True, key[1:] != key[:-1])
-    new_box = new_key | np.append(True, (offset[1:] != offset[:-1]).any(axis=1) | (shape[1:] != shape[:-1]).any(axis=1))
+    new_box = new_key | np.append(True, any_axis(offset[1:] != offset[:-1]) | any_axis(shape[1:] != shape[:-1]))
     last_of_box = np.append(new_box[1:], True)
     begins = np.where(flattened, start, 0)
     ends = np.where(flattened, stop, box_size)
@@ -207,7 +205,7 @@ def _inspect_key(catalog: Catalog, rows: np.ndarray, coverage: Coverage) -> None
     coverage.overlaps.extend((int(rows[a]), int(rows[b])) for a, b in pairs)
     pad = catalog.width - int(catalog.ndim[row])
     whole = Box((0,) * catalog.width, tuple(catalog.global_shape[row].tolist()))
-    held = sum(shape.prod(axis=1, dtype=np.int64).tolist())
+    held = sum(product_axes(shape).tolist())
     if (not pairs and held == whole.size) or len(coverage.problems) > MAX_ROWS:
         return
     boxes = (Box(tuple(o), tuple(s)) for o, s in zip(offset.tolist(), shape.tolist()))
@@ -282,10 +280,15 @@ def row_boxes(catalog: Catalog, rows: np.ndarray) -> tuple[np.ndarray, np.ndarra
     whole, cut = np.flatnonzero(~flattened), np.flatnonzero(flattened)
     cut_rows = rows[cut]
     row, offset, shape, _ = flat_ranges_to_boxes(
-        catalog.shape[cut_rows], catalog.flat_start[cut_rows], catalog.flat_stop[cut_rows]
+        catalog.shape.take(cut_rows, axis=0), catalog.flat_start[cut_rows], catalog.flat_stop[cut_rows]
     )
     part = np.concatenate([whole, cut[row]])
-    offsets = np.concatenate([catalog.offset[rows[whole]], catalog.offset[cut_rows[row]] + offset])
-    shapes = np.concatenate([catalog.shape[rows[whole]], shape])
-    keep = (shapes > 0).all(axis=1)
-    return part[keep], offsets[keep], shapes[keep]
+    offsets = np.concatenate(
+        [catalog.offset.take(rows[whole], axis=0), catalog.offset.take(cut_rows[row], axis=0) + offset]
+    )
+    shapes = np.concatenate([catalog.shape.take(rows[whole], axis=0), shape])
+    keep = all_axes(shapes > 0)
+    if keep.all():
+        return part, offsets, shapes
+    kept = np.flatnonzero(keep)
+    return part[kept], offsets.take(kept, axis=0), shapes.take(kept, axis=0)

@@ -12,6 +12,7 @@ from typing import Any
 from paddle_flexckpt.aoa.explain import expand_program, explain
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
+from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.cli.arguments import add_aoa, aoa_config, catalog_of, parameter_of
 
 _SOURCE = "directory or URL of a checkpoint of the statements' source"
@@ -49,8 +50,12 @@ def add_command(commands: Any) -> None:
         epilog="example: flexckpt rules llama --variant plain --direction to_hf",
     )
     rules.add_argument("name", metavar="FAMILY", nargs="?", help="a model family; by default all are listed")
-    rules.add_argument("--variant", help="which parameters the Paddle model fuses; without it the family is described")
-    rules.add_argument("--direction", choices=("from_hf", "to_hf"), default="from_hf")
+    rules.add_argument("--variant", help="which parameters the Paddle model fuses (plain)")
+    rules.add_argument(
+        "--direction",
+        choices=("from_hf", "to_hf"),
+        help="from Hugging Face's names, or to them (from_hf); without one of these options the family is described",
+    )
     rules.add_argument(
         "--set",
         action="append",
@@ -83,14 +88,18 @@ def _invert(options: argparse.Namespace) -> str:
 
 def _rules(options: argparse.Namespace) -> str:
     """Return the families, one of them, or its statements."""
+    asked = [f"--{name}" for name in ("variant", "direction", "set") if getattr(options, name)]
+    if options.name is None and asked:
+        raise ValidationError([f"{asked[0]} is about the rules of a family. Remedy: give FAMILY too"])
     if options.name is None:
         return "\n".join(f"{name:14} {describe_model_rules(name)['description']}" for name in rule_names())
-    if options.variant is None:
+    if not asked:
         return json.dumps(
             {key: value for key, value in describe_model_rules(options.name).items() if key != "blocks"},
             indent=2,
             ensure_ascii=False,
         )
     parameters = dict(parameter_of(text) for text in options.set)
-    rules = model_rules(options.name, options.variant, options.direction, **parameters)
+    variant, direction = options.variant or "plain", options.direction or "from_hf"
+    rules = model_rules(options.name, variant, direction, **parameters)
     return json.dumps(rules, indent=2, ensure_ascii=False)

@@ -91,11 +91,12 @@ def ranges_of(pieces: Pieces, source: Catalog, block_bytes: int) -> Ranges:
     end = [begin[0] + (size * itemsize)[plain]]
     rest = np.flatnonzero((size > 0) & ~plain)
     length, axes = source.byte_length[pieces.source], pieces.extents.shape[1]
-    forms = np.hstack([itemsize[:, None], pieces.extents, pieces.source_strides])[rest]
-    for form, members in group_forms(forms):
-        rows, extents, strides = rest[members], tuple(form[1 : 1 + axes].tolist()), tuple(form[1 + axes :].tolist())
+    tables = (pieces.extents, pieces.source_strides)
+    columns = [itemsize[rest], *(column for table in tables for column in table.take(rest, axis=0).T)]
+    for form, members in group_forms(columns):
+        rows, extents, strides = rest[members], tuple(form[1 : 1 + axes]), tuple(form[1 + axes :])
         copy = StridedCopy(extents, 0, strides, 0, strides).simplified()
-        first, beyond = wanted_bytes(copy, int(form[0]), pieces.source_base[rows], length[rows], block_bytes)
+        first, beyond = wanted_bytes(copy, form[0], pieces.source_base[rows], length[rows], block_bytes)
         number.append(np.repeat(rows, first.shape[1]))
         begin.append(first.reshape(-1))
         end.append(beyond.reshape(-1))

@@ -337,7 +337,8 @@ class _Difference:
             # Elements of a shard ascend in the tensor too, so the first of it is its first there.
             at = position(base + begin + int(changed[0]))
             self._first = at if self._first < 0 else min(self._first, at)
-            self._measure(first[part][changed], second[part][changed])
+            with np.errstate(invalid="ignore"):  # signalling NaN
+                self._measure(first[part][changed], second[part][changed])
 
     def _measure(self, first: np.ndarray, second: np.ndarray) -> None:
         if self.dtype.kind in "iu":

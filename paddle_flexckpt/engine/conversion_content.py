@@ -169,7 +169,7 @@ def _cut_rows(content: Content, strategy: Strategy) -> tuple[Catalog, list[str]]
     model = {name: infos[name] for name in names if not name.startswith(EXTRA_STATE)}
     layout, notes = layout_for(strategy, model, content.stored, content.cuts)
     notes = [*notes]
-    table = concat([layout.catalog(rank) for rank in range(strategy.ranks)])
+    table = layout.catalogs(range(strategy.ranks))
     first = dict(zip(*(column.tolist() for column in np.unique(table.key, return_index=True))))
     known = np.asarray(
         [

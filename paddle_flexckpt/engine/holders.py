@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, concat, group_replicas, without_extra_state
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, group_replicas, without_extra_state
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
@@ -208,11 +208,10 @@ def _job(layout: JobLayout, keys: set[str]) -> tuple[Catalog, list[list[int]]]:
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.strategy.ranks):
         alike.setdefault(layout.kind(rank), []).append(rank)
-    catalogs = []
-    for kind, ranks in enumerate(alike.values()):
-        own = _only(layout.catalog(ranks[0]), keys)
-        catalogs.append(replace(own, rank=np.full(len(own), kind, dtype=np.int32)))
-    return concat(catalogs), list(alike.values())
+    kind = np.zeros(layout.strategy.ranks, dtype=np.int32)
+    kind[[ranks[0] for ranks in alike.values()]] = np.arange(len(alike))
+    job = _only(layout.catalogs([ranks[0] for ranks in alike.values()]), keys)
+    return replace(job, rank=kind[job.rank]), list(alike.values())
 
 
 def _parts(catalog: Catalog, alike: Sequence[list[int]]) -> Iterator[tuple[str, int, Part]]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy, row_major_strides
+from paddle_flexckpt.algebra.rows import all_axes, group_rows, sum_axes
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.stretches import AlikeCopies, Stretches
@@ -59,12 +60,13 @@ class PieceColumns:
         columns = (pieces.source, position, pieces.size * itemsize, address)
         stretches = Stretches(*(column[plain] for column in columns))
         strided = np.flatnonzero(direct & ~plain)
-        forms = np.hstack([kind[:, None], pieces.extents, pieces.source_strides, pieces.target_strides])[strided]
+        tables = (pieces.extents, pieces.source_strides, pieces.target_strides)
+        forms = [kind[strided], *(column for table in tables for column in table.take(strided, axis=0).T)]
         alike, all_rows = [], [np.flatnonzero(plain)]
         for form, members in group_forms(forms):
             rows, axes = strided[members], pieces.extents.shape[1]
             extents, from_strides, to_strides = (
-                tuple(form[1 + part * axes : 1 + (part + 1) * axes].tolist()) for part in range(3)
+                tuple(form[1 + part * axes : 1 + (part + 1) * axes]) for part in range(3)
             )
             copy = StridedCopy(extents, 0, from_strides, 0, to_strides).simplified()
             dtype = dtype_of(source.dtypes[form[0]]).numpy
@@ -102,16 +104,16 @@ class PieceColumns:
 
 def are_contiguous(extents: np.ndarray, strides: np.ndarray) -> np.ndarray:
     """Return bool per row: whether all axes together are one contiguous stretch."""
-    return ((extents == 1) | (strides == row_major_strides(extents))).all(axis=1)
+    return all_axes((extents == 1) | (strides == row_major_strides(extents)))
 
 
-def group_forms(forms: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Return each distinct row with the numbers of the rows that are equal to it."""
-    if not len(forms):
+def group_forms(columns: Sequence[np.ndarray]) -> list[tuple[list[int], np.ndarray]]:
+    """Return each distinct row of some columns with the numbers of the rows that are equal to it."""
+    if not len(columns[0]):
         return []
-    order = np.lexsort(forms.T)
-    edges = np.flatnonzero((np.diff(forms[order], axis=0) != 0).any(axis=1)) + 1
-    return [(forms[members[0]], members) for members in np.split(order, edges)]
+    order, start = group_rows(columns[::-1], len(columns[0]))
+    forms = np.stack([column[order[start[:-1]]] for column in columns], axis=1).tolist()
+    return [*zip(forms, np.split(order, start[1:-1]))]
 
 
 def _check_inside(pieces: Pieces, source: Catalog, target: Catalog) -> None:
@@ -122,6 +124,6 @@ def _check_inside(pieces: Pieces, source: Catalog, target: Catalog) -> None:
     )
     for what, base, strides, size in sides:
         steps = (pieces.extents - 1) * strides
-        first, last = base + np.minimum(steps, 0).sum(axis=1), base + np.maximum(steps, 0).sum(axis=1)
+        first, last = base + sum_axes(np.minimum(steps, 0)), base + sum_axes(np.maximum(steps, 0))
         if ((first < 0) | (last >= size)).any():
             raise IndexError(f"a piece leaves its {what}")

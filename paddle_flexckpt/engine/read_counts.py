@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_flexckpt.algebra import Columns, StridedCopy
+from paddle_flexckpt.algebra.rows import distinct, group_rows, lexsort_packed
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.piece_columns import are_contiguous, group_forms
 from paddle_flexckpt.native.block_reader import BLOCKS_AT_ONCE, STRETCHES_AT_ONCE
@@ -24,6 +25,8 @@ from paddle_flexckpt.planning import Pieces
 # Whole blocks in the middle of a stretch are read so many to a request, whatever comes before; beyond this many of them
 # each further pair is one more request.
 _TOLD_BLOCKS = 3 * BLOCKS_AT_ONCE
+# Up to so many readers' portions are cut one reader after the other.
+_FEW_READERS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,24 +90,17 @@ def count_reads(
     solid &= are_contiguous(pieces.extents, pieces.target_strides)
     counter.blocks(rank[solid], position[solid], size[solid], True)
     rest = np.flatnonzero(~plain & ~solid)
-    forms = np.hstack(
-        [
-            np.stack([direct, same, itemsize], axis=1),
-            pieces.extents,
-            pieces.source_strides,
-            pieces.target_strides,
-        ]
-    )[rest]
+    strided = pieces.take(rest)
+    own = [direct[rest].astype(np.int8), same[rest].astype(np.int8), itemsize[rest]]
+    columns = [*own, *strided.extents.T, *strided.source_strides.T, *strided.target_strides.T]
     axes = pieces.extents.shape[1]
-    for form, members in group_forms(forms):
+    for form, members in group_forms(columns):
         rows = rest[members]
-        extents, from_strides, to_strides = (
-            tuple(form[3 + part * axes : 3 + (part + 1) * axes].tolist()) for part in range(3)
-        )
+        extents, from_strides, to_strides = (tuple(form[3 + part * axes : 3 + (part + 1) * axes]) for part in range(3))
         copy = StridedCopy(extents, 0, from_strides, 0, to_strides).simplified()
         alike = _Stretches(rank[rows], pieces.source[rows], position[rows], size[rows])
-        (counter.columns if form[0] else counter.one_by_one)(copy, int(form[2]), alike, bool(form[1]))
-    opened = np.unique(rank * len(source.files) + source.file[pieces.source])
+        (counter.columns if form[0] else counter.one_by_one)(copy, form[2], alike, bool(form[1]))
+    opened = distinct(rank * len(source.files) + source.file[pieces.source])
     files = np.bincount(opened // max(len(source.files), 1), minlength=ranks)
     buffers = block_bytes * (1 + counter.through_blocks * MOST_THREADS * BLOCKS_AT_ONCE)
     return ReadCounts(needed, counter.bytes_read, counter.reads, files, buffers)
@@ -233,11 +229,12 @@ class _Counter:
 
     def _once(self, blocks: _Stretches) -> None:
         """Count stretches inside blocks, those that are the same read once, each rank's together."""
-        table = np.stack([blocks.reader, blocks.item, blocks.position, blocks.length], axis=1)
-        table = np.unique(table, axis=0)
-        self.bytes_read += sums_of(table[:, 0], table[:, 3], self._ranks)
+        columns = [blocks.reader, blocks.item, blocks.position, blocks.length]
+        order, start = group_rows(columns, len(blocks))
+        once = blocks.take(order[start[:-1]])
+        self.bytes_read += sums_of(once.reader, once.length, self._ranks)
         self.bytes_read -= sums_of(blocks.reader, blocks.length, self._ranks)
-        self.together(_Stretches(*table.T))
+        self.together(once)
 
     def together(self, stretches: _Stretches) -> None:
         """Count stretches as ``read_stretches`` reads them, each reader's together."""
@@ -246,7 +243,7 @@ class _Counter:
         size, source = self._block, self._source
         offset = source.byte_offset[stretches.item] + stretches.position
         file = source.file[stretches.item].astype(np.int64)
-        order = np.lexsort((offset, file, stretches.reader))
+        order = lexsort_packed([stretches.reader, file, offset], len(offset))
         reader, file, offset = stretches.reader[order], file[order], offset[order]
         position, length = stretches.position[order], stretches.length[order]
         near = (reader[1:] == reader[:-1]) & (file[1:] == file[:-1])
@@ -268,21 +265,33 @@ class _Counter:
         reader = reader[part]
         if overlap:
             at = offset[part] + begin - position[part]
-            order = np.lexsort((at, file[part], reader))
+            order = lexsort_packed([reader, file[part], at], len(at))
             reader, lengths, at, of = reader[order], lengths[order], at[order], file[part][order]
             is_new[1:] = (reader[1:] != reader[:-1]) | (of[1:] != of[:-1]) | (at[1:] != (at + lengths)[:-1])
         is_new[_portion_starts(reader, lengths, BLOCKS_AT_ONCE * size)] = True
         self._add(reader[is_new] % self._ranks, 1)
 
 
-def _portion_starts(reader: np.ndarray, length: np.ndarray, most_bytes: int) -> list[int]:
+def _portion_starts(reader: np.ndarray, length: np.ndarray, most_bytes: int) -> np.ndarray:
     """Return the first of the stretches of each portion, as :meth:`Stretches.edges` cuts those of each reader."""
-    ends, number = np.cumsum(length), np.arange(len(length))
-    last = np.searchsorted(ends, ends - length + most_bytes, side="right")
-    stop = np.searchsorted(reader, reader, side="right")
-    following = np.minimum(np.minimum(np.maximum(last, number + 1), number + STRETCHES_AT_ONCE), stop).tolist()
-    starts, at, count = [], 0, len(following)
-    while at < count:
+    ends = np.cumsum(length)
+
+    def following(at: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        last = np.searchsorted(ends, ends[at] - length[at] + most_bytes, side="right")
+        return np.minimum(np.minimum(np.maximum(last, at + 1), at + STRETCHES_AT_ONCE), stop)
+
+    edges = np.flatnonzero(np.diff(reader, prepend=-1, append=-1))
+    at, stop = edges[:-1], edges[1:]
+    starts = []
+    # All readers go on together while there are many; then each by itself.
+    while len(at) > _FEW_READERS:
         starts.append(at)
-        at = following[at]
-    return starts
+        at = following(at, stop)
+        at, stop = at[at < stop], stop[at < stop]
+    for first, end in zip(at.tolist(), stop.tolist()):
+        place, found, steps = first, [], following(np.arange(first, end), np.asarray(end)).tolist()
+        while place < end:
+            found.append(place)
+            place = steps[place - first]
+        starts.append(np.asarray(found))
+    return np.concatenate([at[:0], *starts])

@@ -21,7 +21,7 @@ from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.object_reads import count_requests
 from paddle_flexckpt.engine.options import FileOptions, LoadOptions
 from paddle_flexckpt.engine.plan import Tile, plan_fill
-from paddle_flexckpt.engine.read_counts import bytes_by_source, count_reads
+from paddle_flexckpt.engine.read_counts import bytes_by_source, count_reads, sums_of
 from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.engine.shared_reads import count_shared_reads
 from paddle_flexckpt.engine.targets import Memory, Targets
@@ -191,14 +191,18 @@ class _Rehearsal:
 
     def _all_targets(self) -> tuple[Catalog, Catalog | None]:
         """Return a row for each key of the job; and all shards, each once, where statements have to know them."""
-        seen = np.zeros(len(self._layout.keys), dtype=bool)
+        seen, held = np.zeros(len(self._layout.keys), dtype=bool), self._layout.held
         first, everything = [], []
-        for ranks in self._alike.values():
-            catalog = self._layout.catalog(ranks[0])
+        for _, batch in self._batches(ROWS_AT_ONCE):
             if self._options.aoa_config is not None:
-                everything.append(catalog)
-            first.append(catalog.take(~seen[catalog.key]))
-            seen[catalog.key] = True
+                everything.append(batch)
+            row = np.full(len(seen), -1)
+            row[batch.key[::-1]] = np.arange(len(batch))[::-1]
+            new = (row >= 0) & ~seen
+            first.append(batch.take(np.sort(row[new])))
+            seen |= new
+            if seen[held].all() and not everything:
+                break
         if not everything:
             return concat(first), None
         known = concat(everything)
@@ -216,15 +220,15 @@ class _Rehearsal:
         is_filled[resolution.filled] = True
         is_filled = is_filled[rows]
         used, found = np.zeros(len(self._source), dtype=bool), []
-        for ranks, catalogs in self._batches(1 if computes else ROWS_AT_ONCE):
-            batch = concat(catalogs)
-            place = np.repeat(np.arange(len(ranks)), [len(catalog) for catalog in catalogs])
+        for ranks, batch in self._batches(1 if computes else ROWS_AT_ONCE):
+            place = _kind_of(batch, ranks)
+            target_bytes = sums_of(place, batch.byte_length, len(ranks))
             batch = replace(batch, keys=keys)
             plan = plan_fill(batch, np.flatnonzero(is_filled[batch.key]), mapping if computes else None)
             pieces = plan_reads(self._matcher, plan, mapping).pieces
             used[pieces.source] = True
             if self._filled is not None:
-                self._filled += _of_all(plan.in_order, ranks)
+                self._filled.append(_of_all(plan.in_order, ranks))
             scratch = 0
             if computes:
                 scratch = _Scratch(plan, _Nowhere()).peak(pieces)
@@ -236,7 +240,7 @@ class _Rehearsal:
             if self._is_in_store():
                 filling = _Scratch(plan, _Nowhere())
                 requests, nbytes = count_requests(filling, pieces, self._source, place, len(ranks), block_bytes)
-            for number, (each, catalog) in enumerate(zip(ranks, catalogs)):
+            for number, each in enumerate(ranks):
                 found.append(
                     RankReads(
                         ranks=each,
@@ -244,7 +248,7 @@ class _Rehearsal:
                         bytes_read=int(counts.bytes_read[number]),
                         reads=int(counts.reads[number]),
                         files=int(counts.files[number]),
-                        target_bytes=int(catalog.byte_length.sum()),
+                        target_bytes=int(target_bytes[number]),
                         scratch_bytes=scratch,
                         buffer_bytes=int(counts.buffer_bytes[number]),
                         object_requests=int(requests[number]),
@@ -258,20 +262,17 @@ class _Rehearsal:
         """Return whether requests to an object store are counted."""
         return self._object_store or self._files.directory.backend.at_once > 1
 
-    def _batches(self, rows: int) -> Iterator[tuple[list[list[int]], list[Catalog]]]:
-        """Yield ranks that have the same, with the catalog of the first of them: together, up to so many rows."""
-        ranks: list[list[int]] = []
-        catalogs: list[Catalog] = []
-        count = 0
-        for alike in self._alike.values():
-            ranks.append(alike)
-            catalogs.append(self._layout.catalog(alike[0]))
-            count += len(catalogs[-1])
-            if count >= rows:
-                yield ranks, catalogs
-                ranks, catalogs, count = [], [], 0
-        if ranks:
-            yield ranks, catalogs
+    def _batches(self, rows: int) -> Iterator[tuple[list[list[int]], Catalog]]:
+        """Yield ranks that have the same, and what the first of each have: of as many ranks as have about ``rows``."""
+        alike, first = [*self._alike.values()], 0
+        count = max(rows // max(int(self._layout.held.sum()), 1), 1)
+        while first < len(alike):
+            some = alike[first : first + count]
+            batch = self._layout.catalogs([ranks[0] for ranks in some])
+            yield some, batch
+            first += count
+            # A stage of a pipeline has a part of all keys; those that follow may have more.
+            count = min(max(rows * len(some) // max(len(batch), 1), 1), 8 * count)
 
     def _failure(self, error: CheckpointError) -> CheckpointError:
         """Return the error that the ranks of the job would raise together, by asking one after the other."""
@@ -294,12 +295,26 @@ class _Rehearsal:
             reader.check_files(rows)
 
 
-def _of_all(filled: Catalog, alike: Iterable[list[int]]) -> Iterator[Catalog]:
-    """Yield the rows of the first of ranks that have the same, for each of these."""
-    for ranks in alike:
-        rows = filled.take(filled.rank == ranks[0])
-        for rank in ranks:
-            yield replace(rows, rank=np.full(len(rows), rank, dtype=np.int32))
+def _kind_of(catalog: Catalog, alike: Sequence[list[int]]) -> np.ndarray:
+    """Return which kind of ranks each row is of, where a catalog has those of the first rank of each kind."""
+    first = np.asarray([ranks[0] for ranks in alike])
+    kind = np.zeros(first.max() + 1, dtype=np.int64)
+    kind[first] = np.arange(len(first))
+    return kind[catalog.rank]
+
+
+def _of_all(filled: Catalog, alike: Sequence[list[int]]) -> Catalog:
+    """Return the rows of the first of ranks that have the same, for each of these."""
+    if all(len(ranks) == 1 for ranks in alike):
+        return filled
+    of = _kind_of(filled, alike)
+    count = np.bincount(of, minlength=len(alike))
+    begin = np.cumsum(count) - count
+    kind = np.repeat(np.arange(len(alike)), [len(ranks) for ranks in alike])
+    place = np.repeat(begin[kind] - np.cumsum(count[kind]) + count[kind], count[kind])
+    rows = np.argsort(of, kind="stable")[place + np.arange(len(place))]
+    rank = np.repeat(np.concatenate([np.asarray(ranks, dtype=np.int32) for ranks in alike]), count[kind])
+    return replace(filled.take(rows), rank=rank)
 
 
 def _targets(catalog: Catalog) -> Targets:

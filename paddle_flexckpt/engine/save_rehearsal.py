@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat
+from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError
 from paddle_flexckpt.catalog.findings import inspect, raise_findings
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.engine.read_counts import sums_of
@@ -123,7 +123,7 @@ def rehearse_save(
         raise ValidationError([f"a save is rehearsed with check_replicas 'equal' or 'all'; got {check_replicas!r}"])
     ranks = layout.strategy.ranks
     said: dict[str, Any] = {"strategy": str(layout.strategy), "world_size": ranks, "notes": list(notes)}
-    job = _in_order([layout.catalog(rank) for rank in range(ranks)])
+    job = _in_order(layout.catalogs(range(ranks)))
     found = inspect(job, np.arange(len(job)))
     try:
         raise_findings(found.findings, _CONTEXT)
@@ -177,9 +177,8 @@ def rehearse_save(
     )
 
 
-def _in_order(catalogs: Sequence[Catalog]) -> Catalog:
+def _in_order(job: Catalog) -> Catalog:
     """Return all ranks' shards as a save has them: keys are numbered in the order in which they occur."""
-    job = concat(catalogs)
     used, first, key = np.unique(job.key, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     number = np.empty(len(used), dtype=np.int32)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps
+from paddle_flexckpt.algebra.rows import group_rows
 from paddle_flexckpt.catalog import Catalog, group_replicas
 from paddle_flexckpt.engine.object_reads import count_announced
 from paddle_flexckpt.engine.read_counts import count_reads, sums_of
@@ -77,6 +78,7 @@ def count_shared_reads(
 
 def _each_once(pieces: Pieces, place: np.ndarray) -> tuple[Pieces, np.ndarray]:
     """Return pieces and who wants them, without those that show a rank the same elements again."""
-    shown = np.column_stack([place, pieces.source, pieces.source_base, pieces.extents, pieces.source_strides])
-    first = np.unique(shown, axis=0, return_index=True)[1]
+    columns = [place, pieces.source, pieces.source_base, *pieces.extents.T, *pieces.source_strides.T]
+    order, start = group_rows(columns, len(pieces))
+    first = order[start[:-1]]
     return pieces.take(first), place[first]

@@ -170,6 +170,10 @@ class OutputDirectory:
             self._stream.finish()
         self._stream = None
 
+    def will_write(self, *names: str) -> None:
+        """Take note of files that are written otherwise, for :meth:`undo`."""
+        self._written += [name for name in names if name not in self._written]
+
     def publish(self, name: str, data: bytes) -> None:
         """Let a small file appear, whole, after all others are durable."""
         self._written.append(name)

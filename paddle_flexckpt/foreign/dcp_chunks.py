@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from paddle_flexckpt.algebra.rows import lexsort_packed
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CorruptCheckpointError, Problem, ValidationError, concat
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.catalog.replicas import lexsort_packed
 from paddle_flexckpt.catalog.table import NOT_FLATTENED
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.foreign.torch_records import ChunkColumns, IndexColumns, PlaceColumns, RecordTables

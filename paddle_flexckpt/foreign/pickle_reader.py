@@ -20,6 +20,7 @@ from paddle_flexckpt.foreign.pickle_values import (
     INERT,
     PADDLE,
     Arguments,
+    Place,
     Runs,
     Symbol,
     Unfinished,
@@ -372,14 +373,24 @@ class _Machine:
         if target.memo >= 0 and self._memo[target.memo] is target:
             self._memo[target.memo] = finished
         if self._runs is not None and type(state) is dict:
-            fields = tuple(state)
-            data = self._data[: self._frame_end] if self._frame_end > self._position else self._data
-            batch = self._runs.read(data, self._position, target.name, fields, self._memo)
-            while batch is not None:
-                self._position = batch.end
+            fields, seam = tuple(state), self._seam()
+            while True:
+                place = Place(self._position, self._frame_end, seam)
+                batch = self._runs.read(self._data, place, target.name, fields, self._memo)
+                if batch is None:
+                    break
+                self._position, self._frame_end = batch.end, batch.frame_end
                 self._container(batch.containers)
                 self._stack += batch.values
-                batch = self._runs.read(data, self._position, target.name, fields, self._memo)
+
+    def _seam(self) -> bytes:
+        """Return what ends a batch of the open sequence and begins its next, which changes nothing but the stack."""
+        begin = self._marks[-1] if self._marks else 0
+        outer = self._marks[-2] if len(self._marks) > 1 else 0
+        kind = type(self._stack[begin - 1]) if begin > outer else None
+        if kind is list:
+            return b"e("
+        return b"u(" if kind is dict and not (len(self._stack) - begin) % 2 else b""
 
 
 _Operation = Callable[[_Machine], None]

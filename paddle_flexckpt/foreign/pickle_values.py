@@ -55,24 +55,34 @@ class Vocabulary:
     is_ordered: bool = False
 
 
+class Place(NamedTuple):
+    """Say where the machine is in a pickle.
+
+    Attributes:
+        position: The place of the next operation.
+        frame_end: Where the frame ends that it is in; a smaller number if it is in none.
+        seam: What ends a batch of elements here and begins the next of the same list or dict; empty if nothing does.
+    """
+
+    position: int
+    frame_end: int
+    seam: bytes
+
+
 class Batch(NamedTuple):
-    """Hold what stands for a run of records on the stack, where it ends, and how many containers the run needs."""
+    """Hold what stands for a run of records on the stack, how many containers it needs, where it and its frame end."""
 
     values: list[Any]
-    end: int
     containers: int
+    end: int
+    frame_end: int
 
 
 class Runs(Protocol):
     """Read the records that follow one of the same class, as the machine would."""
 
-    def read(
-        self, data: memoryview, position: int, name: str, fields: tuple[str, ...], memo: list[Any]
-    ) -> Batch | None:
-        """Return the records from a position on, with the memo extended; None leaves them to the machine.
-
-        The data end with the frame that the position is in.
-        """
+    def read(self, data: memoryview, place: Place, name: str, fields: tuple[str, ...], memo: list[Any]) -> Batch | None:
+        """Return the records from a place on, with the memo extended; None leaves them to the machine."""
 
     def value(self, place: int) -> Any:
         """Return what a run has put at a place of the memo, where :class:`Unkept` stands; None if it is not known."""

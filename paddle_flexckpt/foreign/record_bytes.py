@@ -9,9 +9,12 @@ Tested in tests/foreign/test_torch_records.py.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import NamedTuple
 
 import numpy as np
+
+from paddle_flexckpt.foreign.pickle_values import Place
 
 # Bytes behind the end that may be looked at.
 _SPARE = 1024
@@ -27,8 +30,63 @@ _MASKS = np.asarray([(1 << 8 * width) - 1 for width in range(9)], dtype=np.uint6
 # References likewise.
 _PLACE_WIDTH = np.zeros(256, dtype=np.int64)
 _PLACE_WIDTH[[_SHORT_REFERENCE, _REFERENCE]] = 1, 4
+# Bytes of operands in records; those of which the first says how many follow.
+_OPERANDS = {_K: 1, _M: 2, _J: 4, _LONG: 1, _SHORT_REFERENCE: 1, _REFERENCE: 4, _SHORT_TEXT: 1}
+_COUNTED = frozenset({_LONG, _SHORT_TEXT})
+# A frame's header; smaller frames than picklers make end what is looked at.
+_FRAME, _FRAME_HEADER, _LEAST_FRAME = 0x95, 9, 1 << 12
 # What ends a size behind its tuple.
 _SIZE_END = np.frombuffer(b"\x85\x94R\x94", dtype=np.uint8)
+
+
+class Window(NamedTuple):
+    """Hold bytes of a pickle without the headers of its frames, which mean nothing but must not be inside an operation.
+
+    Attributes:
+        text: The bytes.
+        begin: Where in the pickle they begin.
+        cuts: Where in them a frame begins.
+        frame_ends: Where in the pickle the first frame ends, and each of those that begin in the bytes.
+    """
+
+    text: bytes
+    begin: int
+    cuts: list[int]
+    frame_ends: list[int]
+
+    @classmethod
+    def of(cls, data: memoryview, place: Place, size: int) -> Window:
+        """Return so many bytes from a place on; fewer at the end of the pickle, and of frames unlike a pickler's."""
+        if place.frame_end <= place.position:
+            return cls(bytes(data[place.position : place.position + size]), place.position, [], [place.frame_end])
+        pieces, cuts, frame_ends = list[memoryview](), list[int](), [place.frame_end]
+        at, length = place.position, 0
+        while True:
+            pieces.append(data[at : min(frame_ends[-1], at + size - length)])
+            length += len(pieces[-1])
+            header = data[frame_ends[-1] : frame_ends[-1] + _FRAME_HEADER]
+            if length == size or len(header) < _FRAME_HEADER or header[0] != _FRAME:
+                break
+            at = frame_ends[-1] + _FRAME_HEADER
+            end = at + int.from_bytes(header[1:], "little")
+            if not at + _LEAST_FRAME <= end <= len(data):
+                break
+            cuts.append(length)
+            frame_ends.append(end)
+        return cls(b"".join(pieces), place.position, cuts, frame_ends)
+
+    def place_of(self, offset: int) -> tuple[int, int]:
+        """Return where in the pickle an offset is, and where the frame ends that is open there."""
+        frames = bisect_left(self.cuts, offset)
+        return self.begin + offset + frames * _FRAME_HEADER, self.frame_ends[frames]
+
+    def is_between(self, begin: int, cut: int) -> bool:
+        """Return whether an operation begins at a cut, of a sound record from ``begin`` on."""
+        text = self.text
+        while begin < cut:
+            code = text[begin]
+            begin += 1 + _OPERANDS.get(code, 0) + (text[begin + 1] if code in _COUNTED else 0)
+        return begin == cut
 
 
 class Sizes(NamedTuple):

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from paddle_flexckpt.algebra.rows import lexsort_packed
 from paddle_flexckpt.catalog import (
     Catalog,
     CatalogBuilder,
@@ -31,7 +32,6 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.catalog.replicas import lexsort_packed
 from paddle_flexckpt.foreign.dcp_chunks import rank_of, read_chunks
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, count_boxes, row_major
 from paddle_flexckpt.foreign.torch_archive import open_archive, place_elements

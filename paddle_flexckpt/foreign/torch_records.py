@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.foreign.pickle_values import UNKEPT, Batch, Symbol, is_integers
-from paddle_flexckpt.foreign.record_bytes import RecordBytes, Sizes
+from paddle_flexckpt.foreign.pickle_values import UNKEPT, Batch, Place, Symbol, is_integers
+from paddle_flexckpt.foreign.record_bytes import RecordBytes, Sizes, Window
 
 # Memory for what one call looks at; and where a run ends, no more than this is looked through in vain.
 _LEAST_WINDOW, _LARGEST_WINDOW = 1 << 12, 1 << 18
@@ -151,8 +151,8 @@ class RecordRuns:
         """Begin; nothing is known of the order of fields yet."""
         self._orders: dict[str, tuple[str, ...]] = {}
         self._templates: dict[str, _Template] = {}
-        # By the class whose record comes before: how much is looked at.
-        self._windows = dict.fromkeys(_RUNS, _LEAST_WINDOW)
+        # By the class whose record comes before: where the last run began and ended, and how much was looked at.
+        self._last = dict.fromkeys(_RUNS, (0, 0, 0))
         self._tables = RecordTables()
         self._size: bytes | None = None
         # Of places in the memo: the number of a text, or -2 less the number of a size; -1 for anything else.
@@ -163,44 +163,46 @@ class RecordRuns:
         code = int(self._codes[place]) if place < len(self._codes) else -1
         return None if code == -1 else self._tables.texts[code] if code >= 0 else self._tables.size_of(-2 - code)
 
-    def read(
-        self, data: memoryview, position: int, name: str, fields: tuple[str, ...], memo: list[Any]
-    ) -> Batch | None:
+    def read(self, data: memoryview, place: Place, name: str, fields: tuple[str, ...], memo: list[Any]) -> Batch | None:
         """Read the records that follow one of a class with these fields in this order; None if there are none.
 
-        The memo grows as it would in the machine. ``data`` ends where a frame does, in which a run ends too.
+        The memo grows as it would in the machine.
         """
         self._orders[name] = fields
         run = _RUNS.get(name, ("",))
         if any(each not in self._orders for each in run):
             return None
-        window = self._windows[name]
-        text = bytes(data[position : position + window])
+        text = Window.of(data, place, _LEAST_WINDOW)
         template = self._templates.get(name)
-        if template is None or not text.startswith(template.head):
-            template = _Reader(text, memo, self._size).template(run, self._orders)
+        if template is None or not text.text.startswith(template.head):
+            template = _Reader(text.text, memo, self._size).template(run, self._orders)
             if template is None:
                 return None
             self._templates[name] = template
             self._size = template.size.tobytes() if template.size is not None else None
-        starts = _starts(text, template.head)
+        begin, end, size = self._last[name]
+        if place.position == end:
+            size *= 2
+        else:  # a run is mostly as long as the one before
+            begin, size = place.position, (end - begin) * 9 // 8
+        size = min(max(size, _LEAST_WINDOW), _LARGEST_WINDOW)
+        text = Window.of(data, place, size) if size > _LEAST_WINDOW else text
+        starts = _starts(text.text, template.head)
         if len(starts) < _FEWEST:
             return None
-        elements = _Elements(RecordBytes(text), starts, template, len(memo))
-        count = self._take(elements, memo)
-        used = int(elements.ends[count - 1]) if count else 0
-        if len(text) == window:
-            wider = 2 * used > window
-            self._windows[name] = min(2 * window, _LARGEST_WINDOW) if wider else max(window // 2, _LEAST_WINDOW)
+        elements = _Elements(RecordBytes(text.text), starts, template, len(memo))
+        count = self._take(elements, text, place.seam, memo)
         if not count:
             return None
+        end, frame_end = text.place_of(int(elements.ends[count - 1]))
+        self._last[name] = begin, end, size
         values = [elements.columns(each, count, self._tables) for each in run]
-        return Batch(values, position + used, _CONTAINERS * count)
+        return Batch(values, _CONTAINERS * count, end, frame_end)
 
-    def _take(self, elements: _Elements, memo: list[Any]) -> int:
+    def _take(self, elements: _Elements, text: Window, seam: bytes, memo: list[Any]) -> int:
         """Keep what the elements put into the memo, look up what they refer to, and return how many are sound."""
         base = len(memo)
-        count = elements.count(self._tables)
+        count = elements.count(self._tables, text, seam)
         end = int(elements.memo[count]) if count else base
         if end > len(self._codes):
             self._codes = np.concatenate([self._codes, np.full(max(end, len(self._codes)), -1, dtype=np.int64)])
@@ -385,12 +387,19 @@ class _Elements:
         self.kept.append(slot)
         self._values[name, field] = slot
 
-    def count(self, tables: RecordTables) -> int:
-        """Return how many are sound, one right behind the other, and number their texts and sizes."""
-        follows = np.append(True, self.ends[:-1] == self._starts[1:])
-        wrong = np.flatnonzero(~(self._sound & follows & (self.ends <= len(self._data.text))))
+    def count(self, tables: RecordTables, window: Window, seam: bytes) -> int:
+        """Return how many are sound, one behind the other or behind a seam, and number their texts and sizes."""
+        text, gaps = window.text, self._starts[1:] - self.ends[:-1]
+        follows = np.append(True, gaps == 0)
+        if seam:
+            near = np.flatnonzero(gaps == len(seam))
+            follows[near + 1] = [text.startswith(seam, at) for at in self.ends[near].tolist()]
+        wrong = np.flatnonzero(~(self._sound & follows & (self.ends <= len(text))))
         count = int(wrong[0]) if len(wrong) else len(self._sound)
-        text = self._data.text
+        for cut in window.cuts:
+            row = int(np.searchsorted(self._starts[:count], cut, side="right")) - 1
+            if row >= 0 and cut < self.ends[row] and not window.is_between(int(self._starts[row]), cut):
+                count = row
         for slot, begin, end in self._texts:
             rows = np.flatnonzero(slot.is_new[:count])
             found, known = list[int](), tables.numbers

@@ -35,6 +35,7 @@ class RestOfTransform:
     def __init__(self, transform: Any, without: Collection[str]) -> None:
         """Take the transform, and the names of those that are made elsewhere."""
         self.source_keys, self.apply = transform.source_keys, transform.apply
+        self.read_plan = getattr(transform, "read_plan", None)
         self._transform, self._without = transform, without
 
     def logical_metadata(self) -> dict[str, Any]:

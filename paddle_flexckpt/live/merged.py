@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_heads
+from paddle_flexckpt.engine.copies import AnyStorage
 from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import ALONE, GROUP, PATH, UNUSED, FileOptions, WholeOptions, rule, takes
@@ -29,6 +31,7 @@ from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.engine.whole_tensors import CHOSEN
 from paddle_flexckpt.foreign.formats import shown
 from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator, communicator_for
+from paddle_flexckpt.live.owned_pieces import OwnedPieces, no_pieces
 from paddle_flexckpt.live.publishing import ModelOptions, Publication
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.tensor_memory import empty_on_host
@@ -177,6 +180,8 @@ def merge_sharded_state_dict(
 class _StoredModel:
     """Give tensors of a checkpoint, of which each rank reads what it writes."""
 
+    is_compared = True
+
     def __init__(
         self,
         comm: Communicator,
@@ -201,7 +206,19 @@ class _StoredModel:
             stack.pop_all()
         self.catalog = self._files.catalog
 
-    def fill(self, describe: Callable[[], Targets], first: bool) -> int:
+    def describe(self) -> tuple[bytes, ...]:
+        return ()
+
+    def compare(self, *answers: Sequence[bytes]) -> None:
+        pass
+
+    def owned_pieces(self, targets: Catalog, maps: BoxMaps | None, machine: np.ndarray) -> OwnedPieces:
+        return no_pieces(targets)
+
+    def storage(self, row: int) -> AnyStorage:
+        raise RuntimeError("what is in files is in no rank's memory")
+
+    def fill(self, describe: Callable[[], Targets]) -> int:
         def work() -> tuple[None, bytes]:
             files = Files(self._path, self._options, self._files.manifest)
             Transfer(SoloCommunicator(), files, describe, CHOSEN, "merge_sharded_state_dict", self._context).run()

@@ -255,7 +255,13 @@ def _on_devices(flags: Iterable[bytes]) -> bool:
 
 
 class MemoryPeers(Peers):
-    """Read shards in the ranks' memory."""
+    """Read shards in the ranks' memory.
+
+    Attributes:
+        readable: The shards, of whose replicas any may be read; known when replicas are compared.
+    """
+
+    readable: CheckedSources | None
 
     def __init__(
         self,
@@ -265,9 +271,14 @@ class MemoryPeers(Peers):
         described: Mapping[int, Any],
         options: ReshardOptions,
         context: str,
+        readable: CheckedSources | None = None,
     ) -> None:
-        """Take what the ranks hold; ``described`` has this rank's tensors or shards by row."""
+        """Take what the ranks hold; ``described`` has this rank's tensors or shards by row.
+
+        ``readable``: what was found out when replicas were compared; they are not compared again.
+        """
         super().__init__(comm, context, options.offload)
+        self.readable = readable
         self.catalog, self._checked = catalog, checked
         self._described, self._options = described, options
 
@@ -282,7 +293,7 @@ class MemoryPeers(Peers):
 
     def describe_replicas(self) -> tuple[bytes, bytes]:
         """Return what the other ranks need for :meth:`compare_replicas`."""
-        return self._replicas
+        return self._replicas if self.readable is None else (b"", b"")
 
     @functools.cached_property
     def _replicas(self) -> tuple[bytes, bytes]:
@@ -301,6 +312,8 @@ class MemoryPeers(Peers):
 
     def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> None:
         """Compare the replicas of shards, to know which may be read."""
+        if self.readable is not None:
+            return
         comm, asked = self._comm, np.zeros(len(self.catalog), dtype=np.uint8)
         for rank, said in zip(comm.ranks, policies):
             asked[self.catalog.rank == rank] = np.frombuffer(said, dtype=np.uint8)
@@ -310,12 +323,18 @@ class MemoryPeers(Peers):
         self._compares_again = replicas if compares and (groups.count > 1).any() else None
         self._differed = bool(differing.any())
         self.replicas = replicas.report(differing, comm.position == self._options.coordinator_rank)
-        self._readable = replace(self._checked, groups=replicas.narrowed(differing if replicas.compares else None))
+        self.readable = replace(self._checked, groups=replicas.narrowed(differing if replicas.compares else None))
 
     def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
         """Plan this rank's part of the exchange, from what is there."""
-        self.rows, checked = self.catalog, self._readable
-        return plan_rank(ShardMatcher(self.rows, checked.groups, checked.coverage), targets, task, self._comm.rank)
+        self.rows = self.catalog
+        return plan_rank(self.matcher(), targets, task, self._comm.rank)
+
+    def matcher(self) -> ShardMatcher:
+        """Return what finds the shards to read; replicas have been compared."""
+        if self.readable is None:
+            raise RuntimeError("replicas were not compared")
+        return ShardMatcher(self.catalog, self.readable.groups, self.readable.coverage)
 
     def meet(self, addresses: list[bytes]) -> bool:
         """Take note of where the other ranks are; return whether the plan still holds: no replicas differ.

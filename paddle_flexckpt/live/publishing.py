@@ -5,47 +5,44 @@ Tested in tests/live/test_publishing.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.algebra import Box
+from paddle_flexckpt.algebra import Box, ravel_index
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
-from paddle_flexckpt.catalog import Catalog, CheckpointError, LostRankError, ValidationError, dtype_of
+from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CheckpointError, LostRankError, ValidationError, dtype_of
+from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import GROUP, SHARDS, ProgressOptions, StatementOptions, rule, takes
 from paddle_flexckpt.engine.plan import split_tiles
 from paddle_flexckpt.engine.targets import Targets
-from paddle_flexckpt.engine.tensor_files import (
-    OutputDirectory,
-    TensorFile,
-    choose_tensors,
-    divide_evenly,
-    index_file,
-    make_index,
-)
+from paddle_flexckpt.engine.tensor_files import OutputDirectory, choose_tensors, divide_evenly
 from paddle_flexckpt.engine.transfer import quiet_loads
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
 from paddle_flexckpt.foreign.formats import open_destination, shown
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
+from paddle_flexckpt.live.live_model import LiveModel, ModelState
+from paddle_flexckpt.live.model_files import ModelFiles
+from paddle_flexckpt.live.owned_pieces import number_machines
 from paddle_flexckpt.live.peers import ReshardOptions
-from paddle_flexckpt.live.resharder import GatheredState
-from paddle_flexckpt.media.backend import Location, exists
+from paddle_flexckpt.media.backend import Location, exists, place_of
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import PublishReport
 
 CONFIG_FILE = "config.json"
 _ONE_WRITES_IT = "the coordinator alone writes it"
-# What a rank has received and not yet written: as much as an export's band.
-BATCH_BYTES = 128 << 20
+# What a rank receives at a time, while it writes as much that it has received before.
+BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -120,9 +117,10 @@ def publish(
 ) -> PublishReport:
     """Write a live model as safetensors files of whole tensors, as Hugging Face's libraries read them.
 
-    Every rank of the group calls this. Each writes about as many bytes as any other, and holds at most 128 MiB of them.
-    The index comes last (of a single file, the file): until then no reader finds a model there. All ranks have to see
-    the directory. Optimizer states and extra state are left out.
+    Every rank of the group calls this, and sees the directory. Ranks of one machine write what they have straight into
+    each other's files. What is elsewhere, or stands in many short runs in a file, is sent to the rank whose file it is;
+    files are about equally large, and a rank holds at most 128 MiB of what it receives. The index comes last (of a
+    single file, the file): until then no reader finds a model there. Optimizer states and extra state are left out.
 
     Args:
         model: A layer with ``sharded_state_dict()``, or names to shards (or plain, replicated tensors).
@@ -138,56 +136,26 @@ def publish(
         ValidationError: The state is not whole, the output is in use, the statements do not fit, or safetensors cannot
             hold a tensor (on every rank, with the same text); nothing was written.
         CheckpointError: A rank could not write (likewise); what was written is removed.
+        LostRankError: A rank has gone. Files without a model may be left, or all of it.
     """
     begin = time.perf_counter()
     asked = PublishOptions(coordinator_rank=coordinator_rank, aoa_config=aoa_config, **options)
     describe = getattr(model, "sharded_state_dict", None)
     comm = communicator_for(process_group)
+    reads = ReshardOptions(
+        coordinator_rank=coordinator_rank,
+        offload=asked.offload,
+        check_replicas=asked.check_replicas,
+        optimizer_states="ignore",
+    )
 
-    def gather(said: Callable[[], tuple[bytes, ...]], context: str) -> _LiveModel:
-        state = GatheredState(comm, lambda: describe() if callable(describe) else model, said, context)
-        return _LiveModel(state, asked)
+    def gather(said: Callable[[], tuple[bytes, ...]], context: str) -> LiveModel:
+        return LiveModel(comm, lambda: describe() if callable(describe) else model, said, context, reads)
 
     with quiet_loads(), Publication(comm, output, asked, "publish") as publication:
         publication.agree(gather)
         publication.write()
         return publication.report(begin)
-
-
-class ModelState(Protocol):
-    """Say where the tensors of a model come from.
-
-    Attributes:
-        catalog: The shards of all sources.
-        said: What ranks told each other when it was described.
-    """
-
-    catalog: Catalog
-    said: list[tuple[bytes, ...]]
-
-    def fill(self, describe: Callable[[], Targets], first: bool) -> int:
-        """Fill targets of all ranks, for the first time or again; return the bytes that this rank lacked.
-
-        Errors are the same on every rank.
-        """
-        ...
-
-
-class _LiveModel:
-    """Give tensors of all ranks' memory."""
-
-    def __init__(self, state: GatheredState, options: PublishOptions) -> None:
-        self._state, self._options = state, options
-        self.catalog, self.said = state.catalog, state.said
-
-    def fill(self, describe: Callable[[], Targets], first: bool) -> int:
-        options = ReshardOptions(
-            coordinator_rank=self._options.coordinator_rank,
-            offload=self._options.offload,
-            check_replicas=self._options.check_replicas and first,  # they are compared once
-            optimizer_states="ignore",
-        )
-        return self._state.fill(describe, options, "publish").bytes_received
 
 
 class Publication:
@@ -197,6 +165,7 @@ class Publication:
     """
 
     _output: OutputDirectory
+    _files: ModelFiles
     _may_be_there = False
 
     def __init__(
@@ -224,6 +193,7 @@ class Publication:
         self._context = f"{call} cannot write to {shown(output)}"
         self._undo: Callable[[], None] = lambda: None
         self._leads = comm.position == options.coordinator_rank
+        self._closing = contextlib.ExitStack()
         self._received = 0
 
     def __enter__(self) -> Publication:
@@ -232,6 +202,7 @@ class Publication:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._closing.close()
         if kind is None:
             return
         # What all ranks were told of is known; that a rank has gone, or a signal, tells nothing of what was written.
@@ -240,7 +211,7 @@ class Publication:
             self._undo()
 
     def agree(self, gather: Callable[[Callable[[], tuple[bytes, ...]], str], ModelState]) -> None:
-        """Describe the sources, check them and the output, and divide the tensors among files. Two collectives."""
+        """Describe the sources, and check them and the output. One collective."""
         comm, options = self._comm, self._options
 
         def said() -> tuple[bytes, ...]:
@@ -249,15 +220,47 @@ class Publication:
             self._undo = self._output.undo
             self._output.check_unused()
             self._config = options.config_text() if self._leads else None
-            return options.encode(self._call), b"" if exists(self._output.backend) else b"made"
+            backend = self._output.backend
+            place = place_of(backend).encode() if backend.has_path else b""
+            return options.encode(self._call), b"" if exists(backend) else b"made", place, os.urandom(8)
 
         self._state = gather(said, self._context)
-        self._output.is_made = self._state.said[0][options.coordinator_rank] == b"made"
-        comm.together(self._divide, self._context)
+        made, self._places, drawn = self._state.said
+        self._output.is_made = made[options.coordinator_rank] == b"made"
+        self._token = drawn[options.coordinator_rank].hex()
 
-    def _divide(self) -> tuple[None, bytes]:
-        """Choose tensors and divide them among files: the same on every rank, as all know all sources."""
-        catalog, options = self._state.catalog, self._options
+    def write(self) -> None:
+        """Write what ranks have themselves; move and write the rest, batch by batch; let the model appear.
+
+        Two collectives, one more where replicas are compared, and four for each batch.
+        """
+        comm, state = self._comm, self._state
+        if not state.is_compared:
+            _, answers = comm.together(self._begin_compared, self._context)
+            state.compare(*zip(*map(split, answers)))
+        _, answers = comm.together(self._write_owned, self._context)
+        steps = max(map(int, answers))
+        for step in range(steps):
+            batch = self._batches[step] if step < len(self._batches) else []
+            memory = WholeTensors(rank=comm.rank)
+            self._move(memory, batch)
+            # A file with one writer appears when that has written it; a single one needs no index.
+            self._may_be_there |= len(self._all_files) == 1 and not self._files.is_shared
+            self._on_all(functools.partial(self._store, memory, batch, is_last=step == steps - 1))
+        self._may_be_there = True
+        self._on_all(self._commit)
+
+    def _begin_compared(self) -> tuple[None, bytes]:
+        self._begin()
+        return None, join(self._state.describe())
+
+    def _begin(self) -> None:
+        """Choose tensors and divide them among files: the same on every rank, as all know all sources. Begin own files.
+
+        Raises:
+            ValidationError: They cannot be written so.
+        """
+        catalog, options, comm = self._state.catalog, self._options, self._comm
         self._mapping: TensorMapping | None = whole_mapping(options.aoa_config, catalog)
         infos = tensor_infos(catalog, self._mapping, extra_state=self._skips is None)
         start = f"{options.prefix}." if options.prefix else ""
@@ -266,51 +269,63 @@ class Publication:
         self._keys, self._left_out = choose_tensors(chosen, start, states=self._skips is not None)
         self._left_out += len(skipped)
         self._infos = {name: infos[key] for name, key in self._keys.items()}
-        size = self._comm.size
-        self._files = divide_evenly(self._infos, options.max_file_bytes, size, self._file_prefix)
-        self._own = [file for i, file in enumerate(self._files) if i * size // len(self._files) == self._comm.position]
-        self._batches = list(self._batches_of(self._own))
-        if self._leads:
+        all_files = self._all_files = divide_evenly(self._infos, options.max_file_bytes, comm.size, self._file_prefix)
+        self._owners = [i * comm.size // len(all_files) for i in range(len(all_files))]
+        self._own = [file for file, owner in zip(all_files, self._owners) if owner == comm.position]
+        if len({bool(place) for place in self._places}) > 1:
+            raise ValidationError(
+                "some ranks reach the output by a path, and others do not. Remedy: give the same output on every rank"
+            )
+        is_shared = bool(self._places[comm.position])
+        self._files = ModelFiles(self._output, all_files, self._infos, self._token, is_shared)
+        self._closing.callback(self._files.close)
+        if self._leads or is_shared:
             self._output.backend.make_directory()
-            if self._config is not None:
-                self._output.publish(CONFIG_FILE, self._config)
-        return None, b""
+        if self._leads and self._config is not None:
+            self._output.publish(CONFIG_FILE, self._config)
+        self._files.begin(self._own, removes_all=self._leads)
 
-    def _batches_of(self, files: list[TensorFile]) -> Iterator[list[tuple[TensorFile, str, Box]]]:
-        """Yield what this rank receives and writes at a time, in the order in which it stands in the files."""
-        batch: list[tuple[TensorFile, str, Box]] = []
-        left = BATCH_BYTES
-        for file in files:
+    def _write_owned(self) -> tuple[None, bytes]:
+        """Write what this rank has of tensors that ranks write from their memory; return the steps that follow."""
+        if self._state.is_compared:
+            self._begin()
+        targets, comm, files = self._targets(), self._comm, self._files
+        machine = number_machines(comm.ranks, self._places)
+        maps = None if self._mapping is None else self._mapping.maps
+        owned = self._state.owned_pieces(targets, maps, machine)
+        rest = {name for name, is_owned in zip(files.names, owned.whole.tolist()) if not is_owned}
+        own = [self._infos[name].nbytes for file in self._own for name in file.names if name in rest]
+        self._batches = list(self._batches_of(rest))
+        self._bytes_written = owned.nbytes + sum(own)
+        self._meter = self._options.meter("write", self._bytes_written, owned.tensors + len(own))
+        owned.write(self._state.storage, files, comm.rank, self._meter)
+        if not rest:
+            self._end_writing()
+        return None, str(len(self._batches)).encode()
+
+    def _targets(self) -> Catalog:
+        """Return all tensors in the order in which they stand in the files, each with the rank whose file it is in."""
+        builder, ranks = CatalogBuilder(0), list[int]()
+        for file, owner in zip(self._all_files, self._owners):
+            ranks += [self._comm.ranks[owner]] * len(file.names)
             for name in file.names:
-                for box, count in _bands(self._infos[name]):
-                    if batch and (count > left or batch[-1][1] == name):
-                        yield batch
-                        batch, left = [], BATCH_BYTES
-                    batch.append((file, name, box))
-                    left -= count
+                info = self._infos[name]
+                builder.add(self._keys[name], info.dtype, info.shape, (0,) * len(info.shape), info.shape)
+        return replace(builder.build(), rank=np.asarray(ranks, dtype=np.int32))
+
+    def _batches_of(self, names: Collection[str]) -> Iterator[list[tuple[str, Box]]]:
+        """Yield what this rank receives and writes at a time of some tensors, in the order of the files' bytes."""
+        batch: list[tuple[str, Box]] = []
+        left = BATCH_BYTES
+        for name in (name for file in self._own for name in file.names if name in names):
+            for box, count in _bands(self._infos[name]):
+                if batch and (count > left or batch[-1][0] == name):
+                    yield batch
+                    batch, left = [], BATCH_BYTES
+                batch.append((name, box))
+                left -= count
         if batch:
             yield batch
-
-    def write(self) -> None:
-        """Move and write batch by batch, then make the index. As many steps on every rank."""
-
-        def begin() -> tuple[None, bytes]:
-            own = self._own
-            nbytes, items = sum(file.data_bytes for file in own), sum(len(file.names) for file in own)
-            self._meter = self._options.meter("write", nbytes, items)
-            return None, str(len(self._batches)).encode()
-
-        _, answers = self._comm.together(begin, self._context)
-        for step in range(max(map(int, answers))):
-            batch = self._batches[step] if step < len(self._batches) else []
-            memory = WholeTensors(rank=self._comm.rank)
-            self._move(memory, batch, first=step == 0)
-            self._may_be_there = len(self._files) == 1  # which needs no index
-            self._on_all(functools.partial(self._store, memory, batch))
-        self._on_all(self._output.backend.sync)
-        self._on_all(self._meter.finish)
-        self._may_be_there = True
-        self._on_all(self._commit)
 
     def _on_all(self, work: Callable[[], None]) -> None:
         def step() -> tuple[None, bytes]:
@@ -319,47 +334,51 @@ class Publication:
 
         self._comm.together(step, self._context)
 
-    def _move(self, memory: WholeTensors, batch: list[tuple[TensorFile, str, Box]], first: bool) -> None:
+    def _move(self, memory: WholeTensors, batch: list[tuple[str, Box]]) -> None:
         key_of = self._keys
 
         def describe() -> Targets:
-            infos = {key_of[name]: self._infos[name] for _, name, _ in batch}
-            return memory.targets(infos, self._mapping, {key_of[name]: box for _, name, box in batch})
+            infos = {key_of[name]: self._infos[name] for name, _ in batch}
+            return memory.targets(infos, self._mapping, {key_of[name]: box for name, box in batch})
 
-        self._received += self._state.fill(describe, first)
+        self._received += self._state.fill(describe)
 
-    def _store(self, memory: WholeTensors, batch: list[tuple[TensorFile, str, Box]]) -> None:
-        """Write what a batch has received behind what there is."""
-        for row, (file, name, box) in enumerate(batch):
+    def _store(self, memory: WholeTensors, batch: list[tuple[str, Box]], is_last: bool) -> None:
+        """Have a thread write what a batch has received, while the next one is moved; wait for the one before."""
+        files = self._files
+        files.wait()
+        files.meanwhile(functools.partial(self._write_batch, memory, batch))
+        if is_last:
+            self._end_writing()
+
+    def _write_batch(self, memory: WholeTensors, batch: list[tuple[str, Box]]) -> None:
+        for row, (name, box) in enumerate(batch):
             data = memoryview(memory.take(row)[1].ravel().view(np.uint8))
-            self._output.open(file).write(data)
-            ends = _ends(box, self._infos[name])
-            self._meter.add(data.nbytes, items=int(ends))
+            info = self._infos[name]
+            begin = ravel_index(box.offset, info.shape) * dtype_of(info.dtype).itemsize
+            self._files.writer(name)(data, begin)
+            self._meter.add(data.nbytes, items=int(begin + data.nbytes == info.nbytes))
             del data  # before the next one is taken
-            if name == file.names[-1] and ends:
-                self._output.finish()
+
+    def _end_writing(self) -> None:
+        """Make durable what this rank has written. When all ranks have said so, one commits: others may not know."""
+        self._files.make_durable()
+        self._meter.finish()
+        self._may_be_there = self._may_be_there or not self._leads
 
     def _commit(self) -> None:
-        if not self._leads or len(self._files) == 1:
-            return
-        index = index_file(self._file_prefix)
-        try:
-            self._output.publish(index, make_index(self._files))
-            self._output.backend.sync()
-        except OSError:
-            # Before the other ranks hear of it, and remove what it names.
-            self._output.backend.remove(index)
-            raise
+        if self._leads:
+            self._files.commit(self._file_prefix)
 
     def report(self, begin: float) -> PublishReport:
         """Return what was done."""
         return PublishReport(
             output=self._output.backend.path,
-            files=[file.name for file in self._files],
+            files=[file.name for file in self._all_files],
             keys=len(self._keys),
             left_out=self._left_out,
-            total_bytes=sum(file.data_bytes for file in self._files),
-            bytes_written=sum(file.data_bytes for file in self._own),
+            total_bytes=sum(file.data_bytes for file in self._all_files),
+            bytes_written=self._bytes_written,
             bytes_received=self._received,
             seconds={"total": time.perf_counter() - begin},
         )
@@ -370,8 +389,3 @@ def _bands(info: TensorInfo) -> Iterator[tuple[Box, int]]:
     whole, itemsize = Box((0,) * len(info.shape), info.shape), dtype_of(info.dtype).itemsize
     for box in split_tiles(whole, max(BATCH_BYTES // itemsize, 1)) if whole.size else (whole,):
         yield box, box.size * itemsize
-
-
-def _ends(box: Box, info: TensorInfo) -> bool:
-    """Return whether a box holds the last element of its tensor."""
-    return all(offset + size == whole for offset, size, whole in zip(box.offset, box.shape, info.shape))

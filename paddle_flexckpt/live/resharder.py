@@ -19,7 +19,7 @@ from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.peers import MemoryPeers, ReshardOptions
-from paddle_flexckpt.live.sources import check_sources
+from paddle_flexckpt.live.sources import CheckedSources, check_sources
 from paddle_flexckpt.live.state import LocalState, layout_of, open_state
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.virtual_files import gather_virtual_files, owned_tensors
@@ -235,6 +235,7 @@ class GatheredState:
     Attributes:
         catalog: The shards of all ranks, each rank's in a virtual file.
         tensors: This rank's.
+        checked: What checks of the shards found out.
         said: What ranks told each other besides, as of :func:`gather_memory`.
     """
 
@@ -251,17 +252,26 @@ class GatheredState:
         self._described = owned_tensors(self.catalog, own, comm.rank, context)
         owned = {row: getattr(value, "local_tensor", value) for row, value in self._described.items()}
         self.tensors = list(owned.values())
-        self._checked = check_sources(comm, owned, self.catalog, context)
+        self.checked = check_sources(comm, owned, self.catalog, context)
 
-    def fill(self, describe: Callable[[], Targets], options: ReshardOptions, call: str) -> LoadReport:
+    def peers(self, options: ReshardOptions, readable: CheckedSources | None = None) -> MemoryPeers:
+        """Return what gives these tensors; arguments as of :class:`MemoryPeers`."""
+        return MemoryPeers(self._comm, self.catalog, self.checked, self._described, options, self._context, readable)
+
+    def fill(
+        self,
+        describe: Callable[[], Targets],
+        options: ReshardOptions,
+        call: str,
+        readable: CheckedSources | None = None,
+    ) -> LoadReport:
         """Fill targets of all ranks; ``describe`` gives this rank's, or raises. Every rank calls this.
 
         Raises:
             ValidationError: The two sides do not fit; no target was changed.
             CheckpointError: A rank failed during the exchange.
         """
-        peers = MemoryPeers(self._comm, self.catalog, self._checked, self._described, options, self._context)
-        return Transfer(self._comm, peers, describe, options, call, self._context).run()
+        return Transfer(self._comm, self.peers(options, readable), describe, options, call, self._context).run()
 
 
 def brief_run(number: bytes, unchanged: bool, address: bytes) -> bytes:

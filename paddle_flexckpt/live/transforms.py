@@ -1,9 +1,10 @@
 """Load transforms: functions that make logical tensors of a checkpoint's, as Paddle's develop branch knows them.
 
 A transform has ``logical_metadata()``: names to ``global_shape`` and ``dtype``; ``source_keys(name)``: what of the
-checkpoint such a tensor is made of; and ``apply(name, source_tensors, output_dtype)``, which makes it. Here logical
-tensors stand in a file that no storage has: reading from it reads the sources whole, by the reader of every load, and
-makes the tensor. So targets, statements and casts see logical tensors as they see stored ones.
+checkpoint such a tensor is made of; and ``apply(name, source_tensors, output_dtype)``, which makes it. Where it has a
+``read_plan()``, which asks for parts of sources, that is told that they come whole. Here logical tensors stand in a
+file that no storage has: reading from it reads the sources whole, by the reader of every load, and makes the tensor.
+So targets, statements and casts see logical tensors as they see stored ones.
 
 Tested in tests/live/test_transforms.py.
 """
@@ -26,6 +27,7 @@ from paddle_flexckpt.catalog import (
     Catalog,
     CatalogBuilder,
     CheckpointError,
+    LocalTensorMetadata,
     Problem,
     ValidationError,
     concat,
@@ -277,6 +279,7 @@ class MadeTensors(InputFile):
             describe = lambda: describe_targets(targets, 0)  # noqa: E731
             report = Transfer(SoloCommunicator(), files, describe, CHOSEN, context=f"cannot make {tensor.key!r}").run()
         self.bytes_read += report.bytes_read
+        self._plan(tensor)
         try:
             with paddle.no_grad():
                 made = self._transform.apply(tensor.key, sources, getattr(paddle, tensor.dtype))
@@ -305,10 +308,25 @@ class MadeTensors(InputFile):
                 targets[name] = host_memory(bits).view(dtype.numpy).reshape(tensor.shape)
         return sources, targets
 
-    def _failed(self, tensor: LogicalTensor, how: str) -> CheckpointError:
+    def _plan(self, tensor: LogicalTensor) -> None:
+        """Tell a transform that plans what it reads that its sources come whole; Paddle's loader may ask for parts."""
+        plan = getattr(self._transform, "read_plan", None)
+        if plan is None:
+            return
+        whole = LocalTensorMetadata((0,) * len(tensor.shape), tensor.shape, tensor.dtype, tensor.shape)
+        call = f"read_plan({tensor.key!r}, force_global=True)"
+        try:
+            mode = getattr(plan(tensor.key, whole, force_global=True), "mode", None)
+        except Exception as error:
+            raise self._failed(tensor, f"raised {type(error).__name__}: {error}", call) from error
+        if mode != "global":
+            raise self._failed(tensor, f"gave a plan of mode {mode!r}; expected 'global', for sources come whole", call)
+
+    def _failed(self, tensor: LogicalTensor, how: str, call: str = "") -> CheckpointError:
         state = "targets may be partly overwritten" if self.touched else "no target was changed"
+        what = call or f"apply({tensor.key!r})"
         return CheckpointError(
-            f"load_transform.apply({tensor.key!r}) {how}; {state}. Remedy: correct the transform, or load without it"
+            f"load_transform.{what} {how}; {state}. Remedy: correct the transform, or load without it"
         )
 
     def close(self) -> None:

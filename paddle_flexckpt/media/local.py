@@ -118,6 +118,38 @@ class LocalOutputFile(OutputFile):
             os.close(descriptor)
 
 
+class OutputParts:
+    """Write parts of a file, with ``pwrite``, as other processes of this machine do; leaving the context closes it."""
+
+    def __init__(self, path: str) -> None:
+        """Open the file; who comes first makes it."""
+        self._path, self._descriptor = path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+
+    def write_at(self, data: Buffer, offset: int) -> None:
+        """Write all of the data from byte ``offset`` on."""
+        left = memoryview(data)
+        with naming(self._path):
+            while len(left):
+                count = os.pwrite(self._descriptor, left, offset)
+                left, offset = left[count:], offset + count
+
+    def make_durable(self) -> None:
+        """Make durable what any process has written: one kernel has all of it."""
+        fsync(self._descriptor, self._path)
+
+    def close(self) -> None:
+        """Close the file; to do so again is fine."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> OutputParts:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
 class LocalBackend(Backend):
     """Reach a directory of a local or mounted file system."""
 

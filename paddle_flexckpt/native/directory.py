@@ -27,7 +27,8 @@ MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
 MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
 # The other files of a save: rank (of a partition: its number), id, generation (none: 0), and kind.
 OF_SAVE = re.compile(
-    r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|partition|(?:part|failed|prepared)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII
+    r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|partition|decided|(?:part|failed|prepared)(?:\.[0-9a-f]{32}\.tmp)?)",
+    re.ASCII,
 )
 
 
@@ -60,6 +61,10 @@ class SaveNames:
     def failure_file(self, rank: int) -> str:
         """Return the name of what a rank says if it cannot write."""
         return f"{rank}_{self._stem}.failed"
+
+    def decision_file(self, coordinator: int) -> str:
+        """Return the name of what was decided about an asynchronous save; ``coordinator`` is the rank that commits."""
+        return f"{coordinator}_{self._stem}.decided"
 
     def prepared_file(self, rank: int) -> str:
         """Return the name of a node's manifest that is not published yet; ``rank`` is that of its committer."""

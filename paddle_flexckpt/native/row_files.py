@@ -49,7 +49,7 @@ class ReadCount:
     bytes_extra: int = 0
     reads: int = 0
     files: set[str] = field(default_factory=set)
-    lock: threading.RLock = field(default_factory=threading.RLock, repr=False, compare=False)
+    lock: threading.RLock = field(default_factory=lambda: threading.RLock(), repr=False, compare=False)
 
     def add(self, bytes_read: int = 0, bytes_verified: int = 0, bytes_extra: int = 0, reads: int = 0) -> None:
         """Add to what has been counted."""

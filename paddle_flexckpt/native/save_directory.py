@@ -156,6 +156,18 @@ class SaveDirectory(CompanionDirectory):
         """Write why a rank cannot write, for the others, in place of what the rank said before."""
         write_file(self.backend, save.failure_file(rank), error, "replace")
 
+    def decide(self, save: SaveNames, coordinator: int, verdict: bytes) -> bytes:
+        """Decide about a save, once for all ranks; return what is decided: this verdict, or an earlier one.
+
+        An earlier one that is still being written is returned as far as it is there.
+        """
+        name = save.decision_file(coordinator)
+        try:
+            write_file(self.backend, name, verdict, "new")
+        except FileExistsError:
+            return self.backend.read(name)
+        return verdict
+
     def progress(self, save: SaveNames, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
         """Return the ranks whose parts are here, and what those say that failed."""
         names = set(self.backend.names())
@@ -335,9 +347,12 @@ class SaveDirectory(CompanionDirectory):
         with contextlib.suppress(OSError):
             if self.is_committed(save):
                 return
-            for name in (save.prepared_file(rank), save.data_file(rank), save.part_file(rank), *(partitions or ())):
-                self.backend.remove(name)
-            left = [*filter(save.owns, self.backend.names())]
+            kept = self.named_files(save.unique_id)
+            own = (save.prepared_file(rank), save.data_file(rank), save.part_file(rank), *(partitions or ()))
+            for name in own:
+                if name not in kept:
+                    self.backend.remove(name)
+            left = [name for name in self.backend.names() if save.owns(name) and name not in kept]
             if partitions is None:
                 # Every rank removes them, and the last one to look sees nothing else.
                 for name in filter(save.owns_partition, left):
@@ -346,6 +361,16 @@ class SaveDirectory(CompanionDirectory):
             if not left:
                 self.remove_uploads(save)
                 self.remove_save_files([], save.marker_file)
+
+    def named_files(self, unique_id: int) -> set[str]:
+        """Return the files that the manifest in place names; none if it is not there, or cannot be read.
+
+        A save that has chosen its names by a listing that was out of date has those of a checkpoint.
+        """
+        try:
+            return set(self.read_committed(unique_id, ()).files)
+        except (FileNotFoundError, CorruptCheckpointError, ValidationError):
+            return set()
 
     def find_useless(
         self, save: SaveNames, names: Iterable[str], being_read: bool = False, manifest: Manifest | None = None
@@ -358,10 +383,11 @@ class SaveDirectory(CompanionDirectory):
         Raises:
             CorruptCheckpointError: It was committed, and the manifest is damaged.
         """
-        keep: set[str] = set()
         committed = manifest is not None or self.is_committed(save)
         if committed:
             keep = set((manifest or self.read_committed(save.unique_id, ())).files)
+        else:
+            keep = self.named_files(save.unique_id)
         useless = []
         for name in names:
             other, temporary = save_of(name), self._temporary.fullmatch(name)

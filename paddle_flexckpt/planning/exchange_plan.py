@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps
+from paddle_flexckpt.algebra.rows import lexsort_packed
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, concat_pieces
 from paddle_flexckpt.planning.requests import positions
@@ -152,5 +153,5 @@ def plan_read(
     source = matcher.source
     itemsize = source.itemsize[pieces.source]
     position = source.byte_offset[pieces.source] + pieces.source_base * itemsize
-    order = np.lexsort((position, source.file[pieces.source], pieces.target))
+    order = lexsort_packed([pieces.target, source.file[pieces.source], position], len(pieces))
     return ReadPlan(pieces.take(order), int((pieces.size * itemsize).sum()))

@@ -5,13 +5,13 @@ Tested in tests/planning/test_layouts.py and tests/planning/test_mesh_layouts.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, Problem, dtype_of
-from paddle_flexckpt.catalog.table import NOT_FLATTENED
+from paddle_flexckpt.catalog import Catalog, Problem, concat, dtype_of
 from paddle_flexckpt.planning.models import Model
 from paddle_flexckpt.planning.strategy import aligned
 
@@ -26,6 +26,49 @@ class _Ranks(Protocol):
     @property
     def ranks(self) -> int:
         """Return how many ranks there are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Hold what ranks may have of tensors and states, a line for each, in columns.
+
+    Attributes:
+        tensor: Which tensor, or of which one it is a state, int64 ``[k]``.
+        state: Which state, from 1, int64 ``[k]``; 0: the tensor itself.
+        is_scalar: Whether it is a state of one number, bool ``[k]``.
+        key: Number of its name, int32 ``[k]``.
+        dtype: Number of its type, int16 ``[k]``.
+        ndim: Its axes, int16 ``[k]``.
+        global_shape: Its extents, int64 ``[k, d]``.
+    """
+
+    tensor: np.ndarray
+    state: np.ndarray
+    is_scalar: np.ndarray
+    key: np.ndarray
+    dtype: np.ndarray
+    ndim: np.ndarray
+    global_shape: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Shares:
+    """Hold how members of a group share parameters that lie end to end in buffers; int64 ``[n]`` each.
+
+    Attributes:
+        size: Elements of a parameter.
+        index: Its first element in its buffer.
+        each: Elements of this buffer that one member gets.
+    """
+
+    size: np.ndarray
+    index: np.ndarray
+    each: np.ndarray
+
+    def ranges(self, member: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return what members get, int64 ``[m, n]`` twice, for numbers that broadcast to ``[m, n]``."""
+        first = self.each * member - self.index
+        return np.clip(first, 0, self.size), np.clip(first + self.each, 0, self.size)
 
 
 class JobLayout:
@@ -47,6 +90,7 @@ class JobLayout:
         self._shape = np.ones((count, width), dtype=np.int64)
         for row, each in enumerate(model.tensors):
             self._shape[row, width - len(each.shape) :] = each.shape
+        self._is_trained = np.asarray([each.is_trained for each in model.tensors], dtype=bool)
         self._is_half = np.asarray([each.dtype in _HALF for each in model.tensors], dtype=bool)
         self._dtypes = tuple(dict.fromkeys([*(each.dtype for each in model.tensors), model.state_dtype, "float32"]))
         self._dtype = np.asarray([self._dtypes.index(each.dtype) for each in model.tensors], dtype=np.int16)
@@ -59,7 +103,26 @@ class JobLayout:
 
     def catalog(self, rank: int) -> Catalog:
         """Return what a rank has: first the model's tensors, then the states, state by state."""
+        return self.catalogs([rank])
+
+    def catalogs(self, ranks: Sequence[int]) -> Catalog:
+        """Return what different ranks have, as of :meth:`catalog`, one after the other in one table."""
+        numbers = np.asarray(ranks, dtype=np.int64)
+        found = concat([*self._catalogs(numbers)])
+        place = np.zeros(int(numbers.max(initial=-1)) + 1, dtype=np.int64)
+        place[numbers] = np.arange(len(numbers))
+        place = place[found.rank]
+        return found if (place[1:] >= place[:-1]).all() else found.take(np.argsort(place, kind="stable"))
+
+    def _catalogs(self, ranks: np.ndarray) -> Iterator[Catalog]:
+        """Yield what ranks have, those together that have parts of the same tensors."""
         raise NotImplementedError
+
+    @property
+    def held(self) -> np.ndarray:
+        """Return which of the keys some rank has a part of, bool per key."""
+        states = [self._is_trained & (self._is_half | (not state.is_master)) for state in self._model.states]
+        return np.concatenate([np.ones(len(self._is_trained), dtype=bool), *states])
 
     def _repeated(self) -> list[Problem | str]:
         """Return the names that several tensors have."""
@@ -67,71 +130,73 @@ class JobLayout:
         repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
         return [Problem("two tensors have one name", key=name) for name in repeated]
 
-    def _catalog_of(self, rank: int, parts: Sequence[tuple[np.ndarray, ...]]) -> Catalog:
-        """Return the catalog of rows that :meth:`_box_rows` and :meth:`_scalar_rows` made."""
-        key, dtype, ndim, global_shape, offset, shape, start, stop = (np.concatenate(each) for each in zip(*parts))
-        count = len(key)
+    def _lines(self, tensor: np.ndarray, trained: np.ndarray) -> Lines:
+        """Return a line for each of some tensors, and for each state of those that are trained, state by state."""
+        chosen = [tensor]
+        chosen += [trained[self._is_half[trained]] if state.is_master else trained for state in self._model.states]
+        row = np.concatenate(chosen)
+        number = np.repeat(np.arange(len(chosen)), [len(each) for each in chosen])
+        states = self._model.states
+        is_scalar = np.asarray([False, *(state.is_scalar for state in states)])[number]
+        types = ["float32" if state.is_master else self._model.state_dtype for state in states]
+        of_state = np.asarray([0, *map(self._dtypes.index, types)], dtype=np.int16)[number]
+        return Lines(
+            tensor=row,
+            state=number,
+            is_scalar=is_scalar,
+            key=(row + number * len(self._model.tensors)).astype(np.int32),
+            dtype=np.where(number > 0, of_state, self._dtype[row]),
+            ndim=np.where(is_scalar, np.int16(1), self._ndim[row]),
+            global_shape=np.where(is_scalar[:, None], 1, self._shape[row]),
+        )
+
+    def _catalog_of(
+        self,
+        lines: Lines,
+        line: np.ndarray,
+        rank: np.ndarray,
+        boxes: tuple[np.ndarray, ...],
+        flat: tuple[np.ndarray, ...],
+    ) -> Catalog:
+        """Return a row for each of some lines: whose it is, offset and shape of its box, and its flattened range."""
+        count = len(line)
         return Catalog(
             keys=self.keys,
             dtypes=self._dtypes,
             files=(),
-            key=key.astype(np.int32),
-            dtype=dtype,
-            ndim=ndim,
-            global_shape=global_shape,
-            offset=offset,
-            shape=shape,
-            flat_start=start,
-            flat_stop=stop,
-            rank=np.full(count, rank, dtype=np.int32),
+            key=lines.key[line],
+            dtype=lines.dtype[line],
+            ndim=lines.ndim[line],
+            global_shape=lines.global_shape[line],
+            offset=boxes[0],
+            shape=boxes[1],
+            flat_start=flat[0],
+            flat_stop=flat[1],
+            rank=rank.astype(np.int32),
             file=np.full(count, -1, dtype=np.int32),
             byte_offset=np.zeros(count, dtype=np.int64),
         )
 
-    def _box_rows(
-        self, tensor: np.ndarray, boxes: tuple[np.ndarray, np.ndarray], flat: tuple[np.ndarray, np.ndarray], state: int
-    ) -> tuple[np.ndarray, ...]:
-        """Return columns of tensors (state 0) or of states of them: offset and shape of boxes, ranges of these."""
-        key = tensor + state * len(self._model.tensors)
-        return (key, self._dtype_of(tensor, state), self._ndim[tensor], self._shape[tensor], *boxes, *flat)
 
-    def _scalar_rows(self, tensor: np.ndarray, state: int) -> tuple[np.ndarray, ...]:
-        ones, whole = np.ones((len(tensor), self._width), dtype=np.int64), np.full(len(tensor), NOT_FLATTENED)
-        key, ndim = tensor + state * len(self._model.tensors), np.ones(len(tensor), dtype=np.int16)
-        return key, self._dtype_of(tensor, state), ndim, ones, ones * 0, ones, whole, whole
-
-    def _dtype_of(self, tensor: np.ndarray, state: int) -> np.ndarray:
-        if not state:
-            return self._dtype[tensor]
-        is_master = self._model.states[state - 1].is_master
-        name = "float32" if is_master else self._model.state_dtype
-        return np.full(len(tensor), self._dtypes.index(name), dtype=np.int16)
-
-
-def buffer_ranges(
-    sizes: np.ndarray, dtypes: Sequence[str], alignment: int, degree: int, member: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return what a member gets of parameters that lie end to end in buffers, each split evenly: ranges of elements.
+def share_buffers(sizes: np.ndarray, dtypes: Sequence[str], alignment: int, degree: int) -> Shares:
+    """Share out parameters that lie end to end in buffers, each split evenly.
 
     Args:
         sizes: Elements of each parameter, int64 ``[n]``.
         dtypes: Their types; a buffer has parameters of one.
         alignment: Bytes to which each parameter is padded, for each of the ranks.
         degree: Ranks that share the buffers.
-        member: Which of them.
     """
-    begin, end = np.zeros((2, len(sizes)), dtype=np.int64)
+    index, each = np.zeros((2, len(sizes)), dtype=np.int64)
     for dtype in dict.fromkeys(dtypes):
         itemsize = dtype_of(dtype).itemsize
         rows = np.asarray([row for row, name in enumerate(dtypes) if name == dtype])
         for group in _groups(sizes[rows] * itemsize, BUFFER_BYTES):
             members = rows[group]
             padded = aligned(sizes[members], itemsize, alignment, degree)
-            index = np.cumsum(padded) - padded
-            each = int(padded.sum()) // degree
-            begin[members] = np.clip(each * member - index, 0, sizes[members])
-            end[members] = np.clip(each * (member + 1) - index, 0, sizes[members])
-    return begin, end
+            index[members] = np.cumsum(padded) - padded
+            each[members] = int(padded.sum()) // degree
+    return Shares(sizes, index, each)
 
 
 def _groups(sizes: np.ndarray, limit: int) -> list[np.ndarray]:

@@ -7,15 +7,14 @@ Tested in tests/planning/test_layouts.py and tests/distributed/test_layouts.py.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of
 from paddle_flexckpt.catalog.table import NOT_FLATTENED
-from paddle_flexckpt.planning.job_layout import JobLayout, buffer_ranges
+from paddle_flexckpt.planning.job_layout import JobLayout, Lines, Shares, share_buffers
 from paddle_flexckpt.planning.models import ADAMW, Model, ModelTensor, State
 from paddle_flexckpt.planning.strategy import Strategy, aligned, stage_layers
 
@@ -43,6 +42,35 @@ class _Part:
     order: np.ndarray
 
 
+@dataclass(frozen=True, eq=False)
+class _Shared:
+    """Hold how ranks of a part share it out, in columns.
+
+    Attributes:
+        owner: The member of the sharding group that alone has a tensor's states, int64 ``[t]``; -1: not one alone.
+        shares: What each member owns of each tensor.
+        ranks: Neighbours in the sharding group that own the same of a tensor, int64 ``[t]``.
+        lines: What the ranks may have.
+        row: Tensors of these, as they are numbered in the part, int64 ``[k]``.
+        shape: Extents of their local boxes, int64 ``[k, d]``.
+        step: How far apart the boxes of neighbours in tensor parallelism are, int64 ``[k, d]``.
+        size: Elements of the tensors' boxes, int64 ``[k]``.
+        is_box: Whether it is never flattened, bool ``[k]``.
+        may_be_box: Whether it is not flattened where a rank owns all of it, bool ``[k]``.
+    """
+
+    owner: np.ndarray
+    shares: Shares
+    ranks: np.ndarray
+    lines: Lines
+    row: np.ndarray
+    shape: np.ndarray
+    step: np.ndarray
+    size: np.ndarray
+    is_box: np.ndarray
+    may_be_box: np.ndarray
+
+
 class Layout(JobLayout):
     """Make the catalogs of a job's ranks from its strategy and its model."""
 
@@ -65,10 +93,9 @@ class Layout(JobLayout):
         for row, each in enumerate(model.tensors):
             if each.tp_axis is not None and self._cuts(each):
                 self._cut[row] = self._width - len(each.shape) + each.tp_axis % len(each.shape)
-        self._is_trained = np.asarray([each.is_trained for each in model.tensors], dtype=bool)
         self._is_expert = np.asarray([each.expert is not None for each in model.tensors], dtype=bool)
         self._part = functools.lru_cache(maxsize=None)(self._find_part)
-        self._owned = functools.lru_cache(maxsize=None)(self._find_owned)
+        self._shared = functools.lru_cache(maxsize=None)(self._find_shared)
 
     def _cuts(self, tensor: ModelTensor) -> bool:
         """Return whether tensor parallelism cuts a tensor that has an axis for it."""
@@ -115,28 +142,28 @@ class Layout(JobLayout):
     def kind(self, rank: int) -> tuple[int, ...]:
         """Return what a rank's catalog follows from: ranks of one kind have the same, but for their number."""
         place = self.strategy.place(rank)
-        member = 0 if self._kind == "none" else place.sharding
+        member = place.sharding if self._kind == "stage3" or (self._kind != "none" and self._model.states) else 0
         return place.pp, self.strategy.expert_place(place), member, place.tp
 
-    def catalog(self, rank: int) -> Catalog:
-        """Return what a rank has: first the model's tensors, then the states, state by state."""
-        place = self.strategy.place(rank)
+    def _catalogs(self, ranks: np.ndarray) -> Iterator[Catalog]:
+        place = self.strategy.place(ranks)
         experts = self.strategy.expert_place(place)
-        part = self._part(place.pp, experts)
-        begin, end = self._owned(place.pp, experts, place.sharding)
-        stage3 = self._kind == "stage3"
-        sliced = part.size > self._model.segment_size if stage3 else np.zeros(len(part.size), dtype=bool)
-        parts = [self._rows(part.order, part, place.tp, np.where(sliced, begin, -1), end, 0)]
-        # States of a parameter of which the rank owns nothing are not there, its scalars included.
-        mine = part.trained[end[part.trained] > begin[part.trained]]
-        whole = (begin == 0) & (end == part.size) & ~sliced & (self._kind != "v2")
-        for number, state in enumerate(self._model.states, 1):
-            rows = mine[self._is_half[part.tensor[mine]]] if state.is_master else mine
-            if state.is_scalar:
-                parts.append(self._scalar_rows(part.tensor[rows], number))
-            else:
-                parts.append(self._rows(rows, part, place.tp, np.where(whole, -1, begin), end, number))
-        return self._catalog_of(rank, parts)
+        parts, part_of = np.unique(np.stack([place.pp, experts], axis=1), axis=0, return_inverse=True)
+        for number, (stage, expert_place) in enumerate(parts.tolist()):
+            some = np.flatnonzero(part_of.reshape(-1) == number)
+            yield self._catalog_at(ranks[some], self._shared(stage, expert_place), place.sharding[some], place.tp[some])
+
+    def _catalog_at(self, ranks: np.ndarray, shared: _Shared, member: np.ndarray, tp: np.ndarray) -> Catalog:
+        """Return what ranks of one part have; each with its place in the sharding group and in tensor parallelism."""
+        begin, end = shared.shares.ranges(member[:, None] // shared.ranks)
+        end[(shared.owner >= 0) & (shared.owner != member[:, None])] = 0
+        # States of a parameter of which a rank owns nothing are not there, its scalars included.
+        who, line = np.nonzero((shared.lines.state == 0) | (end > begin)[:, shared.row])
+        begin, end = begin[who, shared.row[line]], end[who, shared.row[line]]
+        is_box = shared.is_box[line] | (shared.may_be_box[line] & (begin == 0) & (end == shared.size[line]))
+        flat = np.where(is_box, NOT_FLATTENED, begin), np.where(is_box, NOT_FLATTENED, end)
+        boxes = shared.step[line] * tp[who][:, None], shared.shape[line]
+        return self._catalog_of(shared.lines, line, ranks[who], boxes, flat)
 
     def _find_part(self, stage: int, expert_place: int) -> _Part:
         chosen = [
@@ -176,42 +203,50 @@ class Layout(JobLayout):
         places = {name: place for place, name in enumerate(sorted(set(names)))}
         return np.lexsort(([places[name] for name in names], coloured != coloured[0]))
 
-    def _find_owned(self, stage: int, expert_place: int, member: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return what a member of the sharding group owns: flattened ranges of local boxes, two int64 ``[t]``.
+    def _find_shared(self, stage: int, expert_place: int) -> _Shared:
+        """Return how the ranks of a part share it out.
 
         Sharding V2 shares experts out among those of the group that hold the same ones (``parameter.color``).
         """
         part, degree = self._part(stage, expert_place), self.strategy.sharding
-        begin, end = np.zeros(len(part.size), dtype=np.int64), part.size.copy()
+        owner, ranks = np.full(len(part.size), -1, dtype=np.int64), np.full(len(part.size), degree, dtype=np.int64)
+        index, each = np.zeros(len(part.size), dtype=np.int64), part.size.copy()
+        sliced = (part.size > self._model.segment_size) & (self._kind == "stage3")
+        names = [self._model.tensors[row].dtype for row in part.tensor.tolist()]
         if self._kind in ("v1", "stage2"):
             # V1 gives the largest first, stage 2 in order: each to the rank that has least so far.
-            others = part.trained[_least_loaded(part.size[part.trained].tolist(), degree) != member]
-            end[others] = 0
+            owner[part.trained] = _least_loaded(part.size[part.trained].tolist(), degree)
         elif self._kind == "v2":
             stride = self.strategy.expert_stride or 1  # 0: there are no experts
-            for is_expert, place, ranks in ((False, member, degree), (True, member // stride, degree // stride)):
+            for is_expert, neighbours in ((False, 1), (True, stride)):
                 rows = part.trained[part.coloured == is_expert]
-                names = [self._model.tensors[row].dtype for row in part.tensor[rows].tolist()]
-                begin[rows], end[rows] = buffer_ranges(part.size[rows], names, self._model.alignment, ranks, place)
+                own, count = [names[row] for row in rows.tolist()], degree // neighbours
+                shares = share_buffers(part.size[rows], own, self._model.alignment, count)
+                index[rows], each[rows], ranks[rows] = shares.index, shares.each, neighbours
         elif self._kind == "stage3":
-            sliced = np.flatnonzero(part.size > self._model.segment_size)
-            for row in sliced.tolist():
-                itemsize = dtype_of(self._model.tensors[part.tensor[row]].dtype).itemsize
-                each = math.ceil(aligned(int(part.size[row]), itemsize, self._model.alignment) / degree)
-                begin[row], end[row] = (min(part.size[row], each * at) for at in (member, member + 1))
-        return begin, end
-
-    def _rows(
-        self, rows: np.ndarray, part: _Part, tp: int, begin: np.ndarray, end: np.ndarray, state: int
-    ) -> tuple[np.ndarray, ...]:
-        """Return columns of tensors (state 0) or of the states of them; a range that begins at -1 is the whole box."""
-        tensor = part.tensor[rows]
-        offset = np.zeros((len(rows), self._width), dtype=np.int64)
-        cut = np.flatnonzero(self._cut[tensor] >= 0)
-        offset[cut, self._cut[tensor][cut]] = part.shape[rows[cut], self._cut[tensor][cut]] * tp
-        start = begin[rows]
-        stop = np.where(start < 0, NOT_FLATTENED, end[rows])
-        return self._box_rows(tensor, (offset, part.shape[rows]), (start, stop), state)
+            itemsize = np.asarray([dtype_of(name).itemsize for name in names], dtype=np.int64)
+            each[sliced] = -(-aligned(part.size, itemsize, self._model.alignment)[sliced] // degree)
+            ranks[sliced] = 1
+        lines = self._lines(part.tensor[part.order], part.tensor[part.trained])
+        number = np.zeros(len(self._shape), dtype=np.int64)
+        number[part.tensor] = np.arange(len(part.tensor))
+        row = number[lines.tensor]
+        shape = np.where(lines.is_scalar[:, None], 1, part.shape[row])
+        cut, step = np.where(lines.is_scalar, -1, self._cut[lines.tensor]), np.zeros_like(shape)
+        rows = np.flatnonzero(cut >= 0)
+        step[rows, cut[rows]] = shape[rows, cut[rows]]
+        return _Shared(
+            owner,
+            Shares(part.size, index, each),
+            ranks,
+            lines,
+            row,
+            shape,
+            step,
+            part.size[row],
+            is_box=lines.is_scalar | ((lines.state == 0) & ~sliced[row]),
+            may_be_box=~sliced[row] & (self._kind != "v2"),
+        )
 
 
 def _least_loaded(sizes: Sequence[int], ranks: int) -> np.ndarray:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_flexckpt.algebra import Box, BoxMaps, Columns, StridedCopy, intersect_boxes, subtract_boxes
+from paddle_flexckpt.algebra.rows import lexsort_packed, product_axes, sum_axes
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, group_replicas, validate_coverage
 from paddle_flexckpt.catalog.validate import MAX_PIECES, Coverage, row_boxes, tangled_problem
 from paddle_flexckpt.planning.requests import Requests, addresses, find_requests, portions, positions
@@ -47,7 +48,19 @@ class Pieces(Columns):
     @property
     def size(self) -> np.ndarray:
         """Return int64 ``[p]``, elements of each piece."""
-        return self.extents.prod(axis=1, dtype=np.int64)
+        return product_axes(self.extents)
+
+    @property
+    def target_runs(self) -> np.ndarray:
+        """Return int64 ``[p]``, of how many runs each piece consists on its target side; 0 of one without elements."""
+        # Axes of one element come first, and make no run longer.
+        strides = np.where(self.extents == 1, 0, self.target_strides)
+        order = np.argsort(strides, axis=1)
+        strides, extents = (np.take_along_axis(each, order, axis=1) for each in (strides, self.extents))
+        run = np.ones(len(self), dtype=np.int64)
+        for stride, extent in zip(strides.T, extents.T):
+            run = np.where(stride == run, run * extent, run)
+        return self.size // np.maximum(run, 1)
 
     def copy(self, piece: int) -> StridedCopy:
         """Return one piece as a :class:`StridedCopy`, on as few axes as possible."""
@@ -168,20 +181,22 @@ class ShardMatcher:
         first = self._key_start[requests.key]
         found = []
         for t, s in portions(first, self._key_start[requests.key + 1] - first, PAIRS_AT_ONCE):
+            sources = source_offset.take(s, axis=0), source_shape.take(s, axis=0)
             offset, shape, hit = intersect_boxes(
-                source_offset[s], source_shape[s], requests.offset[t], requests.shape[t]
+                *sources, requests.offset.take(t, axis=0), requests.shape.take(t, axis=0)
             )
-            found.append((self._group[s[hit]], t[hit], offset[hit], shape[hit]))
+            rows = np.flatnonzero(hit)
+            found.append((self._group[s[rows]], t[rows], offset.take(rows, axis=0), shape.take(rows, axis=0)))
         if not found:
             return concat_pieces([], width)
         group, request, offset, shape = (np.concatenate(column) for column in zip(*found))
         group, request, offset, shape = self._without_overlaps(rank, group, request, offset, shape)
         source_row = self._choose_replica(group, rank[request])
         source_base, source_strides = addresses(self.source.widened(width), source_row, offset)
-        strides = requests.strides[request]
-        base = requests.base[request] + ((offset - requests.offset[request]) * strides).sum(axis=1)
+        strides = requests.strides.take(request, axis=0)
+        base = requests.base[request] + sum_axes((offset - requests.offset.take(request, axis=0)) * strides)
         target_row = requests.row[request]
-        order = np.lexsort((base, target_row))
+        order = lexsort_packed([target_row, base], len(base))
         return Pieces(source_row, target_row, shape, source_base, source_strides, base, strides).take(order)
 
     def _choose_replica(self, group: np.ndarray, rank: np.ndarray) -> np.ndarray:
@@ -191,6 +206,8 @@ class ShardMatcher:
         one tensor-parallel index are, spread as evenly as neighbours do. ``rank % count`` would send them all to one.
         """
         start, count = self.groups.start[:-1][group], self.groups.count[group]
+        if (count == 1).all():
+            return self.groups.order[start]
         turn = rest = np.maximum(rank, 0).astype(np.int64)
         while rest.any():
             rest = rest // np.maximum(count, 2)

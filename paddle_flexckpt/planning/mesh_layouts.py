@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import fnmatch
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from paddle_flexckpt.algebra.rows import all_axes, any_axis
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.catalog.table import NOT_FLATTENED
-from paddle_flexckpt.planning.job_layout import JobLayout, buffer_ranges
+from paddle_flexckpt.planning.job_layout import JobLayout, Lines, share_buffers
 from paddle_flexckpt.planning.meshes import Mesh, Placement, Placements
 from paddle_flexckpt.planning.models import Model, ModelTensor
 
 TENSOR_AXES = ("tp", "mp")
 _NO_AXIS = -1
-# Parts of all tensors that are kept, of different places on the mesh.
-_BOXES_KEPT = 64
 
 
 class MeshLayout(JobLayout):
@@ -40,7 +39,6 @@ class MeshLayout(JobLayout):
         placed = [self._placements(each, stages) for each in model.tensors]
         for each, placements in zip(model.tensors, placed):
             problems += _misplaced(each, placements)
-        self._is_trained = np.asarray([each.is_trained for each in model.tensors], dtype=bool)
         states = masters = placed
         stage = strategy.sharding
         if stage in ("stage1", "stage2", "stage3") and not problems:
@@ -61,15 +59,15 @@ class MeshLayout(JobLayout):
         only = [[_NO_AXIS if p.only is None else p.only for p in each] for each in placed]
         self._only = np.asarray(only, dtype=np.int64).reshape(len(placed), len(strategy.axes))
         # What a rank has of each follows from where it stands on these axes of the mesh.
-        stands = (self._only >= 0).any(axis=0)
+        stands = np.asarray((self._only >= 0).any(axis=0))
         cuts = [(cut >= 0).any(axis=0) for cut in self._cuts]
         self._axes_of = tuple(tuple(map(bool, np.logical_or(each, stands))) for each in cuts)
         self._fused_axis = strategy.axes.index("dp") if stage == "fusion" else _NO_AXIS
         used = zip(*self._axes_of)
         self._used = tuple(any(each) or number == self._fused_axis for number, each in enumerate(used))
-        # What a mesh axis does not cut, ranks along it have alike.
-        self._boxes = functools.lru_cache(maxsize=_BOXES_KEPT)(self._find_boxes)
-        self._ranges = functools.lru_cache(maxsize=_BOXES_KEPT)(self._find_ranges)
+        # Ranks that are told apart by these axes have states of other tensors, or other parts of buffers.
+        self._apart = self._used if stage == "fusion" else tuple(map(bool, stands))
+        self._states = functools.lru_cache(maxsize=None)(self._find_states)
 
     def _with_shapes(self, placed: list[Placements]) -> Iterable[tuple[Placements, tuple[int, ...]]]:
         return zip(placed, (each.shape for each in self._model.tensors))
@@ -171,68 +169,86 @@ class MeshLayout(JobLayout):
         """Return what a rank's catalog follows from: ranks of one kind have the same, but for their number."""
         return _reduced(self.strategy.place(rank), self._used)
 
-    def catalog(self, rank: int) -> Catalog:
-        """Return what a rank has: first the model's tensors, then the states, state by state."""
-        place = self.strategy.place(rank)
-        boxes = [self._boxes(which, _reduced(place, axes)) for which, axes in enumerate(self._axes_of)]
-        parts = [self._rows(np.arange(len(self._model.tensors)), boxes[0], 0)]
-        rows, begin, end = self._ranges(_reduced(place, self._used))
-        for number, state in enumerate(self._model.states, 1):
-            chosen = self._is_half[rows] if state.is_master else np.ones(len(rows), dtype=bool)
-            if state.is_scalar:
-                parts.append(self._scalar_rows(rows, number))
-            elif self.strategy.sharding == "fusion":
-                offset, shape, _ = (column[rows[chosen]] for column in boxes[0])
-                parts.append(self._box_rows(rows[chosen], (offset, shape), (begin[chosen], end[chosen]), number))
+    def _catalogs(self, ranks: np.ndarray) -> Iterator[Catalog]:
+        places = np.stack(self.strategy.place(ranks), axis=1)
+        kinds, kind_of = np.unique(np.where(self._apart, places, 0), axis=0, return_inverse=True)
+        for number, kind in enumerate(kinds.tolist()):
+            some = np.flatnonzero(kind_of.reshape(-1) == number)
+            yield self._catalog_at(ranks[some], places[some], tuple(kind))
+
+    def _catalog_at(self, ranks: np.ndarray, places: np.ndarray, kind: tuple[int, ...]) -> Catalog:
+        """Return what ranks have that stand apart from each other along no axis that tells them apart."""
+        lines, begin, end = self._states(kind)
+        boxes: dict[int, tuple[np.ndarray, ...]] = {}
+        offsets, shapes, flats = [], [], []
+        for number in range(len(self._model.states) + 1):
+            state = self._model.states[number - 1] if number else None
+            tensor = lines.tensor[lines.state == number]
+            which = 0 if state is None or self._fused_axis >= 0 else 2 if state.is_master else 1
+            if state is not None and state.is_scalar:
+                ones = np.ones((len(ranks), len(tensor), self._width), dtype=np.int64)
+                offset, shape, is_empty = ones * 0, ones, np.zeros(ones.shape[:2], dtype=bool)
             else:
-                parts.append(self._rows(rows[chosen], boxes[2 if state.is_master else 1], number))
-        return self._catalog_of(rank, parts)
+                boxes[which] = boxes.get(which) or self._boxes(which, places)
+                offset, shape, is_empty = (column.take(tensor, axis=1) for column in boxes[which])
+            offsets.append(offset)
+            shapes.append(shape)
+            flats.append(np.where(is_empty, 0, NOT_FLATTENED))
+        box = tuple(np.concatenate(each, axis=1).reshape(-1, self._width) for each in (offsets, shapes))
+        start = stop = np.concatenate(flats, axis=1)
+        if self._fused_axis >= 0:
+            is_range = (lines.state > 0) & ~lines.is_scalar
+            start, stop = np.where(is_range, begin, start), np.where(is_range, end, stop)
+        line = np.tile(np.arange(len(lines.tensor)), len(ranks))
+        rank = np.repeat(ranks, len(lines.tensor))
+        return self._catalog_of(lines, line, rank, box, (start.reshape(-1), stop.reshape(-1)))
 
-    def _is_here(self, place: tuple[int, ...]) -> np.ndarray:
-        """Return which tensors ranks at a place have a part of, as far as stages say, bool ``[t]``."""
-        return ((self._only < 0) | (self._only == np.asarray(place))).all(axis=1)
+    def _is_here(self, places: np.ndarray) -> np.ndarray:
+        """Return which tensors ranks at places have a part of, as far as stages say, bool ``[p, t]``."""
+        return all_axes((self._only < 0) | (self._only == places[:, None]))
 
-    def _find_ranges(self, place: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the parameters of which ranks of a kind have states, and under tensor fusion the ranges of these."""
-        rows = np.flatnonzero(self._is_trained & self._is_here(place))
-        if self.strategy.sharding != "fusion":
-            return rows, rows, rows
-        names = [self._model.tensors[row].dtype for row in rows.tolist()]
-        first = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        order = np.argsort([first[name] for name in names], kind="stable").astype(np.int64)
-        rows, names = rows[order], [names[number] for number in order.tolist()]
-        _, shape, is_empty = self._boxes(0, _reduced(place, self._axes_of[0]))
-        size = np.where(is_empty, 0, shape.prod(axis=1))[rows]
-        degree, member = self.strategy.shape[self._fused_axis], place[self._fused_axis]
-        begin, end = buffer_ranges(size, names, self._model.alignment, degree, member)
-        owned = end > begin
-        return rows[owned], begin[owned], end[owned]
+    def _find_states(self, kind: tuple[int, ...]) -> tuple[Lines, np.ndarray, np.ndarray]:
+        """Return what ranks of a kind have, a line for each, and under tensor fusion the ranges of its states."""
+        everything = np.arange(len(self._model.tensors))
+        rows = np.flatnonzero(self._is_trained & self._is_here(np.asarray([kind]))[0])
+        begin, end = np.zeros((2, len(everything)), dtype=np.int64)
+        if self._fused_axis >= 0:
+            names = [self._model.tensors[row].dtype for row in rows.tolist()]
+            first = {name: number for number, name in enumerate(dict.fromkeys(names))}
+            order = np.argsort([first[name] for name in names], kind="stable").astype(np.int64)
+            rows, names = rows[order], [names[number] for number in order.tolist()]
+            _, shape, is_empty = (column[0] for column in self._boxes(0, np.asarray([kind])))
+            size = np.where(is_empty, 0, shape.prod(axis=1))[rows]
+            degree, member = self.strategy.shape[self._fused_axis], kind[self._fused_axis]
+            shares = share_buffers(size, names, self._model.alignment, degree)
+            begin[rows], end[rows] = shares.ranges(np.asarray(member))
+            rows = rows[end[rows] > begin[rows]]
+        lines = self._lines(everything, rows)
+        return lines, begin[lines.tensor], end[lines.tensor]
 
-    def _find_boxes(self, which: int, place: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return offset and shape of each tensor's part at a place, and whether there is nothing of it there.
+    def _boxes(self, which: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return offset and shape of each tensor's part at places, and whether there is nothing of it there.
 
         Axes cut one after the other, each what the one before has left: as ``algebra.nested_piece``, in columns. Of
-        nothing the box is the whole tensor.
+        nothing the box is the whole tensor. The columns are ``[p, t, d]``, ``[p, t, d]`` and ``[p, t]``.
         """
-        offset, shape = np.zeros_like(self._shape), self._shape.copy()
-        for cut, extent, index in zip(self._cuts[which].T, self.strategy.shape, place):
+        # What a mesh axis does not cut, ranks along it have alike.
+        places, of = np.unique(np.where(self._axes_of[which], places, 0), axis=0, return_inverse=True)
+        shape = np.repeat(self._shape[None], len(places), axis=0)
+        offset = np.zeros_like(shape)
+        for cut, extent, index in zip(self._cuts[which].T, self.strategy.shape, places.T):
             rows = np.flatnonzero(cut >= 0)
             axis = cut[rows]
-            size = shape[rows, axis]
+            size = shape[:, rows, axis]
             each = -(-size // extent)
-            begin = np.minimum(each * index, size)
-            offset[rows, axis] += begin
-            shape[rows, axis] = np.minimum(each, size - begin)
-        is_empty = ~self._is_here(place) | ((shape == 0) & (self._shape > 0)).any(axis=1)
-        offset[is_empty], shape[is_empty] = 0, self._shape[is_empty]
-        return offset, shape, is_empty
-
-    def _rows(
-        self, tensor: np.ndarray, boxes: tuple[np.ndarray, np.ndarray, np.ndarray], state: int
-    ) -> tuple[np.ndarray, ...]:
-        offset, shape, is_empty = (column[tensor] for column in boxes)
-        flat = np.where(is_empty, 0, NOT_FLATTENED)
-        return self._box_rows(tensor, (offset, shape), (flat, flat), state)
+            begin = np.minimum(each * index[:, None], size)
+            offset[:, rows, axis] += begin
+            shape[:, rows, axis] = np.minimum(each, size - begin)
+        is_empty = ~self._is_here(places) | any_axis((shape == 0) & (self._shape > 0))
+        offset = np.where(is_empty[:, :, None], 0, offset)
+        shape = np.where(is_empty[:, :, None], self._shape, shape)
+        of = of.reshape(-1)
+        return offset.take(of, axis=0), shape.take(of, axis=0), is_empty.take(of, axis=0)
 
 
 def _misplaced(tensor: ModelTensor, placements: Placements) -> list[Problem | str]:

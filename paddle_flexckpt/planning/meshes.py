@@ -109,8 +109,8 @@ class Mesh:
         """Return how many ranks there are."""
         return math.prod(self.shape)
 
-    def place(self, rank: int) -> tuple[int, ...]:
-        """Return where a rank stands on each axis."""
+    def place(self, rank: Any) -> tuple[Any, ...]:
+        """Return where a rank stands on each axis, or many ranks do, as arrays."""
         place = []
         for extent in reversed(self.shape):
             rank, index = divmod(rank, extent)

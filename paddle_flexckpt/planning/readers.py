@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps
+from paddle_flexckpt.algebra.rows import distinct, group_rows, lexsort_packed, sum_axes
 from paddle_flexckpt.catalog import Catalog, ReplicaGroups, group_replicas, validate_coverage
 from paddle_flexckpt.catalog.validate import Coverage
 from paddle_flexckpt.planning.holder_sets import find_sets, share_out
@@ -58,7 +59,7 @@ def cut_sections(stored: Catalog, groups: ReplicaGroups, ranks: int, block_bytes
         ranks: Number of ranks that share the reading.
         block_bytes: Bytes of a block.
     """
-    group = np.lexsort((stored.byte_offset[groups.first], stored.file[groups.first]))
+    group = lexsort_packed([stored.file[groups.first], stored.byte_offset[groups.first]], len(groups))
     rows = groups.first[group]
     size, itemsize = stored.size[rows], stored.itemsize[rows]
     share = int((size * itemsize).sum()) // (ranks * SECTIONS_OF_A_RANK)
@@ -129,7 +130,7 @@ def find_wanted(pieces: Pieces, place: np.ndarray, ranks: int) -> tuple[np.ndarr
         place: int64 per row of the targets, the place of its rank in the group.
         ranks: Number of ranks.
     """
-    pairs = np.unique(pieces.source * ranks + place[pieces.target])
+    pairs = distinct(pieces.source * ranks + place[pieces.target])
     return pairs // ranks, pairs % ranks
 
 
@@ -159,7 +160,7 @@ def choose_readers(
     nobody = np.setdiff1d(np.arange(len(nbytes)), np.concatenate([own[0], others[0]]))
     if together:
         pairs = np.concatenate([own[0], others[0]]), np.concatenate([own[1], others[1]])
-        order = np.lexsort(pairs[::-1])
+        order = lexsort_packed(pairs, len(pairs[0]))
         found = [_share_out((pairs[0][order], pairs[1][order]), nbytes, ranks)]
         if sees is None:
             found = [_level(*found[0], nbytes, ranks)]
@@ -167,7 +168,7 @@ def choose_readers(
         found = [own, _share_out(others, nbytes, ranks)]
     found.append((nobody, np.full(len(nobody), -1)))
     section, place = (np.concatenate(column) for column in zip(*found))
-    order = np.lexsort((place, section))
+    order = lexsort_packed([section, place], len(section))
     return section[order], place[order]
 
 
@@ -270,13 +271,14 @@ def reads_of_rows(parts: list[Pieces]) -> Pieces:
     if not len(pieces):
         return pieces
     width = pieces.extents.shape[1]
-    shown = np.column_stack([pieces.source, pieces.source_base, pieces.extents, pieces.source_strides])
-    shown = np.unique(shown, axis=0)
-    row, base, extents, strides = shown[:, 0], shown[:, 1], shown[:, 2 : 2 + width], shown[:, 2 + width :]
+    columns = [pieces.source, pieces.source_base, *pieces.extents.T, *pieces.source_strides.T]
+    order, start = group_rows(columns, len(pieces))
+    shown = pieces.take(order[start[:-1]])
+    row, base, extents, strides = shown.source, shown.source_base, shown.extents, shown.source_strides
     start = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
-    end = base + ((extents - 1) * strides).sum(axis=1) + 1
+    end = base + sum_axes((extents - 1) * strides) + 1
     first, last = np.minimum.reduceat(base, start), np.maximum.reduceat(end, start)
-    whole = np.add.reduceat(extents.prod(axis=1), start) >= last - first
+    whole = np.add.reduceat(shown.size, start) >= last - first
     scattered = ~np.repeat(whole, np.diff(np.append(start, len(shown))))
     reach = np.ones((int(whole.sum()), width), dtype=np.int64)
     reach[:, -1:] = (last - first)[whole][:, None]

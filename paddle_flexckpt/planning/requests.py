@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps, Columns, intersect_boxes, row_major_strides
+from paddle_flexckpt.algebra.rows import sum_axes
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.validate import row_boxes
 
@@ -52,12 +53,11 @@ def find_requests(
     row = rows[part]
     base, strides = addresses(target, row, offset)
     own = positions(target.keys, source_keys)[target.key[row]]
+    found = Requests(row, own, offset, shape, base, strides)
     if maps is None:
-        direct = np.flatnonzero(own >= 0)
-        return Requests(row[direct], own[direct], offset[direct], shape[direct], base[direct], strides[direct])
+        return found if (own >= 0).all() else found.take(own >= 0)
     defined = positions(target.keys, maps.targets)[target.key[row]]
-    direct = np.flatnonzero((defined < 0) & (own >= 0))
-    found = [Requests(row[direct], own[direct], offset[direct], shape[direct], base[direct], strides[direct])]
+    parts = [found.take((defined < 0) & (own >= 0))]
     maps = maps.widened(target.width)
     source_key = positions(maps.sources, source_keys)[maps.source]
     start = np.searchsorted(maps.target, np.arange(len(maps.targets) + 1))
@@ -77,23 +77,23 @@ def find_requests(
             """Turn a column by the target's axes into one by the source's axes."""
             return np.where(along, np.take_along_axis(column, axis, axis=1), other)
 
-        found.append(
+        parts.append(
             Requests(
                 row[box],
                 source_key[right],
                 maps.source_offset[right] + turned(both - maps.target_offset[right], 0),
                 turned(extent, 1),
-                base[box] + ((both - offset[box]) * strides[box]).sum(axis=1),
+                base[box] + sum_axes((both - offset[box]) * strides[box]),
                 turned(strides[box], 0),
             )
         )
-    return Requests.concat(found)
+    return Requests.concat(parts)
 
 
 def addresses(catalog: Catalog, rows: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Position of global index ``offset`` in each shard's own storage, and the storage's strides."""
-    strides = row_major_strides(catalog.shape[rows])
-    base = ((offset - catalog.offset[rows]) * strides).sum(axis=1)
+    strides = row_major_strides(catalog.shape.take(rows, axis=0))
+    base = sum_axes((offset - catalog.offset.take(rows, axis=0)) * strides)
     # The storage of a flattened shard begins at its range's start.
     base -= np.where(catalog.is_flattened[rows], catalog.flat_start[rows], 0)
     return base, strides

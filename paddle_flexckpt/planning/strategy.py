@@ -21,13 +21,13 @@ _CONTEXT = "cannot read a strategy"
 
 
 class Place(NamedTuple):
-    """Hold a rank's places along the axes of a strategy."""
+    """Hold a rank's places along the axes of a strategy, numbers; or those of many ranks, arrays of numbers."""
 
-    dp: int
-    pp: int
-    sharding: int
-    sep: int
-    tp: int
+    dp: Any
+    pp: Any
+    sharding: Any
+    sep: Any
+    tp: Any
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ class Strategy:
         """Return how many ranks there are."""
         return self.dp * self.pp * self.sharding * self.sep * self.tp
 
-    def place(self, rank: int) -> Place:
-        """Return where a rank stands.
+    def place(self, rank: Any) -> Place:
+        """Return where a rank stands, or many ranks do.
 
         The order is that of fleet's default ``hybrid_configs["order"]``: dp, pp, sharding, sep, mp; ranks of tensor
         parallelism are neighbours.
@@ -127,8 +127,8 @@ class Strategy:
             places.append(place)
         return Place(*reversed(places))
 
-    def expert_place(self, place: Place) -> int:
-        """Return which of the ``ep`` parts of a layer's experts a rank has."""
+    def expert_place(self, place: Place) -> Any:
+        """Return which of the ``ep`` parts of a layer's experts a rank has, or many ranks have."""
         if self.experts == "dp":
             return place.dp % self.ep
         data = place.dp * self.sharding + place.sharding
@@ -226,7 +226,7 @@ def stage_layers(
     return tuple(map(tuple, stages))
 
 
-def aligned(size: Any, itemsize: int, alignment: int, degree: int = 1) -> Any:
+def aligned(size: Any, itemsize: Any, alignment: int, degree: int = 1) -> Any:
     """Return elements, a number or an array, rounded up to whole ``alignment`` bytes on each of ``degree`` ranks."""
     unit = alignment // itemsize * degree
     return -(-size // unit) * unit

@@ -102,7 +102,7 @@ def dequant_transform(model: Any, path: str | os.PathLike[str], library: str) ->
         ValidationError: They are quantized, and nobody says how.
     """
     config = Path(path) / "config.json"
-    if library != "paddlefleet" or not config.is_file():
+    if not config.is_file():
         return None
     said = json.loads(config.read_text(encoding="utf-8"))
     if not (isinstance(said, dict) and said.get("quantization_config")):
@@ -110,7 +110,9 @@ def dequant_transform(model: Any, path: str | os.PathLike[str], library: str) ->
     describe = getattr(model, "_gen_hf_quan_config", None)
     if not callable(describe):
         text = f"{config} says that the weights are quantized, and {type(model).__name__} has no _gen_hf_quan_config()"
-        raise ValidationError([f"{text}. Remedy: load dequantized weights"])
+        raise ValidationError(
+            [f"{text}. Remedy: load dequantized weights; flexckpt convert --model writes them of some families"]
+        )
     module = importlib.import_module(f"{library}.quantization.hf_checkpoint")
     return module.build_hf_dequant_load_transform(checkpoint_path=os.fspath(path), quan_config=describe())
 

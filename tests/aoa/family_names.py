@@ -3,6 +3,8 @@
 Needs torch and transformers (of 5.23 the file is), but nothing of this library::
 
     python tests/aoa/family_names.py paddle_flexckpt/aoa/families.json
+
+With ``written`` behind the file, it is those of the families whose rules are written by hand, for a test to compare.
 """
 
 from __future__ import annotations
@@ -84,6 +86,18 @@ _OWN: dict[str, dict[str, Any]] = {
     "stablelm": {"use_qkv_bias": True},
     "starcoder2": {},
 }
+# Families whose rules are written by hand, likewise.
+_WRITTEN: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"n_shared_experts": 1},
+    "ernie4_5": {"use_bias": True},
+    "ernie4_5_moe": {},
+    "gpt_neox": {},
+    "llama": {},
+    "qwen2": {},
+    "qwen2_moe": {"mlp_only_layers": [0], "decoder_sparse_step": 1},
+    "qwen3": {},
+    "qwen3_moe": {},
+}
 # Models of texts and images, and what else their part for texts needs.
 _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe": {"head_dim": 8, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [1, 1, 2]}},
@@ -114,7 +128,7 @@ def _model(kind: str) -> Any:
     torch.manual_seed(0)
     config_class = type(AutoConfig.for_model(kind))
     if kind not in _WITH_IMAGES:
-        return AutoModelForCausalLM.from_config(config_class(**_small(config_class, _OWN[kind])))
+        return AutoModelForCausalLM.from_config(config_class(**_small(config_class, {**_WRITTEN, **_OWN}[kind])))
     text, images = (type(getattr(config_class(), part)) for part in ("text_config", "vision_config"))
     of_images = {name: value for name, value in _OF_IMAGES.items() if hasattr(images(), name)}
     parts = {"text_config": _small(text, _WITH_IMAGES[kind]), "vision_config": _small(images, of_images)}
@@ -255,8 +269,11 @@ def main() -> None:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    families = {kind: _tensors(kind) for kind in sorted([*_OWN, *_WITH_IMAGES])} | _by_hand()
-    _add_next_token_layers(families)
+    if sys.argv[2:] == ["written"]:
+        families = {kind: _tensors(kind) for kind in _WRITTEN}
+    else:
+        families = {kind: _tensors(kind) for kind in sorted([*_OWN, *_WITH_IMAGES])} | _by_hand()
+        _add_next_token_layers(families)
     lines = []
     for kind, family in families.items():
         tensors = ",\n".join(f"  {json.dumps(name)}: {json.dumps(entry)}" for name, entry in family["tensors"].items())

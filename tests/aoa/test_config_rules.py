@@ -73,6 +73,33 @@ def test_what_is_given_counts_more():
         rules_of_config({"model_type": "llama"}, "from_hf", KEYS, None, "fused")
 
 
+QUANTIZED = {"quantization_config": {"quant_method": "mxfp4"}, "tie_word_embeddings": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"model_type": "gpt_oss"}, "by 'mxfp4', .* gpt_oss, 'plain', take them for plain numbers. Remedy: .*'mxfp4'"),
+        ({"model_type": "llama"}, "by 'mxfp4', .*Remedy: write them out dequantized first"),
+        ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantized, by a method that it does not name"),
+        ({"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}, "by 'fp8', .*variant 'fp8'"),
+    ],
+)
+def test_quantized_weights_are_refused_by_rules_that_do_not_dequantize(config, said):
+    with pytest.raises(AoaError, match=said):
+        rules_of_config({**QUANTIZED, **config}, "from_hf", KEYS)
+
+
+def test_and_dequantized_by_those_that_do():
+    found = rules_of_config({**QUANTIZED, "model_type": "gpt_oss"}, "from_hf", KEYS, None, "mxfp4")
+    assert found == model_rules("gpt_oss", "mxfp4")
+    # What a Paddle model holds is not quantized.
+    assert rules_of_config({**QUANTIZED, "model_type": "gpt_oss"}, "to_hf", KEYS) == model_rules(
+        "gpt_oss", "plain", "to_hf"
+    )
+    assert rules_of_config({"model_type": "gpt_oss", "quantization_config": None}, "from_hf", KEYS)
+
+
 def test_every_count_of_the_rules_has_an_entry_in_configurations():
     """Of a parameter that is added to the rules, somebody has to say where configurations have it."""
     from paddle_flexckpt.aoa import config_rules

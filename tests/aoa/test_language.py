@@ -336,6 +336,17 @@ class TestNames:
         assert mapping.outputs == ("c", "x", "x.moment1_0")
         assert mapping.tensors["x"].shape == mapping.tensors["x.moment1_0"].shape == (6, 4)
 
+    def test_outputs_that_a_statement_asks_for_and_another_reads(self):
+        """``a -> a`` says that the source's a stays; ``a^T -> a`` makes a variable, which others use up."""
+        source = {"a": A, "b": B, "a.moment1_0": A}
+        kept = compiled(["a -> a", "a^T -> x"], source, None)
+        assert kept.outputs == ("a", "a.moment1_0", "b", "x", "x.moment1_0")
+        assert compiled(["a^T -> x", "a -> a"], source, None).outputs == kept.outputs
+        assert compiled(["a -> t", "t -> a", "a -> x"], source, None).outputs == kept.outputs
+        assert compiled(["a^T -> a", "a -> x"], source, None).outputs == ("b", "x", "x.moment1_0")
+        assert compiled(["b -> a", "a -> x"], source, None).outputs == ("x",)
+        assert compiled(["a -> a", "a -> x", "a -> _"], source, None).outputs == ("b", "x", "x.moment1_0")
+
 
 def family(pattern: str, *ids: object, start: int = 0) -> dict[str, np.ndarray]:
     return {pattern.format(*(i if isinstance(i, tuple) else (i,))): A + start + 100 * n for n, i in enumerate(ids)}

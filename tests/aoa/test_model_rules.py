@@ -525,7 +525,11 @@ def test_every_text_is_one_statement(name):
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"name": "lama"}, "no model rules 'lama'. Remedy: use one of .*, llama, .*qwen2,"),
+        (
+            {"name": "lama"},
+            "no model rules 'lama'. Remedy: use 'llama'.*, the nearest of 60; `flexckpt rules` lists all",
+        ),
+        ({"name": "nothing-like-it"}, "no model rules 'nothing-like-it'. Remedy: use one of .*, llama, .*qwen2,"),
         ({"name": "../../setup"}, "no model rules"),
         ({"variant": "fuzed"}, "no variant of llama 'fuzed'. Remedy: use one of plain, fused"),
         ({"direction": "to_paddle"}, "no direction 'to_paddle'. Remedy: use one of from_hf, to_hf"),

@@ -305,6 +305,20 @@ def test_numbers_without_an_integer_are_refused(value, dtype):
         converted(array, "int8")
 
 
+@pytest.mark.parametrize("source", ["float16", "bfloat16", "float32", "float64"])
+def test_signalling_nans_are_cast_as_others_are(source):
+    """Whatever their bits are: memory that was never filled is cast, too."""
+    numpy = dtype_of(source).numpy
+    bits = np.array([np.inf, -np.inf], numpy).view(f"u{numpy.itemsize}") + 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = [converted(bits.view(numpy), target) for target in (*FLOATS, "complex64", "complex128")]
+        with pytest.raises(CheckpointError, match="met nan; expected numbers"):
+            converted(bits.view(numpy), "int8")
+    with np.errstate(invalid="ignore"):
+        assert all(np.isnan(each.astype(np.complex128)).all() for each in found)
+
+
 def test_the_largest_integers_are_those_of_the_dtype():
     assert converted(np.array([-(2.0**63), 2.0**63 - 1024]), "int64").tolist() == [-(2**63), 2**63 - 1024]
     with pytest.raises(CheckpointError, match="met 9.2"):

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
+from paddle_flexckpt.background.outcome import SaveOutcome
+from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, Watch, kill, limit_file_size, load_shards, shards, stopped
+from tests.background.test_worker import job_of
+from tests.native.samples import items_of, whole
 
 # Large enough to be refused by a limit of a MiB, which a part or an error never needs.
 MANY_ROWS = 100_000
@@ -207,7 +215,7 @@ def test_a_coordinator_of_which_nothing_is_heard_is_named_and_does_not_commit_la
         handles = save(tmp_path, 2, writers)
         text = one_error(handles[1:], LostRankError)
         assert text.startswith(f"cannot save to {str(tmp_path)!r}: [rank 0] has not decided about the save within 2 s")
-    with pytest.raises(LostRankError, match=r"\[rank 1\] \[rank 0\] has not decided"):
+    with pytest.raises(LostRankError, match=r"\[rank 0\] has not decided"):
         handles[0].result(PATIENCE_SECONDS)
     assert CheckpointDirectory(tmp_path).list_ids() == []
     outcomes(save(tmp_path, 3, writers))
@@ -262,3 +270,70 @@ def test_a_plan_serves_again_as_long_as_the_writers_are_the_same(tmp_path, ranks
 
     # In the end both have kept a plan, but of different times.
     assert SimulatedWorld(2).run(job) == [[True, False, True, False, True]] * 2
+
+
+def agree_late(tmp_path, delay):
+    """What two ranks agree about whose parts are there, of which the coordinator is late, by ``delay(SaveOutcome)``."""
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=0.05)
+    for rank in range(2):
+        items = items_of([whole(key, "float32", (2,), rank) for key in ("a", "b")], job.names.data_file(rank))
+        memory = [np.zeros(8, dtype=np.uint8)] * 2
+        directory.write_share(job.names, rank, items, memory, world_size=2)
+    mine = [
+        SaveOutcome(WriteJob(**{**vars(job), "rank": rank, "presences": ((), ())}), open_to_save(str(tmp_path)))
+        for rank in range(2)
+    ]
+    delay(mine)
+    with ThreadPoolExecutor(2) as pool:
+        found = [pool.submit(each.agree, None) for each in mine]
+        return [each.result(PATIENCE_SECONDS) for each in found], directory.list_ids()
+
+
+def after(event, function):
+    def call(*args):
+        assert event.wait(PATIENCE_SECONDS)
+        return function(*args)
+
+    return call
+
+
+def and_then(event, function):
+    def call(*args):
+        try:
+            return function(*args)
+        finally:
+            event.set()
+
+    return call
+
+
+def test_a_coordinator_that_commits_late_is_waited_for(tmp_path):
+    given_up = threading.Event()
+
+    def delay(ranks):
+        ranks[0].directory.commit = after(given_up, ranks[0].directory.commit)
+        ranks[1].directory.decide = and_then(given_up, ranks[1].directory.decide)
+
+    assert agree_late(tmp_path, delay) == ([None, None], [0])
+
+
+def test_a_coordinator_that_is_given_up_does_not_commit(tmp_path):
+    given_up = threading.Event()
+
+    def delay(ranks):
+        ranks[0].directory.decide = after(given_up, ranks[0].directory.decide)
+        ranks[1].directory.decide = and_then(given_up, ranks[1].directory.decide)
+
+    (first, second), ids = agree_late(tmp_path, delay)
+    assert first == second
+    assert first.kind == "LostRankError"
+    assert first.problems[0].startswith("[rank 0] has not decided about the save within 0.05 s")
+    assert ids == []
+
+
+def test_a_commit_that_is_decided_and_never_done_is_not_called_a_failure(tmp_path):
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=0.05)
+    directory.decide(job.names, 0, b"commit")
+    other = WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())})
+    failure = SaveOutcome(other, open_to_save(str(tmp_path))).agree(None)
+    assert failure.problems[0].startswith("[rank 0] it is not known what became of the save: it had decided to commit")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+import warnings
 
 import ml_dtypes
 import numpy as np
@@ -13,7 +14,7 @@ import safetensors
 import safetensors.numpy
 
 from paddle_flexckpt.catalog import CheckpointError, DType, ValidationError, dtype_of
-from paddle_flexckpt.catalog.dtypes import DTYPES, castable
+from paddle_flexckpt.catalog.dtypes import DTYPES, assign, castable, is_float
 
 # What paddle.dtype has names for and tensors can be made of.
 PADDLE_NAMES = (
@@ -126,3 +127,22 @@ def test_what_a_load_may_cast(source, target):
 @pytest.mark.parametrize(("source", "target"), NO_CASTS)
 def test_what_would_lose_its_meaning_is_not_cast(source, target):
     assert not castable(source, target)
+
+
+@pytest.mark.parametrize("source", [name for name in DTYPES if is_float(name)])
+def test_a_cast_of_signalling_nans_warns_of_nothing(source):
+    """Their bits come from anywhere: memory that was never filled, a damaged file. NaN is what they are as a float."""
+    dtype = DTYPES[source]
+    bits = np.arange(1 << min(8 * dtype.itemsize, 16), dtype=np.uint64) << np.uint64(max(0, 8 * dtype.itemsize - 16))
+    every = (bits + np.uint64(dtype.itemsize > 2)).astype(f"u{dtype.itemsize}").view(dtype.numpy)
+    with np.errstate(invalid="ignore"):
+        nans = every[np.isnan(every)]
+    assert len(nans)
+    for name, target in DTYPES.items():
+        if castable(source, name):
+            out = np.zeros(len(nans), target.numpy)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                assign(out, nans)
+            with np.errstate(invalid="ignore"):
+                assert np.isnan(out).all()

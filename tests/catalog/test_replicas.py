@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import CatalogBuilder, concat, group_replicas
-from paddle_flexckpt.catalog.replicas import lexsort_packed
 from tests.property import examples
 from tests.property.layouts import Pick, catalog_of, layouts, mutate
 
@@ -98,18 +97,3 @@ def _one(key, rank):
     builder = CatalogBuilder(rank)
     builder.add(key, "int8", (4,), (0,), (4,))
     return builder.build()
-
-
-@examples(150)
-@given(
-    st.integers(1, 5).flatmap(
-        lambda n: st.lists(
-            st.tuples(*[st.one_of(st.integers(-3, 3), st.integers(-(2**40), 2**40), st.integers(0, 2**61))] * n),
-            min_size=1,
-            max_size=12,
-        )
-    )
-)
-def test_packed_sorting_is_numpys_sorting(rows):
-    columns = [np.asarray(column, dtype=np.int64) for column in zip(*rows)]
-    assert lexsort_packed(columns, len(rows)).tolist() == np.lexsort(columns[::-1]).tolist()

@@ -207,6 +207,21 @@ def test_export_writes_what_the_statements_make(checkpoint, tmp_path, capsys):
         assert written[f"l.{i}.weight"].tobytes() == np.ascontiguousarray(values[f"model.layers.{i}.w"].T).tobytes()
 
 
+def test_rules_of_a_direction_are_those_of_the_plain_variant(capsys):
+    """A direction is of statements: it is not ignored where no variant is named."""
+    plain = printed(capsys, "rules", "llama", "--variant", "plain", "--direction", "to_hf")
+    assert printed(capsys, "rules", "llama", "--direction", "to_hf") == plain
+    prefixed = printed(capsys, "rules", "gpt2", "--variant", "plain", "--set", "prefix=model.")
+    assert printed(capsys, "rules", "gpt2", "--set", "prefix=model.") == prefixed
+
+
+def test_what_is_about_a_family_needs_one(capsys):
+    for option, value in (("--direction", "to_hf"), ("--variant", "plain"), ("--set", "num_heads=8")):
+        assert f"{option} is about the rules of a family. Remedy: give FAMILY too" in failed(
+            capsys, "rules", option, value
+        )
+
+
 def test_rules_feed_an_export(tmp_path, capsys, monkeypatch):
     safetensors = pytest.importorskip("safetensors.numpy")
     layer = "model.layers.0."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -167,6 +169,18 @@ def test_what_is_not_finite_is_counted():
     found = difference("float32", [np.nan, np.inf, 1.0, np.nan], [1.0, -np.inf, 2.0, np.nan])
     assert (found.changed, found.not_finite, found.max_difference) == (3, 2, 1.0)
     assert "2 not finite" in str(found)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "float64"])
+def test_signalling_nans_are_not_finite_and_warned_of_by_nobody(dtype):
+    numpy = dtype_of(dtype).numpy
+    infinity = np.asarray([np.inf], numpy).view(f"u{numpy.itemsize}")
+    signalling, one = (infinity + infinity.dtype.type(1)).view(numpy), np.ones(1, numpy)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = comparison._Difference(TensorInfo((1,), dtype))
+        found.add(signalling, one, lambda element: element)
+    assert (found.result().changed, found.result().not_finite) == (1, 1)
 
 
 def test_integers_are_measured_exactly():

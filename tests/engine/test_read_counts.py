@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -124,16 +126,15 @@ def test_values_that_are_cast_are_read_one_by_one(checkpoint):
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 40), st.integers(1, 8), st.randoms())
 def test_portions_are_those_of_stretches(lengths, most_bytes, most, random):
     reader = np.sort([random.randrange(3) for _ in lengths])
-    before = read_counts.STRETCHES_AT_ONCE
-    read_counts.STRETCHES_AT_ONCE = most
-    try:
-        found = read_counts._portion_starts(reader, np.asarray(lengths), most_bytes)
-    finally:
-        read_counts.STRETCHES_AT_ONCE = before
+    found = []
+    # All readers together, and one after the other.
+    for few in (0, 8):
+        with mock.patch.multiple(read_counts, STRETCHES_AT_ONCE=most, _FEW_READERS=few):
+            found.append(sorted(read_counts._portion_starts(reader, np.asarray(lengths), most_bytes).tolist()))
     expected = []
     for each in range(3):
         rows = np.flatnonzero(reader == each)
         column = np.asarray(lengths)[rows]
         edges = Stretches(column, column, column, column).edges(most_bytes, most)
         expected += rows[edges[:-1]].tolist()
-    assert found == expected
+    assert found == [expected] * 2

@@ -11,6 +11,8 @@ import pytest
 from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor
+from paddle_flexckpt.planning.mesh_layouts import MeshLayout
+from paddle_flexckpt.planning.meshes import is_mesh, parse_mesh
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.engine.rehearsed import load, save, shard_of, state_of
@@ -140,27 +142,45 @@ def test_memory_is_that_of_a_load(tmp_path, saved, loaded):
 def many(layers: int) -> Model:
     tensors = []
     for layer in range(layers):
-        tensors += [ModelTensor(f"{layer}.w{n}", (16, 8), tp_axis=n % 2, layers=(layer,)) for n in range(10)]
-    return Model(tuple(tensors), layers)
+        tensors += [ModelTensor(f"{layer}.w{n}", (16, 64), tp_axis=n % 2, layers=(layer,)) for n in range(10)]
+    return Model(tuple(tensors), layers, states=ADAMW[:3], segment_size=100)
 
 
-def test_a_rank_more_costs_few_calls(tmp_path):
-    """What grows with tensors is in columns: a rank costs the calls that describe it."""
-    save(tmp_path, Layout(many(96), parse_strategy("tp=4")))
+def calls_of(work, *arguments, **options):
+    """What a function returns, and how many functions of Python it calls."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(note)
+    try:
+        result = work(*arguments, **options)
+    finally:
+        sys.setprofile(None)
+    return result, count
+
+
+@pytest.mark.parametrize(
+    ("text", "cooperative"),
+    [
+        ("tp=8,pp=4,sharding=v2:{}", False),
+        ("tp=4,sharding=stage3:{}", False),
+        ("tp=4,sharding=stage3:{}", True),
+        ("mesh={}x4:dp,mp;sharding=stage3:dp", False),
+        ("mesh={}x4:dp,mp;sharding=stage3:dp", True),
+    ],
+)
+def test_a_rank_more_costs_few_calls(tmp_path, text, cooperative):
+    """What grows with tensors and ranks is in columns, where no two ranks have the same."""
+    save(tmp_path, Layout(many(6), parse_strategy("tp=4")))
     calls = []
-    for sharding in (2, 4):
-        target = Layout(many(96), parse_strategy(f"tp=8,pp=16,sharding=v2:{sharding}"))
-        count = 0
-
-        def note(frame, event, argument):
-            nonlocal count
-            count += event == "call"
-
-        sys.setprofile(note)
-        try:
-            report = rehearse(str(tmp_path), target)
-        finally:
-            sys.setprofile(None)
-        assert (report.error, len(report.ranks)) == ("", 128 * sharding)
+    for degree in (16, 64):
+        given = text.format(degree)
+        target = MeshLayout(many(6), parse_mesh(given)) if is_mesh(given) else Layout(many(6), parse_strategy(given))
+        ranks = target.strategy.ranks
+        report, count = calls_of(rehearse, str(tmp_path), target, cooperative=cooperative)
+        assert (report.error, len(report.ranks)) == ("", ranks)
         calls.append(count)
-    assert (calls[1] - calls[0]) / 256 < 400, calls
+    assert (calls[1] - calls[0]) / (ranks - ranks // 4) < 20, calls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import pickletools
 import random
 import sys
 import tracemalloc
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError
-from paddle_flexckpt.foreign import pickle_reader
+from paddle_flexckpt.foreign import pickle_reader, record_bytes, torch_records
 from paddle_flexckpt.foreign.dcp_chunks import PlacedChunks, read_chunks, read_in_columns, read_one_by_one
 from tests.property import examples
 
@@ -92,7 +93,15 @@ class Tensor(NamedTuple):
 
 
 def metadata(
-    tensors, protocol=4, share=False, shuffle=None, reverse=False, others=(), descriptors=False, twice=()
+    tensors,
+    protocol=4,
+    share=False,
+    shuffle=None,
+    reverse=False,
+    others=(),
+    descriptors=False,
+    twice=(),
+    dumps=pickle.dumps,
 ) -> bytes:
     """A ``.metadata`` of tensors.
 
@@ -105,6 +114,7 @@ def metadata(
         others: Keys that are no tensors.
         descriptors: Whether places have the field of transformations.
         twice: Keys whose first chunk is described twice.
+        dumps: What pickles it.
     """
     with torch_classes() as of:
         entries, places = {key: of.BytesStorageMetadata() for key in others}, []
@@ -132,7 +142,7 @@ def metadata(
         places += [
             (of.MetadataIndex(fqn=key), of._StorageInfo(relative_path="f", offset=0, length=9)) for key in others
         ]
-        return pickle.dumps(of.Metadata(state_dict_metadata=entries, storage_data=dict(places)), protocol)
+        return dumps(of.Metadata(state_dict_metadata=entries, storage_data=dict(places)), protocol)
 
 
 def random_tensors(source: random.Random, count: int) -> list[Tensor]:
@@ -172,6 +182,18 @@ def plain(found: PlacedChunks) -> Any:
         found.lengths.tolist(),
         found.others,
     )
+
+
+@contextmanager
+def small_frames(batch: int, frame: int) -> Iterator[Any]:
+    """What pickles in batches of so many elements and frames of about so many bytes, all of which are looked at."""
+    pickler, framer = pickle._Pickler, pickle._Framer
+    with (
+        patch.multiple(pickler, _BATCHSIZE=batch),
+        patch.multiple(framer, _FRAME_SIZE_TARGET=frame, _FRAME_SIZE_MIN=1),
+        patch.multiple(record_bytes, _LEAST_FRAME=1),
+    ):
+        yield pickle._dumps
 
 
 def outcome(read, data: bytes):
@@ -227,44 +249,78 @@ def test_the_same_as_one_by_one(protocol, share, shuffled):
     count=st.integers(1, 100),
     share=st.booleans(),
     shuffled=st.booleans(),
+    batch=st.sampled_from([3, 10, 1000]),
+    frame=st.sampled_from([60, 400, 1 << 16]),
     changes=st.lists(
         st.tuples(st.integers(0, 1 << 20), st.sampled_from([*b"h)(\x94\x85KMJNRbtue", 0, 1, 255])), max_size=3
     ),
 )
-def test_whatever_is_in_it_the_columns_are_what_is_read_one_by_one(seed, count, share, shuffled, changes):
+def test_whatever_is_in_it_the_columns_are_what_is_read_one_by_one(
+    seed, count, share, shuffled, batch, frame, changes
+):  # fmt: skip
     """And where they are not, it is read one by one: the same comes out, or the same error."""
     source = random.Random(seed)
-    data = bytearray(metadata(random_tensors(source, count), 4, share, source if shuffled else None))
-    for place, value in changes:
-        data[place % len(data)] = value
-    expected = outcome(read_one_by_one, bytes(data))
-    found = read_in_columns(bytes(data), "f")
-    if not changes:
-        assert found is not None
-    assert found is None or plain(found) == expected
-    assert outcome(read_chunks, bytes(data)) == expected
+    with small_frames(batch, frame) as dumps:
+        shuffle = source if shuffled else None
+        data = bytearray(metadata(random_tensors(source, count), 4, share, shuffle, dumps=dumps))
+        for place, value in changes:
+            data[place % len(data)] = value
+        expected = outcome(read_one_by_one, bytes(data))
+        found = read_in_columns(bytes(data), "f")
+        if not changes:
+            assert found is not None
+        assert found is None or plain(found) == expected
+        assert outcome(read_chunks, bytes(data)) == expected
 
 
-def count_operations(data: bytes, monkeypatch) -> int:
-    counted = 0
-    build = pickle_reader._Machine._build
+def test_frames_that_begin_inside_an_operation():
+    """Nobody writes them. One by one, their headers are what they are there: a part of a text, of a number."""
+    source = random.Random(3)
+    chunks = [((4 * i, 0), (4, 8), f"__{i % 7}_0.distcp", 1577 * i, 1577) for i in range(40)]
+    whole = metadata([Tensor("w", (160, 8), chunks)], protocol=5)
+    operations = [place for operation, _, place in pickletools.genops(whole) if operation.name != "FRAME"]
+    places = set(operations[1:])
+    bare = whole[11:]  # behind the protocol and the one frame's header
+    read = {True: 0, False: 0}
+    with patch.multiple(record_bytes, _LEAST_FRAME=1):
+        for turn in range(120):
+            cut = source.randrange(len(bare) // 2, len(bare) - 100) if turn % 2 else source.choice(operations[50:]) - 11
+            parts = (bare[:cut], bare[cut:])
+            data = whole[:2] + b"".join(b"\x95" + len(part).to_bytes(8, "little") + part for part in parts)
+            expected = outcome(read_one_by_one, data)
+            found = read_in_columns(data, "f")
+            assert found is None or plain(found) == expected
+            read[cut + 11 in places] += found is not None
+    assert read[True] > 50 and not read[False]
+
+
+def count_work(data: bytes, monkeypatch) -> tuple[int, list[int]]:
+    """Return how many records the machine has made, and of how many places each look at a run was."""
+    counted, looks = 0, list[int]()
+    build, starts = pickle_reader._Machine._build, torch_records._starts
 
     def counting(machine):
         nonlocal counted
         counted += 1
         build(machine)
 
+    def looking(text, head):
+        found = starts(text, head)
+        looks.append(len(found))
+        return found
+
     with monkeypatch.context() as patched:
         patched.setitem(pickle_reader.OPERATIONS, ord("b"), counting)
+        patched.setattr(torch_records, "_starts", looking)
         assert read_in_columns(data, "f") is not None
-    return counted
+    return counted, looks
 
 
 @pytest.mark.parametrize(("order", "share"), [("by tensor", True), ("by rank", False)])
 def test_few_records_are_left_to_the_machine(monkeypatch, order, share):
-    """Of 20,000 chunks with three records each: where a frame or a batch of the pickler's ends, and the first ones.
+    """Of 20,000 chunks with three records each: the first ones of a tensor's. By rank there are vectors in between.
 
-    By rank one record is of a vector, the next of a matrix.
+    A run does not end where a frame or a batch of the pickler's does, and is looked at in few pieces, and once.
     """
     shapes = [(4, 8), (4,), (4, 8), (4, 2, 3)]
     tensors = [
@@ -285,7 +341,10 @@ def test_few_records_are_left_to_the_machine(monkeypatch, order, share):
             places.sort(key=lambda place: place[1].relative_path)
 
     data = metadata(tensors, share=share, shuffle=ByRank() if order == "by rank" else None)
-    assert count_operations(data, monkeypatch) < 1200
+    records, looks = count_work(data, monkeypatch)
+    assert records < 4 * len(tensors)
+    assert len(looks) < 3 * len(tensors)
+    assert sum(looks) < 1.2 * 40_000
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])

@@ -15,10 +15,10 @@ from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.tensor_files import divide_evenly
-from paddle_flexckpt.live import publishing
+from paddle_flexckpt.live import owned_pieces, publishing
 from paddle_flexckpt.live.publishing import publish
-from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.media.local import LocalBackend, OutputParts
+from paddle_flexckpt.testing.simulated import SimulatedCommunicator, SimulatedWorld
 from tests.engine.samples import cut, values_of
 
 KINDS = {
@@ -61,12 +61,31 @@ def equal(found, expected) -> bool:
     )
 
 
+def send(monkeypatch, few_runs: int = -1) -> None:
+    """Let ranks write nothing from their own memory but tensors of so few runs."""
+    monkeypatch.setattr(owned_pieces, "FEW_RUNS", few_runs)
+    monkeypatch.setattr(owned_pieces, "RUN_BYTES", 1 << 60)
+
+
 @pytest.mark.parametrize(("cuts", "replicas"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 1)])
-@pytest.mark.parametrize("batch", [64, 1 << 20])
-def test_files_have_the_values_of_all_ranks(values, tmp_path, monkeypatch, cuts, replicas, batch):
+@pytest.mark.parametrize("how", ["owned", "some", "sent", "one by one", "one writer"])
+def test_files_have_the_values_of_all_ranks(values, tmp_path, monkeypatch, cuts, replicas, how):
+    batch = 64 if how == "one by one" else 1 << 20
     monkeypatch.setattr(publishing, "BATCH_BYTES", batch)
-    world = SimulatedWorld(cuts * replicas)
-    reports = world.run(lambda comm: publish(cut(values, comm.rank % cuts, cuts), tmp_path / "out", comm))
+    if how in ("some", "sent", "one by one"):
+        send(monkeypatch, 5 if how == "some" else -1)
+
+    def job(comm):
+        output = LocalBackend(str(tmp_path / "out"))
+        output.has_path = how != "one writer"
+        report = publish(cut(values, comm.rank % cuts, cuts), output, comm)
+        return report, comm.collectives
+
+    reports, collectives = zip(*SimulatedWorld(cuts * replicas).run(job))
+    assert len(set(collectives)) == 1
+    if how == "owned":
+        assert [report.bytes_received for report in reports] == [0] * len(reports)
+        assert collectives[0] == 3 + (len(reports) > 1)  # some tensors have replicas
     assert equal(published(tmp_path / "out"), {key: values[key] for key in WEIGHTS})
     assert reports[0].total_bytes == sum(values[key].nbytes for key in WEIGHTS)
     assert sum(report.bytes_written for report in reports) == reports[0].total_bytes
@@ -99,11 +118,75 @@ def test_it_loads_again(values, tmp_path):
     assert equal(target, {key: values[key] for key in WEIGHTS})
 
 
-def test_a_rank_receives_what_it_lacks_of_what_it_writes(tmp_path):
+@pytest.mark.parametrize(("how", "received", "collectives"), [("owned", 0, 3), ("sent", 512, 7), ("apart", 512, 7)])
+def test_a_rank_receives_what_it_lacks_of_what_it_writes(tmp_path, monkeypatch, how, received, collectives):
+    """From no rank that sees the files as it does, unless tensors have many short runs there."""
     values = {f"w{i}": np.full((8, 8), i, np.float32) for i in range(8)}
-    reports = SimulatedWorld(2).run(lambda comm: publish(cut(values, comm.rank, 2), tmp_path / "out", comm))
+    if how == "sent":
+        send(monkeypatch)
+    monkeypatch.setattr(publishing, "place_of", lambda backend: backend.path)
+    paths = [tmp_path / "out", tmp_path / "." / "out" if how != "apart" else f"{tmp_path}/./out"]
+
+    def job(comm):
+        return publish(cut(values, comm.rank, 2), paths[comm.rank], comm), comm.collectives
+
+    reports, counted = zip(*SimulatedWorld(2).run(job))
     assert [report.bytes_written for report in reports] == [1024, 1024]
-    assert [report.bytes_received for report in reports] == [512, 512]
+    assert [report.bytes_received for report in reports] == [received, received]
+    assert set(counted) == {collectives}
+    assert equal(published(tmp_path / "out"), values)
+
+
+def test_ranks_of_two_machines_send_what_the_other_machine_writes(tmp_path, monkeypatch):
+    """Of four ranks, two a machine; every other tensor is cut among all of them."""
+    values = {f"w{i}": np.full((8, 8), i, np.float32) for i in range(8)}
+    monkeypatch.setattr(publishing, "place_of", lambda backend: backend.path)
+
+    def state(rank):
+        own = {}
+        for number, (key, value) in enumerate(values.items()):
+            if number % 2:
+                part = value[2 * rank : 2 * rank + 2].copy()
+                own[key] = fc.ShardedWeight(key, part, part.shape, value.shape, (2 * rank, 0))
+            elif number // 4 == rank // 2:  # the first four tensors are in the files of the first two ranks
+                part = value[4 * (rank % 2) : 4 * (rank % 2) + 4].copy()
+                own[key] = fc.ShardedWeight(key, part, part.shape, value.shape, (4 * (rank % 2), 0))
+        return own
+
+    def job(comm):
+        output = tmp_path / "out" if comm.rank < 2 else f"{tmp_path}/./out"
+        return publish(state(comm.rank), output, comm)
+
+    reports = SimulatedWorld(4).run(job)
+    assert equal(published(tmp_path / "out"), values)
+    # Each has a file of two tensors: one that it writes, of which it lacks three quarters, and one that the two ranks
+    # of its machine write, half each; and so it does in the other one's file.
+    assert [report.bytes_received for report in reports] == [192] * 4
+    assert [report.bytes_written for report in reports] == [256 + 2 * 128] * 4
+
+
+def test_ranks_that_reach_the_output_otherwise_are_refused(values, tmp_path):
+    def job(comm):
+        output = LocalBackend(str(tmp_path / "out"))
+        output.has_path = comm.rank == 0
+        return publish(cut(values, comm.rank, 2), output, comm)
+
+    outcomes = SimulatedWorld(2).run_all(job)
+    assert all(
+        isinstance(each, ValidationError) and "give the same output on every rank" in str(each) for each in outcomes
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_replicas_are_written_by_whoever_has_a_file_and_only_compared(tmp_path):
+    values = {f"w{i}": np.full((8, 8), i, np.float32) for i in range(8)}
+
+    def job(comm):
+        return publish(dict(values), tmp_path / "out", comm), comm.collectives
+
+    reports, collectives = zip(*SimulatedWorld(4).run(job))
+    assert [(report.bytes_written, report.bytes_received) for report in reports] == [(512, 0)] * 4
+    assert set(collectives) == {4}
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 64])
@@ -176,19 +259,47 @@ def test_replicas_that_differ_are_an_error(values, tmp_path):
     ]
 
 
-def test_a_rank_that_cannot_write_takes_back_what_all_wrote(values, tmp_path, monkeypatch):
-    create = LocalBackend.create
+@pytest.mark.parametrize("how", ["owned", "sent"])
+@pytest.mark.parametrize("call", ["__init__", "write_at", "make_durable", "rename"])
+def test_a_rank_that_cannot_write_takes_back_what_all_wrote(values, tmp_path, monkeypatch, call, how):
+    """In whichever thread it is."""
+    if how == "sent":
+        send(monkeypatch)
+    owner = os if call == "rename" else OutputParts
+    method = getattr(owner, call)
 
-    def full(self, name, *arguments, **options):
-        if name.startswith("model-00003"):
+    def full(first, *arguments):
+        path = first if call == "rename" else arguments[0] if call == "__init__" else first._path
+        if "model-00003" in path:
             raise OSError(28, "No space left on device")
-        return create(self, name, *arguments, **options)
+        return method(first, *arguments)
 
-    monkeypatch.setattr(LocalBackend, "create", full)
+    monkeypatch.setattr(owner, call, full)
     outcomes = everywhere(3, lambda rank: cut(values, rank, 3), tmp_path / "out", config={})
     assert all(isinstance(each, CheckpointError) and "No space left" in str(each) for each in outcomes)
-    assert all("rank 2" in str(each) for each in outcomes)
+    assert all(("rank 0" if call == "rename" else "2") in str(each) for each in outcomes)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("how", ["owned", "sent"])
+def test_ranks_that_lose_one_when_all_is_written_leave_what_another_commits(values, tmp_path, monkeypatch, how):
+    """A rank ends right after it has said that all is written: one hears that, and commits; the others do not."""
+    if how == "sent":
+        send(monkeypatch)
+    together = SimulatedCommunicator.together
+
+    def lossy(self, work, context=""):
+        found = together(self, work, context)
+        owner = getattr(getattr(work, "__func__", work), "__qualname__", "")
+        written = owner.endswith("_write_owned") if how == "owned" else "_on_all" in owner
+        if written and self.rank > 0:
+            raise LostRankError("rank 2 has gone")
+        return found
+
+    monkeypatch.setattr(SimulatedCommunicator, "together", lossy)
+    outcomes = SimulatedWorld(3).run_all(lambda comm: publish(cut(values, comm.rank, 3), tmp_path / "out", comm))
+    assert all(isinstance(outcome, Exception) for outcome in outcomes)
+    assert equal(published(tmp_path / "out"), {key: values[key] for key in WEIGHTS})
 
 
 @pytest.mark.parametrize("lost", [LostRankError("rank 0 has gone"), KeyboardInterrupt()])
@@ -263,8 +374,14 @@ def test_killed_at_any_moment_it_is_whole_or_no_model(values, tmp_path, monkeypa
 
         return call
 
-    writer = type(LocalBackend(tmp_path / "probe").create("probe")) if (tmp_path / "probe").mkdir() is None else None
-    for owner, names in ((LocalBackend, ("create", "sync", "make_directory")), (writer, ("write", "finish"))):
+    (tmp_path / "probe").mkdir()
+    writer = type(LocalBackend(tmp_path / "probe").create("probe"))
+    for owner, names in (
+        (LocalBackend, ("create", "sync", "make_directory")),
+        (writer, ("write", "finish")),
+        (OutputParts, ("__init__", "write_at", "make_durable")),
+        (os, ("rename",)),
+    ):
         for name in names:
             monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
     monkeypatch.setattr(publishing.Publication, "__exit__", lambda *_: None)
@@ -285,6 +402,6 @@ def test_killed_at_any_moment_it_is_whole_or_no_model(values, tmp_path, monkeypa
                 whole += 1
     else:
         pytest.fail("it never came to its end")
-    assert limit[0] > 8
+    assert limit[0] > 15
     assert whole < limit[0] / 2
     assert equal(published(output), expected)

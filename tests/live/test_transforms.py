@@ -281,6 +281,46 @@ def test_a_failure_later_says_that_targets_may_be_overwritten(tmp_path):
         load_state_dict(state, directory, SoloCommunicator(), load_transform=transform)
 
 
+class Planned(Scaled):
+    """Of which Paddle's loader asks parts: a plan of an earlier load says so still."""
+
+    def __init__(self, *arguments, answer="global"):
+        super().__init__(*arguments)
+        self.plans, self.asked, self.answer = {"w": SimpleNamespace(mode="local")}, [], answer
+
+    def read_plan(self, logical_key, target_metadata, force_global=False):
+        told = (tuple(target_metadata.global_offset), tuple(target_metadata.local_shape), target_metadata.dtype)
+        self.asked.append((logical_key, tuple(target_metadata.global_shape), *told, force_global))
+        self.plans[logical_key] = SimpleNamespace(mode=self.answer)
+        return self.plans[logical_key]
+
+    def apply(self, logical_key, *rest):
+        assert self.plans[logical_key].mode == "global", "sources are parts"
+        return super().apply(logical_key, *rest)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_transform_that_plans_is_told_that_its_sources_come_whole(tmp_path, size):
+    directory = write(tmp_path / "from", "safetensors")
+
+    def load(comm):
+        weight, where = part("w", EXPECTED.shape, 0, comm)
+        transform = Planned()
+        load_state_dict({"w": weight}, directory, comm, load_transform=transform)
+        assert weight.local_tensor.tobytes() == np.ascontiguousarray(EXPECTED[where]).tobytes()
+        assert transform.asked == [("w", EXPECTED.shape, (0, 0), EXPECTED.shape, "bfloat16", True)]
+
+    SimulatedWorld(size).run(load)
+
+
+def test_a_plan_for_parts_is_refused(tmp_path):
+    directory, target = write(tmp_path / "from", "safetensors"), np.zeros(EXPECTED.shape, ml_dtypes.bfloat16)
+    said = r"read_plan\('w', force_global=True\) gave a plan of mode 'local'; expected 'global'.*no target was changed"
+    with pytest.raises(CheckpointError, match=said):
+        load_state_dict({"w": target}, directory, SoloCommunicator(), load_transform=Planned(answer="local"))
+    assert not target.any()
+
+
 class Turnabout(Scaled):
     def source_keys(self, logical_key):
         return super().source_keys(logical_key)[::-1]
@@ -429,9 +469,12 @@ def test_what_no_statement_says_is_left_to_the_transform(tmp_path, change):
     exact = np.linspace(0.01, 2, 6, dtype=np.float32).reshape(3, 2)
     write_safetensors(tmp_path, {"a.w": ("F8_E4M3", FP8), "a.w_scale": ("F32", exact)})
     transform, target = Dequantized(["a.w"], **change), np.zeros(FP8.shape, ml_dtypes.bfloat16)
+    plans: list[object] = []
+    transform.read_plan = lambda key, *rest, **how: plans.append((key, how)) or SimpleNamespace(mode="global")
     load_state_dict({"a.w": target}, tmp_path, SoloCommunicator(), load_transform=transform)
     assert target.tobytes() == dequantized(exact).tobytes()
     assert transform.made == ["a.w"]
+    assert plans == [("a.w", {"force_global": True})]
     reverse = {"aoa_statements": ["b -> a.w"], "aoa_config_reverse": True}
     target = np.zeros(FP8.shape, ml_dtypes.bfloat16)
     load_state_dict(

@@ -18,7 +18,7 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager import CheckpointManager
-from paddle_flexckpt.media.local import LocalOutputFile
+from paddle_flexckpt.media.local import LocalOutputFile, OutputParts
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.native.two_ranks import load, save, shards, state
@@ -187,3 +187,20 @@ def test_an_empty_directory_in_its_place_is_no_success(tmp_path, monkeypatch):
     assert {type(outcome) for outcome in save(path, 2, 0)} == {CheckpointError}
     assert os.listdir(path) == []
     assert load(tmp_path / "aside") == 1
+
+
+def test_parts_are_written_whole_in_any_order_and_errors_name_the_file(tmp_path, monkeypatch):
+    path, pwrite = str(tmp_path / "file"), os.pwrite
+    monkeypatch.setattr(os, "pwrite", lambda descriptor, data, offset: pwrite(descriptor, data[:3], offset))
+    with OutputParts(path) as parts, OutputParts(path) as others:
+        others.write_at(memoryview(b"56789"), 5)
+        parts.write_at(memoryview(b"01234"), 0)
+        parts.make_durable()
+    assert Path(path).read_bytes() == b"0123456789"
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with OutputParts(path) as parts, pytest.raises(OSError, match=re.escape(path)):
+        parts.write_at(memoryview(b"x"), 0)

@@ -12,6 +12,7 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Val
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import CheckpointDirectory, SaveNames
 from tests.crash.file_system import FileSystem
 from tests.crash.job import Job
@@ -207,6 +208,26 @@ def test_discard_removes_a_ranks_files_and_keeps_a_committed_saves(tmp_path):
     (tmp_path / "0.manifest").write_bytes(b"..." + ticket.token.encode())
     directory.discard(ticket, 0)
     assert names(tmp_path) == ["0.manifest", "0_0.safetensors"]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_save_that_took_a_checkpoints_names_does_not_remove_its_files(tmp_path, dies):
+    """A network's listing may not show the newest checkpoint yet, so that the next save takes the same names."""
+    save(tmp_path, 0)
+    replaced = save(tmp_path, 0)
+    before = names(tmp_path)
+    directory = open_to_save(tmp_path)
+    late = directory.open_save(0, names=["0.manifest", "0_0.safetensors", "1_0.safetensors"])
+    assert late.data_file(0) in replaced.catalog.files
+    shard = whole("w0", "float32", (5,), 0)
+    with pytest.raises(FileExistsError):
+        directory.write_data(late, items_of([shard], late.data_file(0)), [values_of(shard, 9)], world_size=1)
+    if dies:
+        remove_dead_saves(open_to_save(tmp_path))
+    else:
+        directory.discard(late, 0)
+    assert names(tmp_path) == before
+    directory.check_complete(directory.read_manifest(0))
 
 
 @pytest.mark.parametrize("partitions", [None, ()])

@@ -99,13 +99,15 @@ def train_step(model: Any, optimizer: Any, step: int) -> None:
     optimizer.clear_grad()
 
 
-def make_trainer(output_dir: Any, salt: str = "", degree: int = 1, wrap: Any = None, **flags: Any) -> Any:
+def make_trainer(
+    output_dir: Any, salt: str = "", degree: int = 1, wrap: Any = None, optimizer: Any = make_optimizer, **flags: Any
+) -> Any:
     from paddlefleet.trainer.trainer import Trainer
     from paddlefleet.trainer.training_args import TrainingArguments
 
     model = make_model(salt, degree)
     args = TrainingArguments(output_dir=str(output_dir), **flags)
-    return Trainer(model, args, make_optimizer(model), train_step, wrap)
+    return Trainer(model, args, optimizer(model), train_step, wrap)
 
 
 def everything(trainer: Any) -> dict[str, bytes]:

@@ -27,6 +27,7 @@ from paddle_flexckpt.trainer import (
 )
 from paddle_flexckpt.trainer.arguments import LIBRARIES
 from paddle_flexckpt.trainer.model_rules import install as model_rules
+from paddle_flexckpt.trainer.restoring import dequant_transform
 from paddle_flexckpt.trainer.run import _LIBRARIES, InstallOnImport
 from tests.paddlefleet.library import INNER, INPUTS, OUTPUTS, everything, imitated, make_trainer, note_commits
 
@@ -352,6 +353,16 @@ def test_quantized_weights_are_made_as_the_library_makes_them(tmp_path):
         assert np.array_equal(tensor.astype("float32").numpy(), expected[name]), name
     made = importlib.import_module("paddlefleet.quantization.hf_checkpoint").made
     assert made == [(str(tmp_path / "hf"), transform)]
+
+
+@pytest.mark.parametrize("library", ["paddlenlp", "paddleformers", "paddlefleet"])
+def test_quantized_weights_that_nobody_describes_are_refused(tmp_path, library):
+    """Statements alone would take codes for numbers."""
+    write_hugging_face(tmp_path / "hf", quantized=True)
+    with pytest.raises(ValidationError, match="SimpleNamespace has no _gen_hf_quan_config.*Remedy: load dequantized"):
+        dequant_transform(SimpleNamespace(), tmp_path / "hf", library)
+    write_hugging_face(tmp_path / "plain", quantized=False)
+    assert dequant_transform(SimpleNamespace(), tmp_path / "plain", library) is None
 
 
 def test_a_directory_with_a_damaged_file_is_refused(tmp_path, whole):

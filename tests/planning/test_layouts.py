@@ -118,14 +118,50 @@ def test_a_large_buffer_is_closed_when_it_is_full():
     }
 
 
-def test_ranks_of_a_kind_are_worked_out_once(monkeypatch):
+def test_a_stage_is_shared_out_once(monkeypatch):
     calls = []
-    whole = Layout._find_owned
-    monkeypatch.setattr(Layout, "_find_owned", lambda self, *place: calls.append(place) or whole(self, *place))
+    whole = Layout._find_shared
+    monkeypatch.setattr(Layout, "_find_shared", lambda self, *place: calls.append(place) or whole(self, *place))
     layout = Layout(Model(tensors(8), 10, frozenset(range(1, 9))), parse_strategy("tp=4,pp=4,dp=8,sharding=v2:4"))
-    for rank in range(layout.strategy.ranks):
+    for rank in range(0, layout.strategy.ranks, 7):
         layout.catalog(rank)
-    assert len(calls) == 4 * 4
+    layout.catalogs(range(layout.strategy.ranks))
+    assert len(calls) == 4
+
+
+EXPERTS = tuple(ModelTensor(f"1.experts.{n}", (4, 8), "float16", 1, (1,), expert=(n, 8)) for n in range(8))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("tp=4,pp=2,dp=2,sharding=v2:3", "pp=2,sharding=v1:4", "tp=2,sharding=stage3:3", "dp=2,sharding=stage2:2"),
+        *("dp=2,tp=2,ep=4,sharding=v2:4", "dp=4,tp=2,ep=tp:4", "ep=dp:2,dp=4,sharding=stage3:2,pp=2"),
+    ],
+)
+def test_many_ranks_at_once_have_what_each_of_them_has(text):
+    strategy = parse_strategy(text)
+    experts = EXPERTS if strategy.ep > 1 else ()
+    layout = Layout(Model((*tensors(4, "bfloat16"), *experts), 6, frozenset(range(1, 5)), segment_size=30), strategy)
+    check_many_at_once(layout)
+
+
+def check_many_at_once(layout):
+    """Compares all ranks, and some in another order, with one after the other; and which keys any rank may have."""
+    ranks = range(layout.strategy.ranks)
+    for some in (ranks, [*ranks][::-3]):
+        one = concat([layout.catalog(rank) for rank in some])
+        many = layout.catalogs(some)
+        for name in one.COLUMNS:
+            assert getattr(many, name).dtype == getattr(one, name).dtype
+            assert getattr(many, name).tolist() == getattr(one, name).tolist()
+    assert np.unique(layout.catalogs(ranks).key).tolist() == np.flatnonzero(layout.held).tolist()
+
+
+def test_ranks_without_states_that_are_cut_are_alike():
+    model = Model(tensors(2), 4, states=())
+    assert len({*map(Layout(model, parse_strategy("tp=2,sharding=v2:4")).kind, range(8))}) == 2
+    assert len({*map(Layout(model, parse_strategy("tp=2,sharding=stage3:4")).kind, range(8))}) == 8
 
 
 def expert(layer: int, number: int) -> ModelTensor:

@@ -13,6 +13,7 @@ from paddle_flexckpt.catalog.validate import validate_coverage, validate_shards
 from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import Mesh, Placement, parse_mesh
 from paddle_flexckpt.planning.models import Model, ModelTensor
+from tests.planning.test_layouts import check_many_at_once
 
 SHAPES = {"wide": (4, 12), "bias": (12,), "cube": (5, 3, 4), "one": (1, 8), "number": ()}
 
@@ -74,6 +75,13 @@ def test_ranks_of_a_kind_have_the_same():
     assert len({layout.kind(rank) for rank in range(6)}) == 2
     sharded = MeshLayout(model(), parse_mesh("mesh=3x2:dp,mp;sharding=stage1:dp;wide=R,S1"))
     assert len({sharded.kind(rank) for rank in range(6)}) == 6
+
+
+@pytest.mark.parametrize("more", ["", ";sharding=stage1:dp", ";sharding=stage3:dp", ";sharding=fusion:dp", ";wide=@0"])
+def test_many_ranks_at_once_have_what_each_of_them_has(more):
+    check_many_at_once(MeshLayout(model(), parse_mesh(f"mesh=3x2:dp,mp{more}")))
+    tensors = (ModelTensor("first", (8, 4), tp_axis=0, layers=(0,)), ModelTensor("second", (4, 8), layers=(1,)))
+    check_many_at_once(MeshLayout(Model(tensors, 2), parse_mesh("mesh=2x2x2:dp,pp,mp")))
 
 
 def test_axes_with_usual_names_cut_as_usual():

@@ -162,6 +162,36 @@ def test_an_export_of_reversed_statements_is_one_of_their_inverse():
     assert export_config_of(HandWritten()) == {"aoa_statements": ["configuration -> hand"]}
 
 
+def test_a_pattern_that_matches_nothing_is_no_statement(tmp_path):
+    """As in Paddle, and as libraries write them: one list for models with and without biases, or experts."""
+    hf = {"hf.0.w": np.arange(6, dtype="float32").reshape(2, 3), "hf.one": np.ones(2, "float32")}
+    fc.save_state_dict(hf, tmp_path, "self")
+    model = Model()
+    model._gen_aoa_config = lambda config: [
+        "hf.$LAYER_ID.w^T -> l.$LAYER_ID.w  # of all",
+        "hf.$LAYER_ID.bias -> l.$LAYER_ID.bias",
+        "hf.$LAYER_ID.q, hf.$LAYER_ID.k -> l.$LAYER_ID.qk, axis=0 hf.one -> one",
+        "hf.$LAYER_ID.gone -> l.$LAYER_ID.gone, optional",
+    ]
+    found = aoa_config_of(model)
+    assert found["aoa_statements"] == [
+        "hf.$LAYER_ID.w^T -> l.$LAYER_ID.w, optional  # of all",
+        "hf.$LAYER_ID.bias -> l.$LAYER_ID.bias, optional",
+        "hf.$LAYER_ID.q, hf.$LAYER_ID.k -> l.$LAYER_ID.qk, axis=0, optional",
+        "hf.one -> one",
+        "hf.$LAYER_ID.gone -> l.$LAYER_ID.gone, optional",
+    ]
+    target = {"l.0.w": np.zeros((3, 2), "float32"), "one": np.zeros(2, "float32")}
+    fc.load_state_dict(target, tmp_path, "self", aoa_config=found)
+    assert np.array_equal(target["l.0.w"], hf["hf.0.w"].T) and target["one"].all()
+    # What a model lacks is still an error: of a target that nothing feeds, and of a name that is none.
+    with pytest.raises(ValidationError, match=r"key 'l\.0\.bias'"):
+        fc.load_state_dict({"l.0.bias": np.zeros(2, "float32")}, tmp_path, "self", aoa_config=found)
+    model._gen_aoa_config = lambda config: ["hf.two -> one"]
+    with pytest.raises(AoaError, match="'hf.two' is neither a source key nor assigned before"):
+        fc.load_state_dict({"one": np.zeros(2, "float32")}, tmp_path, "self", aoa_config=aoa_config_of(model))
+
+
 def test_an_export_that_lacks_shapes_is_an_error_before_there_is_a_checkpoint():
     model = Model()
     model._gen_aoa_config = lambda config: ["e.0,e.1 -> all, axis=0", "f.0,f.1 -> both, axis=0"]

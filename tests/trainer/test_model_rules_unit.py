@@ -185,3 +185,51 @@ def test_what_the_tables_say_of_fused_parameters(monkeypatch):
         "base.h.7.mlp.gate_up_fused_proj.weight": fc.FusedAxis(1, "fused_ffn"),
         "base.h.7.mlp.gate_up_fused_proj.lora_B": fc.FusedAxis(1, "fused_ffn"),
     }
+
+
+class Fuses(nn.Layer):
+    """A model of PaddleFormers whose class says that gate and up are fused."""
+
+    config = SimpleNamespace(num_attention_heads=4)
+
+    @classmethod
+    def _gen_aoa_config(cls, config):
+        return {"aoa_statements": ["g^T, u^T -> model.layers.0.mlp.of_class.weight, fused_ffn"]}
+
+
+Fuses.__module__ = "paddleformers.transformers.made_up.modeling"
+
+
+class OfAScript(Fuses):
+    """A class of a script's own, derived from the library's."""
+
+
+def fused_paths(model):
+    found = {layer.path: layer.statement for layer in fused_layers(model)}
+    return {path: statement for path, statement in found.items() if path.startswith("mlp.")}
+
+
+def test_statements_of_the_instance_go_before_those_of_its_class():
+    qkv = "fused_qkv_old, num_heads=4, num_key_value_groups=2"
+    model = Fuses()
+    assert fused_paths(model) == {"mlp.of_class": "fused_ffn"}
+    model._gen_aoa_config = lambda config: {
+        "aoa_statements": [f"q^T -> model.layers.$LAYER_ID.mlp.of_instance.weight, {qkv}"]
+    }
+    assert fused_paths(model) == {"mlp.of_instance": qkv}
+    model._gen_aoa_config = None  # as PaddleFleet has it of models whose layers say it
+    assert fused_paths(model) == {}
+
+
+def test_a_class_of_a_script_fuses_what_the_library_s_does():
+    assert fused_paths(OfAScript()) == {"mlp.of_class": "fused_ffn"}
+
+
+class ModelOfAScript(Model):
+    """Likewise, of PaddleNLP."""
+
+
+def test_a_class_of_a_script_has_the_library_s_table(monkeypatch):
+    actions = {"h.0.mlp.two.weight": partial(get_tensor_parallel_split_func(), is_naive_2fuse=True)}
+    monkeypatch.setattr(Model, "actions", actions)
+    assert {layer.path for layer in fused_layers(ModelOfAScript())} > {"h.0.mlp.two"}

@@ -36,8 +36,7 @@ def fused_layers(model: Any) -> list[FusedLayer]:
     """Return the layers of a model whose outputs every rank holds side by side."""
     config = getattr(model, "config", None)
     layers = [FusedLayer("gate_up_fused_proj", _FFN), FusedLayer("up_gate_proj", _FFN)]
-    module = type(model).__module__
-    if module.startswith("paddlenlp.transformers.chatglm_v2."):
+    if _is_of(model, "paddlenlp.transformers.chatglm_v2."):
         groups = int(config.multi_query_group_num)  # type: ignore[union-attr]
         layers.append(FusedLayer("self_attention.query_key_value", _qkv(config, groups)))
         layers.append(FusedLayer("mlp.dense_h_to_4h", _FFN))
@@ -62,10 +61,11 @@ def fused_layers(model: Any) -> list[FusedLayer]:
 def _fused_by_statements(model: Any) -> list[FusedLayer]:
     """Return the fused layers of a PaddleFormers or PaddleFleet model, as its hand-written AOA statements tell them.
 
-    These are from Hugging Face's weights. PaddleFleet gives some models theirs as attributes of their own.
+    These are from Hugging Face's weights. PaddleFleet gives some models theirs as attributes of their own, which go
+    before what their class says.
     """
-    method = getattr(type(model), "_gen_aoa_config", None) or vars(model).get("_gen_aoa_config")
-    if method is None or not type(model).__module__.startswith(("paddleformers.", "paddlefleet.")):
+    method = getattr(model, "_gen_aoa_config", None)
+    if method is None or not _is_of(model, "paddleformers.", "paddlefleet."):
         return []
     found: dict[str, str] = {}
     for statement in method(model.config)["aoa_statements"]:
@@ -83,6 +83,11 @@ def _fused_by_statements(model: Any) -> list[FusedLayer]:
     return [FusedLayer(path, statement) for path, statement in found.items()]
 
 
+def _is_of(model: Any, *packages: str) -> bool:
+    """Return whether a model's class, or one that it is derived from, is of one of the packages."""
+    return any(each.__module__.startswith(packages) for each in type(model).__mro__)
+
+
 def _qkv(config: Any, groups: int) -> str:
     return f"{_QKV}, num_heads={int(config.num_attention_heads)}, num_key_value_groups={groups}"
 
@@ -90,7 +95,7 @@ def _qkv(config: Any, groups: int) -> str:
 def _mappings(model: Any, config: Any) -> Mapping[str, Any]:
     """Return what the model says of how whole parameters are split; nothing where it does not."""
     method = getattr(type(model), "_get_tensor_parallel_mappings", None)
-    if method is None or config is None or not type(model).__module__.startswith("paddlenlp."):
+    if method is None or config is None or not _is_of(model, "paddlenlp."):
         return {}
     try:
         found: Mapping[str, Any] = method(config, is_split=True)

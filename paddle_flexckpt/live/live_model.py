@@ -1,0 +1,93 @@
+"""Models whose tensors publishing writes: where they come from, and what of them ranks write from their own memory.
+
+Tested in tests/live/test_publishing.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from paddle_flexckpt.algebra import BoxMaps
+from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.engine.copies import AnyStorage
+from paddle_flexckpt.engine.targets import Targets
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
+from paddle_flexckpt.live.owned_pieces import OwnedPieces, find_owned_pieces
+from paddle_flexckpt.live.peers import ReshardOptions
+from paddle_flexckpt.live.resharder import GatheredState
+
+
+class ModelState(Protocol):
+    """Say where the tensors of a model come from.
+
+    Attributes:
+        catalog: The shards of all sources.
+        said: What ranks told each other when it was described.
+        is_compared: Whether nothing has to be compared any more; the same on every rank.
+    """
+
+    catalog: Catalog
+    said: list[tuple[bytes, ...]]
+    is_compared: bool
+
+    def describe(self) -> tuple[bytes, ...]:
+        """Return what the other ranks have to know to compare it."""
+        ...
+
+    def compare(self, *answers: Sequence[bytes]) -> None:
+        """Take what :meth:`describe` gave on every rank, by field; errors are the same on every rank."""
+        ...
+
+    def owned_pieces(self, targets: Catalog, maps: BoxMaps | None, machine: np.ndarray) -> OwnedPieces:
+        """Return what ranks write from their own memory, as of :func:`find_owned_pieces`."""
+        ...
+
+    def storage(self, row: int) -> AnyStorage:
+        """Return this rank's memory of a row of the catalog."""
+        ...
+
+    def fill(self, describe: Callable[[], Targets]) -> int:
+        """Fill targets of all ranks; return the bytes that this rank lacked. Errors are the same on every rank."""
+        ...
+
+
+class LiveModel:
+    """Give tensors of all ranks' memory."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        describe: Callable[[], Mapping[str, Any]],
+        said: Callable[[], tuple[bytes, ...]],
+        context: str,
+        options: ReshardOptions,
+    ) -> None:
+        """Describe it on all ranks. One collective; arguments and errors as of :class:`GatheredState`."""
+        self._rank, self._options = comm.rank, options
+        self._state = GatheredState(comm, describe, said, context)
+        self.is_compared = not (self._state.checked.groups.count > 1).any()
+        self._peers = self._state.peers(options, self._state.checked if self.is_compared else None)
+        wait_for_devices(devices_of(self._peers.owned.values()))
+        self.catalog, self.said = self._state.catalog, self._state.said
+        self.storage = functools.cache(self._peers.storage)
+
+    def describe(self) -> tuple[bytes, ...]:
+        """Return the digests of this rank's replicas, and what is asked of them."""
+        return self._peers.describe_replicas()
+
+    def compare(self, *answers: Sequence[bytes]) -> None:
+        """Compare the replicas; errors as of :meth:`MemoryPeers.compare_replicas`."""
+        self._peers.compare_replicas(*answers)
+
+    def owned_pieces(self, targets: Catalog, maps: BoxMaps | None, machine: np.ndarray) -> OwnedPieces:
+        """Implement :meth:`ModelState.owned_pieces`."""
+        return find_owned_pieces(self._peers.matcher(), targets, maps, machine, self._rank)
+
+    def fill(self, describe: Callable[[], Targets]) -> int:
+        """Implement :meth:`ModelState.fill`."""
+        return self._state.fill(describe, self._options, "publish", self._peers.readable).bytes_received

@@ -1,0 +1,153 @@
+"""The files of one model in a directory, which ranks write together: at any place, or each its own from end to end.
+
+Where ranks reach the directory by a path, a file has another name until all of it is durable, and any rank of its
+machine may write parts of it. On other media a file has one writer, and appears when that has written all of it.
+
+Tested in tests/live/test_publishing.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from paddle_flexckpt.aoa import TensorInfo
+from paddle_flexckpt.engine.tensor_files import OutputDirectory, TensorFile, index_file, make_index
+from paddle_flexckpt.media.local import OutputParts
+
+
+class ModelFiles:
+    """Write one rank's parts; a thread flushes one file, or writes what was received, while others are written.
+
+    Attributes:
+        names: All tensors, in the order in which they stand in the files.
+        files: By tensor, the file that has it.
+        is_shared: Whether a file has many writers.
+    """
+
+    def __init__(
+        self,
+        output: OutputDirectory,
+        files: Sequence[TensorFile],
+        infos: Mapping[str, TensorInfo],
+        token: str,
+        is_shared: bool,
+    ) -> None:
+        """Touch nothing yet.
+
+        Args:
+            output: The directory.
+            files: All files.
+            infos: All tensors.
+            token: What marks the names of unfinished files, the same on every rank, and no other call's.
+            is_shared: As of the class.
+        """
+        self._output, self._all, self._token, self.is_shared = output, files, token, is_shared
+        self.names = [name for file in files for name in file.names]
+        self.files = {name: file for file in files for name in file.names}
+        self._begin: dict[str, int] = {}
+        for file in files:
+            end = len(file.header)
+            for name in file.names:
+                self._begin[name], end = end, end + infos[name].nbytes
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="flexckpt")
+        self._futures: list[Future[None]] = []
+        self._open: tuple[str, OutputParts] | None = None
+
+    def begin(self, own: Sequence[TensorFile], removes_all: bool) -> None:
+        """Begin shared files, each on the rank whose it is.
+
+        Args:
+            own: This rank's.
+            removes_all: Whether it removes all if the call fails, and not its own alone.
+        """
+        if not self.is_shared:
+            return
+        for file in self._all if removes_all else own:
+            self._output.will_write(file.name, self._unfinished(file))
+        for file in reversed(own):  # the first one stays open
+            self._parts(file).write_at(file.header, 0)
+
+    def writer(self, name: str) -> Callable[[memoryview, int], None]:
+        """Return what writes bytes of a tensor from one of them on; errors as of the backend.
+
+        In a file that is not shared they come one after the other, and it appears with the last of them.
+        """
+        file, begin = self.files[name], self._begin[name]
+        if self.is_shared:
+            parts = self._parts(file)
+            return lambda data, offset: parts.write_at(data, begin + offset)
+
+        def append(data: memoryview, offset: int) -> None:
+            self._output.open(file).write(data)
+            if name == file.names[-1] and begin + offset + len(data) == file.nbytes:
+                self._output.finish()
+
+        return append
+
+    def _unfinished(self, file: TensorFile) -> str:
+        return f"{file.name}.{self._token}.tmp"
+
+    def _unfinished_path(self, file: TensorFile) -> str:
+        return self._output.backend.where(self._unfinished(file))
+
+    def _parts(self, file: TensorFile) -> OutputParts:
+        """Return a file to write parts to; the one before is flushed meanwhile."""
+        if self._open is None or self._open[0] != file.name:
+            self._flush()
+            self._open = file.name, OutputParts(self._unfinished_path(file))
+        return self._open[1]
+
+    def _flush(self) -> None:
+        if self._open is not None:
+            parts, self._open = self._open[1], None
+            self.meanwhile(lambda: _flush(parts))
+
+    def meanwhile(self, work: Callable[[], None]) -> None:
+        """Do something in the thread, after all that it was given before."""
+        self._futures.append(self._thread.submit(work))
+
+    def wait(self) -> None:
+        """Wait until the thread has done all that it was given; raise what failed."""
+        futures, self._futures = self._futures, []
+        for future in futures:
+            future.result()
+
+    def make_durable(self) -> None:
+        """Make durable what this rank has written; raise what failed in the thread, too."""
+        self.wait()
+        self._flush()
+        self.wait()
+
+    def commit(self, prefix: str) -> None:
+        """Let all files appear, then their index, if they need one: one rank does, when all is durable.
+
+        Args:
+            prefix: What the names of files start with.
+        """
+        backend = self._output.backend
+        if self.is_shared:
+            for file in self._all:
+                os.rename(self._unfinished_path(file), backend.where(file.name))
+        if len(self._all) == 1:
+            backend.sync()
+            return
+        index = index_file(prefix)
+        try:
+            self._output.publish(index, make_index(self._all))
+        except OSError:
+            # Before the other ranks hear of it, and remove what it names.
+            backend.remove(index)
+            raise
+
+    def close(self) -> None:
+        """End the thread, and close what is open."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        if self._open is not None:
+            self._open[1].close()
+
+
+def _flush(parts: OutputParts) -> None:
+    with parts:
+        parts.make_durable()

@@ -1,0 +1,138 @@
+"""Pieces of whole tensors that ranks write from their own memory, each at its place in a file that they share.
+
+So nothing is sent. It is for ranks of one machine, which see a file alike at any time; and for tensors whose pieces are
+few long runs in the file: many short ones would cost more than to send them to one rank, which writes them at once.
+
+Tested in tests/live/test_owned_pieces.py and tests/live/test_publishing.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from paddle_flexckpt.algebra import BoxMaps, StridedCopy
+from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.engine.copies import CHUNK_BYTES, AnyStorage, pack_copy
+from paddle_flexckpt.live.model_files import ModelFiles
+from paddle_flexckpt.planning import Pieces, ShardMatcher
+from paddle_flexckpt.planning.matching import concat_pieces
+from paddle_flexckpt.progress import Meter
+
+# A run has so many bytes on average, or a tensor has few of them.
+RUN_BYTES, FEW_RUNS = 16 << 10, 256
+
+
+@dataclass(frozen=True, eq=False)
+class OwnedPieces:
+    """Say which tensors are written so, and what of them this rank writes.
+
+    Attributes:
+        targets: Whole tensors, file by file in the order of their bytes, each with the rank whose file has it.
+        whole: bool per target, the same on every rank: whether ranks write it from their own memory.
+        pieces: This rank's, sorted by target and by place in it.
+    """
+
+    targets: Catalog
+    whole: np.ndarray
+    pieces: Pieces
+
+    @property
+    def nbytes(self) -> int:
+        """Return how many bytes this rank writes."""
+        return int((self.pieces.size * self.targets.itemsize[self.pieces.target]).sum())
+
+    @property
+    def tensors(self) -> int:
+        """Return of how many tensors it writes something."""
+        return len(np.unique(self.pieces.target))
+
+    def write(self, storage: Callable[[int], AnyStorage], files: ModelFiles, rank: int, meter: Meter) -> None:
+        """Write this rank's pieces: first to its own files, so that at any time ranks write to different ones.
+
+        Args:
+            storage: Gives this rank's memory of a source.
+            files: The files.
+            rank: This rank.
+            meter: Counts what is written.
+
+        Raises:
+            OSError: The medium refused.
+        """
+        first = int((self.targets.rank < rank).sum())
+        order = np.argsort((self.pieces.target - first) % max(len(self.targets), 1), kind="stable")
+        rows, sources = self.pieces.target[order].tolist(), self.pieces.source[order].tolist()
+        for number, (piece, row, source) in enumerate(zip(order.tolist(), rows, sources)):
+            write = files.writer(files.names[row])
+            write_piece(self.pieces.copy(piece), storage(source), write, meter.add)
+            meter.add(0, items=int(row not in rows[number + 1 : number + 2]))
+
+
+def no_pieces(targets: Catalog) -> OwnedPieces:
+    """Return that no tensor is written so."""
+    return OwnedPieces(targets, np.zeros(len(targets), dtype=bool), concat_pieces([], targets.width))
+
+
+def find_owned_pieces(
+    matcher: ShardMatcher, targets: Catalog, maps: BoxMaps | None, machine: np.ndarray, rank: int
+) -> OwnedPieces:
+    """Choose the tensors, the same on every rank.
+
+    Args:
+        matcher: Finds the shards of all ranks.
+        targets: As of :class:`OwnedPieces`.
+        maps: What they are made of.
+        machine: int64 by rank, as of :func:`number_machines`.
+        rank: This rank.
+    """
+    if (machine < 0).all():
+        return no_pieces(targets)
+    pieces, source = matcher.match(targets, maps=maps), matcher.source
+    here, there = machine[targets.rank[pieces.target]], machine[source.rank[pieces.source]]
+    number = np.asarray([targets.dtypes.index(d) if d in targets.dtypes else -1 for d in source.dtypes], dtype=np.int64)
+    is_direct = (here == there) & (here >= 0) & (number[source.dtype[pieces.source]] == targets.dtype[pieces.target])
+    filled, runs = np.zeros(len(targets), dtype=np.int64), np.zeros(len(targets), dtype=np.int64)
+    np.add.at(filled, pieces.target[is_direct], pieces.size[is_direct])
+    np.add.at(runs, pieces.target, pieces.target_runs)
+    whole = (filled == targets.size) & (runs <= FEW_RUNS + targets.byte_length // RUN_BYTES)
+    return OwnedPieces(targets, whole, pieces.take(whole[pieces.target] & (source.rank[pieces.source] == rank)))
+
+
+def write_piece(
+    copy: StridedCopy, storage: AnyStorage, write: Callable[[memoryview, int], None], done: Callable[[int], None]
+) -> None:
+    """Write one piece, at most a MiB at a time.
+
+    Args:
+        copy: From this rank's memory to a tensor.
+        storage: That memory.
+        write: Writes bytes of the tensor from one of them on.
+        done: Called with how many bytes are written.
+    """
+    copy, itemsize = copy.in_target_order(), storage.dtype.itemsize
+    length, starts = copy.target_runs()
+    nbytes, run, at = length * itemsize, 0, 0
+    for values in pack_copy(copy, storage):
+        left = memoryview(values)
+        while len(left):
+            part = left[: min(nbytes - at, CHUNK_BYTES)]
+            write(part, starts[run] * itemsize + at)
+            done(len(part))
+            left, at = left[len(part) :], at + len(part)
+            if at == nbytes:
+                run, at = run + 1, 0
+
+
+def number_machines(ranks: Sequence[int], places: Sequence[bytes]) -> np.ndarray:
+    """Return int64 by global rank: the same number for ranks that see a file alike, -1 for one that shares none.
+
+    Args:
+        ranks: Global numbers of the members.
+        places: What each says of the directory that it writes to, equal where they see a file alike; empty: nothing.
+    """
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    machine = np.full(max(ranks) + 1, -1, dtype=np.int64)
+    machine[list(ranks)] = [numbers[place] if place else -1 for place in places]
+    return machine

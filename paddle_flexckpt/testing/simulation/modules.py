@@ -1,0 +1,139 @@
+"""Give the library's modules simulated modules in place of the real ones, for the time of a run.
+
+A module of the library has the standard library's modules, and single names of them, among its globals. Those globals
+are replaced, and put back. What stands for one process only (its presence, its writers) is kept with the process.
+
+Tested in tests/simulation/test_network.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator, MutableSequence
+from types import ModuleType
+from typing import Any
+
+from paddle_flexckpt.testing.simulation.scheduler import Scheduler
+from paddle_flexckpt.undo import Undo
+
+_PACKAGE = "paddle_flexckpt"
+# What runs in the simulation. The others speak to Paddle, to people or to other programs' files.
+ROOMS = ("background", "catalog", "engine", "foreign", "live", "manager", "media", "native", "run_state")
+SINGLE = ("observers", "progress", "report")
+
+
+class PerProcess(MutableSequence):  # type: ignore[type-arg]
+    """A list of which each simulated process has its own, as of module globals."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+
+    def _list(self) -> list[Any]:
+        found: list[Any] = self._scheduler.process.state.setdefault(id(self), [])
+        return found
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._list()[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self._list()[place] = value
+
+    def __delitem__(self, place: Any) -> None:
+        del self._list()[place]
+
+    def __len__(self) -> int:
+        return len(self._list()) if self._scheduler.running is not None else 0
+
+    def insert(self, place: int, value: Any) -> None:
+        self._list().insert(place, value)
+
+    def add(self, value: Any) -> None:
+        """As of a set."""
+        if value not in self._list():
+            self._list().append(value)
+
+
+def cached_per_process(scheduler: Scheduler, function: Callable[..., Any]) -> Callable[..., Any]:
+    """``functools.cache``, of which each simulated process has its own."""
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        known = scheduler.process.state.setdefault(call, {})
+        if args not in known:
+            known[args] = function(*args)
+        return known[args]
+
+    call.cache_clear = lambda: scheduler.process.state.pop(call, None)  # type: ignore[attr-defined]
+    return call
+
+
+@functools.cache
+def library_modules() -> tuple[ModuleType, ...]:
+    """The library's modules that run in the simulation."""
+    names = [f"{_PACKAGE}.{name}" for name in SINGLE]
+    for room in ROOMS:
+        package = importlib.import_module(f"{_PACKAGE}.{room}")
+        names.append(package.__name__)
+        names += [each.name for each in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    return tuple(map(importlib.import_module, names))
+
+
+@contextlib.contextmanager
+def simulated(
+    scheduler: Scheduler,
+    modules: dict[str, Any],
+    names: dict[Any, Any],
+    replacement: Callable[[Any], Any],
+    overrides: dict[tuple[str, str], Any],
+) -> Iterator[None]:
+    """Replace what library modules have of the standard library.
+
+    Args:
+        scheduler: Whose processes run meanwhile.
+        modules: By name of a real module, what stands for it.
+        names: By real function or class, what stands for it where a module has imported that alone.
+        replacement: Gives what stands for a lock that a module holds; None for what is none.
+        overrides: By module and name, further replacements.
+    """
+    real = {id(sys.modules[name]): value for name, value in modules.items() if name in sys.modules}
+    single = {id(value): stand_in for value, stand_in in names.items()}
+    undo = Undo()
+    try:
+        for module in library_modules():
+            for name, value in list(vars(module).items()):
+                if id(value) in real:
+                    undo.set(module, name, real[id(value)])
+                elif id(value) in single:
+                    undo.set(module, name, single[id(value)])
+                elif not name.startswith("__") and (stand_in := replacement(value)) is not None:
+                    undo.set(module, name, stand_in)
+            if "open" in modules:
+                undo.set(module, "open", modules["open"])
+        for (module_name, name), value in overrides.items():
+            undo.set(importlib.import_module(f"{_PACKAGE}.{module_name}"), name, value)
+        yield
+    finally:
+        undo.put_back()
+
+
+def process_state(scheduler: Scheduler) -> dict[tuple[str, str], Any]:
+    """What modules hold for their process, and what would act on the real one."""
+    from paddle_flexckpt.background import writer
+    from paddle_flexckpt.live import lost_ranks
+
+    def keep_status() -> None:
+        scheduler.process.state["exit status"] = 1
+
+    return {
+        ("live.lost_ranks", "own_presence"): cached_per_process(scheduler, lost_ranks.own_presence.__wrapped__),
+        ("live.lost_ranks", "_announced"): PerProcess(scheduler),
+        ("background.writer", "_WRITERS"): PerProcess(scheduler),
+        ("background.writer", "_writer_of"): cached_per_process(scheduler, writer._writer_of.__wrapped__),
+        ("background.writer", "_exit_with_status_1"): keep_status,
+        ("background.worker", "lower_priority"): lambda nice, io_class: [],
+        ("observers", "_OBSERVATIONS"): PerProcess(scheduler),
+    }

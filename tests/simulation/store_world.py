@@ -1,0 +1,122 @@
+"""Processes that save to a simulated object store: a scheduler, the store, and the library's modules between them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.media.opening import open_storage
+from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.testing.simulation.modules import process_state, simulated
+from paddle_flexckpt.testing.simulation.object_store import Conduct, Effect, ObjectStore
+from paddle_flexckpt.testing.simulation.object_store_clients import install
+from paddle_flexckpt.testing.simulation.processes import Processes
+from paddle_flexckpt.testing.simulation.scheduler import Node, Process, Scheduler
+from paddle_flexckpt.testing.simulation.threads import Threads
+from paddle_flexckpt.undo import Undo
+
+ELEMENTS = 1500
+# A file of some chunks.
+PART_BYTES = 2000
+
+
+def state(version: int) -> dict[str, ShardedWeight]:
+    """Two tensors whose every value tells the version."""
+    values = np.arange(ELEMENTS, dtype=np.float32) + version * ELEMENTS
+    shape = (ELEMENTS,)
+    return {key: ShardedWeight(key, values.copy(), shape, shape, (0,)) for key in ("a", "b")}
+
+
+class StoreWorld:
+    """One store, and what is known of those who save to it.
+
+    Attributes:
+        effects: Every change of the store as it took effect: when, what, and the version that its process was saving.
+        done: Versions whose saves have reported success, in that order.
+        failed: What saves have raised, by version.
+    """
+
+    def __init__(self, seed: int, conduct: Conduct) -> None:
+        self.scheduler = Scheduler(seed)
+        self.store = ObjectStore(self.scheduler, conduct)
+        self.effects: list[tuple[float, Effect, int | None]] = []
+        self.store.watchers.append(self._note)
+        self._saving: dict[Process, int] = {}
+        self.done: list[int] = []
+        self.failed: dict[int, Exception] = {}
+
+    def _note(self, effect: Effect) -> None:
+        self.effects.append((self.scheduler.now, effect, self._saving.get(effect.process)))
+
+    def start(self, function: Callable[[], Any], name: str = "job", node: str = "") -> Process:
+        """Begin a process; what it does not catch is printed."""
+        process = Process(self.scheduler, Node(self.scheduler, node or f"host of {name}"), name)
+        process.stderr = print
+        process.start(function)
+        return process
+
+    def call(self, function: Callable[[], Any], until: float | None = None) -> Any:
+        """Run the world until a new process has called a function; return what it returned."""
+        process = self.start(function)
+        main = process.main
+        assert main is not None
+        self.scheduler.run(until, steps=500_000)
+        if main.error is not None:
+            raise main.error
+        assert main.ended, "it did not end"
+        return main.result
+
+    def save(self, url: str, version: int, unique_id: int | None = 0, **options: Any) -> None:
+        """Save a version; in a simulated process."""
+        storage = open_storage(url, part_bytes=PART_BYTES, requests_at_once=4, **options)
+        self._saving[self.scheduler.process] = version
+        try:
+            save_state_dict(state(version), storage, SoloCommunicator(), unique_id=unique_id)
+        except Exception as error:
+            self.failed[version] = error
+            raise
+        self.done.append(version)
+
+    def try_save(self, url: str, version: int, unique_id: int | None = 0, **options: Any) -> None:
+        with contextlib.suppress(Exception):
+            self.save(url, version, unique_id, **options)
+
+    def load(self, url: str, unique_id: int | None = None) -> int:
+        """The version that a checkpoint has, whole; in a simulated process."""
+        found = state(-1)
+        load_state_dict(found, open_storage(url, requests_at_once=4), SoloCommunicator(), unique_id=unique_id)
+        version = int(found["a"].local_tensor[0]) // ELEMENTS
+        for key, expected in state(version).items():
+            assert (found[key].local_tensor == expected.local_tensor).all(), f"{key} is not of version {version}"
+        return version
+
+    def names(self, directory: str) -> list[str]:
+        """What is really there."""
+        return sorted(key[len(directory) + 1 :] for key in self.store.objects if key.startswith(f"{directory}/"))
+
+    def requests(self, fate: str) -> int:
+        """How many requests had a fate."""
+        return sum(count for (_, what), count in self.store.counts.items() if what == fate)
+
+
+@contextlib.contextmanager
+def store_world(seed: int = 0, **conduct: Any) -> Iterator[StoreWorld]:
+    """A world for as long as the context lasts."""
+    world = StoreWorld(seed, Conduct(**conduct))
+    threads, processes = Threads(world.scheduler), Processes(world.scheduler)
+    modules = {"threading": threads.threading, "queue": threads.queue, "time": processes.time}
+    modules["random"] = processes.random
+    names = {**threads.names, **processes.names}
+    undo = Undo()
+    with simulated(world.scheduler, modules, names, threads.replacement, process_state(world.scheduler)):
+        install(world.store, undo)
+        try:
+            yield world
+        finally:
+            undo.put_back()

@@ -1,0 +1,163 @@
+"""Processes, threads and connections of the simulated world, and the library's host channel over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from paddle_flexckpt.catalog import LostRankError
+from paddle_flexckpt.live import host_channel
+from paddle_flexckpt.testing.simulation.modules import process_state, simulated
+from paddle_flexckpt.testing.simulation.processes import Processes
+from paddle_flexckpt.testing.simulation.scheduler import Node, Process, Scheduler
+from paddle_flexckpt.testing.simulation.sockets import Network, Sockets
+from paddle_flexckpt.testing.simulation.threads import Namespace, Threads
+
+
+class Store:
+    """A key-value store that every process reaches."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.values: dict[str, bytes] = {}
+        self.counters: dict[str, int] = {}
+
+    def add(self, key: str, value: int) -> int:
+        self.scheduler.sleep(self.scheduler.random.uniform(1e-4, 1e-3))
+        self.counters[key] = self.counters.get(key, 0) + value
+        return self.counters[key]
+
+    def set(self, key: str, value: str) -> None:
+        self.scheduler.sleep(1e-4)
+        self.values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        while key not in self.values:
+            self.scheduler.sleep(0.01)
+        return self.values[key]
+
+
+class World:
+    """Two nodes and the modules of their processes, without files."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.scheduler = scheduler = Scheduler(seed)
+        self.network = Network(scheduler)
+        self.nodes = [self.network.add(Node(scheduler, f"node{n}")) for n in range(2)]
+        self.threads, self.sockets, self.processes = Threads(scheduler), Sockets(self.network), Processes(scheduler)
+
+    def start(self, name: str, function: Callable[[], Any], node: int = 0) -> Process:
+        place = self.nodes[node]
+        process = Process(self.scheduler, place, name, environ={"PADDLE_CURRENT_ENDPOINT": f"{place.address}:1"})
+        process.start(function)
+        return process
+
+    def __enter__(self) -> World:
+        scheduler, processes = self.scheduler, self.processes
+        environ = Namespace(__name__="os.environ", get=lambda *args: scheduler.process.environ.get(*args))
+        modules = {
+            "threading": self.threads.threading,
+            "queue": self.threads.queue,
+            "socket": self.sockets.socket,
+            "selectors": self.sockets.selectors,
+            "time": processes.time,
+            "secrets": processes.secrets,
+            "os": Namespace(
+                __name__="os",
+                environ=environ,
+                getpid=lambda: scheduler.process.pid,
+                register_at_fork=lambda **functions: scheduler.process.kept.append(functions),
+            ),
+        }
+        self._context = simulated(
+            scheduler, modules, self.threads.names, self.threads.replacement, process_state(scheduler)
+        )
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+def gather_often(world: World, rank: int, size: int, store: Store, outcome: dict[int, Any], count: int = 5) -> None:
+    from paddle_flexckpt.live.lost_ranks import announce
+
+    channel = host_channel.HostChannel(store, "all", range(size), rank)
+    announce(store, rank)
+    outcome[rank] = []
+    try:
+        for turn in range(count):
+            outcome[rank].append(channel.all_gather(f"{turn} of {rank}".encode()))
+            world.scheduler.sleep(1.0)
+    except LostRankError as error:
+        outcome[rank] = str(error)
+
+
+def run_job(seed: int, size: int = 5, disturb: Callable[[World, list[Process]], None] = lambda *_: None) -> Any:
+    with World(seed) as world:
+        store, outcome = Store(world.scheduler), {}
+
+        def main(rank: int) -> Callable[[], None]:
+            return lambda: gather_often(world, rank, size, store, outcome)
+
+        ranks = [world.start(f"rank {rank}", main(rank), rank % 2) for rank in range(size)]
+        world.scheduler.after(2.5, lambda: disturb(world, ranks))
+        world.scheduler.run(steps=100_000)
+    return outcome, world
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_host_channel_carries_what_ranks_say(seed: int) -> None:
+    outcome, world = run_job(seed)
+    for rank in range(5):
+        assert outcome[rank] == [[f"{turn} of {other}".encode() for other in range(5)] for turn in range(5)]
+    assert all(process.status == 0 for process in world.scheduler.processes)
+
+
+def test_a_run_repeats_from_its_seed() -> None:
+    def trace(seed: int) -> Any:
+        _, world = run_job(seed)
+        return world.scheduler.now, world.scheduler.switches, world.network.messages, world.scheduler.story
+
+    assert trace(3) == trace(3)
+    assert trace(3) != trace(4)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_survivors_name_a_killed_rank(seed: int) -> None:
+    outcome, _ = run_job(seed, disturb=lambda world, ranks: ranks[3].kill())
+    texts = {outcome[rank] for rank in (0, 1, 2, 4)}
+    assert len(texts) == 1
+    assert texts.pop().startswith("rank 3 is lost: it has gone")
+
+
+def test_a_stopped_rank_goes_on() -> None:
+    def disturb(world: World, ranks: list[Process]) -> None:
+        ranks[1].stop()
+        world.scheduler.after(600.0, ranks[1].resume)
+
+    outcome, world = run_job(1, disturb=disturb)
+    assert len(outcome[0]) == 5
+    assert 602 < world.scheduler.now < 610
+
+
+def test_what_is_cut_off_arrives_when_the_network_heals() -> None:
+    def disturb(world: World, ranks: list[Process]) -> None:
+        world.network.cut.add(frozenset(("node0", "node1")))
+
+        def heal() -> None:
+            world.network.cut.clear()
+            world.network.heal()
+
+        world.scheduler.after(100.0, heal)
+
+    outcome, world = run_job(1, disturb=disturb)
+    assert len(outcome[0]) == 5
+    assert 102 < world.scheduler.now < 110
+
+
+def test_a_name_that_is_not_simulated_is_named() -> None:
+    with World() as world, pytest.raises(RuntimeError, match=r"threading\.Barrier is not simulated"):
+        _ = world.threads.threading.Barrier

@@ -1,0 +1,191 @@
+"""Saves to a simulated object store that is slow, fails, answers late and lists what was there before."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("s3fs")
+pytest.importorskip("greenlet")
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.media import remote
+from paddle_flexckpt.testing.simulation.object_store import Fate
+from paddle_flexckpt.testing.simulation.scheduler import Process
+from tests.simulation.store_world import PART_BYTES, StoreWorld, store_world
+
+FAULTS: dict[Fate, float] = {"lost": 0.03, "refused": 0.03, "reset": 0.03, "cut": 0.02}
+URL = "s3://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    monkeypatch.setattr(remote, "LEAST_PART_BYTES", PART_BYTES)
+
+
+@pytest.mark.parametrize("protocol", ["s3", "gs", "oss", "sftp"])
+def test_a_checkpoint_is_saved_loaded_and_replaced(protocol):
+    url = f"{protocol}://bucket/run"
+    with store_world() as world:
+        for version in (1, 2):
+            world.call(lambda: world.save(url, version))  # noqa: B023
+            assert world.call(lambda: world.load(url)) == version
+        assert world.names("bucket/run") == ["0.manifest", "0_0.1.safetensors"]
+        assert not world.store.uploads
+        assert {fate for _, fate in world.store.counts} == {"done"}
+
+
+def test_the_same_seed_is_the_same_run():
+    def story(seed: int) -> list[tuple[float, str]]:
+        with store_world(seed, shares=FAULTS) as world:
+            world.call(lambda: world.try_save(URL, 1))
+            return [(when, f"{effect.kind} {effect.key}") for when, effect, _ in world.effects]
+
+    assert story(5) == story(5) != story(6)
+
+
+@pytest.mark.parametrize("fate", ["lost", "refused", "reset", "cut"])
+def test_each_request_that_fails_is_made_once_more(fate):
+    """Every fourth; a retry of a request that had taken effect meets its own effect."""
+    with store_world(3) as world:
+        world.call(lambda: world.save(URL, 1))
+        good = sum(world.store.counts.values())
+    with store_world(3) as world:
+        fates = iter(("done", "done", "done", fate) * good)
+        world.store.script = lambda operation, key, process: next(fates)
+        world.call(lambda: world.save(URL, 1))
+        failed = world.requests(fate=fate)
+        assert failed > 5
+        # What meets its own effect looks at it, and then knows already whether the store keeps conditions.
+        assert good - 3 <= world.requests(fate="done") <= good + 4
+        world.store.script = None
+        assert world.call(lambda: world.load(URL)) == 1
+        assert not world.store.uploads
+
+
+def test_an_outage_that_is_longer_than_all_retries_ends_in_one_error_and_a_save_after_it_cleans_up():
+    with store_world() as world:
+        world.call(lambda: world.save(URL, 1))
+
+        def main() -> None:
+            world.scheduler.after(0.3, lambda: world.store.fail(3600))
+            world.save(URL, 2)
+
+        with pytest.raises(CheckpointError, match=r"cannot save to 's3://bucket/run': \[rank 0\]"):
+            world.call(main)
+        world.scheduler.run(until=4000)
+        assert world.call(lambda: world.load(URL)) == 1
+        world.call(lambda: world.save(URL, 3))
+        assert world.call(lambda: world.load(URL)) == 3
+        assert len(world.names("bucket/run")) == 2
+
+
+def test_credentials_that_allow_no_change():
+    with store_world() as world:
+        world.call(lambda: world.save(URL, 1))
+        world.store.is_read_only = True
+        with pytest.raises(CheckpointError, match="PermissionError"):
+            world.call(lambda: world.save(URL, 2))
+        assert world.call(lambda: world.load(URL)) == 1
+
+
+@pytest.mark.parametrize("conditions", ["kept", "ignored", "refused", "unknown"])
+def test_of_two_that_save_at_a_time_one_saves(conditions):
+    """Whatever the store makes of conditions: the lease decides, and the one that is refused says so."""
+    for seed in range(4):
+        with store_world(seed, conditions=conditions) as world:
+            for version in (1, 2):
+                world.start(lambda version=version: world.try_save(URL, version), f"saver {version}")
+            world.scheduler.run(steps=500_000)
+            assert len(world.done) >= 1, world.failed
+            assert all(type(error) is CheckpointError for error in world.failed.values())
+            for error in world.failed.values():
+                assert "another save is writing to" in str(error)
+            assert world.call(lambda: world.load(URL)) == world.done[-1]
+
+
+@pytest.mark.parametrize("protocol", ["s3", "oss", "sftp"])
+def test_a_request_of_a_dead_process_takes_effect_or_does_not(protocol):
+    """Kill a saver while a change is on its way: the old checkpoint or the new one is there, and the next cleans up."""
+    url, seen, latency = f"{protocol}://bucket/run", set(), (0.05, 0.5)
+
+    def run(world: StoreWorld, death: float) -> None:
+        world.call(lambda: world.save(url, 1))
+        saver = world.start(lambda: world.try_save(url, 2), "saver")
+        world.scheduler.after(death - world.scheduler.now, saver.kill)
+        world.scheduler.run(until=60)
+
+    for seed in range(2 if protocol == "s3" else 1):
+        with store_world(seed, latency=latency) as world:
+            run(world, 59.0)
+            changes = [when for when, _, version in world.effects if version == 2]
+        for change in changes:
+            with store_world(seed, latency=latency) as world:
+                run(world, change - 0.01)
+                late = [when for when, _, version in world.effects if version == 2 and when > change - 0.01]
+                assert all(when <= change + 0.5 for when in late)
+                version = world.call(lambda: world.load(url))
+                seen.add((version, bool(late)))
+                world.call(lambda: world.save(url, 3))
+                assert world.call(lambda: world.load(url)) == 3
+                assert len(world.names("bucket/run")) == 2, world.names("bucket/run")
+    assert {version for version, _ in seen} == {1, 2}
+    assert {late for _, late in seen} == {True, False}
+
+
+def savers(world: StoreWorld, url: str) -> None:
+    """Three that save one id again and again; of each, its process is killed or stopped at some time."""
+    dice, count = world.scheduler.random, iter(range(1, 1000))
+
+    def main() -> None:
+        for _ in range(4):
+            world.scheduler.sleep(dice.expovariate(1 / 20))
+            world.try_save(url, next(count))
+
+    def disturb(place: int) -> None:
+        if dice.random() < 0.5:
+            running[place].kill()
+            world.scheduler.after(dice.uniform(1, 60), lambda: running.__setitem__(place, begin(place)))
+        else:
+            running[place].stop()
+            world.scheduler.after(dice.uniform(1, 25), running[place].resume)
+
+    def begin(place: int) -> Process:
+        return world.start(main, f"saver {place}", f"host {place}")
+
+    running = [begin(place) for place in range(3)]
+    for place in range(3):
+        world.scheduler.after(dice.uniform(0, 80), lambda place=place: disturb(place))
+    world.scheduler.run(until=3000, steps=500_000)
+
+
+@pytest.mark.parametrize(
+    ("protocol", "conduct"),
+    [
+        ("s3", {"shares": FAULTS}),
+        ("s3", {"shares": FAULTS, "stale_lists": 60.0}),
+        ("s3", {"shares": {**FAULTS, "hung": 0.01, "late": 0.01}}),
+        ("s3", {"shares": FAULTS, "conditions": "ignored"}),
+        ("s3", {"shares": FAULTS, "conditions": "refused", "page": 2}),
+        ("gs", {"shares": FAULTS, "stale_lists": 60.0}),
+        ("oss", {"shares": FAULTS, "stale_lists": 60.0}),
+        ("sftp", {"shares": FAULTS}),
+    ],
+)
+def test_what_was_reported_saved_is_there_until_it_is_replaced(protocol, conduct):
+    """Savers that die, stop and exclude each other on a store that fails and lists what was there before."""
+    url, saves = f"{protocol}://bucket/run", 0
+    for seed in range(3):
+        with store_world(seed, **conduct) as world:
+            savers(world, url)
+            saves += len(world.done)
+            puts = [version for _, effect, version in world.effects if effect.key == "bucket/run/0.manifest"]
+            world.store.behave(shares={}, stale_lists=0.0)
+            # The last one that was put in place, whether its saver lived to say so or not.
+            assert not puts or world.call(lambda: world.load(url)) == puts[-1]
+            assert set(world.done) <= set(puts)
+            world.call(lambda: world.save(url, 1000))
+            assert world.call(lambda: world.load(url)) == 1000
+            if protocol == "s3" and "late" not in conduct["shares"]:
+                assert not world.store.uploads
+            assert len(world.names("bucket/run")) == 2, world.names("bucket/run")
+    assert saves >= 8
