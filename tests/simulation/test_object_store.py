@@ -239,3 +239,32 @@ def test_each_try_to_put_the_manifest_in_place_needs_the_lease():
         assert len(tries) == 1
         assert "has taken over the right to save" in str(world.failed[2])
         assert world.call(lambda: world.load(URL)) == 3
+
+
+def test_a_lease_that_was_renewed_after_it_had_run_out_is_not_believed():
+    """Stopped between its look at the lease and the renewal, a saver takes it back from who has taken it over."""
+    with store_world() as world:
+        world.call(lambda: world.save(URL, 1))
+        slow = world.start(lambda: world.try_save(URL, 2), "slow")
+        looks: list[float] = []
+        stops: list[float] = []
+
+        def script(operation: str, key: str, process: Process) -> Fate:
+            now = world.scheduler.now
+            if process is slow and operation == "list":
+                looks.append(now)
+                return "hung" if len(looks) == 2 else "done"
+            if process is slow and operation == "put" and key.endswith(".lease") and len(looks) == 2 and not stops:
+                stops.append(now)
+                slow.stop()
+                world.start(lambda: world.try_save(URL, 3), "other")
+                world.scheduler.after(50, slow.resume)
+            return "done"
+
+        world.store.script = script
+        world.scheduler.run(steps=500_000)
+        assert stops
+        assert not world.broken
+        assert world.done == [1, 3]
+        assert "may have taken over the right to save" in str(world.failed[2])
+        assert world.call(lambda: world.load(URL)) == 3
