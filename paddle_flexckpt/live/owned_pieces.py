@@ -23,6 +23,8 @@ from paddle_flexckpt.progress import Meter
 
 # A run has so many bytes on average, or a tensor has few of them.
 RUN_BYTES, FEW_RUNS = 16 << 10, 256
+# Another rank may write to a file after about so many bytes.
+TURN_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,7 @@ class OwnedPieces:
     @property
     def nbytes(self) -> int:
         """Return how many bytes this rank writes."""
-        return int((self.pieces.size * self.targets.itemsize[self.pieces.target]).sum())
+        return int(self._lengths.sum())
 
     @property
     def tensors(self) -> int:
@@ -50,7 +52,7 @@ class OwnedPieces:
         return len(np.unique(self.pieces.target))
 
     def write(self, storage: Callable[[int], AnyStorage], files: ModelFiles, rank: int, meter: Meter) -> None:
-        """Write this rank's pieces: first to its own files, so that at any time ranks write to different ones.
+        """Write this rank's pieces, in turns: to its own files first, and then to others, if no other rank does.
 
         Args:
             storage: Gives this rank's memory of a source.
@@ -62,12 +64,30 @@ class OwnedPieces:
             OSError: The medium refused.
         """
         first = int((self.targets.rank < rank).sum())
-        order = np.argsort((self.pieces.target - first) % max(len(self.targets), 1), kind="stable")
-        rows, sources = self.pieces.target[order].tolist(), self.pieces.source[order].tolist()
-        for number, (piece, row, source) in enumerate(zip(order.tolist(), rows, sources)):
-            write = files.writer(files.names[row])
-            write_piece(self.pieces.copy(piece), storage(source), write, meter.add)
-            meter.add(0, items=int(row not in rows[number + 1 : number + 2]))
+        left: dict[str, list[int]] = {}
+        for piece in np.argsort((self.pieces.target - first) % max(len(self.targets), 1), kind="stable").tolist():
+            left.setdefault(files.files[files.names[self.pieces.target[piece]]].name, []).append(piece)
+        for pieces in left.values():
+            pieces.reverse()
+        rows, sources, sizes = (each.tolist() for each in (self.pieces.target, self.pieces.source, self._lengths))
+        while left:
+            with files.turn(left) as file:
+                nbytes, pieces = 0, left[file]
+                while pieces and nbytes < TURN_BYTES:
+                    piece = pieces.pop()
+                    write = files.writer(files.names[rows[piece]])
+                    write_piece(self.pieces.copy(piece), storage(sources[piece]), write, meter.add)
+                    nbytes += sizes[piece]
+                    # A tensor's pieces follow each other.
+                    meter.add(0, items=int(not pieces or rows[pieces[-1]] != rows[piece]))
+            if not pieces:
+                del left[file]
+                files.flush_meanwhile(file)
+
+    @property
+    def _lengths(self) -> np.ndarray:
+        """Return int64 per piece, its bytes."""
+        return self.pieces.size * self.targets.itemsize[self.pieces.target]
 
 
 def no_pieces(targets: Catalog) -> OwnedPieces:
