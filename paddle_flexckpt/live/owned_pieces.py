@@ -8,7 +8,7 @@ Tested in tests/live/test_owned_pieces.py and tests/live/test_publishing.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,14 +69,20 @@ class OwnedPieces:
             left.setdefault(files.files[files.names[self.pieces.target[piece]]].name, []).append(piece)
         for pieces in left.values():
             pieces.reverse()
-        rows, sources, sizes = (each.tolist() for each in (self.pieces.target, self.pieces.source, self._lengths))
+        rows, sources, begins = (p.tolist() for p in (self.pieces.target, self.pieces.source, self.pieces.source_base))
+        sizes, straight = self._lengths.tolist(), self.pieces.is_straight.tolist()
+        places = (self.pieces.target_base * self.targets.itemsize[self.pieces.target]).tolist()
         while left:
             with files.turn(left) as file:
                 nbytes, pieces = 0, left[file]
                 while pieces and nbytes < TURN_BYTES:
                     piece = pieces.pop()
-                    write = files.writer(files.names[rows[piece]])
-                    write_piece(self.pieces.copy(piece), storage(sources[piece]), write, meter.add)
+                    write, memory = files.writer(files.names[rows[piece]]), storage(sources[piece])
+                    if straight[piece] and isinstance(memory, np.ndarray):
+                        values = memory[begins[piece] :][: sizes[piece] // memory.itemsize].view(np.uint8)
+                        write_runs([values], sizes[piece], [places[piece]], write, meter.add)
+                    else:
+                        write_piece(self.pieces.copy(piece), memory, write, meter.add)
                     nbytes += sizes[piece]
                     # A tensor's pieces follow each other.
                     meter.add(0, items=int(not pieces or rows[pieces[-1]] != rows[piece]))
@@ -133,12 +139,23 @@ def write_piece(
     """
     copy, itemsize = copy.in_target_order(), storage.dtype.itemsize
     length, starts = copy.target_runs()
-    nbytes, run, at = length * itemsize, 0, 0
-    for values in pack_copy(copy, storage):
-        left = memoryview(values)
+    write_runs(pack_copy(copy, storage), length * itemsize, [start * itemsize for start in starts], write, done)
+
+
+def write_runs(
+    values: Iterable[np.ndarray],
+    nbytes: int,
+    starts: Sequence[int],
+    write: Callable[[memoryview, int], None],
+    done: Callable[[int], None],
+) -> None:
+    """Write runs of ``nbytes`` each to where they start; ``values`` are their bytes, the other arguments as above."""
+    run, at = 0, 0
+    for array in values:
+        left = memoryview(array)
         while len(left):
             part = left[: min(nbytes - at, CHUNK_BYTES)]
-            write(part, starts[run] * itemsize + at)
+            write(part, starts[run] + at)
             done(len(part))
             left, at = left[len(part) :], at + len(part)
             if at == nbytes:

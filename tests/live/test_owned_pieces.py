@@ -68,6 +68,7 @@ def test_each_element_is_written_once_in_its_place(cut, chunk):
         pieces = Pieces(source_row, target_row, extents, bases[0], strides[0], bases[1], strides[1])
         # A run is no longer than the source lets it be written by one request.
         assert pieces.target_runs.tolist() == [len(requests)]
+        assert pieces.is_straight.tolist() == [copy.simplified().is_contiguous() == (True, True)]
 
 
 def test_a_place_that_is_none_is_of_one_rank_alone():
