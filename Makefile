@@ -86,8 +86,8 @@ test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under 
 	@$(BIN)/python -m tests.distributed.matrix.table --json matrix.json
 	@echo "[make] two-way with stock Paddle, under each strategy"
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/distributed/test_paddle_format.py
-	@echo "[make] layouts of Muon against each other and those of other optimizers"
-	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/distributed/test_muon.py
+	@echo "[make] layouts of Muon against each other and those of other optimizers, and through a trainer's resume"
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/distributed/test_muon.py tests/paddlefleet/test_muon.py
 
 .PHONY: test-rehearsals
 test-rehearsals: $(TEST_STAMP) ## compare what is rehearsed with what real ranks describe and count, for every pair of strategies; results in rehearsals.json
@@ -113,7 +113,7 @@ test-trainer: $(NLP_STAMP) ## run the tests and the matrix of strategies through
 .PHONY: test-paddleformers
 test-paddleformers: $(FORMERS_STAMP) ## run the tests through the trainer of PaddleFormers, in an environment of its own
 	@echo "[make] tests of the trainer of PaddleFormers"
-	@$(FORMERS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/paddleformers
+	@$(FORMERS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/paddleformers tests/trainer/test_model_rules_paddleformers.py
 
 .PHONY: test-torch
 test-torch: $(TEST_STAMP) $(TORCH_STAMP) ## have torch, Megatron-Core and DeepSpeed write checkpoints, and read them; have torch load ours; in an environment of its own
@@ -168,6 +168,13 @@ fuzz: $(TEST_STAMP) ## search for bytes that readers choke on, for FUZZ_SECONDS;
 test-crash: $(TEST_STAMP) ## stop saves before each of their calls on files, cut the power, fail each call: all points
 	@echo "[make] crash points"
 	@$(BIN)/python -m tests.crash.enumerate --jobs 2
+
+SEEDS ?= 1000
+FIRST ?= 0
+.PHONY: test-simulation
+test-simulation: $(TEST_STAMP) ## simulate SEEDS clusters from seed FIRST on: jobs, faults, restarts, with the library's own code
+	@echo "[make] simulated clusters"
+	@$(BIN)/python -W ignore -m tests.simulation.run --seeds $(SEEDS) --first $(FIRST) --jobs 2
 
 .PHONY: lint
 lint: $(TEST_STAMP) ## check style, types and import contracts
