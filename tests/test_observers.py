@@ -16,6 +16,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.engine.conversion import convert_checkpoint
+from paddle_flexckpt.live import owned_pieces
 from paddle_flexckpt.observers import Event, PrometheusObserver, ScalarObserver
 from paddle_flexckpt.report import Report, SaveReport, VerifyReport
 from paddle_flexckpt.testing.simulated import SimulatedWorld
