@@ -169,6 +169,13 @@ test-crash: $(TEST_STAMP) ## stop saves before each of their calls on files, cut
 	@echo "[make] crash points"
 	@$(BIN)/python -m tests.crash.enumerate --jobs 2
 
+SEEDS ?= 1000
+FIRST ?= 0
+.PHONY: test-simulation
+test-simulation: $(TEST_STAMP) ## simulate SEEDS clusters from seed FIRST on: jobs, faults, restarts, with the library's own code
+	@echo "[make] simulated clusters"
+	@$(BIN)/python -W ignore -m tests.simulation.run --seeds $(SEEDS) --first $(FIRST) --jobs 2
+
 .PHONY: lint
 lint: $(TEST_STAMP) ## check style, types and import contracts
 	@echo "[make] ruff check"

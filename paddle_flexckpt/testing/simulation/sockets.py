@@ -223,7 +223,7 @@ class Network:
         if not self.is_reachable(source.node, target.node):
             self._held.append((source, target, arrive))
             return
-        when = max(target.last_arrival, self.scheduler.now + self.latency(source.node, target.node))
+        when = max(target.last_arrival + 1e-9, self.scheduler.now + self.latency(source.node, target.node))
         target.last_arrival = when
         self.scheduler.after(when - self.scheduler.now, lambda: self._arrive(source, target, arrive))
 

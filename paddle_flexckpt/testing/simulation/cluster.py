@@ -1,0 +1,412 @@
+"""A simulated cluster: nodes, storage, jobs with an operator who starts them again, and readers; and one run of it.
+
+Tested in tests/simulation/test_cluster.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.media.lease import LEASE_FILE
+from paddle_flexckpt.native.listing import latest, list_checkpoints
+from paddle_flexckpt.testing.simulation.faults import Faults
+from paddle_flexckpt.testing.simulation.invariants import Ledger, Violation
+from paddle_flexckpt.testing.simulation.person import Person
+from paddle_flexckpt.testing.simulation.scenario import HOUR, Case, Fault
+from paddle_flexckpt.testing.simulation.scheduler import Node, Process, StuckError
+from paddle_flexckpt.testing.simulation.story import Line, fingerprint
+from paddle_flexckpt.testing.simulation.training import Script, Store, shards, versions_in
+from paddle_flexckpt.testing.simulation.world import ROOT, World
+
+# How long a job may take, once nothing fails any more, beyond its steps: patience of writers and ranks, and restarts.
+_PATIENCE_SECONDS = 8 * HOUR
+# How long processes may take to end when their work is done: writers that wait for ranks that have gone.
+_END_SECONDS = 3 * HOUR
+_MOST_SWITCHES = 2_000_000
+_MOST_STARTS = 40
+# What ends a start of a job by itself leaves the others this long, if they do not end.
+_STRAGGLER_SECONDS = 2 * HOUR
+
+
+class Job:
+    """One job: the processes of its ranks, and its operator, who starts it again until all steps are done.
+
+    Attributes:
+        incarnation: How often it was started again.
+        processes: Of its ranks.
+        deaths: Ranks that were killed since it was started, and not by the operator.
+        others: Whether anything else happened to it: then nothing is expected of errors' texts.
+    """
+
+    def __init__(self, cluster: Cluster, number: int) -> None:
+        self.cluster, self.number = cluster, number
+        self.name = "ab"[number]
+        self.steps = cluster.scenario.steps
+        self.incarnation = -1
+        self.processes: list[Process] = []
+        self.scripts: list[Script] = []
+        self.deaths: set[int] = set()
+        self.others = False
+        self.is_done = False
+        self._is_ending = False
+
+    def location(self) -> Any:
+        """Where it saves."""
+        return self.cluster.location()
+
+    def start(self) -> None:
+        """Start the job's processes."""
+        cluster = self.cluster
+        self.incarnation += 1
+        size = cluster.scenario.world_size(self.incarnation)
+        up = [node for node in cluster.nodes if node.is_up] or cluster.nodes
+        cluster.scheduler.note(f"starts job {self.name} with {size} ranks, start {self.incarnation}", cluster.operator)
+        self.deaths, self.others, self._is_ending = set(), cluster.is_calm is False and bool(cluster.under_way), False
+        self.processes, self.scripts = [], []
+        for rank in range(size):
+            node = up[rank * len(up) // size]
+            environ = {"PADDLE_CURRENT_ENDPOINT": f"{node.name}:{6000 + rank}"}
+            self.processes.append(Process(cluster.scheduler, node, f"{self.name}/rank {rank}", environ=environ))
+        self.store = Store(cluster.scheduler, cluster.network, self.processes[0])
+        for rank, process in enumerate(self.processes):
+            script = Script(self, rank, size)
+            self.scripts.append(script)
+            process.watchers.append(self._ended)
+            process.start(script.run)
+
+    def _ended(self, process: Process) -> None:
+        if process not in self.processes:
+            return
+        scheduler, incarnation = self.cluster.scheduler, self.incarnation
+        if process.status is not None and process.status < 0 and not self._is_ending:
+            self.deaths.add(self.processes.index(process))
+        if not any(each.alive for each in self.processes):
+            scheduler.after(0.0, lambda: self._all_ended(incarnation))
+            return
+        delay = self.cluster.scenario.grace if process.status else _STRAGGLER_SECONDS
+        scheduler.after(delay, lambda: self._end(incarnation))
+
+    def _end(self, incarnation: int) -> None:
+        """End what is left of the job, of which a rank has gone."""
+        left = [process for process in self.processes if process.alive]
+        if incarnation == self.incarnation and left:
+            self._is_ending = True
+            for process in left:
+                process.kill()
+
+    def _all_ended(self, incarnation: int) -> None:
+        cluster = self.cluster
+        if incarnation != self.incarnation or self.is_done:
+            return
+        cluster.ledger.compare_errors(self.name, incarnation, None if self.others else self.deaths)
+        size = len(self.processes)
+        if all((self.name, incarnation, rank) in cluster.ledger.finished_ranks for rank in range(size)):
+            self.is_done = True
+            cluster.scheduler.note(f"job {self.name} is done", cluster.operator)
+        elif self.incarnation < _MOST_STARTS:
+            cluster.scheduler.after(max(cluster.scenario.grace, 5.0), lambda: self._start_again(incarnation))
+
+    def _start_again(self, incarnation: int) -> None:
+        if incarnation == self.incarnation and not self.is_done:
+            if not any(node.is_up for node in self.cluster.nodes):
+                self.cluster.scheduler.after(60.0, lambda: self._start_again(incarnation))
+                return
+            self.start()
+
+    def go_on(self, steps: int) -> None:
+        """Do some steps more, of a job that is done."""
+        self.steps += steps
+        self.is_done = False
+        self.start()
+
+
+@dataclass
+class Outcome:
+    """What a run showed.
+
+    Attributes:
+        seconds: Of the simulated world.
+        struck: Faults that have struck, by kind.
+        states: What ranks were doing when faults struck.
+        fingerprint: Of the story.
+    """
+
+    case: Case
+    violations: list[Violation]
+    seconds: float
+    commits: int
+    restores: int
+    readings: int
+    struck: dict[str, int]
+    states: set[tuple[str, ...]]
+    story: list[Line] = field(repr=False, default_factory=list)
+
+    @property
+    def fingerprint(self) -> str:
+        """What two runs have in common only if they are the same."""
+        return fingerprint(self.story)
+
+
+class Cluster:
+    """A world with nodes, storage, jobs and a schedule of faults.
+
+    Attributes:
+        disks: File systems that the faults of disks concern.
+        store: The object store, if the scenario has one.
+        under_way: Faults that were not at a single moment; while there are some, nothing is expected of errors' texts.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case, self.scenario = case, case.scenario
+        self.world = World(case.scenario, self._on_call)
+        self.scheduler, self.network = self.world.scheduler, self.world.network
+        self.nodes, self.disks, self.store = self.world.nodes, self.world.disks, self.world.store
+        self.ledger = Ledger(self.scheduler, self.scenario)
+        self.ledger.read, self.ledger.names = self.world.read, self.world.names
+        self.world.on_change(self.ledger.appeared, self.ledger.changed)
+        self.operator = Process(self.scheduler, Node(self.scheduler, "operator"), "operator")
+        self.person = Person(self)
+        self.jobs = [Job(self, number) for number in range(self.scenario.jobs)]
+        self.under_way: list[Fault] = []
+        self.is_calm = False
+        self.faults = Faults(self, case.faults)
+
+    def location(self) -> Any:
+        """What the jobs save to."""
+        return self.world.location()
+
+    def _on_call(self, kind: str, where: str) -> float:
+        return self.faults.on_call(kind, where)
+
+    def note_fault(self, fault: Fault) -> None:
+        """Take note that a fault strikes: of anything but a death alone nothing is expected of errors' texts."""
+        if fault.kind not in ("kill_rank", "kill_writer"):
+            self.under_way.append(fault)
+            for job in self.jobs:
+                job.others = True
+
+    # The run.
+
+    def run(self) -> Outcome:
+        """Simulate; return what came of it."""
+        with self.world.installed(), _quiet():
+            try:
+                self._run()
+            except StuckError as error:
+                self.ledger.violate("progress once faults stop", str(error))
+            finally:
+                self.world.end()
+        return Outcome(
+            self.case,
+            self.ledger.violations,
+            self.scheduler.now,
+            self.ledger.commits,
+            self.ledger.restores,
+            self.ledger.readings,
+            self.faults.struck,
+            self.faults.states,
+            self.scheduler.story,
+        )
+
+    def _run(self) -> None:
+        scheduler, scenario = self.scheduler, self.scenario
+        for job in self.jobs:
+            scheduler.after(0.0, job.start)
+        for number in range(scenario.readers):
+            self._schedule_reader(number)
+        self._run_until(scenario.seconds + HOUR)
+        self.is_calm = True
+        scheduler.note("faults stop", self.operator)
+        self.faults.calm()
+        self.under_way.clear()
+        if not self._run_until(scheduler.now + scenario.seconds + _PATIENCE_SECONDS):
+            if not self.ledger.violations:
+                self.ledger.violate("progress once faults stop", "a job has not ended in time")
+            return
+        self._wait_for_processes()
+        # A last start of each job, undisturbed: its saves clean up.
+        for job in self.jobs:
+            job.go_on(scenario.save_every)
+            if not self._run_until(scheduler.now + (job.steps + 1) * scenario.step_seconds + HOUR):
+                self.ledger.violate("progress once faults stop", "a job that nothing disturbs has not ended in time")
+                return
+            if job.incarnation and job.deaths:
+                self.ledger.violate("progress once faults stop", f"ranks {sorted(job.deaths)} have died undisturbed")
+        self._wait_for_processes()
+        self._check_end()
+
+    def _run_until(self, when: float) -> bool:
+        """Run until all jobs are done, or so far; return whether they are."""
+        while self.scheduler.now < when and not self.ledger.violations:
+            upcoming = self.scheduler.next_event
+            if all(job.is_done for job in self.jobs) or upcoming is None:
+                break
+            self.scheduler.run(until=min(max(upcoming, self.scheduler.now) + HOUR, when), steps=_MOST_SWITCHES)
+            self._check_threads()
+        return all(job.is_done for job in self.jobs)
+
+    def _check_threads(self) -> None:
+        for task, text in self.scheduler.thread_errors:
+            self.ledger.violate("no thread ends with an error", f"{task.name} of {task.process.name}: {text}")
+        self.scheduler.thread_errors.clear()
+        for job in self.jobs:
+            for process in job.processes:
+                if process.main is not None and isinstance(process.main.error, Exception) and not process.alive:
+                    error = process.main.error
+                    self.ledger.violate(
+                        "errors are the library's own", f"{process.name}: {type(error).__name__}: {error}"
+                    )
+                    process.main.error = None
+
+    def _wait_for_processes(self) -> None:
+        """Wait until all processes have ended, as they must when their work is done."""
+        scheduler, deadline = self.scheduler, self.scheduler.now + _END_SECONDS
+        while scheduler.now < deadline and self._left() and scheduler.next_event is not None:
+            scheduler.run(until=min(scheduler.next_event + 60.0, deadline), steps=_MOST_SWITCHES)
+        if self._left() and not self.ledger.violations:
+            self.ledger.violate("processes are bounded", f"they have not ended: {self._left()}")
+
+    def _left(self) -> list[Process]:
+        return [each for each in self.scheduler.processes if each.alive and each is not self.operator]
+
+    # Readers.
+
+    def _schedule_reader(self, number: int) -> None:
+        self.scheduler.after(self.scenario.reader_seconds, lambda: self._start_reader(number))
+
+    def _start_reader(self, number: int) -> None:
+        if all(job.is_done for job in self.jobs):
+            return
+        node = self.nodes[-1]
+        if node.is_up:
+            Process(self.scheduler, node, f"reader {number}").start(self._read)
+        self._schedule_reader(number)
+
+    def _read(self) -> None:
+        """Do as a reader: look which checkpoint is the latest, and load it."""
+        ledger, since = self.ledger, self.scheduler.now
+        floor = ledger.highest
+        try:
+            found = latest(self.location())
+            ledger.looked(floor, None if found is None else found.step, since)
+            if found is not None:
+                self._load(found.path, found.step, since)
+        except CheckpointError as error:
+            self.scheduler.note(f"{type(error).__name__}: {str(error)[:200]}")
+
+    def _load(self, path: str, step: int | None, since: float) -> None:
+        ledger, state = self.ledger, shards(0, 1, 0, None)
+        try:
+            load_state_dict(state, path, SoloCommunicator(), unique_id=0, verify="full")
+        except CorruptCheckpointError as error:
+            if since > ledger.troubled_until and not ledger.disturbed:
+                ledger.violate("a committed checkpoint is whole", f"a reader of {path}: {error}")
+            return
+        versions = versions_in(state, 0, 1, 0)
+        attempt = ledger.attempts.get(next(iter(versions)))
+        if len(versions) != 1 or attempt is None or attempt.step != step:
+            ledger.violate(
+                "no mixture of two saves", f"a reader of {path}, step {step}, got {attempt}, {sorted(versions)}"
+            )
+        self.scheduler.note(f"has read {attempt}")
+
+    # Ends.
+
+    def lose_node(self, node: Node, down_seconds: float) -> None:
+        """A node loses power: its processes, and what it had not written to storage for good."""
+        if not node.is_up:
+            return
+        node.is_up = False
+        self.world.lose_node(node)
+        for process in [each for each in self.scheduler.processes if each.alive and each.node is node]:
+            process.kill()
+        self.ledger.look_again(self.world.directories())
+
+        def up() -> None:
+            node.is_up = True
+            self.network.heal()
+
+        self.scheduler.after(down_seconds, up)
+
+    def lose_power(self) -> None:
+        """All nodes lose power, and are up again after a minute."""
+        for process in [each for each in self.scheduler.processes if each.alive and each is not self.operator]:
+            process.kill()
+        for node in self.nodes:
+            self.lose_node(node, 60.0)
+        self.ledger.look_again(self.world.directories())
+
+    def trouble_store(self, fault: Fault) -> None:
+        """Have the object store misbehave for a while."""
+        self.world.trouble_store(fault)
+
+    def calm_store(self) -> None:
+        """Have the object store behave."""
+        self.world.calm_store()
+
+    # The end.
+
+    def _check_end(self) -> None:
+        ledger = self.ledger
+        if ledger.violations:
+            return
+        auditor = Process(self.scheduler, self.nodes[0], "auditor")
+        auditor.start(self._audit)
+        self.scheduler.run(until=self.scheduler.now + HOUR, steps=_MOST_SWITCHES)
+        if auditor.alive or auditor.status != 0:
+            ledger.violate("a committed checkpoint is whole", f"the last reading has not ended well: {auditor.status}")
+        for directory in self.world.directories():
+            if directory in ledger.disturbed or self.person.made(directory):
+                continue
+            known = ledger.committed.get(directory)
+            kept = set(known.files) if known is not None else set()
+            left = [name for name in self.world.names(directory) if f"{directory}/{name}" not in kept]
+            left = [name for name in left if name != LEASE_FILE and (name != PADDLE_METADATA or not kept)]
+            if left:
+                ledger.violate("clean-up is complete", f"{directory} still has {left}")
+        left = [name for name in self.world.names(ROOT) if not self.person.knows(name)]
+        if left:
+            ledger.violate("clean-up is complete", f"the root still has {left}")
+
+    def _audit(self) -> None:
+        """Look at all that is there, with the library's reader."""
+        ledger = self.ledger
+        infos = {info.step: info for info in list_checkpoints(self.location()) if not self.person.made(info.path)}
+        steps = sorted(each.attempt.step for each in ledger.committed.values())
+        for step in steps:
+            info = infos.get(step)
+            if info is None or not info.complete:
+                ledger.violate("a committed checkpoint is whole", f"step {step} is committed; listed is {info}")
+                return
+        # Every one has been read past the library when it was committed.
+        for step in {*steps[-1:], *self.scheduler.random.sample(steps, min(1, len(steps)))}:
+            self._load(infos[step].path, step, self.scheduler.now)
+        found = latest(self.location())
+        if not ledger.disturbed and (None if found is None else found.step) != ledger.highest:
+            ledger.violate("latest() names a complete one", f"latest() says {found}; committed are {steps}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Let the library's log and its last words be silent: thousands of lines would hide what matters."""
+    logger = logging.getLogger("paddle_flexckpt")
+    before, logger.disabled = logger.disabled, True
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.disabled = before
+
+
+def simulate(case: Case) -> Outcome:
+    """Run a case."""
+    return Cluster(case).run()

@@ -1,0 +1,374 @@
+"""What must hold: a ledger of saves, what was said of them and what is on storage, and a check at each event.
+
+The ledger hears of every change of a file from the simulated storage, and of every outcome from the scripts. Files of a
+checkpoint that has been committed are read there and then, past the simulated processes, so that the looking changes
+nothing. Readers and the end of a run look with the library's own code.
+
+Tested in tests/simulation/test_cluster.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
+from paddle_flexckpt.engine.step_record import RECORD, StepRecord
+from paddle_flexckpt.manager.policies import steps_to_remove
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.testing.simulation.training import SHAPES, policies_of, version_of
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.testing.simulation.scenario import Scenario
+    from paddle_flexckpt.testing.simulation.scheduler import Process, Scheduler
+    from paddle_flexckpt.testing.simulation.training import Script
+
+_MANIFEST = "0.manifest"
+_STEP = re.compile(r"/step_(\d{8,})$")
+# An outcome that says that it does not know.
+_UNKNOWN = re.compile(
+    r"it is not known what became of|rank [\d, ]+ is lost|takes no part|is missing|though all of them are alive|"
+    r"closed since"
+)
+# A segment of shared memory is a huge page at least; one save may be pending.
+_MEMORY_BYTES = 3 * (2 << 20)
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One thing that must not be: which invariant, when, what, and whose call showed it."""
+
+    invariant: str
+    time: float
+    process: str
+    text: str
+
+    def __str__(self) -> str:
+        who = f", seen at a call of {self.process}" if self.process else ""
+        return f"{self.invariant}: {self.text} (at {self.time:.3f} s{who})"
+
+
+@dataclass
+class Attempt:
+    """One save of one step.
+
+    Attributes:
+        outcomes: By rank, what the call or the handle said: None for done, or the error.
+        is_committed: Whether its manifest has been in place.
+    """
+
+    version: int
+    job: str
+    incarnation: int
+    step: int
+    begun: float
+    size: int
+    outcomes: dict[int, str | None] = field(default_factory=dict)
+    is_committed: bool = False
+
+    @property
+    def is_acknowledged(self) -> bool:
+        """Whether a rank was told that it is done."""
+        return None in self.outcomes.values()
+
+    def __str__(self) -> str:
+        return f"the save of step {self.step} by start {self.incarnation} of job {self.job}"
+
+
+@dataclass
+class Committed:
+    """A checkpoint on storage."""
+
+    attempt: Attempt
+    files: tuple[str, ...]
+    record: StepRecord | None
+
+
+class Ledger:
+    """Know what was saved, said and stored, and note what must not be.
+
+    Attributes:
+        violations: In the order in which they were seen.
+        committed: By directory, what a reader must find there.
+        disturbed: Directories in which a person has acted.
+        troubled_until: Until when storage may not answer as it should.
+    """
+
+    def __init__(self, scheduler: Scheduler, scenario: Scenario) -> None:
+        self._scheduler, self._scenario = scheduler, scenario
+        self.violations: list[Violation] = []
+        self.attempts: dict[int, Attempt] = {}
+        self.committed: dict[str, Committed] = {}
+        self.disturbed: set[str] = set()
+        self.troubled_until = 0.0
+        self.commits = self.restores = self.readings = 0
+        # What reads a file, and lists a directory's files, past all processes; the cluster sets them.
+        self.read: Callable[[str], bytes | None] = lambda path: None
+        self.names: Callable[[str], list[str]] = lambda path: []
+        self._owners: dict[str, str] = {}
+        self._errors: dict[tuple[str, int, str], dict[int, tuple[str, str]]] = {}
+        self._restored: dict[tuple[str, int], tuple[int, int]] = {}
+        self.finished_ranks: set[tuple[str, int, int]] = set()
+        self.last_person = -1e9
+
+    def violate(self, invariant: str, text: str) -> None:
+        """Note a violation, at the call that is being made."""
+        running = self._scheduler.running
+        process = "" if running is None else running.process.name
+        self.violations.append(Violation(invariant, self._scheduler.now, process, text))
+        self._scheduler.note(f"VIOLATION of {invariant}: {text}")
+
+    # What scripts say.
+
+    def begin(self, script: Script, step: int) -> int:
+        """A rank begins to save; return the version of the values."""
+        job, tries = script.job, script.tries(step)
+        version = ((job.number * 1000 + script.incarnation) * 10000 + step) * 10 + tries
+        if version not in self.attempts:
+            now = self._scheduler.now
+            self.attempts[version] = Attempt(version, job.name, script.incarnation, step, now, script.size)
+        return version
+
+    def reported(self, version: int, script: Script, error: str | None) -> None:
+        """A rank was told how its save has ended."""
+        attempt = self.attempts[version]
+        attempt.outcomes[script.rank] = error
+        if error is None:
+            self._scheduler.note(f"is told that step {attempt.step} is saved")
+            if not attempt.is_committed:
+                self.violate("what was reported done is there", f"{attempt} was reported done, and is not committed")
+            for rank, other in attempt.outcomes.items():
+                if other is not None and not _UNKNOWN.search(other):
+                    self.violate("one outcome", f"{attempt} is done for rank {script.rank}; for rank {rank}: {other}")
+        elif not _UNKNOWN.search(error):
+            self._scheduler.note(f"is told that step {attempt.step} is not saved: {error[:300]}")
+            if attempt.is_committed:
+                self.violate(
+                    "what was reported failed is not there",
+                    f"{attempt} is committed; rank {script.rank} was told: {error}",
+                )
+
+    def failed(self, script: Script, error: CheckpointError) -> None:
+        """A call has raised on a rank."""
+        text = str(error)
+        self._scheduler.note(f"{script.stage}: {type(error).__name__}: {text[:400]}")
+        key = script.job.name, script.incarnation, script.stage
+        self._errors.setdefault(key, {})[script.rank] = type(error).__name__, text
+
+    def restored(self, script: Script, step: int, versions: set[int], skipped: dict[int, str]) -> None:
+        """A rank has restored a step, and has values of these versions."""
+        self.restores += 1
+        self._scheduler.note(f"has restored step {step}" + (f", skipped {sorted(skipped)}" if skipped else ""))
+        if len(versions) > 1 or -1 in versions:
+            self.violate(
+                "no mixture of two saves", f"a restore of step {step} gave values of versions {sorted(versions)}"
+            )
+            return
+        if not versions:
+            return  # a rank that holds nothing
+        version = versions.pop()
+        attempt = self.attempts.get(version)
+        if attempt is None or attempt.step != step:
+            self.violate("no mixture of two saves", f"a restore of step {step} gave values of {attempt or version}")
+            return
+        known = self._restored.setdefault((script.job.name, script.incarnation), (step, version))
+        if known != (step, version):
+            self.violate(
+                "no mixture of two saves", f"ranks have restored steps and versions {known} and {(step, version)}"
+            )
+        if skipped and not self.is_troubled and not self.disturbed:
+            self.violate("a committed checkpoint is whole", f"a restore has skipped steps: {skipped}")
+
+    def finished(self, script: Script) -> None:
+        """A rank has done all steps, and all its saves are over."""
+        self.finished_ranks.add((script.job.name, script.incarnation, script.rank))
+
+    def check_memory(self, script: Script, staging_bytes: int) -> None:
+        """A rank's memory for copies."""
+        if staging_bytes > _MEMORY_BYTES:
+            self.violate("memory is bounded", f"rank {script.rank} has {staging_bytes} bytes of staging memory")
+
+    def looked(self, floor: int | None, step: int | None, since: float) -> None:
+        """A reader has asked for the latest checkpoint, of which ``floor`` was there all the time."""
+        self.readings += 1
+        if self.troubled_until >= since or self.last_person >= since or self.disturbed:
+            return
+        if floor is not None and (step is None or step < floor):
+            self.violate("latest() goes back only after damage", f"step {floor} is there, and latest() says {step}")
+
+    @property
+    def is_troubled(self) -> bool:
+        """Whether storage may not answer as it should, now or a moment ago."""
+        return self._scheduler.now <= self.troubled_until + 120.0
+
+    @property
+    def highest(self) -> int | None:
+        """The highest step that is committed and that nobody has disturbed."""
+        return max((each.attempt.step for each in self.committed.values()), default=None)
+
+    # What happens on storage.
+
+    def appeared(self, path: str, process: Process | None) -> None:
+        """A file is there under this name, whole: it was renamed or put, or made empty."""
+        directory, _, name = path.rpartition("/")
+        if name == _MANIFEST and _STEP.search(directory):
+            self._committed(directory)
+        elif path in self._owners:
+            self.changed(path, process, "replaced")
+
+    def changed(self, path: str, process: Process | None, how: str) -> None:
+        """A file was written, cut, replaced or removed."""
+        directory = self._owners.get(path)
+        if directory is None:
+            return
+        known = self.committed[directory]
+        if process is not None and process.name.startswith("person"):
+            self.disturb(directory)
+        elif path.endswith("/" + _MANIFEST) and how == "removed":
+            self._scheduler.note(f"removes {known.attempt}")
+            self._check_removal(directory, known)
+            self._forget(directory)
+        else:
+            self.violate(
+                "a committed checkpoint is whole", f"{path} of {known.attempt} was {how}, and its manifest is in place"
+            )
+            self._forget(directory)
+
+    def disturb(self, directory: str) -> None:
+        """A person acts on a directory: what is there now is not the library's business."""
+        self.last_person = self._scheduler.now
+        self.disturbed.add(directory)
+        if directory in self.committed:
+            self._forget(directory)
+
+    def _forget(self, directory: str) -> None:
+        known = self.committed.pop(directory)
+        for path in known.files:
+            self._owners.pop(path, None)
+
+    def _check_removal(self, directory: str, known: Committed) -> None:
+        if self.disturbed:
+            return
+        step = known.attempt.step
+        if step == self.highest:
+            self.violate("a policy removes what it may", f"step {step} is the highest, and was removed")
+        records = [each.record for each in self.committed.values() if each.record is not None]
+        if self._scenario.jobs == 1 and step not in steps_to_remove(records, policies_of(self._scenario.keep)):
+            steps = sorted(record.step for record in records)
+            self.violate(
+                "a policy removes what it may", f"step {step} of {steps} was removed; kept by {self._scenario.keep}"
+            )
+
+    def _committed(self, directory: str) -> None:
+        self.commits += 1
+        found = self.examine(directory)
+        if isinstance(found, str):
+            if directory not in self.disturbed:
+                self.violate("a committed checkpoint is whole", f"{directory} was committed: {found}")
+            return
+        attempt, before = found.attempt, self.committed.get(directory)
+        self._scheduler.note(f"commits {attempt}")
+        for rank, outcome in attempt.outcomes.items():
+            if outcome is not None and not _UNKNOWN.search(outcome):
+                self.violate(
+                    "what was reported failed is not there",
+                    f"{attempt} is committed after rank {rank} was told: {outcome}",
+                )
+        if before is not None:
+            other = before.attempt
+            if other.is_acknowledged and other.job == attempt.job and other.begun > attempt.begun:
+                self.violate(
+                    "a commit does not go back", f"{attempt} replaces {other}, which began later and was reported done"
+                )
+            self._forget(directory)
+        attempt.is_committed = True
+        self._remember(directory, found)
+
+    def _remember(self, directory: str, found: Committed) -> None:
+        self.committed[directory] = found
+        for path in found.files:
+            self._owners[path] = directory
+
+    def examine(self, directory: str) -> Committed | str:
+        """Read a checkpoint as it is on storage; return it, or what is wrong with it."""
+        data = self.read(f"{directory}/{_MANIFEST}")
+        if data is None:
+            return "there is no manifest"
+        try:
+            manifest = Manifest.decode(data, directory)
+        except (CorruptCheckpointError, ValidationError) as error:
+            return str(error)
+        content: dict[str, bytes] = {}
+        for name, size in manifest.sizes.items():
+            stored = self.read(f"{directory}/{name}")
+            if stored is None or len(stored) != size:
+                return f"{name} has {None if stored is None else len(stored)} bytes, not {size}"
+            content[name] = stored
+        catalog, record, seen = manifest.catalog, None, set()
+        counts = dict.fromkeys(SHAPES, 0)
+        for row in range(len(catalog)):
+            key, name = catalog.keys[int(catalog.key[row])], catalog.file_name(row) or ""
+            begin = int(catalog.byte_offset[row])
+            stored = content[name][begin : begin + int(catalog.byte_length[row])]
+            if key == RECORD:
+                record = StepRecord.decode(np.frombuffer(stored, dtype=np.uint8))
+            elif key in SHAPES:
+                numbers = np.frombuffer(stored, dtype="<i8")
+                counts[key] += len(numbers)
+                seen |= {version_of(number) for number in numbers.tolist()}
+        missing = [key for key, shape in SHAPES.items() if counts[key] < int(np.prod(shape))]
+        if missing:
+            return f"{missing} are not whole"
+        if len(seen) != 1:
+            return f"it is a mixture of versions {sorted(seen)}"
+        version = seen.pop()
+        step = int(_STEP.search(directory)[1])  # type: ignore[index]
+        attempt = self.attempts.get(version)
+        if attempt is None or attempt.step != step:
+            return f"it has values of {attempt or version}"
+        files = tuple(f"{directory}/{name}" for name in (*manifest.files, _MANIFEST))
+        return Committed(attempt, files, record)
+
+    def look_again(self, directories: list[str]) -> None:
+        """After a loss of power: what was reported done is there, and what is there is whole."""
+        before = self.committed
+        self.committed, self._owners = {}, {}
+        for directory in directories:
+            if directory in self.disturbed or not _STEP.search(directory):
+                continue
+            known = before.get(directory)
+            if self.read(f"{directory}/{_MANIFEST}") is None:
+                if known is not None and known.attempt.is_acknowledged:
+                    self.violate("what was reported done is there", f"{known.attempt} is gone after a loss of power")
+                continue
+            found = self.examine(directory)
+            if isinstance(found, str):
+                self.violate("a committed checkpoint is whole", f"{directory}, after a loss of power: {found}")
+                continue
+            if known is not None and known.attempt.is_acknowledged and found.attempt is not known.attempt:
+                self.violate(
+                    "what was reported done is there", f"{known.attempt} is {found.attempt} after a loss of power"
+                )
+            found.attempt.is_committed = True
+            self._remember(directory, found)
+
+    # At the end of a start of a job, and of the run.
+
+    def compare_errors(self, job: str, incarnation: int, culprits: set[int] | None) -> None:
+        """All ranks that saw a call fail saw the same text; it names who has gone, if that is all that happened."""
+        for (name, number, stage), errors in self._errors.items():
+            if (name, number) != (job, incarnation) or culprits is None:
+                continue
+            texts = set(errors.values())
+            if len(texts) > 1:
+                shown = "; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in sorted(errors.items()))
+                self.violate("one error text on all survivors", f"{stage}: {shown}")
+            for rank, (kind, text) in errors.items():
+                if kind == LostRankError.__name__ and len(culprits) == 1 and f"rank {min(culprits)} " not in text:
+                    self.violate(
+                        "the true culprit", f"rank {min(culprits)} had gone; {stage} said on rank {rank}: {text}"
+                    )

@@ -1,0 +1,54 @@
+"""A person who copies, moves, deletes and restores directories of checkpoints, as no program would.
+
+Tested in tests/simulation/test_cluster.py.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.testing.simulation.cluster import Cluster
+
+
+class Person:
+    """Act on the directories of steps, past all locks. The ledger expects nothing of these any more."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._backups: dict[str, dict[str, bytes]] = {}
+        self._count = 0
+
+    def act(self, what: str, number: int) -> None:
+        """Do one of "copies", "moves", "deletes" and "restores" with one of the directories."""
+        world, ledger = self._cluster.world, self._cluster.ledger
+        if what == "restores" and self._backups:
+            directory = sorted(self._backups)[number % len(self._backups)]
+            if directory not in world.directories():
+                ledger.disturb(directory)
+                world.put_tree(directory, self._backups[directory])
+            return
+        directories = world.directories()
+        if not directories:
+            return
+        directory = directories[number % len(directories)]
+        tree = world.tree(directory)
+        if what in ("copies", "restores"):
+            self._backups[directory] = tree
+            world.put_tree(f"{directory}{self._suffix('copy')}", tree)
+            return
+        self._backups.setdefault(directory, tree)
+        ledger.disturb(directory)
+        if what == "moves":
+            world.put_tree(f"{directory}{self._suffix('moved')}", tree)
+        world.remove_tree(directory)
+
+    def _suffix(self, what: str) -> str:
+        self._count += 1
+        return f" {what} {self._count}"
+
+    def knows(self, name: str) -> bool:
+        """Whether a file or directory of the root is the person's."""
+        return " copy " in name or " moved " in name
+
+    made = knows

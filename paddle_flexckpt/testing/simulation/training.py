@@ -1,0 +1,267 @@
+"""The script that each rank of a simulated job runs: it restores, trains by waiting, saves, and restores again.
+
+The values of all tensors follow from a version: job, start of the job, step, and how often that step was tried. So two
+saves have no value in common, and each value says which save it is of.
+
+Tested in tests/simulation/test_cluster.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.catalog import CheckpointError, LostRankError
+from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.host_channel import HostChannel
+from paddle_flexckpt.live.lost_ranks import announce
+from paddle_flexckpt.manager import CheckpointManager, KeepBest, KeepEvery, KeepInterval, KeepLatest
+from paddle_flexckpt.manager.policies import KeepPolicy, SaveEvery
+from paddle_flexckpt.sharded_weight import ShardedWeight
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.testing.simulation.cluster import Job
+    from paddle_flexckpt.testing.simulation.scheduler import Process, Scheduler
+
+SHAPES: dict[str, tuple[int, ...]] = {"layer.weight": (8, 6), "layer.bias": (5,), "moment": (7, 3), "table": (3, 2)}
+# What an error says of a checkpoint that is there.
+_COMPLETE = re.compile(r"the checkpoint of step \d+ is complete, but|the checkpoint in .* \(id 0\) is complete, but")
+_INDEX_BITS, _KEY_BITS = 10, 4
+# What a script says of a save of which it was not told how it ended.
+UNKNOWN = "it is not known what became of it"
+_POLICIES: dict[str, Callable[[int], KeepPolicy]] = {
+    "latest": KeepLatest,
+    "every": KeepEvery,
+    "best": KeepBest,
+    "interval": KeepInterval,
+}
+
+
+def values(version: int, key: str) -> np.ndarray:
+    """The whole tensor of a version: each element tells version, tensor and place."""
+    shape = SHAPES[key]
+    number = (version << _KEY_BITS) + list(SHAPES).index(key)
+    return (number << _INDEX_BITS) + np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
+
+
+def version_of(element: int) -> int:
+    """The version that an element is of."""
+    return int(element) >> (_KEY_BITS + _INDEX_BITS)
+
+
+def policies_of(keep: Sequence[str]) -> tuple[KeepPolicy, ...]:
+    """The policies that a scenario names."""
+    found = []
+    for each in keep:
+        name, _, number = each.partition(":")
+        found.append(_POLICIES[name](int(number)))
+    return tuple(found)
+
+
+def shards(rank: int, size: int, layout: int, version: int | None) -> dict[str, ShardedWeight]:
+    """What a rank holds; zeros without a version. Layouts cut along other axes."""
+    found = {}
+    for key, shape in SHAPES.items():
+        whole = np.zeros(shape, dtype=np.int64) if version is None else values(version, key)
+        if key == "layer.weight":
+            axis = layout % 2
+            low, high = (shape[axis] * (rank + more) // size for more in (0, 1))
+            part = np.ascontiguousarray(whole.take(range(low, high), axis))
+            found[key] = ShardedWeight(key, part, part.shape, shape, (low, 0) if axis == 0 else (0, low))
+        elif key == "moment":
+            low, high = (whole.size * (rank + more) // size for more in (0, 1))
+            flat = whole.reshape(-1)[low:high].copy()
+            found[key] = ShardedWeight(key, flat, shape, shape, (0, 0), True, slice(low, high))
+        elif key != "table" or rank == size - 1:
+            found[key] = ShardedWeight(key, whole, shape, shape, (0,) * len(shape))
+    return found
+
+
+def versions_in(state: Mapping[str, ShardedWeight], rank: int, size: int, layout: int) -> set[int]:
+    """The versions that a rank's shards are of; -1 stands for values that no version has."""
+    versions: set[int] = set()
+    for key, shard in state.items():
+        for element in np.asarray(shard.local_tensor).reshape(-1)[:1]:
+            version = version_of(element)
+            expected = shards(rank, size, layout, version)[key].local_tensor
+            versions.add(version if np.array_equal(expected, shard.local_tensor) else -1)
+    return versions
+
+
+class Store:
+    """The job's key-value store, which rank 0's process keeps. Its clients wait as long as TCP does."""
+
+    _PATIENCE_SECONDS = 900.0
+
+    def __init__(self, scheduler: Scheduler, network: Any, server: Process) -> None:
+        self._scheduler, self._network, self._server = scheduler, network, server
+        self._counts: dict[str, int] = {}
+        self._values: dict[str, bytes] = {}
+
+    def _ask(self) -> None:
+        scheduler, server, client = self._scheduler, self._server, self._scheduler.process
+        deadline = scheduler.now + self._PATIENCE_SECONDS
+        scheduler.sleep(2 * self._network.latency(client.node, server.node))
+        while server.stopped or not self._network.is_reachable(client.node, server.node):
+            if scheduler.now > deadline:
+                raise RuntimeError("TCPStore: timed out (simulated)")
+            scheduler.sleep(1.0)
+        if not server.alive:
+            raise RuntimeError("TCPStore: connection reset by peer (simulated)")
+
+    def add(self, key: str, value: int) -> int:
+        self._ask()
+        self._counts[key] = self._counts.get(key, 0) + value
+        return self._counts[key]
+
+    def set(self, key: str, value: str) -> None:
+        self._ask()
+        self._values[key] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        self._ask()
+        while key not in self._values:
+            self._scheduler.sleep(0.1)
+            self._ask()
+        return self._values[key]
+
+
+class ChannelCommunicator(Communicator):
+    """The ranks of a job, as on a device backend: over the host channel, with the job's store."""
+
+    def __init__(self, store: Store, name: str, size: int, rank: int) -> None:
+        super().__init__(tuple(range(size)), rank)
+        announce(store, rank)
+        self._channel = HostChannel(store, name, self.ranks, rank)
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
+        return self._channel.all_gather(payload)
+
+    def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        return self._channel.all_to_all(note, payloads)
+
+
+class Script:
+    """One rank's run from its start to its end.
+
+    Attributes:
+        stage: What it is doing, for the errors of all ranks to be compared.
+    """
+
+    def __init__(self, job: Job, rank: int, size: int) -> None:
+        self.job, self.rank, self.size = job, rank, size
+        self.incarnation, self.layout = job.incarnation, job.incarnation % 2
+        self.scenario, self.ledger = job.cluster.scenario, job.cluster.ledger
+        self.stage = "start"
+        self._handles: list[tuple[int, Any]] = []
+        self._tries: dict[int, int] = {}
+
+    def tries(self, step: int) -> int:
+        """How often this step has been saved since the start."""
+        return self._tries.get(step, 0)
+
+    def run(self) -> None:
+        """Be the main thread."""
+        try:
+            self._run()
+        except CheckpointError as error:
+            self.ledger.failed(self, error)
+            raise SystemExit(1) from None
+
+    def _run(self) -> None:
+        scenario, job = self.scenario, self.job
+        comm = ChannelCommunicator(job.store, f"world {self.incarnation}", self.size, self.rank)
+        with contextlib.ExitStack() as stack:
+            background: bool | BackgroundWriter = False
+            if scenario.is_async:
+                background = stack.enter_context(BackgroundWriter(timeout=scenario.timeout))
+            self.stage = "manager"
+            manager = stack.enter_context(
+                CheckpointManager(
+                    job.location(),
+                    save_when=SaveEvery(scenario.save_every),
+                    keep=policies_of(scenario.keep),
+                    process_group=comm,
+                    async_save=background,
+                    preemption_signals=(signal.SIGTERM,) if scenario.preemption else (),
+                )
+            )
+            begin = self._restore(manager) + 1
+            for step in range(begin, job.steps + 1):
+                job.cluster.scheduler.sleep(scenario.step_seconds)
+                self._collect_handles()
+                self.stage = f"should_save {step}"
+                if manager.should_save(step):
+                    self._save(manager, step)
+                if manager.should_stop:
+                    break
+            else:
+                self.stage = "finish"
+                self._finish(manager)
+                self.ledger.finished(self)
+            if isinstance(background, BackgroundWriter):
+                self.ledger.check_memory(self, background.staging_bytes)
+            self.stage = "close"
+        self._collect_handles()
+
+    def _finish(self, manager: CheckpointManager) -> None:
+        try:
+            manager.wait()
+        except LostRankError:
+            raise
+        except CheckpointError as error:
+            self._tolerate(error)
+        self._collect_handles()
+
+    def _restore(self, manager: CheckpointManager) -> int:
+        self.stage = "latest_step"
+        if manager.latest_step() is None:
+            return 0
+        self.stage = "restore"
+        state = shards(self.rank, self.size, self.layout, None)
+        report = manager.restore(state=state, rng=False, fallback=True)
+        self.ledger.restored(self, report.step, versions_in(state, self.rank, self.size, self.layout), report.skipped)
+        return report.step
+
+    def _save(self, manager: CheckpointManager, step: int) -> None:
+        scenario, ledger = self.scenario, self.ledger
+        self.stage = f"save {step}"
+        self._tries[step] = self._tries.get(step, 0) + 1
+        version = ledger.begin(self, step)
+        state = shards(self.rank, self.size, self.layout, version)
+        metrics = {"loss": float((version * 7919) % 101)}
+        try:
+            saved = manager.save(step, state=state, rng=False, metrics=metrics, overwrite=scenario.overwrites)
+        except LostRankError:
+            ledger.reported(version, self, UNKNOWN)
+            raise
+        except CheckpointError as error:
+            text = str(error)
+            if text.startswith(f"the checkpoint of step {step} is on its way"):
+                ledger.reported(version, self, UNKNOWN)  # and with it its handle
+            else:
+                ledger.reported(version, self, None if _COMPLETE.search(text) else text)
+            self._tolerate(error)
+            return
+        if scenario.is_async:
+            self._handles.append((version, saved))
+        else:
+            ledger.reported(version, self, None)
+
+    def _tolerate(self, error: CheckpointError) -> None:
+        """End with an error, or note it and go on."""
+        self.ledger.failed(self, error)
+        if self.scenario.on_error == "exit":
+            raise SystemExit(1)
+
+    def _collect_handles(self) -> None:
+        for version, handle in list(self._handles):
+            if handle.done():
+                self._handles.remove((version, handle))
+                self.ledger.reported(version, self, None if handle.error is None else str(handle.error))

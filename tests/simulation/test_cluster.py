@@ -1,0 +1,105 @@
+"""Whole clusters from seeds: new ones in each run, which repeat to the byte; and what the invariants see."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("paddle")
+pytest.importorskip("greenlet")
+
+from paddle_flexckpt.testing.simulation.cluster import Cluster, simulate
+from paddle_flexckpt.testing.simulation.faults import phase_of
+from paddle_flexckpt.testing.simulation.scenario import DAY, KINDS, MOMENTS, Case, Fault, Scenario, draw
+from tests.simulation.run import FOUND
+
+# So long new seeds are tried; a few of them where nothing is said. The whole of it is `make test-simulation`.
+SECONDS = os.environ.get("FLEXCKPT_SIMULATION_SECONDS")
+TIMEOUT = 600.0
+
+
+def run(*options: str) -> str:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.simulation.run", *options]
+    environ = {**os.environ, "PYTHONHASHSEED": "0"}
+    timeout = float(SECONDS or 0) + TIMEOUT
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environ, check=False)
+    assert done.returncode == 0, f"{' '.join(options)}:\n{done.stdout}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_new_seeds() -> None:
+    base = random.SystemRandom().randrange(1 << 40)
+    print(f"base seed: {base}")
+    limit = ("--seeds", "1000000", "--seconds", SECONDS) if SECONDS else ("--seeds", "10")
+    first = run("--first", str(base), *limit)
+    print(first)
+    again = run("--first", str(base), "--seeds", "4")
+    fingerprints = [re.search(r"first stories: (\w+)", each)[1] for each in (first, again)]  # type: ignore[index]
+    assert fingerprints[0] == fingerprints[1]
+
+
+@pytest.mark.parametrize("case", sorted(FOUND.glob("*.json")), ids=lambda path: path.stem)
+def test_what_was_found_stays_mended(case) -> None:
+    assert not simulate(Case.from_json(case.read_text(encoding="utf-8"))).violations
+
+
+@pytest.mark.parametrize("storage", ["shared", "leased", "object"])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_undisturbed(storage, is_async) -> None:
+    scenario = Scenario(5, (2, 3), nodes=2, storage=storage, is_async=is_async, keep=("latest:2",), steps=3)
+    outcome = simulate(Case(scenario))
+    assert not outcome.violations
+    assert outcome.commits == 4  # one in a last start, of another world size
+    assert outcome.restores == 3
+
+
+@pytest.mark.parametrize("moment", ["manifest begun", "manifest put in place", "after manifest put in place"])
+def test_a_death_at_a_commit(moment) -> None:
+    fault = Fault("kill_rank", 0.0, "rank:0", moment)
+    outcome = simulate(Case(Scenario(6, keep=("latest:1",), steps=2), (fault,)))
+    assert not outcome.violations
+    assert outcome.struck == {"kill_rank": 1}
+    assert [state[:2] for state in outcome.states] != []
+
+
+def test_a_file_that_goes_is_seen() -> None:
+    cluster = Cluster(Case(Scenario(7, steps=2)))
+
+    def remove() -> None:
+        disk = cluster.world.disks[0]
+        directory = cluster.world.directories()[0]
+        above = cluster.world._find(directory)
+        assert above is not None
+        disk.unlink(above, "0_0.safetensors")
+
+    cluster.scheduler.after(cluster.scenario.seconds - 100.0, remove)
+    assert cluster.run().violations[0].invariant == "a committed checkpoint is whole"
+
+
+def test_a_story_repeats_in_one_process_too() -> None:
+    case = draw(12)
+    assert simulate(case).fingerprint == simulate(case).fingerprint
+    other = replace(case, scenario=replace(case.scenario, seed=13))
+    assert simulate(case).fingerprint != simulate(other).fingerprint
+
+
+def test_what_is_drawn() -> None:
+    cases = [draw(seed) for seed in range(3000)]
+    assert cases[5] == draw(5)
+    assert all(Case.from_json(case.to_json()) == case for case in cases[:50])
+    assert {fault.kind for case in cases for fault in case.faults} == {*KINDS}
+    assert {fault.moment.removeprefix("after ") for case in cases for fault in case.faults} == {"", *MOMENTS}
+    assert all(case.scenario.seconds == pytest.approx(DAY) for case in cases)
+    assert max(max(case.scenario.world_sizes) for case in cases) >= 16
+
+
+def test_phases() -> None:
+    assert phase_of("", "") == "training"
+    assert phase_of("rename", "/shared/run/step_00000001/0.manifest") == "manifest: rename"
+    assert phase_of("select", "") == "between ranks"
