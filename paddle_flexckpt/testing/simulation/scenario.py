@@ -174,8 +174,12 @@ def draw(seed: int) -> Case:
     choose = random.Random(f"case {seed}")
     scenario = draw_scenario(choose, seed)
     count = min(1 + int(choose.expovariate(1 / 3.5)), 12)
-    faults = sorted((draw_fault(choose, scenario) for _ in range(count)), key=lambda fault: fault.at)
-    return Case(scenario, tuple(faults))
+    faults = [draw_fault(choose, scenario) for _ in range(count)]
+    if choose.random() < 0.7:
+        # What happens at once is what hurts: several faults meet in one save.
+        together = choose.uniform(0.0, scenario.seconds)
+        faults = [replace(fault, at=together) if choose.random() < 0.7 else fault for fault in faults]
+    return Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
 def draw_scenario(choose: random.Random, seed: int) -> Scenario:
