@@ -43,7 +43,7 @@ BENCH_PEERS ?= torch==2.13.* safetensors orbax-checkpoint jax numpy
 TORCH_VENV ?= .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.stamp
 TORCH_WRITERS ?= megatron-core==0.16.* deepspeed==0.19.*
-TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_records.py torch_saving.py dcp_safetensors.py megatron.py deepspeed.py) \
+TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_layouts.py torch_records.py torch_saving.py dcp_safetensors.py megatron.py deepspeed.py) \
 	tests/engine/test_dcp_target.py tests/aoa/test_families.py
 # mkdocs and its theme, which read the code but do not import Paddle.
 DOCS_VENV ?= .venv-docs
@@ -86,8 +86,8 @@ test-matrix: $(TEST_STAMP) ## save under every parallel strategy and load under 
 	@$(BIN)/python -m tests.distributed.matrix.table --json matrix.json
 	@echo "[make] two-way with stock Paddle, under each strategy"
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/distributed/test_paddle_format.py
-	@echo "[make] layouts of Muon against each other and those of other optimizers"
-	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/distributed/test_muon.py
+	@echo "[make] layouts of Muon against each other and those of other optimizers, and through a trainer's resume"
+	@$(BIN)/python -m pytest $(PYTEST_FLAGS) tests/distributed/test_muon.py tests/paddlefleet/test_muon.py
 
 .PHONY: test-rehearsals
 test-rehearsals: $(TEST_STAMP) ## compare what is rehearsed with what real ranks describe and count, for every pair of strategies; results in rehearsals.json
@@ -113,7 +113,7 @@ test-trainer: $(NLP_STAMP) ## run the tests and the matrix of strategies through
 .PHONY: test-paddleformers
 test-paddleformers: $(FORMERS_STAMP) ## run the tests through the trainer of PaddleFormers, in an environment of its own
 	@echo "[make] tests of the trainer of PaddleFormers"
-	@$(FORMERS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/paddleformers
+	@$(FORMERS_VENV)/bin/python -m pytest $(PYTEST_FLAGS) tests/paddleformers tests/trainer/test_model_rules_paddleformers.py
 
 .PHONY: test-torch
 test-torch: $(TEST_STAMP) $(TORCH_STAMP) ## have torch, Megatron-Core and DeepSpeed write checkpoints, and read them; have torch load ours; in an environment of its own

@@ -39,7 +39,8 @@ def add_command(commands: Any) -> None:
         "--to",
         metavar="STRATEGY",
         help="write what the ranks of a job with these degrees would have saved (tp, pp, vpp, dp, ep, sep, and "
-        "sharding=KIND:DEGREE); by default whole tensors",
+        "sharding=KIND:DEGREE), or on a mesh such as 'mesh=2x4:dp,mp' or its JSON or YAML file, as `flexckpt rehearse` "
+        "takes it; by default whole tensors",
     )
     add_cut(parser)
     add_aoa(parser, required=False)

@@ -32,6 +32,7 @@ from paddle_flexckpt.engine.conversion_notes import ConversionNotes
 from paddle_flexckpt.engine.conversion_targets import TARGETS
 from paddle_flexckpt.engine.files import Files, reads_of
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.engine.models import read_strategy
 from paddle_flexckpt.engine.options import ALONE, FileOptions, WholeOptions, takes
 from paddle_flexckpt.engine.plan import split_tiles
 from paddle_flexckpt.engine.targets import Targets
@@ -43,7 +44,7 @@ from paddle_flexckpt.media.backend import Backend, Location, publish
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.observers import observed
-from paddle_flexckpt.planning.strategy import parse_strategy
+from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.progress import Meter
 from paddle_flexckpt.report import Report, order_warning, replica_warning
 
@@ -65,8 +66,8 @@ class ConvertOptions(WholeOptions):
 
     Attributes:
         format: What is written, a key of :data:`~paddle_flexckpt.engine.conversion_targets.TARGETS`.
-        strategy: The layout, such as ``"tp=2,pp=2"``: what each rank of that job would have saved. None: whole
-            tensors.
+        strategy: The layout, such as ``"tp=2,pp=2"``, or a mesh or its file, as of :func:`~.models.read_strategy`: what
+            each rank of that job would have saved. None: whole tensors.
         cuts: Globs of names and the axis along which tensor parallelism cuts these, or None; by default as they were
             cut at the save.
         states: Whether optimizer states and a run's extra state are written; None: if the format has a place for them.
@@ -226,6 +227,9 @@ class _Conversion:
 
     def __init__(self, directory: SourceDirectory, manifest: Manifest, sink: Backend, options: ConvertOptions) -> None:
         """Plan all of it; touch nothing."""
+        strategy = None if options.strategy is None else read_strategy(options.strategy)
+        if isinstance(strategy, Mesh):  # of a file, what it says belongs to the digest
+            options = replace(options, strategy=str(strategy))
         self._directory, self._manifest, self._sink, self._options = directory, manifest, sink, options
         catalog, target = manifest.catalog, TARGETS[options.format]
         self._mapping = whole_mapping(options.aoa_config, catalog)
@@ -243,7 +247,7 @@ class _Conversion:
             stored=_stored(self._keys, catalog, self._mapping),
             token=self._digest,
             step=manifest.step,
-            strategy=None if options.strategy is None else parse_strategy(options.strategy),
+            strategy=strategy,
             cuts=options.cuts,
             max_file_bytes=options.max_file_bytes,
             save_replicas=options.save_replicas,

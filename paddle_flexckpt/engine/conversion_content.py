@@ -33,6 +33,7 @@ from paddle_flexckpt.catalog.table import NOT_FLATTENED
 from paddle_flexckpt.engine.models import layout_for
 from paddle_flexckpt.engine.tensor_files import group
 from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.planning.strategy import Strategy
 
 # A header of 100 MB, the most that safetensors allows, has more than twice as many.
@@ -61,7 +62,7 @@ class Content:
     stored: Catalog
     token: str
     step: int | None = None
-    strategy: Strategy | None = None
+    strategy: Strategy | Mesh | None = None
     cuts: Sequence[tuple[str, int | None]] = ()
     max_file_bytes: int = 5 << 30
     save_replicas: bool = False
@@ -160,7 +161,7 @@ def rows_of(content: Content) -> tuple[Catalog, list[str]]:
     return concat(tables).with_orders(content.orders), []
 
 
-def _cut_rows(content: Content, strategy: Strategy) -> tuple[Catalog, list[str]]:
+def _cut_rows(content: Content, strategy: Strategy | Mesh) -> tuple[Catalog, list[str]]:
     """Return what all ranks of a strategy have; rank 0 has what the strategy says nothing of."""
     infos = content.infos
     # In the order of the source, which is that of the optimizer's parameters if ranks have saved it.

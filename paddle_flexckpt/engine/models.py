@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt.algebra.rows import group_rows
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo
 from paddle_flexckpt.aoa.states import MASTER, split_state
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, ValidationError, without_extra_state
@@ -33,8 +34,12 @@ from paddle_flexckpt.planning.strategy import Strategy, parse_strategy
 
 _PIPELINE, _LAYER = re.compile(r"(\d+)\."), re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
-# The axis of a tensor whose parts are cut along several.
-_SEVERAL = 1 << 30
+# Instead of an axis: the parts of a tensor are cut along several, or are not those of an even cut.
+_SEVERAL, _UNEVEN = 1 << 30, 1 << 31
+_UNCLEAR = {
+    _SEVERAL: "a tensor is stored in parts along several axes",
+    _UNEVEN: "a tensor is stored in parts of different sizes, as a save splits what several ranks hold",
+}
 # What stands in front of the numbered layers; whatever else has no number stands behind them.
 _IN_FRONT = re.compile(r"embed|wte|wpe|patch|stem", re.IGNORECASE)
 
@@ -133,7 +138,7 @@ def layout_for(
     Raises:
         ValidationError: The strategy cannot cut the model.
     """
-    return noted_layout(strategy, model_of(infos, stored, cuts, states))
+    return noted_layout(strategy, model_of(infos, stored, cuts, states, _tensor_degree(strategy) > 1))
 
 
 def noted_layout(strategy: Strategy | Mesh, described: Model) -> tuple[JobLayout, list[str]]:
@@ -155,11 +160,7 @@ def _check_cuts(strategy: Strategy | Mesh, described: Model) -> list[str]:
     Raises:
         ValidationError: It cuts none, as nobody has said how.
     """
-    if isinstance(strategy, Mesh):
-        degree = max((extent for extent, axis in zip(strategy.shape, strategy.axes) if axis in TENSOR_AXES), default=1)
-    else:
-        degree = strategy.tp
-    if degree == 1:
+    if _tensor_degree(strategy) == 1:
         return []
     whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]
     if all(each.tp_axis is None for each in described.tensors):
@@ -168,6 +169,13 @@ def _check_cuts(strategy: Strategy | Mesh, described: Model) -> list[str]:
             f"names, --cut '*.q_proj.weight=1' or cuts= in Python, for each of {listed(whole, 3)} that is cut"
         )
     return [f"each rank of tensor parallelism has all of {listed(whole, 3)} (--cut says otherwise)"] if whole else []
+
+
+def _tensor_degree(strategy: Strategy | Mesh) -> int:
+    """Return among how many ranks tensor parallelism cuts a tensor."""
+    if isinstance(strategy, Mesh):
+        return max((extent for extent, axis in zip(strategy.shape, strategy.axes) if axis in TENSOR_AXES), default=1)
+    return strategy.tp
 
 
 def _of_config(said: ConfigModel, cuts: Sequence[tuple[str, int | None]], states: bool) -> Model:
@@ -187,7 +195,11 @@ def _of_config(said: ConfigModel, cuts: Sequence[tuple[str, int | None]], states
 
 
 def model_of(
-    infos: Mapping[str, TensorInfo], stored: Catalog, cuts: Sequence[tuple[str, int | None]] = (), states: bool = True
+    infos: Mapping[str, TensorInfo],
+    stored: Catalog,
+    cuts: Sequence[tuple[str, int | None]] = (),
+    states: bool = True,
+    cuts_tensors: bool = True,
 ) -> Model:
     """Describe the model whose tensors and optimizer states have these names.
 
@@ -201,9 +213,10 @@ def model_of(
         cuts: Globs of names and the axis along which tensor parallelism cuts these; None for no axis. The first that
             fits counts.
         states: Whether the job has an optimizer.
+        cuts_tensors: Whether the job has tensor parallelism: where it has none, it need not be clear how it cuts.
 
     Raises:
-        ValidationError: A tensor is stored in parts along several axes, and no cut is given.
+        ValidationError: A tensor is stored in parts that do not say how it is cut, and no cut is given.
     """
     keys = set(infos)
     split = {key: split_state(key, keys) for key in infos}
@@ -218,9 +231,10 @@ def model_of(
     for name in names:
         given = [axis for glob, axis in cuts if fnmatch.fnmatchcase(name, glob)]
         axis = given[0] if given else axes.get(name)
-        if axis is not None and axis == _SEVERAL:
-            remedy = f"say which one tensor parallelism cuts: --cut '{name}=AXIS', or ={name}=none"
-            problems.append(Problem("a tensor is stored in parts along several axes", key=name, remedy=remedy))
+        if axis in _UNCLEAR and axis is not None:
+            if cuts_tensors:
+                remedy = f"say along which axis tensor parallelism cuts it: --cut '{name}=AXIS', or '{name}=none'"
+                problems.append(Problem(_UNCLEAR[axis], key=name, remedy=remedy))
             axis = None
         trained = not found or name in found
         info = infos[name]
@@ -235,14 +249,38 @@ def model_of(
 
 
 def _stored_cuts(stored: Catalog) -> dict[str, int]:
-    """Return the axis along which the boxes of each key are parts of its tensor, for those that are cut."""
+    """Return the axis along which the boxes of each key are parts of its tensor, for those that are cut.
+
+    Tensor parallelism and meshes cut evenly, so that the last part alone may be smaller. A save cuts what several ranks
+    hold wherever each has its share (``planning.write_plan``), mostly elsewhere.
+    """
     is_cut = (stored.shape != stored.global_shape) & (stored.size > 0)[:, None]
     rows, axis = np.nonzero(is_cut)
     pairs = np.unique(np.stack([stored.key[rows], axis - (stored.width - stored.ndim[rows])], axis=1), axis=0)
     axes: dict[str, int] = {}
     for key, along in pairs.tolist():
         axes[stored.keys[key]] = _SEVERAL if stored.keys[key] in axes else along
+    once = [(key, along) for key, along in pairs.tolist() if axes[stored.keys[key]] != _SEVERAL]
+    for key in _uneven(stored, dict(once)):
+        axes[stored.keys[key]] = _UNEVEN
     return axes
+
+
+def _uneven(stored: Catalog, axes: Mapping[int, int]) -> list[int]:
+    """Return the keys whose parts along an axis, by key, are not those of an even cut."""
+    axis_of = np.full(len(stored.keys), -1, dtype=np.int64)
+    axis_of[list(axes)] = list(axes.values())
+    rows = np.flatnonzero((axis_of[stored.key] >= 0) & (stored.size > 0))
+    key = stored.key[rows]
+    axis = axis_of[key] + stored.width - stored.ndim[rows]
+    begin, size, whole = (table[rows, axis] for table in (stored.offset, stored.shape, stored.global_shape))
+    order, start = group_rows([key, begin, size], len(rows))
+    key, begin, size, whole = (column[order[start[:-1]]] for column in (key, begin, size, whole))
+    _, first, count = np.unique(key, return_index=True, return_counts=True)
+    each = -(-whole // np.repeat(count, count))
+    place = np.arange(len(key)) - np.repeat(first, count)
+    even = (begin == place * each) & (size == np.minimum(each, whole - begin))
+    return np.unique(key[~even]).tolist()
 
 
 def layer_places(

@@ -189,6 +189,9 @@ class Locks:
             CheckpointError: Somebody else has it by now, or the directory is another one.
         """
 
+    def recheck(self) -> None:
+        """Make sure again, if that was so long ago that it may have changed; errors as of :meth:`check`."""
+
     def confirm(self) -> None:
         """Ask what a release that follows soon would have to ask: beside another request it takes no time."""
 
@@ -321,6 +324,8 @@ def publish(backend: Backend, name: str, data: bytes, *checks: Callable[[], obje
         file.write(data)
         file.make_durable()
         run_beside(backend, backend.locks.check, *checks)
+        # The others may have taken long.
+        backend.locks.recheck()
     backend.sync()
 
 

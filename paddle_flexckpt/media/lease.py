@@ -4,8 +4,10 @@ A holder writes the file ``.lease`` and renews it while it lives. Another saver 
 changes belongs to somebody who lives; one that stays the same for its whole time belongs to nobody, and is taken over.
 What counts is the time that the watcher sees pass, so clocks need not agree.
 
-A holder that was stopped for longer than that finds its lease taken, and must not commit: :meth:`LeaseLock.check`
-stands right before every commit. Between that check and the commit remains a window of one request.
+A holder that was stopped, or whose requests hung, for longer than that finds its lease taken, and must not commit:
+:meth:`LeaseLock.check` stands right before every commit, and :meth:`LeaseLock.recheck` before each try of its request.
+So the lease is certain for half of its time when that is made. A request that takes effect later is the window that
+remains.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ LEASE_SECONDS = 30.0
 _RENEWALS = 6
 _LOOKS = 30
 _SETTLING = 10
+# How long after a renewal the lease is certain enough for what follows.
+_CERTAIN = 1 / 2
+_RECHECKS = 5
 # A look that falls into the writing of the file sees a part of it.
 _READS = 10
 
@@ -77,10 +82,19 @@ def check_lease_seconds(seconds: object) -> float:
 class LeaseLock(SaveLock):
     """Hold a lease, and renew it in a thread of its own."""
 
-    def __init__(self, backend: Backend, claim: Claim) -> None:
-        """Args: backend: the directory. claim: what its lease file says, or will say soon."""
+    def __init__(self, backend: Backend, claim: Claim, renewed_at: float) -> None:
+        """Hold a lease.
+
+        Args:
+            backend: The directory.
+            claim: What its lease file says, or will say soon.
+            renewed_at: When the writing of it was begun at the latest, by this host's monotonic clock.
+        """
         self._backend = backend
         self._claim = claim
+        self._renewed_at = renewed_at
+        # One renewal at a time: another's unfinished one would look like a lease that is held.
+        self._renewing = threading.Lock()
         self._failure: Exception | None = None
         # When it was asked last whether the lease is still held, if it was.
         self._confirmed_at = -math.inf
@@ -91,16 +105,47 @@ class LeaseLock(SaveLock):
     def _renew(self) -> None:
         while not self._ended.wait(self._claim.seconds / _RENEWALS):
             try:
-                self._check_file()
-                self._claim = replace(self._claim, counter=self._claim.counter + 1)
-                write_file(self._backend, LEASE_FILE, self._claim.encode())
+                self._keep()
             # Whatever it is: the save fails with it.
             except Exception as error:
                 self._failure = error
                 return
 
+    def _keep(self) -> None:
+        """Renew the lease, if it is still held."""
+        with self._renewing:
+            self._raise_failure()
+            looked = time.monotonic()
+            self._check_file()
+            begin = time.monotonic()
+            self._claim = replace(self._claim, counter=self._claim.counter + 1)
+            write_file(self._backend, LEASE_FILE, self._claim.encode())
+            now, settling = time.monotonic(), _settling_seconds(self._claim.seconds)
+            if now - self._renewed_at >= self._claim.seconds:
+                # It may have run out. Whoever took it over since the look finds this claim, if the look was just now.
+                if now - looked >= settling:
+                    raise CheckpointError(
+                        "this save was stopped for so long that somebody may have taken over the right to save to "
+                        f"{self._backend.path}. Remedy: save again; open_storage(path, lease_seconds=...) allows "
+                        "longer pauses"
+                    )
+                time.sleep(settling)
+                self._check_file()
+            self._renewed_at = begin
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise CheckpointError(
+                f"the right to save to {self._backend.path} could not be kept: {self._failure}. Remedy: save again"
+            ) from self._failure
+
+    @property
+    def _is_certain(self) -> bool:
+        """Return whether the last renewal is so young that nobody can have taken the lease, or soon will."""
+        return time.monotonic() - self._renewed_at < self._claim.seconds * _CERTAIN
+
     def check(self) -> None:
-        """Make sure that the lease is still held; do nothing once it has been given back.
+        """Make sure that the lease is still held, and will be; do nothing once it has been given back.
 
         Raises:
             CheckpointError: It could not be renewed, or somebody else has it.
@@ -108,15 +153,29 @@ class LeaseLock(SaveLock):
         """
         if self._ended.is_set():
             return
-        if self._failure is not None:
-            raise CheckpointError(
-                f"the right to save to {self._backend.path} could not be kept: {self._failure}. Remedy: save again"
-            ) from self._failure
+        self._raise_failure()
         self._check_file()
+        if not self._is_certain:
+            self._keep()
+
+    def recheck(self) -> None:
+        """Check again until that took less time than it is good for; errors as of :meth:`check`."""
+        for _ in range(_RECHECKS):
+            if self._ended.is_set():
+                return
+            self._raise_failure()
+            if self._is_certain:
+                return
+            self.check()
+        raise CheckpointError(
+            f"{self._backend.path} answers too slowly to keep the right to save there, which has to be renewed every "
+            f"{self._claim.seconds * _CERTAIN:g} s. Remedy: save again, with a longer lease_seconds"
+        )
 
     def _check_file(self) -> None:
         claim = None
         for _ in range(_READS):
+            self._looked_at = time.monotonic()
             found = _read(self._backend)
             claim = Claim.decode(found)
             if claim is not None or found is None:
@@ -155,7 +214,7 @@ class LeaseLock(SaveLock):
 
     def handover(self) -> tuple[dict[str, Any], int | None]:
         """Implement the base class; there is no descriptor."""
-        return {"kind": "lease", "claim": asdict(self._claim)}, None
+        return {"kind": "lease", "claim": asdict(self._claim), "renewed_at": self._renewed_at}, None
 
     def detach(self) -> None:
         """Implement the base class."""
@@ -186,6 +245,8 @@ class LeaseLocks(Locks):
         self._backend = backend
         self._seconds, self._conditions = check_lease_seconds(seconds), conditions or Conditions(lambda: True)
         self._lease: LeaseLock | None = None
+        # When the writing of the last claim was begun.
+        self._wrote_at = -math.inf
 
     def take(self) -> SaveLock:
         """Take the right to save, after waiting for a lease that nobody renews to run out; errors as of the base class.
@@ -195,11 +256,11 @@ class LeaseLocks(Locks):
         """
         claim = Claim(os.urandom(16).hex(), socket.gethostname(), os.getpid(), 0, self._seconds)
         if not self._obtain(claim):
-            time.sleep(min(self._seconds, LEASE_SECONDS) / _SETTLING)
+            time.sleep(_settling_seconds(self._seconds))
             winner = Claim.decode(_read(self._backend))
             if winner is None or winner.token != claim.token:
                 raise self._busy(winner)
-        self._lease = LeaseLock(self._backend, claim)
+        self._lease = LeaseLock(self._backend, claim, self._wrote_at)
         return self._lease
 
     def _obtain(self, claim: Claim) -> bool:
@@ -222,6 +283,7 @@ class LeaseLocks(Locks):
                 raise self._busy(other)
             elif now - since >= max(self._seconds, other.seconds if other else 0.0):
                 logger.warning(f"{self._backend.path}: a lease of {other} has run out and is taken over")
+                self._wrote_at = now
                 write_file(self._backend, LEASE_FILE, claim.encode())
                 return False
             time.sleep(self._seconds / _LOOKS)
@@ -232,11 +294,14 @@ class LeaseLocks(Locks):
         if not conditions.are_taken():
             return False
         if conditions.are_kept is None:
+            begin = self._wrote_at
             conditions.are_kept = not self._create(claim)
+            self._wrote_at = begin
         return conditions.are_kept
 
     def _create(self, claim: Claim) -> bool:
         """Return whether there was no lease, so that there is this one now."""
+        self._wrote_at = time.monotonic()
         try:
             write_file(self._backend, LEASE_FILE, claim.encode(), "new")
         except FileExistsError:
@@ -256,7 +321,9 @@ class LeaseLocks(Locks):
             return super().adopt(token, descriptor)
         claim = Claim(**token["claim"])
         claim = replace(claim, host=socket.gethostname(), pid=os.getpid(), counter=claim.counter + 1)
-        self._lease = LeaseLock(self._backend, claim)
+        # The clock is the host's. Who hands the lease over renews it meanwhile; how lately is not known.
+        renewed_at = max(token["renewed_at"], time.monotonic() - claim.seconds * _CERTAIN)
+        self._lease = LeaseLock(self._backend, claim, renewed_at)
         return self._lease
 
     def check(self) -> None:
@@ -264,10 +331,20 @@ class LeaseLocks(Locks):
         if self._lease is not None:
             self._lease.check()
 
+    def recheck(self) -> None:
+        """Implement the base class."""
+        if self._lease is not None:
+            self._lease.recheck()
+
     def confirm(self) -> None:
         """Implement the base class."""
         if self._lease is not None:
             self._lease.confirm()
+
+
+def _settling_seconds(seconds: float) -> float:
+    """Return how long a claim stands before it counts, where it may not be the only one."""
+    return min(seconds, LEASE_SECONDS) / _SETTLING
 
 
 def _read(backend: Backend) -> bytes | None:

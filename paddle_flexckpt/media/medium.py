@@ -199,8 +199,13 @@ class Medium:
         data: bytes = self.ask(name, self.file_system.cat_file, self.path(name), **keywords)
         return data
 
-    def put(self, name: str, data: bytes | bytearray, exclusive: bool = False) -> None:
-        """Write a whole file; if it is to be ``exclusive``, FileExistsError if there is one already."""
+    def put(
+        self, name: str, data: bytes | bytearray, exclusive: bool = False, before: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write a whole file; if it is to be ``exclusive``, FileExistsError if there is one already.
+
+        ``before`` is called before each try; what it raises ends them.
+        """
         keywords: dict[str, Any] = {}
         if exclusive:
             self.check_new(name)
@@ -211,7 +216,11 @@ class Medium:
             """Tell whether an earlier try has created the file that is in the way now."""
             return True if exclusive and isinstance(error, FileExistsError) and self.read(name) == data else None
 
-        self.ask(name, self.file_system.pipe_file, self.path(name), bytes(data), again=is_ours, **keywords)
+        def send() -> None:
+            before()
+            self.file_system.pipe_file(self.path(name), bytes(data), **keywords)
+
+        self.ask(name, send, again=is_ours)
 
     def check_new(self, name: str, text: str = "exists") -> None:
         """Raise FileExistsError if a file is there."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from paddle_flexckpt.media.backend import Buffer, InputFile, OutputFile
 from paddle_flexckpt.media.medium import Commit, Medium, Upload
@@ -145,9 +145,21 @@ class RemoteOutputFile(OutputFile):
     """
 
     def __init__(
-        self, medium: Medium, name: str, part_bytes: int, size: int | None, exclusive: bool, commit: Commit
+        self,
+        medium: Medium,
+        name: str,
+        part_bytes: int,
+        size: int | None,
+        exclusive: bool,
+        commit: Commit,
+        before: Callable[[], None],
     ) -> None:
-        """Send nothing yet; ``exclusive`` makes it an error if there is one already."""
+        """Send nothing yet.
+
+        ``exclusive`` makes it an error if there is one already. ``before`` is called before each try to write it whole
+        or to rename it.
+        """
+        self._before = before
         self._medium, self._target, self._commit = medium, name, commit
         self._name = name if commit == "put" else f"{name}.{os.urandom(16).hex()}.tmp"
         self._part_bytes, self._size, self._exclusive = part_bytes, size, exclusive or commit != "put"
@@ -192,7 +204,7 @@ class RemoteOutputFile(OutputFile):
             self._upload.finish()
         else:
             try:
-                self._medium.put(self._name, self._piece or self._buffer, self._exclusive)
+                self._medium.put(self._name, self._piece or self._buffer, self._exclusive, self._before)
             except FileExistsError:
                 raise
             except BaseException:
@@ -200,6 +212,7 @@ class RemoteOutputFile(OutputFile):
                 raise
         if self._target != self._name:
             self._upload, self._is_there = None, True
+            self._before()
             self._medium.rename(self._name, self._target, self._commit == "replace")
 
     def abort(self) -> None:

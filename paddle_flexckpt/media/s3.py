@@ -7,7 +7,7 @@ import errno
 import logging
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -270,14 +270,23 @@ class S3Medium(Medium):
         answer, data = self.ask(name, get, stop=stop)
         return answer, data
 
-    def put(self, name: str, data: bytes | bytearray, exclusive: bool = False) -> None:
+    def put(
+        self, name: str, data: bytes | bytearray, exclusive: bool = False, before: Callable[[], None] = lambda: None
+    ) -> None:
         """Write a whole object as the base class does."""
 
         def is_ours(error: Exception) -> dict[str, Any] | None:
             """Tell whether an earlier try has created the object that is in the way now."""
             return {} if exclusive and status_of(error) == 412 and self.read(name) == data else None
 
-        self.conditional(exclusive, "put_object", name, Body=data, again=is_ours)
+        def send() -> dict[str, Any]:
+            before()
+            return self.request("put_object", name, Body=data)
+
+        if exclusive:
+            self.conditional(exclusive, "put_object", name, Body=data, again=is_ours)
+        else:
+            self.ask(name, send)
 
     def upload(self, name: str, part_bytes: int, exclusive: bool) -> Upload:
         """Implement the base class."""

@@ -71,6 +71,8 @@ def remove_dead_saves(
             useless = directory.find_useless(save, names)
         except CorruptCheckpointError:
             continue  # whose files these are cannot be told
+        # Whoever has taken the lease over meanwhile has a marker here too.
+        directory.backend.locks.recheck()
         directory.remove_uploads(save)
         if directory.is_committed(save):
             directory.update_companion()  # it may have died before that

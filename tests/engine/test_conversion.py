@@ -104,7 +104,15 @@ def test_native_to_native_in_whole_tensors(checkpoint, tmp_path):
     assert verify_checkpoint(tmp_path / "out").ok
 
 
-@pytest.mark.parametrize("strategy", ["tp=2", "tp=2,pp=2,dp=2", "sharding=v2:3", "tp=2,sharding=v1:2", "dp=3"])
+MESHES = [
+    "mesh=2x2:dp,mp;sharding=stage1:dp",
+    "mesh=2x2:pp,mp",
+    "mesh=3:x;cube=S1;*.w=S0",
+    "mesh=2:dp;sharding=fusion:dp",
+]
+
+
+@pytest.mark.parametrize("strategy", ["tp=2", "tp=2,pp=2,dp=2", "sharding=v2:3", "tp=2,sharding=v1:2", "dp=3", *MESHES])
 def test_for_a_strategy_each_rank_has_what_it_would_have_saved(checkpoint, values, tmp_path, strategy):
     report = convert_checkpoint(checkpoint, tmp_path / "out", strategy=strategy, cuts=CUTS)
     same_tensors(checkpoint, tmp_path / "out")
@@ -121,6 +129,20 @@ def test_for_a_strategy_each_rank_has_what_it_would_have_saved(checkpoint, value
     }
     assert stored == has
     assert all("tensor parallelism" in note or "optimizer" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("form", ["torch_dcp", "paddle"])
+def test_other_formats_take_meshes_too(checkpoint, tmp_path, form):
+    """The same mesh as a text and as a file makes the same bytes, of the ranks that it has."""
+    said = {"mesh": {"shape": [2, 2], "dim_names": ["pp", "mp"]}, "placements": {"*.w": ["@0", "S1"]}}
+    (tmp_path / "mesh.json").write_text(json.dumps(said))
+    options = {"format": form, "cuts": CUTS, "states": False}
+    first = convert_checkpoint(checkpoint, tmp_path / "text", strategy="mesh=2x2:pp,mp;*.w=@0,S1", **options)
+    second = convert_checkpoint(checkpoint, tmp_path / "file", strategy=str(tmp_path / "mesh.json"), **options)
+    assert first.strategy == second.strategy == "mesh=2x2:pp,mp;*.w=@0,S1"
+    assert read_tree(tmp_path / "text") == read_tree(tmp_path / "file")
+    found = diff(checkpoint, tmp_path / "text")
+    assert (found.keys, found.only_in_second, found.unlike, found.differing) == (len(WEIGHTS), [], {}, {})
 
 
 def box_of(table, row):

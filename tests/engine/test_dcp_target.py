@@ -1,7 +1,7 @@
 """Conversion to checkpoints of torch.distributed.checkpoint: read back here, and by torch itself where there is one.
 
 With ``FLEXCKPT_TORCH_PYTHON`` (an interpreter that has torch) torch loads what was written: whole, into DTensors of one
-and two ranks, and by its own converter.
+and two ranks and of a mesh, into ShardedTensors, and by its own converter.
 """
 
 from __future__ import annotations
@@ -167,4 +167,4 @@ def test_torch_loads_it(checkpoint, values, tmp_path, way):
         check=False, timeout=300, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == [f"{kind}:{len(values)}" for kind in ("whole", "file", "1", "2")]
+    assert done.stdout.split() == [f"{kind}:{len(values)}" for kind in ("whole", "file", "1", "2", "layouts")]

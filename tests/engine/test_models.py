@@ -10,6 +10,7 @@ from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import ValidationError, concat
 from paddle_flexckpt.engine.models import layout_of, model_of, read_strategy
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
+from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import parse_mesh
 from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.engine.rehearsed import save
@@ -59,6 +60,44 @@ def test_layers_of_a_pipeline_are_shared_out_by_their_look(tmp_path):
     found, _ = layout_of(str(tmp_path), "pp=2")
     for rank in range(2):
         assert rows_of(found, rank) == rows_of(Layout(model, parse_strategy("pp=2")), rank)
+
+
+def wide(axis: int | None) -> Model:
+    """Weights of some MiB, between two that are small: replicas of them are split where a save shares them out."""
+    tensors = [ModelTensor("small", (16,))]
+    tensors += [ModelTensor(f"w{number}", (1000, 600), tp_axis=axis) for number in range(3)]
+    return Model((*tensors, ModelTensor("last", (600, 8), tp_axis=axis)), states=())
+
+
+def test_what_a_save_splits_among_replicas_is_no_cut_of_tensor_parallelism(tmp_path):
+    """Two ranks with the same share out 7 MB: the weight in the middle is stored in two parts of other sizes."""
+    save(tmp_path, Layout(wide(None), parse_strategy("dp=2")))
+    with pytest.raises(
+        ValidationError, match=r"parts of different sizes, as a save splits what several.*--cut 'w1=AXIS'"
+    ):
+        layout_of(str(tmp_path), "tp=2")
+    with pytest.raises(ValidationError, match="parts of different sizes"):
+        layout_of(str(tmp_path), "mesh=2x2:dp,mp")
+    found, _ = layout_of(str(tmp_path), "tp=2", cuts=[("w*", 1), ("last", 0)])
+    assert ("w1", "float32 [0:1000, 300:600] of [1000, 600]") in rows_of(found, 1)
+    # Nothing is cut by tensor parallelism here, so nobody has to say how.
+    assert rows_of(layout_of(str(tmp_path), "dp=2")[0], 1) == rows_of(Layout(wide(None), parse_strategy("dp=2")), 1)
+    assert layout_of(str(tmp_path), "mesh=2:dp")[0].strategy.ranks == 2
+
+
+def test_parts_of_columns_that_are_split_among_replicas_are_cut_along_both_axes(tmp_path):
+    save(tmp_path, Layout(wide(1), parse_strategy("tp=2,dp=2")))
+    with pytest.raises(ValidationError, match=r"parts along several axes.*--cut 'w.=AXIS'"):
+        layout_of(str(tmp_path), "tp=4")
+    assert rows_of(layout_of(str(tmp_path), "dp=2")[0], 1) == rows_of(Layout(wide(1), parse_strategy("dp=2")), 1)
+
+
+@pytest.mark.parametrize("mesh", ["mesh=3:mp", "mesh=7:mp"])
+def test_uneven_parts_of_a_mesh_are_a_cut(tmp_path, mesh):
+    """As Paddle cuts unevenly: as much as fits for each, and what is left for the last."""
+    save(tmp_path, MeshLayout(wide(0), parse_mesh(mesh)))
+    found, _ = layout_of(str(tmp_path), "tp=2")
+    assert ("w1", "float32 [500:1000, 0:600] of [1000, 600]") in rows_of(found, 1)
 
 
 def test_experts_are_spread(tmp_path):

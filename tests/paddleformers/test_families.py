@@ -23,7 +23,7 @@ import numpy as np
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.aoa.model_rules import model_rules
-from paddle_flexckpt.trainer.model_rules.live import _with_optional_patterns
+from paddle_flexckpt.trainer.model_rules.hf import with_optional_patterns
 from tests.aoa import test_model_rules as written
 from tests.aoa.test_families import EXPERTS, GROUPS, HEADS, hugging_face
 from tests.ramdisk import memory_directory
@@ -184,7 +184,7 @@ def differences(name: str, statements: list[str]) -> list[str]:
         weights.pop("lm_head.weight", None)
     with memory_directory() as path:
         fc.save_state_dict(weights, path, process_group="self")
-        theirs = made_by(list(_with_optional_patterns(statements)), path)
+        theirs = made_by(list(with_optional_patterns(statements)), path)
         ours = made_by(model_rules(case.family or name, case.variant, **case.given)["aoa_statements"], path)
     for pattern, text in {**(OF_FLEET if case.imitated else {}), **case.names}.items():
         theirs = {re.sub(pattern, text, key): value for key, value in theirs.items()}

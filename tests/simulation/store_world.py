@@ -12,6 +12,7 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.opening import open_storage
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulation.modules import process_state, simulated
 from paddle_flexckpt.testing.simulation.object_store import Conduct, Effect, ObjectStore
@@ -40,6 +41,7 @@ class StoreWorld:
         effects: Every change of the store as it took effect: when, what, and the version that its process was saving.
         done: Versions whose saves have reported success, in that order.
         failed: What saves have raised, by version.
+        broken: Moments at which a manifest was in place without the files that it names.
     """
 
     def __init__(self, seed: int, conduct: Conduct) -> None:
@@ -50,9 +52,20 @@ class StoreWorld:
         self._saving: dict[Process, int] = {}
         self.done: list[int] = []
         self.failed: dict[int, Exception] = {}
+        self.broken: list[str] = []
+        self._named: dict[str, set[str]] = {}
 
     def _note(self, effect: Effect) -> None:
         self.effects.append((self.scheduler.now, effect, self._saving.get(effect.process)))
+        directory, _, name = effect.key.rpartition("/")
+        if name.endswith(".manifest"):
+            files = [] if effect.data is None else Manifest.decode(effect.data, effect.key).files
+            self._named[effect.key] = {f"{directory}/{file}" for file in files}
+        for manifest, named in self._named.items():
+            if effect.key == manifest or effect.key in named:
+                missing = sorted(named - self.store.objects.keys())
+                if missing:
+                    self.broken.append(f"at {self.scheduler.now:.3f} s {manifest} names {missing}, which are not there")
 
     def start(self, function: Callable[[], Any], name: str = "job", node: str = "") -> Process:
         """Begin a process; what it does not catch is printed."""

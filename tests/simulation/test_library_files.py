@@ -246,6 +246,26 @@ def test_a_full_disk_is_an_error_and_the_old_checkpoint_stays(library):
     library.run(work)
 
 
+def test_a_seed_is_a_run():
+    """Each call, when it was made, and what is on disk in the end."""
+
+    def run(seed: int) -> tuple[list, dict]:
+        told = []
+
+        def note(kind: str, where: str) -> float:
+            told.append((world.scheduler.now, world.scheduler.process.pid, kind, where))
+            return 0.0
+
+        world = Library(seed=seed, on_call=note)
+        with world:
+            world.run(lambda: (save(1), save(2, async_save=True).result(), load(unique_id=1)))
+        return told, tree_of(world.disks[0])
+
+    first, again, other = run(1), run(1), run(2)
+    assert first == again and len(first[0]) > 100
+    assert first[0] != other[0] and first[1] != other[1]
+
+
 def calls_of_a_save(at: int | None, strike: Callable[[World], float], seed: int) -> tuple[int, World]:
     """A save over another one, at whose call number ``at`` something strikes; how many calls it made."""
     count = 0

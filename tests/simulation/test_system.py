@@ -9,6 +9,7 @@ import fcntl
 import inspect
 import mmap
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -356,6 +357,26 @@ def test_a_process_that_is_killed_may_have_written_a_part():
     assert {0, 100_000} < sizes and len(sizes) > 2, "nothing, all, or any part"
 
 
+def test_a_disk_that_gets_full_takes_what_it_has_room_for():
+    counts = set()
+    for seed in range(20):
+        world = World(seed=seed)
+        world.disks[0].capacity = 50_000
+
+        def work(world=world) -> None:
+            descriptor = world.os.open("/f", os.O_WRONLY | os.O_CREAT)
+            first = world.os.write(descriptor, b"x" * 100_000)
+            counts.add(first)
+            while first < 50_000:
+                first += world.os.write(descriptor, b"x" * 100_000)
+            with pytest.raises(OSError, match="No space left"):
+                world.os.write(descriptor, b"x")
+
+        world.run(work)
+        assert world.disks[0].used == 50_000
+    assert counts == {50_000}
+
+
 def test_a_dead_process_makes_no_call():
     world, seen = World(), []
 
@@ -462,3 +483,26 @@ def test_the_simulation_has_every_name_that_the_library_uses():
         if (found := unknown_names(ast.parse(inspect.getsource(module)), provided))
     }
     assert missing == {}
+
+
+# Rooms whose modules use files and do not run in the simulation.
+NOT_SIMULATED = {
+    "aoa": "reads the user's file of statements, if the call names one",
+    "cli": "commands, by which a person looks at checkpoints; they call functions of the rooms that are simulated",
+    "pages": "writes pictures of reports, for people",
+    "patching": "changes installed packages",
+    "testing": "the worlds of tests themselves",
+    "trainer": "other programs' trainers, which bring Paddle and processes of their own",
+}
+
+
+def test_what_uses_files_is_simulated_or_has_a_reason():
+    package = Path(inspect.getfile(library_modules()[0])).parent
+    simulated = {Path(inspect.getfile(module)) for module in library_modules()}
+    uses = re.compile(r"^import (os|fcntl|mmap|shutil|io)$|^from (os|pathlib|tempfile|shutil)\b|\bopen\(", re.MULTILINE)
+    rooms = {
+        path.relative_to(package).parts[0].removesuffix(".py")
+        for path in package.rglob("*.py")
+        if path not in simulated and uses.search(path.read_text(encoding="utf-8"))
+    }
+    assert rooms - NOT_SIMULATED.keys() == set()

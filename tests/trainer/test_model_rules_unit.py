@@ -233,3 +233,14 @@ def test_a_class_of_a_script_has_the_library_s_table(monkeypatch):
     actions = {"h.0.mlp.two.weight": partial(get_tensor_parallel_split_func(), is_naive_2fuse=True)}
     monkeypatch.setattr(Model, "actions", actions)
     assert {layer.path for layer in fused_layers(ModelOfAScript())} > {"h.0.mlp.two"}
+
+
+class Asks(Model):
+    """As PaddleNLP's OPT, which asks the model inside for what it lacks, and that may not be there yet."""
+
+    def __getattr__(self, name):
+        raise RecursionError(name)
+
+
+def test_a_model_of_tables_is_not_asked_for_statements():
+    assert {layer.path for layer in fused_layers(Asks())} == {"gate_up_fused_proj", "up_gate_proj"}

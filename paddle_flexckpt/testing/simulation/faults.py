@@ -10,12 +10,11 @@ import functools
 import os
 import signal
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paddle_flexckpt.testing.simulation.scenario import MOMENTS, Fault
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.testing.simulation.cluster import Cluster, Job
     from paddle_flexckpt.testing.simulation.scheduler import Node, Process
 
 _ON_NETWORK = frozenset(("send", "recv", "connect", "accept", "select"))
@@ -41,7 +40,7 @@ class Faults:
         states: What the ranks were doing when something struck: see :meth:`state`.
     """
 
-    def __init__(self, cluster: Cluster, schedule: tuple[Fault, ...]) -> None:
+    def __init__(self, cluster: Any, schedule: tuple[Fault, ...]) -> None:
         self._cluster = cluster
         self._armed: list[Armed] = []
         self._slowness = 0.0
@@ -148,7 +147,7 @@ class Faults:
         first = phases[:1] or ["none"]
         return (kind, first[0], *sorted({*phases[1:], *writers}))
 
-    def _job(self, target: str) -> Job:
+    def _job(self, target: str) -> Any:
         jobs = self._cluster.jobs
         return jobs[1] if target.startswith("b/") and len(jobs) > 1 else jobs[0]
 

@@ -5,16 +5,13 @@ Tested in tests/simulation/test_cluster.py.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from paddle_flexckpt.testing.simulation.cluster import Cluster
+from typing import Any
 
 
 class Person:
     """Act on the directories of steps, past all locks. The ledger expects nothing of these any more."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: Any) -> None:
         self._cluster = cluster
         self._backups: dict[str, dict[str, bytes]] = {}
         self._count = 0

@@ -26,7 +26,6 @@ from paddle_flexckpt.manager.policies import KeepPolicy, SaveEvery
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.testing.simulation.cluster import Job
     from paddle_flexckpt.testing.simulation.scheduler import Process, Scheduler
 
 SHAPES: dict[str, tuple[int, ...]] = {"layer.weight": (8, 6), "layer.bias": (5,), "moment": (7, 3), "table": (3, 2)}
@@ -154,7 +153,7 @@ class Script:
         stage: What it is doing, for the errors of all ranks to be compared.
     """
 
-    def __init__(self, job: Job, rank: int, size: int) -> None:
+    def __init__(self, job: Any, rank: int, size: int) -> None:
         self.job, self.rank, self.size = job, rank, size
         self.incarnation, self.layout = job.incarnation, job.incarnation % 2
         self.scenario, self.ledger = job.cluster.scenario, job.cluster.ledger

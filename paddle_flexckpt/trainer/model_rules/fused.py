@@ -64,8 +64,9 @@ def _fused_by_statements(model: Any) -> list[FusedLayer]:
     These are from Hugging Face's weights. PaddleFleet gives some models theirs as attributes of their own, which go
     before what their class says.
     """
-    method = getattr(model, "_gen_aoa_config", None)
-    if method is None or not _is_of(model, "paddleformers.", "paddlefleet."):
+    # Other libraries' models need not answer at all.
+    method = getattr(model, "_gen_aoa_config", None) if _is_of(model, "paddleformers.", "paddlefleet.") else None
+    if method is None:
         return []
     found: dict[str, str] = {}
     for statement in method(model.config)["aoa_statements"]:

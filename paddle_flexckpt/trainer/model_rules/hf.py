@@ -11,11 +11,13 @@ import copy
 import importlib
 import itertools
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import model_rules
+from paddle_flexckpt.aoa.names import parse_name
+from paddle_flexckpt.aoa.parser import Statement, parse_program
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.trainer.model_rules.fused import FusedLayer, fused_layers, layer_of
 from paddle_flexckpt.trainer.model_rules.layers import qualified_name
@@ -53,9 +55,9 @@ def hf_rules(model_class: type, config: Any) -> dict[str, AoaConfig]:
     """
     model_class = without_pipeline(model_class)
     if hasattr(model_class, "_gen_aoa_config"):
-        given: AoaConfig = model_class._gen_aoa_config(config)
+        given = _as_in_paddle(model_class._gen_aoa_config(config))
         back_again = getattr(model_class, "_gen_inv_aoa_config", None)
-        return {"from_hf": given, "to_hf": invert(given) if back_again is None else back_again(config)}
+        return {"from_hf": given, "to_hf": invert(given) if back_again is None else _as_in_paddle(back_again(config))}
     if model_class.__name__ in _FAMILIES:
         family, prefix = _FAMILIES[model_class.__name__]
         return {way: model_rules(family, "plain", way, prefix=prefix) for way in ("from_hf", "to_hf")}
@@ -83,6 +85,32 @@ def without_pipeline(model_class: type) -> type:
     module = importlib.import_module(model_class.__module__[: -len("_pp")])
     found: type = getattr(module, model_class.__name__[: -len("Pipe")], model_class)
     return found
+
+
+def _as_in_paddle(given: AoaConfig) -> AoaConfig:
+    return {**given, "aoa_statements": list(with_optional_patterns(given["aoa_statements"]))}
+
+
+def with_optional_patterns(texts: Sequence[str]) -> Iterator[str]:
+    """Yield a library's statements, of which those whose pattern matches nothing are none, as in Paddle's own engine.
+
+    Libraries have one list for models with and without biases, experts and further layers. A target that nothing feeds
+    is an error of the load all the same.
+    """
+    for number, text in enumerate(texts, start=1):
+        statements = parse_program([text], number) if "$" in text else []
+        if not any(map(_lacks_optional, statements)):
+            yield text
+            continue
+        for statement in statements:
+            written, end = statement.place.text, statement.tokens[-1].end - 1
+            tag = ", optional" if _lacks_optional(statement) else ""
+            yield f"{written[:end]}{tag}{written[end:]}"
+
+
+def _lacks_optional(statement: Statement) -> bool:
+    names = (*statement.left, *statement.right)
+    return not statement.has("optional") and any(parse_name(each.name).placeholders for each in names)
 
 
 _Statement = tuple[tuple[str, ...], str]

@@ -15,18 +15,17 @@ import importlib
 import inspect
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from paddle_flexckpt.aoa.config import read_config
 from paddle_flexckpt.aoa.errors import AoaError, shorten
 from paddle_flexckpt.aoa.invert import inverse_texts
-from paddle_flexckpt.aoa.names import parse_name
-from paddle_flexckpt.aoa.parser import Statement, parse_program
+from paddle_flexckpt.aoa.parser import parse_program
 from paddle_flexckpt.aoa.union import united_statements
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
-from paddle_flexckpt.trainer.model_rules.hf import hf_rules, without_pipeline
+from paddle_flexckpt.trainer.model_rules.hf import hf_rules, with_optional_patterns, without_pipeline
 from paddle_flexckpt.trainer.model_rules.layers import qualified_name
 
 _HAND_WRITTEN = {"from_hf": "_gen_aoa_config", "to_hf": "_gen_inv_aoa_config"}
@@ -97,7 +96,7 @@ def aoa_config_of(
     def generate() -> tuple[tuple[list[str], bool], bytes]:
         given = read_config(protocol.generate())
         if protocol.name != _TABLE:
-            given = dataclasses.replace(given, statements=tuple(_with_optional_patterns(given.statements)))
+            given = dataclasses.replace(given, statements=tuple(with_optional_patterns(given.statements)))
         # A list that is equal on all ranks need not travel.
         return (list(given.statements), given.reverse), hashlib.sha256(repr(given).encode()).digest()
 
@@ -177,28 +176,6 @@ def _of_all_ranks(own: list[str], is_reverse: bool, comm: Communicator) -> list[
             _CONTEXT,
         )
     return united_statements({rank: statements for rank, (statements, _) in told.items()})
-
-
-def _with_optional_patterns(texts: Sequence[str]) -> Iterator[str]:
-    """Yield a library's statements, of which those whose pattern matches nothing are none, as in Paddle's own engine.
-
-    Libraries have one list for models with and without biases, experts and further layers. A target that nothing feeds
-    is an error of the load all the same.
-    """
-    for number, text in enumerate(texts, start=1):
-        statements = parse_program([text], number) if "$" in text else []
-        if not any(map(_lacks_optional, statements)):
-            yield text
-            continue
-        for statement in statements:
-            written, end = statement.place.text, statement.tokens[-1].end - 1
-            tag = ", optional" if _lacks_optional(statement) else ""
-            yield f"{written[:end]}{tag}{written[end:]}"
-
-
-def _lacks_optional(statement: Statement) -> bool:
-    names = (*statement.left, *statement.right)
-    return not statement.has("optional") and any(parse_name(each.name).placeholders for each in names)
 
 
 def _protocol_of(model: Any, direction: str, config: Any) -> _Protocol:
