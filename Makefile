@@ -169,6 +169,18 @@ test-crash: $(TEST_STAMP) ## stop saves before each of their calls on files, cut
 	@echo "[make] crash points"
 	@$(BIN)/python -m tests.crash.enumerate --jobs 2
 
+# On each file system, and in each of ext4's modes.
+STATES ?= 2000
+
+.PHONY: test-filesystems
+test-filesystems: $(TEST_STAMP) ## cut the power under ext4, XFS and btrfs, STATES times each; needs root, xfsprogs and btrfs-progs
+	@echo "[make] crash states of real file systems"
+	@$(BIN)/python -m tests.filesystems.campaign --states $(STATES) --jobs 2
+	@for kind in data directory manifest; do \
+		echo "[make] without the fsync of $$kind, which has to be found"; \
+		$(BIN)/python -m tests.filesystems.campaign --states 40 --jobs 2 --only "manager: one goes, 1" --left-out $$kind; \
+	done
+
 SEEDS ?= 1000
 FIRST ?= 0
 .PHONY: test-simulation
