@@ -156,6 +156,13 @@ def test_torch_loads_it(checkpoint, values, tmp_path, way):
     python = os.environ.get("FLEXCKPT_TORCH_PYTHON")
     if not python:
         pytest.skip("FLEXCKPT_TORCH_PYTHON names no interpreter with torch")
+    command = [python, load_torch_dcp.__file__, *DTYPES]
+    known = subprocess.run(command, check=True, timeout=300, capture_output=True, text=True).stdout.split()
+    if len(known) < len(DTYPES):  # torch before 2.5
+        assert not set(DTYPES) - set(known) - {"uint16", "uint32", "uint64"}
+        values = {key: array for key, array in values.items() if EVERY[key][0] in known}
+        checkpoint = tmp_path / "in"
+        save(checkpoint, values)
     convert_checkpoint(checkpoint, tmp_path / "out", format="torch_dcp", **WAYS[way])
     expected = {
         key: {"dtype": EVERY[key][0], "shape": list(array.shape), "data": array.tobytes().hex()}

@@ -4,13 +4,17 @@ It runs in an interpreter that has torch, and imports nothing of this repository
 type, shape and bytes of each tensor. They are loaded whole, by torch's converter into a file of ``torch.save``, into
 DTensors of one and two ranks along each axis, and on four ranks into DTensors of a mesh of two axes and into
 ShardedTensors of unequal rows. Any difference ends it with an error.
+
+``python load_torch_dcp.py NAME ...`` with names of element types prints those that this torch reads back itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
+import pickle
 import sys
 import tempfile
 import warnings
@@ -161,5 +165,25 @@ def main(directory: str, path: str) -> None:
         print(f"layouts:{len(expected)}")
 
 
+def known(names: list[str]) -> list[str]:
+    """Return the element types that torch saves and loads: torch 2.4 has uint16, and does neither."""
+    import torch
+
+    found = []
+    for name in names:
+        file = io.BytesIO()
+        try:
+            torch.save(torch.zeros(1, dtype=torch.uint8).to(getattr(torch, name)), file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except (KeyError, pickle.UnpicklingError):
+            continue
+        found.append(name)
+    return found
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if os.path.exists(sys.argv[1]):
+        main(*sys.argv[1:])
+    else:
+        print(*known(sys.argv[1:]))

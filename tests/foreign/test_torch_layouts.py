@@ -1,7 +1,7 @@
 """Checkpoints of torch.distributed.checkpoint with uneven shards, of ShardedTensor, meshes and FSDP, bit for bit.
 
 ``data/torch_sharded_tensor`` and ``data/torch_meshes`` are of torch 2.13.0 on four ranks. With
-``FLEXCKPT_TORCH_PYTHON`` they are written anew, and a model under FSDP2 with its optimizer.
+``FLEXCKPT_TORCH_PYTHON`` they are written anew, and a model under FSDP2 and under the first FSDP with its optimizer.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def test_meshes_of_one_and_two_axes():
     assert sorted(shape for _, _, shape in boxes(path, "line.uneven") if shape[0]) == [(1, 3), (3, 3), (3, 3), (3, 3)]
 
 
-@pytest.mark.parametrize("kind", ["sharded_tensor", "meshes", "fsdp"])
+@pytest.mark.parametrize("kind", ["sharded_tensor", "meshes", "fsdp", "fsdp1"])
 def test_what_torch_writes_now(tmp_path, kind):
     python = os.environ.get("FLEXCKPT_TORCH_PYTHON")
     if not python:
@@ -77,6 +77,7 @@ def test_what_torch_writes_now(tmp_path, kind):
     command = [python, make_torch_layouts.__file__, str(tmp_path / "new"), kind]
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     arrays = check(tmp_path / "new")
-    if kind == "fsdp":
-        assert {"model.0.weight", "optim.state.0.weight.exp_avg", "optim.state.3.bias.step"} <= set(arrays)
-        assert len(boxes(tmp_path / "new", "model.0.weight")) == 4
+    if kind.startswith("fsdp"):
+        name = "optim.state.3.bias.step" if kind == "fsdp" else "optim.state.2.bias.step"
+        assert {"model.0.weight", "optim.state.0.weight.exp_avg", name} <= set(arrays)
+        assert len(boxes(tmp_path / "new", "model.0.weight")) == (4 if kind == "fsdp" else 3)
