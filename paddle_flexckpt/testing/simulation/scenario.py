@@ -161,10 +161,10 @@ _ENDS = ("kill_rank", "kill_writer", "kill_node", "kill_job", "terminate_job")
 _STOPS = ("stop_rank", "stop_writer", "stop_node", "stop_job")
 _NETWORK = ("slow_network", "partition")
 _CLOCKS = ("clock_jump", "clock_rate")
-_STORAGE = ("disk_full", "disk_slow", "disk_read_only", "disk_gone", "io_error")
-_OBJECTS = ("store_errors", "store_lost_answers", "store_stale", "store_slow")
+_STORAGE = ("disk_full", "disk_slow", "disk_read_only", "disk_gone", "io_error", "slow_call")
+_OBJECTS = ("store_errors", "store_lost_answers", "store_stale", "store_slow", "slow_call")
 _PERSON = ("person_copies", "person_moves", "person_deletes", "person_restores")
-KINDS = (*_ENDS, *_STOPS, *_NETWORK, *_CLOCKS, *_STORAGE, *_OBJECTS, "power_loss", *_PERSON)
+KINDS = tuple(dict.fromkeys((*_ENDS, *_STOPS, *_NETWORK, *_CLOCKS, *_STORAGE, *_OBJECTS, "power_loss", *_PERSON)))
 # Errors of calls on files: EIO, ENOSPC, EDQUOT, ESTALE.
 _ERRORS = (5, 5, 28, 122, 116)
 
@@ -187,7 +187,8 @@ def draw_meeting(choose: random.Random, scenario: Scenario) -> list[Fault]:
     who = "writer" if scenario.is_async and choose.random() < 0.7 else "rank"
     moments = ["manifest begun", "manifest put in place", "fsync", "part", "listing", "lease", "any call"]
     seconds = choose.choice([0.5, 5.0, 40.0, 300.0, 2500.0])
-    held = Fault(f"stop_{who}", begin, f"{who}:0", _moment(choose, moments), choose.choice([1, 1, 1, 2, 3]), seconds)
+    how = choose.choice([f"stop_{who}", "slow_call"])
+    held = Fault(how, begin, f"{who}:0", _moment(choose, moments), choose.choice([1, 1, 1, 2, 3]), seconds)
     kind = choose.choice(["kill", "kill", "kill", "stop"])
     if choose.random() < 0.3:
         who = "rank"
