@@ -214,7 +214,7 @@ class LeaseLock(SaveLock):
 
     def handover(self) -> tuple[dict[str, Any], int | None]:
         """Implement the base class; there is no descriptor."""
-        return {"kind": "lease", "claim": asdict(self._claim), "renewed_at": self._renewed_at}, None
+        return {"kind": "lease", "claim": asdict(self._claim)}, None
 
     def detach(self) -> None:
         """Implement the base class."""
@@ -321,8 +321,11 @@ class LeaseLocks(Locks):
             return super().adopt(token, descriptor)
         claim = Claim(**token["claim"])
         claim = replace(claim, host=socket.gethostname(), pid=os.getpid(), counter=claim.counter + 1)
-        # The clock is the host's. Who hands the lease over renews it meanwhile; how lately is not known.
-        renewed_at = max(token["renewed_at"], time.monotonic() - claim.seconds * _CERTAIN)
+        # Who hands the lease over renews it until this returns; how lately is not known. A first request may take long,
+        # as it connects, so it is made before.
+        with contextlib.suppress(OSError):
+            _read(self._backend)
+        renewed_at = time.monotonic() - 2 * claim.seconds / _RENEWALS
         self._lease = LeaseLock(self._backend, claim, renewed_at)
         return self._lease
 

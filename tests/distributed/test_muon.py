@@ -22,6 +22,7 @@ from paddle.distributed import fleet
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.live.rehearsal import layout_of_model
 from paddle_flexckpt.live.state import open_state
 from paddle_flexckpt.parallel.slices import shaped_view
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
@@ -392,6 +393,14 @@ def describe(dtype):
         return rows_of(open_state(Job("muon", dtype=dtype).state(), dist.get_rank()).catalog)
 
 
+def describe_live(dtype):
+    """What the layout of a live model and its Muon, built on one rank, says of each rank."""
+    with paddle_with_muon():
+        job = Job("single", dtype=dtype)
+        layout, _ = layout_of_model(job.net, "sharding=muon:2", optimizer=job.inner)
+        return [rows_of(layout.catalog(rank)) for rank in range(2)]
+
+
 LACKS = ("moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
 
 
@@ -409,10 +418,12 @@ def test_a_layout_equals_what_ranks_describe(world2, dtype):
         ModelTensor("frozen.bias", (1,), dtype, is_trained=False),
     ]
     layout = Layout(Model(tuple(tensors)), parse_strategy("sharding=muon:2"))
+    live = world2.run(describe_live, dtype=dtype)[0]
     for rank, real in enumerate(world2.run(describe, dtype=dtype)):
         said = rows_of(layout.catalog(rank))
         assert said == real
         assert [*said] == [*real]
+        assert live[rank] == real
 
 
 def test_half_precision_on_two_and_four_ranks(world2, world4, tmp_path):
