@@ -43,7 +43,7 @@ BENCH_PEERS ?= torch==2.13.* safetensors orbax-checkpoint jax numpy
 TORCH_VENV ?= .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.stamp
 TORCH_WRITERS ?= megatron-core==0.16.* deepspeed==0.19.*
-TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_records.py torch_saving.py dcp_safetensors.py megatron.py deepspeed.py) \
+TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_layouts.py torch_records.py torch_saving.py dcp_safetensors.py megatron.py deepspeed.py) \
 	tests/engine/test_dcp_target.py tests/aoa/test_families.py
 # mkdocs and its theme, which read the code but do not import Paddle.
 DOCS_VENV ?= .venv-docs
@@ -168,6 +168,18 @@ fuzz: $(TEST_STAMP) ## search for bytes that readers choke on, for FUZZ_SECONDS;
 test-crash: $(TEST_STAMP) ## stop saves before each of their calls on files, cut the power, fail each call: all points
 	@echo "[make] crash points"
 	@$(BIN)/python -m tests.crash.enumerate --jobs 2
+
+# On each file system, and in each of ext4's modes.
+STATES ?= 2000
+
+.PHONY: test-filesystems
+test-filesystems: $(TEST_STAMP) ## cut the power under ext4, XFS and btrfs, STATES times each; needs root, xfsprogs and btrfs-progs
+	@echo "[make] crash states of real file systems"
+	@$(BIN)/python -m tests.filesystems.campaign --states $(STATES) --jobs 2
+	@for kind in data directory manifest; do \
+		echo "[make] without the fsync of $$kind, which has to be found"; \
+		$(BIN)/python -m tests.filesystems.campaign --states 40 --jobs 2 --only "manager: one goes, 1" --left-out $$kind; \
+	done
 
 SEEDS ?= 1000
 FIRST ?= 0

@@ -98,12 +98,12 @@ CASES = {
     "two-v2": Case(1024, ranks=2, source="flat", others=("Paddle",), pairs=3),
     "two-to-four": Case(1024, ranks=2, loading=4, others=("Paddle", "DCP"), pairs=3),
     "four-1024": Case(1024, ranks=4, others=("Paddle", "DCP"), pairs=3),
-    "four-publish": Case(64, ranks=4, loads=(), publish=True, pairs=7),
+    "four-publish": Case(64, ranks=4, loads=(), publish=True, pairs=9),
     # On disk.
     "disk-64": Case(64, ranks=2, others=(*PADDLE, *PEERS), disk=True, pairs=5),
     "disk-1024": Case(1024, ranks=2, others=("Paddle", "DCP"), disk=True, pairs=5),
     "disk-16384": Case(16384, kib=32, ranks=2, disk=True, pairs=3),
-    "disk-publish": Case(64, ranks=4, loads=(), publish=True, disk=True, pairs=7),
+    "disk-publish": Case(64, ranks=4, loads=(), publish=True, disk=True, pairs=9),
 }
 
 

@@ -9,7 +9,7 @@ import fnmatch
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -226,6 +226,7 @@ def model_of(
         if state:
             found.setdefault(base, {})[state] = key
     axes, layers, experts = _stored_cuts(stored), layer_places(names, infos), expert_numbers(names)
+    kept = kept_states(found, infos)
     problems: list[Problem | str] = []
     tensors = []
     for name in names:
@@ -237,15 +238,14 @@ def model_of(
                 problems.append(Problem(_UNCLEAR[axis], key=name, remedy=remedy))
             axis = None
         trained = not found or name in found
-        info = infos[name]
+        info, lacks = infos[name], lacking_states(found.get(name, {}), kept)
         tensors.append(
-            ModelTensor(name, info.shape, info.dtype, axis, layers[0].get(name, ()), trained, experts.get(name))
+            ModelTensor(name, info.shape, info.dtype, axis, layers[0].get(name, ()), trained, experts.get(name), lacks)
         )
     if problems:
         raise ValidationError(problems)
     tensors.sort(key=lambda tensor: tensor.layers[:1] or (-1,))
-    kept = kept_states(found, infos) if states else ()
-    return Model(tuple(tensors), layers[1], layers[2], kept, state_dtype(found, infos))
+    return Model(tuple(tensors), layers[1], layers[2], kept if states else (), state_dtype(found, infos))
 
 
 def _stored_cuts(stored: Catalog) -> dict[str, int]:
@@ -327,6 +327,11 @@ def kept_states(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, Tens
     }
     order = sorted(suffixes, key=lambda suffix: (usual.index(suffix) if suffix in usual else len(usual), suffix))
     return tuple(State(suffix, suffix in scalars, suffix == MASTER) for suffix in order)
+
+
+def lacking_states(own: Collection[str], kept: Sequence[State]) -> tuple[str, ...]:
+    """Return which states a parameter has not that others have, master weights apart; none where it has none."""
+    return tuple(state.suffix for state in kept if state.suffix not in own and not state.is_master) if own else ()
 
 
 def state_dtype(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, TensorInfo]) -> str:

@@ -8,13 +8,19 @@ Tested in tests/live/test_publishing.py.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.engine.tensor_files import OutputDirectory, TensorFile, index_file, make_index
 from paddle_flexckpt.media.local import OutputParts
+
+# Files that a rank opens at a time to find one to which no other rank writes.
+LOOKED_AT = 8
 
 
 class ModelFiles:
@@ -53,7 +59,7 @@ class ModelFiles:
                 self._begin[name], end = end, end + infos[name].nbytes
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="flexckpt")
         self._futures: list[Future[None]] = []
-        self._open: tuple[str, OutputParts] | None = None
+        self._open: dict[str, OutputParts] = {}
 
     def begin(self, own: Sequence[TensorFile], removes_all: bool) -> None:
         """Begin shared files, each on the rank whose it is.
@@ -65,9 +71,9 @@ class ModelFiles:
         if not self.is_shared:
             return
         for file in self._all if removes_all else own:
-            self._output.will_write(file.name, self._unfinished(file))
-        for file in reversed(own):  # the first one stays open
-            self._parts(file).write_at(file.header, 0)
+            self._output.will_write(file.name, self._unfinished(file.name))
+        for file in own:
+            self._parts(file.name).write_at(file.header, 0)
 
     def writer(self, name: str) -> Callable[[memoryview, int], None]:
         """Return what writes bytes of a tensor from one of them on; errors as of the backend.
@@ -76,7 +82,7 @@ class ModelFiles:
         """
         file, begin = self.files[name], self._begin[name]
         if self.is_shared:
-            parts = self._parts(file)
+            parts = self._parts(file.name)
             return lambda data, offset: parts.write_at(data, begin + offset)
 
         def append(data: memoryview, offset: int) -> None:
@@ -86,23 +92,37 @@ class ModelFiles:
 
         return append
 
-    def _unfinished(self, file: TensorFile) -> str:
-        return f"{file.name}.{self._token}.tmp"
+    def _unfinished(self, file: str) -> str:
+        return f"{file}.{self._token}.tmp"
 
-    def _unfinished_path(self, file: TensorFile) -> str:
-        return self._output.backend.where(self._unfinished(file))
+    def _parts(self, file: str) -> OutputParts:
+        """Return a shared file to write parts to."""
+        if file not in self._open:
+            self._open[file] = OutputParts(self._output.backend.where(self._unfinished(file)))
+        return self._open[file]
 
-    def _parts(self, file: TensorFile) -> OutputParts:
-        """Return a file to write parts to; the one before is flushed meanwhile."""
-        if self._open is None or self._open[0] != file.name:
-            self._flush()
-            self._open = file.name, OutputParts(self._unfinished_path(file))
-        return self._open[1]
+    @contextlib.contextmanager
+    def turn(self, files: Iterable[str]) -> Iterator[str]:
+        """Take a turn at writing to one of some shared files: the first to which no other rank writes."""
+        some = list(itertools.islice(files, LOOKED_AT))
+        file = next((file for file in some if self._parts(file).take_turn(wait=False)), None)
+        if file is None:
+            file = some[0]
+            self._parts(file).take_turn(wait=True)
+        try:
+            yield file
+        finally:
+            self._parts(file).end_turn()
 
-    def _flush(self) -> None:
-        if self._open is not None:
-            parts, self._open = self._open[1], None
-            self.meanwhile(lambda: _flush(parts))
+    def flush(self) -> None:
+        """Make durable what this rank has written to shared files."""
+        for parts in self._open.values():
+            parts.make_durable()
+
+    def flush_meanwhile(self, file: str) -> None:
+        """Have the thread make durable what this rank has written to a shared file: it writes nothing more to it."""
+        if file in self._open:
+            self.meanwhile(functools.partial(_flush, self._open.pop(file)))
 
     def meanwhile(self, work: Callable[[], None]) -> None:
         """Do something in the thread, after all that it was given before."""
@@ -117,7 +137,8 @@ class ModelFiles:
     def make_durable(self) -> None:
         """Make durable what this rank has written; raise what failed in the thread, too."""
         self.wait()
-        self._flush()
+        for file in [*self._open]:
+            self.flush_meanwhile(file)
         self.wait()
 
     def commit(self, prefix: str) -> None:
@@ -129,7 +150,7 @@ class ModelFiles:
         backend = self._output.backend
         if self.is_shared:
             for file in self._all:
-                os.rename(self._unfinished_path(file), backend.where(file.name))
+                os.rename(backend.where(self._unfinished(file.name)), backend.where(file.name))
         if len(self._all) == 1:
             backend.sync()
             return
@@ -144,8 +165,8 @@ class ModelFiles:
     def close(self) -> None:
         """End the thread, and close what is open."""
         self._thread.shutdown(wait=True, cancel_futures=True)
-        if self._open is not None:
-            self._open[1].close()
+        for parts in self._open.values():
+            parts.close()
 
 
 def _flush(parts: OutputParts) -> None:

@@ -8,7 +8,7 @@ Tested in tests/live/test_owned_pieces.py and tests/live/test_publishing.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,8 @@ from paddle_flexckpt.progress import Meter
 
 # A run has so many bytes on average, or a tensor has few of them.
 RUN_BYTES, FEW_RUNS = 16 << 10, 256
+# Another rank may write to a file after about so many bytes.
+TURN_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,7 @@ class OwnedPieces:
     @property
     def nbytes(self) -> int:
         """Return how many bytes this rank writes."""
-        return int((self.pieces.size * self.targets.itemsize[self.pieces.target]).sum())
+        return int(self._lengths.sum())
 
     @property
     def tensors(self) -> int:
@@ -50,7 +52,7 @@ class OwnedPieces:
         return len(np.unique(self.pieces.target))
 
     def write(self, storage: Callable[[int], AnyStorage], files: ModelFiles, rank: int, meter: Meter) -> None:
-        """Write this rank's pieces: first to its own files, so that at any time ranks write to different ones.
+        """Write this rank's pieces, in turns: to its own files first, and then to others, if no other rank does.
 
         Args:
             storage: Gives this rank's memory of a source.
@@ -62,12 +64,36 @@ class OwnedPieces:
             OSError: The medium refused.
         """
         first = int((self.targets.rank < rank).sum())
-        order = np.argsort((self.pieces.target - first) % max(len(self.targets), 1), kind="stable")
-        rows, sources = self.pieces.target[order].tolist(), self.pieces.source[order].tolist()
-        for number, (piece, row, source) in enumerate(zip(order.tolist(), rows, sources)):
-            write = files.writer(files.names[row])
-            write_piece(self.pieces.copy(piece), storage(source), write, meter.add)
-            meter.add(0, items=int(row not in rows[number + 1 : number + 2]))
+        left: dict[str, list[int]] = {}
+        for piece in np.argsort((self.pieces.target - first) % max(len(self.targets), 1), kind="stable").tolist():
+            left.setdefault(files.files[files.names[self.pieces.target[piece]]].name, []).append(piece)
+        for pieces in left.values():
+            pieces.reverse()
+        rows, sources, begins = (p.tolist() for p in (self.pieces.target, self.pieces.source, self.pieces.source_base))
+        sizes, straight = self._lengths.tolist(), self.pieces.is_straight.tolist()
+        places = (self.pieces.target_base * self.targets.itemsize[self.pieces.target]).tolist()
+        while left:
+            with files.turn(left) as file:
+                nbytes, pieces = 0, left[file]
+                while pieces and nbytes < TURN_BYTES:
+                    piece = pieces.pop()
+                    write, memory = files.writer(files.names[rows[piece]]), storage(sources[piece])
+                    if straight[piece] and isinstance(memory, np.ndarray):
+                        values = memory[begins[piece] :][: sizes[piece] // memory.itemsize].view(np.uint8)
+                        write_runs([values], sizes[piece], [places[piece]], write, meter.add)
+                    else:
+                        write_piece(self.pieces.copy(piece), memory, write, meter.add)
+                    nbytes += sizes[piece]
+                    # A tensor's pieces follow each other.
+                    meter.add(0, items=int(not pieces or rows[pieces[-1]] != rows[piece]))
+            if not pieces:
+                del left[file]
+                files.flush_meanwhile(file)
+
+    @property
+    def _lengths(self) -> np.ndarray:
+        """Return int64 per piece, its bytes."""
+        return self.pieces.size * self.targets.itemsize[self.pieces.target]
 
 
 def no_pieces(targets: Catalog) -> OwnedPieces:
@@ -113,12 +139,23 @@ def write_piece(
     """
     copy, itemsize = copy.in_target_order(), storage.dtype.itemsize
     length, starts = copy.target_runs()
-    nbytes, run, at = length * itemsize, 0, 0
-    for values in pack_copy(copy, storage):
-        left = memoryview(values)
+    write_runs(pack_copy(copy, storage), length * itemsize, [start * itemsize for start in starts], write, done)
+
+
+def write_runs(
+    values: Iterable[np.ndarray],
+    nbytes: int,
+    starts: Sequence[int],
+    write: Callable[[memoryview, int], None],
+    done: Callable[[int], None],
+) -> None:
+    """Write runs of ``nbytes`` each to where they start; ``values`` are their bytes, the other arguments as above."""
+    run, at = 0, 0
+    for array in values:
+        left = memoryview(array)
         while len(left):
             part = left[: min(nbytes - at, CHUNK_BYTES)]
-            write(part, starts[run] * itemsize + at)
+            write(part, starts[run] + at)
             done(len(part))
             left, at = left[len(part) :], at + len(part)
             if at == nbytes:

@@ -359,6 +359,7 @@ class Publication:
             self._files.writer(name)(data, begin)
             self._meter.add(data.nbytes, items=int(begin + data.nbytes == info.nbytes))
             del data  # before the next one is taken
+        self._files.flush()
 
     def _end_writing(self) -> None:
         """Make durable what this rank has written. When all ranks have said so, one commits: others may not know."""

@@ -19,6 +19,7 @@ from paddle_flexckpt.engine import rehearsal
 from paddle_flexckpt.engine.models import (
     expert_numbers,
     kept_states,
+    lacking_states,
     layer_places,
     layout_of,
     noted_layout,
@@ -156,16 +157,16 @@ def describe_model(
         notes.append("the job has AdamW, with master weights for half precision, in the order of the model")
         trained = _trainable(shards)
     places, layers, counted = _layers(model, shards, infos, seg_method)
-    tensors = []
+    tensors, kept = [], kept_states(found, infos)
     for key in _in_order(optimizer, shards):
         weight = shards[key]
         given = [axis for glob, axis in cuts if fnmatchcase(key, glob)]
         axis = given[0] if given else _split_axis(weight)
         expert = getattr(weight, "expert", None)
         is_trained = key in trained if states else not weight.local_tensor.stop_gradient
-        info = infos[key]
-        tensors.append(ModelTensor(key, info.shape, info.dtype, axis, places.get(key, ()), is_trained, expert))
-    kept, dtype = kept_states(found, infos), state_dtype(found, infos)
+        info, lacks = infos[key], lacking_states(found.get(key, {}), kept)
+        tensors.append(ModelTensor(key, info.shape, info.dtype, axis, places.get(key, ()), is_trained, expert, lacks))
+    dtype = state_dtype(found, infos)
     if optimizer is None and states:
         is_half = any(each.dtype in _HALF for each in tensors)
         kept = tuple(state for state in ADAMW if is_half or not state.is_master)

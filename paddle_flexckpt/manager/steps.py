@@ -297,7 +297,8 @@ class StepDirectories:
                 if not try_lock(backend, stack):
                     return False
                 # With a manifest it had not come so far as to remove anything, or the step has been saved again.
-                if _MANIFEST not in backend.names():
+                # A listing may be out of date.
+                if not _has_manifest(backend):
                     try:
                         names = json.loads(self._root.read(_marker_of(step)))["files"]
                         files = [check_file_name(name) for name in names]
@@ -352,6 +353,16 @@ def save_token_in(directory: Backend) -> str:
     """Return what tells this checkpoint of a step from others; errors of :func:`read_save_token`."""
     with directory.open(_MANIFEST) as file:
         return read_save_token(file, directory.where(_MANIFEST))
+
+
+def _has_manifest(directory: Backend) -> bool:
+    try:
+        directory.open(_MANIFEST).close()
+    except FileNotFoundError:
+        return False
+    except CorruptCheckpointError:
+        pass  # whatever it is that has its name
+    return True
 
 
 def _marker_of(step: int) -> str:

@@ -93,6 +93,8 @@ class LeaseLock(SaveLock):
         self._backend = backend
         self._claim = claim
         self._renewed_at = renewed_at
+        # One renewal at a time: another's unfinished one would look like a lease that is held.
+        self._renewing = threading.Lock()
         self._failure: Exception | None = None
         # When it was asked last whether the lease is still held, if it was.
         self._confirmed_at = -math.inf
@@ -103,22 +105,39 @@ class LeaseLock(SaveLock):
     def _renew(self) -> None:
         while not self._ended.wait(self._claim.seconds / _RENEWALS):
             try:
-                self._check_file()
-                self._write()
+                self._keep()
             # Whatever it is: the save fails with it.
             except Exception as error:
                 self._failure = error
                 return
 
-    def _write(self) -> None:
-        begin = time.monotonic()
-        self._claim = replace(self._claim, counter=self._claim.counter + 1)
-        write_file(self._backend, LEASE_FILE, self._claim.encode())
-        if time.monotonic() - self._renewed_at >= self._claim.seconds:
-            # It may have run out, and somebody have been about to take it over: see whose it is in the end.
-            time.sleep(_settling_seconds(self._claim.seconds))
+    def _keep(self) -> None:
+        """Renew the lease, if it is still held."""
+        with self._renewing:
+            self._raise_failure()
+            looked = time.monotonic()
             self._check_file()
-        self._renewed_at = begin
+            begin = time.monotonic()
+            self._claim = replace(self._claim, counter=self._claim.counter + 1)
+            write_file(self._backend, LEASE_FILE, self._claim.encode())
+            now, settling = time.monotonic(), _settling_seconds(self._claim.seconds)
+            if now - self._renewed_at >= self._claim.seconds:
+                # It may have run out. Whoever took it over since the look finds this claim, if the look was just now.
+                if now - looked >= settling:
+                    raise CheckpointError(
+                        "this save was stopped for so long that somebody may have taken over the right to save to "
+                        f"{self._backend.path}. Remedy: save again; open_storage(path, lease_seconds=...) allows "
+                        "longer pauses"
+                    )
+                time.sleep(settling)
+                self._check_file()
+            self._renewed_at = begin
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise CheckpointError(
+                f"the right to save to {self._backend.path} could not be kept: {self._failure}. Remedy: save again"
+            ) from self._failure
 
     @property
     def _is_certain(self) -> bool:
@@ -134,18 +153,18 @@ class LeaseLock(SaveLock):
         """
         if self._ended.is_set():
             return
-        if self._failure is not None:
-            raise CheckpointError(
-                f"the right to save to {self._backend.path} could not be kept: {self._failure}. Remedy: save again"
-            ) from self._failure
+        self._raise_failure()
         self._check_file()
         if not self._is_certain:
-            self._write()
+            self._keep()
 
     def recheck(self) -> None:
         """Check again until that took less time than it is good for; errors as of :meth:`check`."""
         for _ in range(_RECHECKS):
-            if self._is_certain or self._ended.is_set():
+            if self._ended.is_set():
+                return
+            self._raise_failure()
+            if self._is_certain:
                 return
             self.check()
         raise CheckpointError(
@@ -156,6 +175,7 @@ class LeaseLock(SaveLock):
     def _check_file(self) -> None:
         claim = None
         for _ in range(_READS):
+            self._looked_at = time.monotonic()
             found = _read(self._backend)
             claim = Claim.decode(found)
             if claim is not None or found is None:
@@ -194,7 +214,7 @@ class LeaseLock(SaveLock):
 
     def handover(self) -> tuple[dict[str, Any], int | None]:
         """Implement the base class; there is no descriptor."""
-        return {"kind": "lease", "claim": asdict(self._claim), "renewed_at": self._renewed_at}, None
+        return {"kind": "lease", "claim": asdict(self._claim)}, None
 
     def detach(self) -> None:
         """Implement the base class."""
@@ -301,8 +321,12 @@ class LeaseLocks(Locks):
             return super().adopt(token, descriptor)
         claim = Claim(**token["claim"])
         claim = replace(claim, host=socket.gethostname(), pid=os.getpid(), counter=claim.counter + 1)
-        # The clock is the host's: it is the same in the process that hands the lease over, and renews it meanwhile.
-        self._lease = LeaseLock(self._backend, claim, token["renewed_at"])
+        # Who hands the lease over renews it until this returns; how lately is not known. A first request may take long,
+        # as it connects, so it is made before.
+        with contextlib.suppress(OSError):
+            _read(self._backend)
+        renewed_at = time.monotonic() - 2 * claim.seconds / _RENEWALS
+        self._lease = LeaseLock(self._backend, claim, renewed_at)
         return self._lease
 
     def check(self) -> None:

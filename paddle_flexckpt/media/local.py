@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -20,6 +21,8 @@ from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS
 from paddle_flexckpt.media.local_locks import LocalLocks
 
+# What file systems say that have no locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 # What one readv or writev takes (IOV_MAX of Linux; no system has less than 16).
 _MOST_PARTS = min(1024, os.sysconf("SC_IOV_MAX"))
 
@@ -132,6 +135,26 @@ class OutputParts:
             while len(left):
                 count = os.pwrite(self._descriptor, left, offset)
                 left, offset = left[count:], offset + count
+
+    def take_turn(self, wait: bool) -> bool:
+        """Keep others who take turns from writing; return whether it is this process's turn.
+
+        Without turns writes are as safe, but the kernel lets only one in at a time, and others wait for it busily. On
+        file systems without locks it is everybody's turn.
+        """
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+        return True
+
+    def end_turn(self) -> None:
+        """Let others write."""
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def make_durable(self) -> None:
         """Make durable what any process has written: one kernel has all of it."""

@@ -46,6 +46,8 @@ class SaveDirectory(CompanionDirectory):
     def __init__(self, location: Location, companion: Companion) -> None:
         """Open nothing yet: the directory need not exist."""
         super().__init__(location, companion)
+        # Files of the save that go with its end, whether they are listed or not.
+        self._known: set[str] = set()
         self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
 
     def lock(self) -> SaveLock:
@@ -162,6 +164,7 @@ class SaveDirectory(CompanionDirectory):
         An earlier one that is still being written is returned as far as it is there.
         """
         name = save.decision_file(coordinator)
+        self._known.add(name)
         try:
             write_file(self.backend, name, verdict, "new")
         except FileExistsError:
@@ -221,6 +224,7 @@ class SaveDirectory(CompanionDirectory):
             if rank in known:
                 return known[rank]
             name = save.part_file(rank)
+            self._known.add(name)
             try:
                 return Manifest.decode(self.backend.read(name), self.backend.where(name))
             except FileNotFoundError as error:
@@ -315,6 +319,8 @@ class SaveDirectory(CompanionDirectory):
             # Durable before anything that it named is removed.
             self.update_companion(manifest)
             names = self.backend.names() if names is None else names
+            # A store may list a file too late, and without its marker nobody would look for it again.
+            names = [*names, *sorted(self._known.difference(names))]
             useless = self.find_useless(save, names, being_read, manifest)
             self.remove_save_files(useless, save.marker_file, self.backend.locks.confirm)
         except OSError as error:

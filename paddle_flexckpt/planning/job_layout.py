@@ -91,6 +91,8 @@ class JobLayout:
         for row, each in enumerate(model.tensors):
             self._shape[row, width - len(each.shape) :] = each.shape
         self._is_trained = np.asarray([each.is_trained for each in model.tensors], dtype=bool)
+        kept = [[state.suffix not in each.lacks for each in model.tensors] for state in model.states]
+        self._is_kept = np.asarray(kept, dtype=bool).reshape(len(model.states), count)
         self._is_half = np.asarray([each.dtype in _HALF for each in model.tensors], dtype=bool)
         self._dtypes = tuple(dict.fromkeys([*(each.dtype for each in model.tensors), model.state_dtype, "float32"]))
         self._dtype = np.asarray([self._dtypes.index(each.dtype) for each in model.tensors], dtype=np.int16)
@@ -121,8 +123,12 @@ class JobLayout:
     @property
     def held(self) -> np.ndarray:
         """Return which of the keys some rank has a part of, bool per key."""
-        states = [self._is_trained & (self._is_half | (not state.is_master)) for state in self._model.states]
+        states = [self._is_trained & self._has_state(number) for number in range(len(self._model.states))]
         return np.concatenate([np.ones(len(self._is_trained), dtype=bool), *states])
+
+    def _has_state(self, number: int) -> np.ndarray:
+        """Return which tensors have a state, if they are trained, bool ``[t]``."""
+        return self._is_kept[number] & (self._is_half | (not self._model.states[number].is_master))
 
     def _repeated(self) -> list[Problem | str]:
         """Return the names that several tensors have."""
@@ -133,7 +139,7 @@ class JobLayout:
     def _lines(self, tensor: np.ndarray, trained: np.ndarray) -> Lines:
         """Return a line for each of some tensors, and for each state of those that are trained, state by state."""
         chosen = [tensor]
-        chosen += [trained[self._is_half[trained]] if state.is_master else trained for state in self._model.states]
+        chosen += [trained[self._has_state(number)[trained]] for number in range(len(self._model.states))]
         row = np.concatenate(chosen)
         number = np.repeat(np.arange(len(chosen)), [len(each) for each in chosen])
         states = self._model.states

@@ -47,7 +47,6 @@ class _Shared:
     """Hold how ranks of a part share it out, in columns.
 
     Attributes:
-        owner: The member of the sharding group that alone has a tensor's states, int64 ``[t]``; -1: not one alone.
         shares: What each member owns of each tensor.
         ranks: Neighbours in the sharding group that own the same of a tensor, int64 ``[t]``.
         lines: What the ranks may have.
@@ -59,7 +58,6 @@ class _Shared:
         may_be_box: Whether it is not flattened where a rank owns all of it, bool ``[k]``.
     """
 
-    owner: np.ndarray
     shares: Shares
     ranks: np.ndarray
     lines: Lines
@@ -93,6 +91,9 @@ class Layout(JobLayout):
         for row, each in enumerate(model.tensors):
             if each.tp_axis is not None and self._cuts(each):
                 self._cut[row] = self._width - len(each.shape) + each.tp_axis % len(each.shape)
+        # Those that Muon steps whole.
+        lacking = [bool(each.lacks) and self._kind == "muon" for each in model.tensors]
+        self._is_matrix = np.asarray(lacking, dtype=bool)
         self._is_expert = np.asarray([each.expert is not None for each in model.tensors], dtype=bool)
         self._part = functools.lru_cache(maxsize=None)(self._find_part)
         self._shared = functools.lru_cache(maxsize=None)(self._find_shared)
@@ -119,6 +120,9 @@ class Layout(JobLayout):
                 problems.append(
                     Problem("experts cannot be spread evenly", each.name, expected=expected, got=each.expert)
                 )
+        if self._kind == "muon" and self._model.states and not any(each.lacks for each in self._model.tensors):
+            remedy = "take the model of a checkpoint that Muon has trained (--model), or sharding=v2"
+            problems.append(Problem("nothing says which parameters are Muon's matrices", remedy=remedy))
         first = next((each.name for each in self._model.tensors if each.expert is not None and each.is_trained), None)
         if first is not None and self._kind != "none" and strategy.expert_stride != 1:
             problems += self._mixed_experts(first)
@@ -128,7 +132,7 @@ class Layout(JobLayout):
     def _mixed_experts(self, name: str) -> list[Problem | str]:
         """Return why experts cannot be spread over ranks that share an optimizer; an expert's name is for the text."""
         strategy, remedy = self.strategy, "spread experts over dp alone, ep=dp:DEGREE, or leave the sharding out"
-        if self._kind != "v2":
+        if self._kind not in ("v2", "muon"):
             # See check_experts() in parallel/experts.py.
             what = "experts are sharded among ranks that hold others: Paddle trains these as if they were one"
             remedy = f"sharding=v2:{strategy.sharding}, with experts' parameters of a color of their own; or {remedy}"
@@ -156,7 +160,6 @@ class Layout(JobLayout):
     def _catalog_at(self, ranks: np.ndarray, shared: _Shared, member: np.ndarray, tp: np.ndarray) -> Catalog:
         """Return what ranks of one part have; each with its place in the sharding group and in tensor parallelism."""
         begin, end = shared.shares.ranges(member[:, None] // shared.ranks)
-        end[(shared.owner >= 0) & (shared.owner != member[:, None])] = 0
         # States of a parameter of which a rank owns nothing are not there, its scalars included.
         who, line = np.nonzero((shared.lines.state == 0) | (end > begin)[:, shared.row])
         begin, end = begin[who, shared.row[line]], end[who, shared.row[line]]
@@ -193,15 +196,16 @@ class Layout(JobLayout):
         """Return the order in which the optimizer gets the states of parameters.
 
         Sharding V1 sorts them by size, the largest first; V2 by buffer: those of a color together, the color of the
-        first one first, and among these by name of dtype.
+        first one first, and among these by name of dtype. So does MuonShardingOptimizer, and matrices follow by size.
         """
         if self._kind == "v1":
             return np.argsort(-size, kind="stable")
-        if self._kind != "v2" or not len(tensor):
+        if self._kind not in ("v2", "muon") or not len(tensor):
             return np.arange(len(tensor))
         names = [self._model.tensors[row].dtype for row in tensor.tolist()]
         places = {name: place for place, name in enumerate(sorted(set(names)))}
-        return np.lexsort(([places[name] for name in names], coloured != coloured[0]))
+        is_matrix, dtype = self._is_matrix[tensor], [places[name] for name in names]
+        return np.lexsort((np.where(is_matrix, -size, dtype), coloured != coloured[0], is_matrix))
 
     def _find_shared(self, stage: int, expert_place: int) -> _Shared:
         """Return how the ranks of a part share it out.
@@ -209,20 +213,26 @@ class Layout(JobLayout):
         Sharding V2 shares experts out among those of the group that hold the same ones (``parameter.color``).
         """
         part, degree = self._part(stage, expert_place), self.strategy.sharding
-        owner, ranks = np.full(len(part.size), -1, dtype=np.int64), np.full(len(part.size), degree, dtype=np.int64)
+        ranks = np.full(len(part.size), degree, dtype=np.int64)
         index, each = np.zeros(len(part.size), dtype=np.int64), part.size.copy()
         sliced = (part.size > self._model.segment_size) & (self._kind == "stage3")
         names = [self._model.tensors[row].dtype for row in part.tensor.tolist()]
+        is_matrix = self._is_matrix[part.tensor]
         if self._kind in ("v1", "stage2"):
             # V1 gives the largest first, stage 2 in order: each to the rank that has least so far.
-            owner[part.trained] = _least_loaded(part.size[part.trained].tolist(), degree)
-        elif self._kind == "v2":
+            index[part.trained] = part.size[part.trained] * _least_loaded(part.size[part.trained].tolist(), degree)
+            ranks[part.trained] = 1
+        elif self._kind in ("v2", "muon"):
             stride = self.strategy.expert_stride or 1  # 0: there are no experts
             for is_expert, neighbours in ((False, 1), (True, stride)):
-                rows = part.trained[part.coloured == is_expert]
-                own, count = [names[row] for row in rows.tolist()], degree // neighbours
+                rows, count = part.trained[part.coloured == is_expert], degree // neighbours
+                ranks[rows] = neighbours
+                # Muon gives matrices whole, the largest first, to the rank that has least so far.
+                whole, rows = rows[is_matrix[rows]], rows[~is_matrix[rows]]
+                index[whole] = part.size[whole] * _least_loaded(part.size[whole].tolist(), count)
+                own = [names[row] for row in rows.tolist()]
                 shares = share_buffers(part.size[rows], own, self._model.alignment, count)
-                index[rows], each[rows], ranks[rows] = shares.index, shares.each, neighbours
+                index[rows], each[rows] = shares.index, shares.each
         elif self._kind == "stage3":
             itemsize = np.asarray([dtype_of(name).itemsize for name in names], dtype=np.int64)
             each[sliced] = -(-aligned(part.size, itemsize, self._model.alignment)[sliced] // degree)
@@ -236,7 +246,6 @@ class Layout(JobLayout):
         rows = np.flatnonzero(cut >= 0)
         step[rows, cut[rows]] = shape[rows, cut[rows]]
         return _Shared(
-            owner,
             Shares(part.size, index, each),
             ranks,
             lines,
@@ -245,7 +254,7 @@ class Layout(JobLayout):
             step,
             part.size[row],
             is_box=lines.is_scalar | ((lines.state == 0) & ~sliced[row]),
-            may_be_box=~sliced[row] & (self._kind != "v2"),
+            may_be_box=~sliced[row] & (is_matrix[row] | (self._kind not in ("v2", "muon"))),
         )
 
 

@@ -62,6 +62,12 @@ class Pieces(Columns):
             run = np.where(stride == run, run * extent, run)
         return self.size // np.maximum(run, 1)
 
+    @property
+    def is_straight(self) -> np.ndarray:
+        """Return bool ``[p]``, whether each piece is one run on both sides, with its elements in the same order."""
+        same = ((self.extents == 1) | (self.source_strides == self.target_strides)).all(axis=1)
+        return same & (self.target_runs == 1)
+
     def copy(self, piece: int) -> StridedCopy:
         """Return one piece as a :class:`StridedCopy`, on as few axes as possible."""
         return StridedCopy(

@@ -24,6 +24,7 @@ class ModelTensor:
             it is tied. Empty: every stage has it.
         is_trained: Whether the optimizer has it.
         expert: Number of its expert and of all experts of the layer, for a tensor that expert parallelism spreads.
+        lacks: Suffixes of states that the optimizer does not keep for it. Of a matrix Muon keeps one momentum.
     """
 
     name: str
@@ -33,6 +34,7 @@ class ModelTensor:
     layers: tuple[int, ...] = ()
     is_trained: bool = True
     expert: tuple[int, int] | None = None
+    lacks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

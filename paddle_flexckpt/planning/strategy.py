@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from paddle_flexckpt.catalog.errors import Problem, ValidationError
 
 # How a sharded optimizer gives states to ranks; "none" where each rank has those of all its parameters.
-SHARDING_KINDS = ("none", "v1", "v2", "stage2", "stage3")
+SHARDING_KINDS = ("none", "v1", "v2", "stage2", "stage3", "muon")
 # The ranks that a layer's experts are spread over: neighbours among those with different data (dp x sharding), among
 # those of dp alone, or among those of dp x sharding x tp, where tensor parallelism does not cut experts.
 EXPERT_AXES = ("data", "dp", "tp")
@@ -73,6 +73,9 @@ class Strategy:
             problems.append(Problem("unknown kind of sharding", expected=f"one of {SHARDING_KINDS}", got=self.kind))
         elif (self.kind == "none") != (self.sharding == 1) and not (self.sharding == 1 and self.kind != "none"):
             problems.append(Problem("a sharded optimizer has a kind", expected="such as sharding=v2:4", got=str(self)))
+        if self.kind == "muon" and self.tp > 1:
+            remedy = "leave tp out"
+            problems.append(Problem("MuonShardingOptimizer has no tensor parallelism", got=str(self), remedy=remedy))
         if not problems and self.vpp > 1 and self.pp == 1:
             problems.append(Problem("virtual stages need a pipeline", expected="pp > 1 beside vpp", got=str(self)))
         problems += [] if problems else self._expert_problems()

@@ -25,14 +25,14 @@ def no_flock(monkeypatch):
 
 def test_a_lease_outlives_the_wait_for_a_writer_that_is_busy(tmp_path, writers):
     """The process that was handed the save does not renew the lease before it gets to it; the training process does."""
-    storage = open_storage(tmp_path, lease_seconds=0.3)
+    storage = open_storage(tmp_path, lease_seconds=1.0)
     writer = writers()
     with stopped(writer), Watch(tmp_path, Watch.MODIFY) as watch:
         handle = save(storage, 1, writer)
         for _ in range(14):
             watch.wait_for(".lease")
         with pytest.raises(CheckpointError, match="another save is writing to"):
-            LocalBackend(str(tmp_path), lease_seconds=0.3).locks.take()
+            LocalBackend(str(tmp_path), lease_seconds=1.0).locks.take()
     handle.result(PATIENCE_SECONDS)
     assert load(tmp_path) == 1
     assert sorted(os.listdir(tmp_path)) == ["0.manifest", "0_0.safetensors", PADDLE_METADATA]

@@ -100,7 +100,7 @@ def _step(version: int, unique_id: int | None) -> Step:
         path = os.path.join(root, DIRECTORY)
         writer = InlineWriter(comm)
         handle = save_state_dict(shards(version, comm), path, comm, unique_id=unique_id, async_save=writer)
-        return handle.result(timeout=0)
+        return handle.result(timeout=_TIMEOUT_SECONDS)
 
     return step
 

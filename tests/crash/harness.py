@@ -100,48 +100,24 @@ class Run:
         return [outcome if isinstance(outcome, BaseException) else None for outcome in self.outcomes]
 
 
-class Bench:
-    """One scenario on one disk, taken to many points.
+class Reader:
+    """Looks at a scenario's disk, and saves again.
 
     Attributes:
         scenario: What is done.
         root: The disk.
-        before: What is on it before.
-        paddle_before: What Paddle's own loader reads of that.
+        paddle_before: What Paddle's own loader reads of the disk before.
         orphans: Files that no marker and no manifest speaks of: a repair may need them, so saves leave them alone.
     """
 
     def __init__(self, scenario: Scenario, root: str) -> None:
-        """Args: scenario: what is done. root: a directory for it, which is emptied."""
+        """Args: scenario: what is done. root: an empty directory, which becomes the disk before."""
         self.scenario = scenario
         self.root = os.path.realpath(root)
-        write_tree(self.root, {})
         scenario.prepare(self.root)
-        self.before = read_tree(self.root)
         self.paddle_before = self.paddle_reads()
-        self.orphans = set() if any(name.endswith(".saving") for name in self.before) else self.unused()
-
-    def act(self, fault: Fault | None = None, seed: int | None = None, salt: int = 0) -> Run:
-        """The scenario's steps, from its disk before."""
-        write_tree(self.root, self.before)
-        job = Job(self.scenario.ranks, seed)
-        with FileSystem(self.root, job, fault, salt) as files, _warnings() as warnings:
-            outcomes = job.run(lambda comm: self.scenario.act(files.acknowledge, self.root, comm))
-        for outcome in outcomes:
-            check_meant(outcome if isinstance(outcome, BaseException) else None)
-        return Run(outcomes, files.calls, files.returns, files.struck, files.failed, files.open_files(), warnings)
-
-    def record(self, seed: int | None = None) -> Run:
-        """The steps without a fault.
-
-        Raises:
-            Violation: They do not do what the scenario says.
-        """
-        done = self.act(seed=seed)
-        if any(done.errors):
-            raise Violation(f"{self.scenario.name}: without a fault: {done.errors}")
-        self.check(len(self.scenario.steps), 0, "without a fault")
-        return done
+        has_marker = any(name.endswith(".saving") for name in read_tree(self.root))
+        self.orphans = set() if has_marker else self.unused()
 
     def observe(self) -> dict[str, int]:
         """Every checkpoint that a reader finds.
@@ -261,6 +237,42 @@ class Bench:
             left = set(names) - used if names or folders else {"."}
             found |= {os.path.normpath(os.path.join(below, name)) for name in left}
         return found
+
+
+class Bench(Reader):
+    """One scenario on one disk, taken to many points.
+
+    Attributes:
+        before: What is on the disk before.
+    """
+
+    def __init__(self, scenario: Scenario, root: str) -> None:
+        """Args: scenario: what is done. root: a directory for it, which is emptied."""
+        write_tree(os.path.realpath(root), {})
+        super().__init__(scenario, root)
+        self.before = read_tree(self.root)
+
+    def act(self, fault: Fault | None = None, seed: int | None = None, salt: int = 0) -> Run:
+        """The scenario's steps, from its disk before."""
+        write_tree(self.root, self.before)
+        job = Job(self.scenario.ranks, seed)
+        with FileSystem(self.root, job, fault, salt) as files, _warnings() as warnings:
+            outcomes = job.run(lambda comm: self.scenario.act(files.acknowledge, self.root, comm))
+        for outcome in outcomes:
+            check_meant(outcome if isinstance(outcome, BaseException) else None)
+        return Run(outcomes, files.calls, files.returns, files.struck, files.failed, files.open_files(), warnings)
+
+    def record(self, seed: int | None = None) -> Run:
+        """The steps without a fault.
+
+        Raises:
+            Violation: They do not do what the scenario says.
+        """
+        done = self.act(seed=seed)
+        if any(done.errors):
+            raise Violation(f"{self.scenario.name}: without a fault: {done.errors}")
+        self.check(len(self.scenario.steps), 0, "without a fault")
+        return done
 
 
 @contextlib.contextmanager

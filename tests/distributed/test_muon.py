@@ -22,10 +22,15 @@ from paddle.distributed import fleet
 from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.live.rehearsal import layout_of_model
+from paddle_flexckpt.live.state import open_state
 from paddle_flexckpt.parallel.slices import shaped_view
+from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
+from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.testing import cpu_world
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_muon import Muon, MuonShardingOptimizer, paddle_with_muon
+from tests.distributed.test_layouts import rows_of
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -380,6 +385,45 @@ def test_muon_loads_from_and_into_other_layouts(world2, tmp_path):
     assert not any(key.startswith(matrices) for report in reports for key in report["ranges"])
     for kind in ("single", "muon", "v2"):
         check_loads(world2, kind, saved)
+
+
+def describe(dtype):
+    """What this rank describes of a job that Muon trains."""
+    with paddle_with_muon():
+        return rows_of(open_state(Job("muon", dtype=dtype).state(), dist.get_rank()).catalog)
+
+
+def describe_live(dtype):
+    """What the layout of a live model and its Muon, built on one rank, says of each rank."""
+    with paddle_with_muon():
+        job = Job("single", dtype=dtype)
+        layout, _ = layout_of_model(job.net, "sharding=muon:2", optimizer=job.inner)
+        return [rows_of(layout.catalog(rank)) for rank in range(2)]
+
+
+LACKS = ("moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_layout_equals_what_ranks_describe(world2, dtype):
+    """Matrices whole on the rank that has least so far, the largest first; all else in buffers, as under V2."""
+    tensors = [
+        ModelTensor("first.weight", (INPUTS, WIDTH), dtype, lacks=LACKS),
+        ModelTensor("first.bias", (WIDTH,), dtype),
+        ModelTensor("experts.weight", (EXPERTS * ROWS, COLUMNS), dtype, lacks=LACKS),
+        ModelTensor("table.weight", (5, WIDTH), dtype),
+        ModelTensor("second.weight", (WIDTH, 3), dtype, lacks=LACKS),
+        ModelTensor("second.bias", (3,), dtype),
+        ModelTensor("frozen.weight", (3, 1), dtype, is_trained=False),
+        ModelTensor("frozen.bias", (1,), dtype, is_trained=False),
+    ]
+    layout = Layout(Model(tuple(tensors)), parse_strategy("sharding=muon:2"))
+    live = world2.run(describe_live, dtype=dtype)[0]
+    for rank, real in enumerate(world2.run(describe, dtype=dtype)):
+        said = rows_of(layout.catalog(rank))
+        assert said == real
+        assert [*said] == [*real]
+        assert live[rank] == real
 
 
 def test_half_precision_on_two_and_four_ranks(world2, world4, tmp_path):

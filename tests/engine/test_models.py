@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import ValidationError, concat
 from paddle_flexckpt.engine.models import layout_of, model_of, read_strategy
+from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import parse_mesh
@@ -127,6 +129,23 @@ def test_states_are_left_out_and_their_order_is_told(tmp_path):
     assert {key for key, _ in rows_of(found, 0)} == {each.name for each in decoder().tensors}
     _, notes = layout_of(str(tmp_path), "tp=2,sharding=v2:2")
     assert any("in the order of the checkpoint" in note for note in notes)
+
+
+@pytest.mark.parametrize("saved", ["dp=1", "sharding=v1:2", "sharding=muon:2"])
+def test_a_checkpoint_of_muon_says_which_states_its_matrices_have(tmp_path, saved):
+    lacks = ("moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
+    tensors = [
+        replace(each, lacks=lacks) if ".mlp." in each.name or ".self_attn." in each.name else each
+        for each in decoder().tensors
+    ]
+    model = replace(decoder(), tensors=tuple(tensors))
+    save(tmp_path, Layout(model, parse_strategy(saved)))
+    for to in ("sharding=muon:3", "pp=2,sharding=muon:2", "dp=2"):
+        found, _ = layout_of(str(tmp_path), to)
+        expected = Layout(model, parse_strategy(to))
+        for rank in range(expected.strategy.ranks):
+            assert rows_of(found, rank) == rows_of(expected, rank)
+        assert rehearse(str(tmp_path), found).error == ""
 
 
 def test_parts_along_two_axes_need_a_cut():

@@ -40,8 +40,11 @@ def _write(rank: int, directory: str, store: str) -> None:
     import torch.distributed as dist
     import torch.distributed.checkpoint as dcp
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
 
+    try:
+        from torch.distributed.tensor import Shard, distribute_tensor
+    except ImportError:  # before torch 2.5
+        from torch.distributed._tensor import Shard, distribute_tensor
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))

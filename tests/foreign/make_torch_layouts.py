@@ -117,6 +117,38 @@ def fsdp_state(rank: int) -> tuple[dict, dict]:
     return {"model": of_model, "optim": of_optimizer}, wholes
 
 
+def fsdp1_state(rank: int) -> tuple[dict, dict]:
+    """Return what the first FSDP calls a sharded state dict of a model and its optimizer, and the whole tensors."""
+    import torch
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp
+    from torch.distributed.fsdp import ShardedOptimStateDictConfig, ShardedStateDictConfig, StateDictType
+
+    torch.manual_seed(1)
+    layers = torch.nn.Sequential(torch.nn.Linear(5, 6), torch.nn.ReLU(), torch.nn.Linear(6, 7))
+    model = Fsdp(layers, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    torch.manual_seed(rank)
+    model(torch.randn(3, 5)).square().sum().backward()
+    optimizer.step()
+    kind = StateDictType.SHARDED_STATE_DICT
+    with Fsdp.state_dict_type(model, kind, ShardedStateDictConfig(), ShardedOptimStateDictConfig()):
+        of_model, of_optimizer = dict(model.state_dict()), Fsdp.optim_state_dict(model, optimizer)
+    found = {f"model.{key}": each for key, each in of_model.items()}
+    for key, states in of_optimizer["state"].items():
+        found.update({f"optim.state.{key}.{name}": each for name, each in states.items()})
+    wholes = {}
+    for key, each in sorted(found.items()):
+        wholes[key] = each
+        if isinstance(each, ShardedTensor):
+            # Not by FULL_STATE_DICT: without a GPU, torch 2.13 has exp_avg_sq in the place of exp_avg there.
+            wholes[key] = torch.empty(each.size()) if not rank else None
+            each.gather(0, wholes[key])
+    if not any(isinstance(each, ShardedTensor) for each in found.values()):
+        raise SystemExit("no ShardedTensor")
+    return {"model": of_model, "optim": of_optimizer}, wholes
+
+
 def written(tensors: dict) -> dict:
     """Return what JSON takes: element type, shape and bytes of each tensor."""
     found = {}
@@ -133,7 +165,7 @@ def _write(rank: int, directory: str, kind: str, store: str) -> None:
 
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
-    states = {"sharded_tensor": sharded_tensor_state, "meshes": meshes_state, "fsdp": fsdp_state}
+    states = {"sharded_tensor": sharded_tensor_state, "meshes": meshes_state, "fsdp": fsdp_state, "fsdp1": fsdp1_state}
     state, wholes = states[kind](rank)
     dcp.save(state, checkpoint_id=os.path.join(directory, "checkpoint"))
     if not rank:

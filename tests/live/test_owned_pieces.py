@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -65,6 +68,7 @@ def test_each_element_is_written_once_in_its_place(cut, chunk):
         pieces = Pieces(source_row, target_row, extents, bases[0], strides[0], bases[1], strides[1])
         # A run is no longer than the source lets it be written by one request.
         assert pieces.target_runs.tolist() == [len(requests)]
+        assert pieces.is_straight.tolist() == [copy.simplified().is_contiguous() == (True, True)]
 
 
 def test_a_place_that_is_none_is_of_one_rank_alone():
@@ -89,34 +93,79 @@ def test_tensors_of_many_short_runs_are_sent(tmp_path, width, received):
     assert data[-value.nbytes :] == value.tobytes()
 
 
-def test_ranks_begin_with_their_own_files_and_write_each_byte_once(tmp_path, monkeypatch):
-    """Of four files, four ranks write to another one each, as long as they are equally fast."""
-    values = {f"w{i}": np.full((8, 64), i, np.float32) for i in range(8)}
-    opened, requests = {}, {}
-    open_parts, write_at = OutputParts.__init__, OutputParts.write_at
+def rows(values, rank, size):
+    state = {}
+    for key, value in values.items():
+        own = value[rank * len(value) // size : (rank + 1) * len(value) // size].copy()
+        state[key] = ShardedWeight(key, own, own.shape, value.shape, (rank * len(value) // size, 0))
+    return state
+
+
+@pytest.fixture
+def requests(monkeypatch):
+    """By rank, whose directory is named for it: names of files and lengths of what is written to them, in order."""
+    made, open_parts, write_at = {}, OutputParts.__init__, OutputParts.write_at
 
     def noted(self, path):
-        self.rank = int(path.split("/rank")[1][0])
-        opened.setdefault(self.rank, []).append(path.rpartition("/")[2][:11])
+        self.rank, self.name = int(path.split("/rank")[1][0]), path.rpartition("/")[2][:11]
         open_parts(self, path)
 
     def counted(self, data, offset):
-        requests.setdefault(self.rank, []).append(len(data))
+        made.setdefault(self.rank, []).append((self.name, len(data)))
         write_at(self, data, offset)
 
     monkeypatch.setattr(OutputParts, "__init__", noted)
     monkeypatch.setattr(OutputParts, "write_at", counted)
+    return made
 
-    def job(comm):
-        (tmp_path / f"rank{comm.rank}").symlink_to(tmp_path)
-        state = {}
-        for key, value in values.items():
-            own = value[2 * comm.rank : 2 * comm.rank + 2].copy()
-            state[key] = ShardedWeight(key, own, own.shape, value.shape, (2 * comm.rank, 0))
-        return publish(state, tmp_path / f"rank{comm.rank}" / "out", comm)
 
-    SimulatedWorld(4).run(job)
+def publish_rows(values, size, tmp_path):
+    for rank in range(size):
+        (tmp_path / f"rank{rank}").symlink_to(tmp_path)
+    world = SimulatedWorld(size)
+    return world.run(lambda comm: publish(rows(values, comm.rank, size), tmp_path / f"rank{comm.rank}" / "out", comm))
+
+
+def test_ranks_begin_with_their_own_files_and_make_one_request_a_tensor(tmp_path, requests):
+    publish_rows({f"w{i}": np.full((8, 64), i, np.float32) for i in range(8)}, 4, tmp_path)
     files = [f"model-0000{number}" for number in (1, 2, 3, 4)]
-    assert opened == {rank: files[rank:] + files[:rank] for rank in range(4)}
-    # A header, and one run of each tensor.
-    assert {rank: lengths[1:] for rank, lengths in requests.items()} == {rank: [512] * 8 for rank in range(4)}
+    for rank, made in requests.items():
+        assert made[0][0] == files[rank]  # the header
+        assert sorted(made[1:]) == sorted([(name, 512) for name in files] * 2)
+    assert len(requests) == 4
+
+
+def test_a_file_that_another_rank_writes_to_is_passed_over_and_waited_for_last(tmp_path, monkeypatch, requests):
+    """Rank 0's own file is another's turn, until it has written to the other file and waits."""
+    values = {f"w{i}": np.full((8, 64), i, np.float32) for i in range(2)}
+    take_turn, held = OutputParts.take_turn, []
+
+    def held_at_first(self, wait):
+        if not held:
+            (path,) = (tmp_path / "out").glob(f"{self.name}*.tmp")
+            held.append(OutputParts(f"{tmp_path}/rank0/out/{path.name}"))
+            assert take_turn(held[0], False)
+        if wait:
+            held[0].close()  # ends its turn
+        return take_turn(self, wait)
+
+    monkeypatch.setattr(OutputParts, "take_turn", held_at_first)
+    (tmp_path / "rank0").symlink_to(tmp_path)
+    SimulatedWorld(1).run(
+        lambda comm: publish(dict(values), tmp_path / "rank0" / "out", comm, max_file_bytes=values["w0"].nbytes)
+    )
+    assert [name for name, _ in requests[0][2:]] == ["model-00002", "model-00001"]
+
+
+def test_turns_are_no_condition(tmp_path, monkeypatch):
+    """Some file systems have no locks."""
+    parts = OutputParts(str(tmp_path / "file"))
+    for error, expected in ((errno.ENOLCK, True), (errno.EWOULDBLOCK, False)):
+
+        def refuse(*_, error=error):
+            raise OSError(error, "no")
+
+        monkeypatch.setattr(fcntl, "flock", refuse)
+        assert parts.take_turn(wait=False) is expected
+        parts.end_turn()
+    parts.close()

@@ -19,6 +19,7 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
 from paddle_flexckpt.manager import contents as contents_module
 from paddle_flexckpt.manager.steps import StepDirectories
+from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from tests.manager.samples import (
     damage_manifest,
@@ -230,6 +231,20 @@ def test_a_note_of_a_removal_that_never_began(tmp_path):
     marker_of(tmp_path, 1, ["0_0.safetensors"])
     marker_of(tmp_path, 9, ["0_0.safetensors"])
     save(manager, 3)
+    assert tree(tmp_path) == all_files_of(1, 2, 3)
+    assert restore(manager, 1)[:2] == (1, 1)
+
+
+def test_a_listing_out_of_date_does_not_finish_a_removal_of_a_step_that_was_saved_again(tmp_path, monkeypatch):
+    manager, names = run_of(tmp_path, 1, 2), LocalBackend.names
+    marker_of(tmp_path, 1, ["0_0.safetensors"])
+
+    def late(self, *kind):
+        return [name for name in names(self, *kind) if not (name == "0.manifest" and self.path.endswith("1"))]
+
+    monkeypatch.setattr(LocalBackend, "names", late)
+    save(manager, 3)
+    monkeypatch.undo()
     assert tree(tmp_path) == all_files_of(1, 2, 3)
     assert restore(manager, 1)[:2] == (1, 1)
 

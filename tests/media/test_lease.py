@@ -187,7 +187,7 @@ def test_saves_work_and_leave_no_lease(tmp_path):
 
 
 def test_a_lease_is_renewed_while_it_is_held(tmp_path):
-    backend = Watched(str(tmp_path), lease_seconds=0.06)
+    backend = Watched(str(tmp_path), lease_seconds=0.6)
     lock = backend.locks.take()
     backend.wait(3)
     before = said(tmp_path)["counter"]
@@ -307,7 +307,7 @@ def test_a_save_whose_lease_is_taken_fails_on_every_rank(tmp_path, monkeypatch):
 
 
 def test_a_renewal_that_fails_fails_the_save(tmp_path):
-    backend = Watched(str(tmp_path), lease_seconds=0.06)
+    backend = Watched(str(tmp_path), lease_seconds=0.6)
     backend.error = OSError(errno.EIO, "injected")
     lock = backend.locks.take()
     backend.wait(1)

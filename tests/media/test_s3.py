@@ -365,7 +365,7 @@ def test_a_file_is_created_once(server, monkeypatch):
 
 def test_a_store_without_conditional_writes(server, monkeypatch):
     """It says so, and savers are kept apart by the lease alone."""
-    storage = server.storage(server.new_url(), lease_seconds=0.5)
+    storage = server.storage(server.new_url(), lease_seconds=3.0)
     store = _WithoutConditions(monkeypatch, says_so=True)
     with storage.create("x") as file:
         file.write(b"first")
@@ -473,7 +473,7 @@ def test_a_store_that_does_not_list_uploads_is_saved_to(server, monkeypatch, cap
 
 
 def test_two_savers(server):
-    storage = server.storage(server.new_url(), lease_seconds=0.3)
+    storage = server.storage(server.new_url(), lease_seconds=3.0)
     lock = open_to_save(storage).lock()
     outcomes = save(storage, 1, None)
     assert all(f"another save is writing to {storage.path}" in str(outcome) for outcome in outcomes)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -34,7 +36,7 @@ DEGREES = st.sampled_from([1, 2])
 
 @st.composite
 def strategies(draw):
-    kind = draw(st.sampled_from(SHARDING_KINDS))
+    kind = draw(st.sampled_from([kind for kind in SHARDING_KINDS if kind != "muon"]))
     degree = 1 if kind == "none" else draw(st.integers(1, 4))
     tp = draw(st.sampled_from([1, 2, 4]))
     return Strategy(dp=draw(DEGREES), pp=draw(DEGREES), tp=tp, sharding=degree, kind=kind)
@@ -67,6 +69,56 @@ def test_every_element_has_an_owner(strategy, dtype, segment):
         assert len(sharers) == len(rows)
 
 
+LACKS = ("moment2_0", "beta1_pow_acc_0", "beta2_pow_acc_0")
+
+
+def of_muon(layers: int, dtype: str = "bfloat16") -> tuple[ModelTensor, ...]:
+    """The same tensors, of which Muon steps those of two axes, but for the embedding."""
+    found = tensors(layers, dtype)
+    return tuple(
+        replace(each, lacks=LACKS) if len(each.shape) > 1 and each.name != "embedding" else each for each in found
+    )
+
+
+@pytest.mark.parametrize("text", ["sharding=muon:3", "pp=2,dp=2,sharding=muon:2", "dp=2", "sharding=v2:2", "tp=2"])
+def test_muon_keeps_matrices_whole_on_one_rank(text):
+    model, strategy = Model(of_muon(4), 6, frozenset(range(1, 5))), parse_strategy(text)
+    layout = Layout(model, strategy)
+    check_many_at_once(layout)
+    job = layout.catalogs(range(strategy.ranks))
+    coverage = validate_coverage(job, group_replicas(job))
+    assert (coverage.problems, len(coverage.overlaps)) == ([], 0)
+    matrices = [each.name for each in model.tensors if each.lacks]
+    assert not any(f"{name}.{state}" in _names(job) for name in matrices for state in LACKS)
+    if strategy.kind != "muon":
+        return
+    names = np.asarray(job.keys, dtype=object)[job.key]
+    for name in matrices:
+        for state in ("moment1_0", "w_0"):
+            rows = np.flatnonzero(names == f"{name}.{state}")
+            assert not job.is_flattened[rows].any()
+            places = [strategy.place(rank) for rank in job.rank[rows].tolist()]
+            # A tensor of no layer has an owner in each stage.
+            assert len({place.sharding for place in places}) == 1 or name == "everywhere"
+            assert len({(place.dp, place.pp) for place in places}) == len(places)
+    slices = np.flatnonzero([name.endswith("moment2_0") for name in names])
+    assert job.is_flattened[slices].all()
+
+
+def test_experts_of_muon_are_dealt_among_ranks_that_hold_the_same():
+    experts = tuple(
+        ModelTensor(f"experts.{n}.up", (4, 8 + n % 2), "bfloat16", expert=(n, 8), lacks=LACKS) for n in range(8)
+    )
+    layout = Layout(Model((ModelTensor("norm", (70,), "bfloat16"), *experts)), parse_strategy("sharding=muon:4,ep=2"))
+    check_many_at_once(layout)
+    owned = [
+        sorted(name for name in _names(layout.catalog(rank)) if name.endswith("up.moment1_0")) for rank in range(4)
+    ]
+    assert [len(each) for each in owned] == [2] * 4
+    assert owned[0] + owned[2] != owned[1] + owned[3]
+    assert {int(name.split(".")[1]) // 4 for name in owned[0] + owned[2]} == {0}
+
+
 def test_experts_are_spread_over_ranks_with_different_data():
     model = Model(tuple(ModelTensor(f"experts.{n}.up", (4, 8), tp_axis=1, expert=(n, 8)) for n in range(8)))
     layout = Layout(model, parse_strategy("dp=4,tp=2,ep=4"))
@@ -87,6 +139,7 @@ def _names(catalog):
         ("sharding=v1:2,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "hold others.*'w'.*sharding=v2:2.*ep=dp:DEGREE"),
         ("sharding=stage2:2,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "as if they were one"),
         ("sharding=stage3:2,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "as if they were one"),
+        ("sharding=muon:2", ModelTensor("w", (4,)), "nothing says which parameters are Muon's matrices.*--model"),
         ("dp=2,sharding=v2:3,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "equally often.*divide sharding = 3"),
     ],
 )

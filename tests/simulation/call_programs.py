@@ -95,7 +95,7 @@ class Player:
 
     def scan(self, path: str) -> list[tuple]:
         with self.os.scandir(self.at(path)) as entries:
-            return sorted(
+            return [
                 (
                     each.name,
                     self.tell(each.path),
@@ -104,8 +104,8 @@ class Player:
                     each.is_symlink(),
                     each.is_dir(follow_symlinks=False),
                 )
-                for each in entries
-            )
+                for each in sorted(entries, key=lambda each: each.name)
+            ]
 
     def stream(self, path: str, mode: str, data: str) -> Any:
         binary = "b" in mode

@@ -161,8 +161,10 @@ def main() -> int:
     parser.add_argument("--story", action="store_true", help="tell what happened")
     parser.add_argument("--shrink", action="store_true", help="find a shorter case that fails alike")
     parser.add_argument("--write-test", action="store_true", help="keep the case as a regression test")
-    parser.add_argument("--mistake", help="make this mistake, and stop at the first seed that finds it")
+    parser.add_argument("--mistake", help="make this mistake, and stop at the first seed that finds it; or `all`")
     options = parser.parse_args()
+    if options.mistake == "all":
+        return _all_mistakes(options)
     with mistaken(options.mistake):
         if options.seed is None and options.case is None:
             return _many(options)
@@ -178,6 +180,22 @@ def _many(options: argparse.Namespace) -> int:
         print(f"mistake {options.mistake!r}: found {found}")
         return 0 if totals.violated else 1
     return 1 if totals.violated else 0
+
+
+def _all_mistakes(options: argparse.Namespace) -> int:
+    """Make each mistake, one after the other, and say how many seeds it took to find it."""
+    from tests.simulation.mistakes import MISTAKES
+
+    missed = []
+    for name in MISTAKES:
+        with mistaken(name):
+            totals = run_seeds(options.first, options.seeds, options.jobs, options.seconds, stop=True)
+        found = sorted(totals.violated)[0][1].partition("\n")[0][:160] if totals.violated else "not found"
+        print(f"{name:32} {totals.runs:6d} seeds  {found}", flush=True)
+        if not totals.violated:
+            missed.append(name)
+    print(f"{len(MISTAKES) - len(missed)} of {len(MISTAKES)} mistakes found; not found: {missed}")
+    return 1 if missed else 0
 
 
 def _one(case: Case, options: argparse.Namespace) -> int:

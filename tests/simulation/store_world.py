@@ -15,7 +15,7 @@ from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulation.modules import process_state, simulated
-from paddle_flexckpt.testing.simulation.object_store import Conduct, Effect, ObjectStore
+from paddle_flexckpt.testing.simulation.object_store import Conduct, Effect, Fate, ObjectStore
 from paddle_flexckpt.testing.simulation.object_store_clients import install
 from paddle_flexckpt.testing.simulation.processes import Processes
 from paddle_flexckpt.testing.simulation.scheduler import Node, Process, Scheduler
@@ -23,6 +23,7 @@ from paddle_flexckpt.testing.simulation.threads import Threads
 from paddle_flexckpt.undo import Undo
 
 ELEMENTS = 1500
+FAULTS: dict[Fate, float] = {"lost": 0.03, "refused": 0.03, "reset": 0.03, "cut": 0.02}
 # A file of some chunks.
 PART_BYTES = 2000
 
@@ -116,6 +117,32 @@ class StoreWorld:
     def requests(self, fate: str) -> int:
         """How many requests had a fate."""
         return sum(count for (_, what), count in self.store.counts.items() if what == fate)
+
+
+def compete(world: StoreWorld, url: str, pause: float = 20.0, **options: Any) -> None:
+    """Three save one id again and again; of each, its process is killed or stopped at some time."""
+    dice, count = world.scheduler.random, iter(range(1, 1000))
+
+    def main() -> None:
+        for _ in range(4):
+            world.scheduler.sleep(dice.expovariate(1 / pause))
+            world.try_save(url, next(count), **options)
+
+    def disturb(place: int) -> None:
+        if dice.random() < 0.5:
+            running[place].kill()
+            world.scheduler.after(dice.uniform(1, 60), lambda: running.__setitem__(place, begin(place)))
+        else:
+            running[place].stop()
+            world.scheduler.after(dice.uniform(1, 60), running[place].resume)
+
+    def begin(place: int) -> Process:
+        return world.start(main, f"saver {place}", f"host {place}")
+
+    running = [begin(place) for place in range(3)]
+    for place in range(3):
+        world.scheduler.after(dice.uniform(0, 4 * pause), lambda place=place: disturb(place))
+    world.scheduler.run(until=3000, steps=500_000)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Iterator
 from types import ModuleType
 
-from paddle_flexckpt.testing.simulation.modules import library_modules
+from paddle_flexckpt.testing.simulation.modules import library_modules, process_state, simulated
+from paddle_flexckpt.testing.simulation.scheduler import Scheduler
 
 # What a run depends on besides its seed.
 REPLACED = frozenset(
@@ -86,3 +87,12 @@ def used(nodes: list[ast.expr]) -> set[str]:
     for node in nodes:
         visit(node)
     return found
+
+
+def test_what_a_process_has_for_itself_is_replaced_wherever_it_was_imported() -> None:
+    from paddle_flexckpt.live import lost_ranks, shared_saves
+
+    scheduler, before = Scheduler(0), lost_ranks.own_presence
+    with simulated(scheduler, {}, {}, lambda value: None, process_state(scheduler)):
+        assert shared_saves.own_presence is lost_ranks.own_presence is not before
+    assert shared_saves.own_presence is lost_ranks.own_presence is before

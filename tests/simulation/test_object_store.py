@@ -11,9 +11,8 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.media import remote
 from paddle_flexckpt.testing.simulation.object_store import Fate
 from paddle_flexckpt.testing.simulation.scheduler import Process
-from tests.simulation.store_world import PART_BYTES, StoreWorld, store_world
+from tests.simulation.store_world import FAULTS, PART_BYTES, StoreWorld, compete, store_world
 
-FAULTS: dict[Fate, float] = {"lost": 0.03, "refused": 0.03, "reset": 0.03, "cut": 0.02}
 URL = "s3://bucket/run"
 
 
@@ -132,32 +131,6 @@ def test_a_request_of_a_dead_process_takes_effect_or_does_not(protocol):
     assert {late for _, late in seen} == {True, False}
 
 
-def savers(world: StoreWorld, url: str) -> None:
-    """Three that save one id again and again; of each, its process is killed or stopped at some time."""
-    dice, count = world.scheduler.random, iter(range(1, 1000))
-
-    def main() -> None:
-        for _ in range(4):
-            world.scheduler.sleep(dice.expovariate(1 / 20))
-            world.try_save(url, next(count))
-
-    def disturb(place: int) -> None:
-        if dice.random() < 0.5:
-            running[place].kill()
-            world.scheduler.after(dice.uniform(1, 60), lambda: running.__setitem__(place, begin(place)))
-        else:
-            running[place].stop()
-            world.scheduler.after(dice.uniform(1, 25), running[place].resume)
-
-    def begin(place: int) -> Process:
-        return world.start(main, f"saver {place}", f"host {place}")
-
-    running = [begin(place) for place in range(3)]
-    for place in range(3):
-        world.scheduler.after(dice.uniform(0, 80), lambda place=place: disturb(place))
-    world.scheduler.run(until=3000, steps=500_000)
-
-
 @pytest.mark.parametrize(
     ("protocol", "conduct"),
     [
@@ -176,7 +149,7 @@ def test_what_was_reported_saved_is_there_until_it_is_replaced(protocol, conduct
     url, saves = f"{protocol}://bucket/run", 0
     for seed in range(3):
         with store_world(seed, **conduct) as world:
-            savers(world, url)
+            compete(world, url)
             saves += len(world.done)
             puts = [version for _, effect, version in world.effects if effect.key == "bucket/run/0.manifest"]
             world.store.behave(shares={}, stale_lists=0.0)
@@ -238,4 +211,33 @@ def test_each_try_to_put_the_manifest_in_place_needs_the_lease():
         assert world.done == [1, 3]
         assert len(tries) == 1
         assert "has taken over the right to save" in str(world.failed[2])
+        assert world.call(lambda: world.load(URL)) == 3
+
+
+def test_a_lease_that_was_renewed_after_it_had_run_out_is_not_believed():
+    """Stopped between its look at the lease and the renewal, a saver takes it back from who has taken it over."""
+    with store_world() as world:
+        world.call(lambda: world.save(URL, 1))
+        slow = world.start(lambda: world.try_save(URL, 2), "slow")
+        looks: list[float] = []
+        stops: list[float] = []
+
+        def script(operation: str, key: str, process: Process) -> Fate:
+            now = world.scheduler.now
+            if process is slow and operation == "list":
+                looks.append(now)
+                return "hung" if len(looks) == 2 else "done"
+            if process is slow and operation == "put" and key.endswith(".lease") and len(looks) == 2 and not stops:
+                stops.append(now)
+                slow.stop()
+                world.start(lambda: world.try_save(URL, 3), "other")
+                world.scheduler.after(50, slow.resume)
+            return "done"
+
+        world.store.script = script
+        world.scheduler.run(steps=500_000)
+        assert stops
+        assert not world.broken
+        assert world.done == [1, 3]
+        assert "may have taken over the right to save" in str(world.failed[2])
         assert world.call(lambda: world.load(URL)) == 3

@@ -32,7 +32,8 @@ _PATIENCE_SECONDS = 8 * HOUR
 # How long processes may take to end when their work is done: writers that wait for ranks that have gone.
 _END_SECONDS = 3 * HOUR
 _MOST_SWITCHES = 2_000_000
-_MOST_STARTS = 40
+# An operator waits longer and longer with a job that ends at once.
+_AT_ONCE_SECONDS, _LONGEST_PAUSE_SECONDS = 900.0, 3600.0
 # What ends a start of a job by itself leaves the others this long, if they do not end.
 _STRAGGLER_SECONDS = 2 * HOUR
 
@@ -58,6 +59,7 @@ class Job:
         self.others = False
         self.is_done = False
         self._is_ending = False
+        self._started, self._failures = 0.0, 0
 
     def location(self) -> Any:
         """Where it saves."""
@@ -67,6 +69,7 @@ class Job:
         """Start the job's processes."""
         cluster = self.cluster
         self.incarnation += 1
+        self._started = cluster.scheduler.now
         size = cluster.scenario.world_size(self.incarnation)
         up = [node for node in cluster.nodes if node.is_up] or cluster.nodes
         cluster.scheduler.note(f"starts job {self.name} with {size} ranks, start {self.incarnation}", cluster.operator)
@@ -112,8 +115,11 @@ class Job:
         if all((self.name, incarnation, rank) in cluster.ledger.finished_ranks for rank in range(size)):
             self.is_done = True
             cluster.scheduler.note(f"job {self.name} is done", cluster.operator)
-        elif self.incarnation < _MOST_STARTS:
-            cluster.scheduler.after(max(cluster.scenario.grace, 5.0), lambda: self._start_again(incarnation))
+        else:
+            at_once = cluster.scheduler.now - self._started < _AT_ONCE_SECONDS
+            self._failures = self._failures + 1 if at_once else 0
+            pause = max(cluster.scenario.grace, 5.0) * 2.0 ** min(self._failures, 10)
+            cluster.scheduler.after(min(pause, _LONGEST_PAUSE_SECONDS), lambda: self._start_again(incarnation))
 
     def _start_again(self, incarnation: int) -> None:
         if incarnation == self.incarnation and not self.is_done:

@@ -87,14 +87,16 @@ class Faults:
         Raises:
             OSError: A fault has it fail.
         """
-        process = self._cluster.scheduler.process
+        process, more = self._cluster.scheduler.process, 0.0
         if self._armed:
             for armed in list(self._armed):
                 if self._meets(armed, process, kind, where):
                     self._armed.remove(armed)
                     self._strike(armed.fault, process, kind, where)
+                    if armed.fault.kind == "slow_call":
+                        more += armed.fault.seconds
         self.last[process] = kind, where
-        return self._slowness if kind not in _ON_NETWORK else 0.0
+        return self._slowness + more if kind not in _ON_NETWORK else 0.0
 
     def _meets(self, armed: Armed, process: Process, kind: str, where: str) -> bool:
         if armed.follows is not None:
@@ -235,6 +237,9 @@ class Faults:
 
     def _clock_rate(self, fault: Fault) -> None:
         self._node(fault.target).rate = fault.amount
+
+    def _slow_call(self, fault: Fault) -> None:
+        """Do nothing more: the call that is struck takes longer, while all else in its process goes on."""
 
     def _trouble_disks(self, fault: Fault) -> None:
         disks = self._cluster.disks

@@ -189,7 +189,7 @@ class FileCalls(Calls):
             if offset is not None and offset < 0:
                 raise failure(errno.EINVAL)
             place = opened.offset if offset is None else offset + more
-            if opened.flags & os.O_APPEND:
+            if opened.flags & os.O_APPEND and len(part):
                 place = file.size
             count = opened.file_system.write(file, place, part, opened.node)
             if offset is None:
@@ -232,10 +232,10 @@ class FileCalls(Calls):
             return
 
         def cut() -> None:
-            place = self.walk(text)
-            inode = place.found()
             if length < 0:
                 raise failure(errno.EINVAL)
+            place = self.walk(text)
+            inode = place.found()
             if not isinstance(inode, File):
                 raise failure(errno.EISDIR)
             place.file_system.truncate(inode, length, self.process.node)

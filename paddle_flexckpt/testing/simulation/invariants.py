@@ -34,6 +34,7 @@ _UNKNOWN = re.compile(
     r"it is not known what became of|rank [\d, ]+ is lost|takes no part|is missing|though all of them are alive|"
     r"closed since"
 )
+_REFUSED = "OSError: [Errno"
 # A segment of shared memory is a huge page at least; one save may be pending.
 _MEMORY_BYTES = 3 * (2 << 20)
 
@@ -142,15 +143,22 @@ class Ledger:
             if not attempt.is_committed:
                 self.violate("what was reported done is there", f"{attempt} was reported done, and is not committed")
             for rank, other in attempt.outcomes.items():
-                if other is not None and not _UNKNOWN.search(other):
+                if other is not None and not self._is_unknown(other):
                     self.violate("one outcome", f"{attempt} is done for rank {script.rank}; for rank {rank}: {other}")
-        elif not _UNKNOWN.search(error):
+        elif not self._is_unknown(error):
             self._scheduler.note(f"is told that step {attempt.step} is not saved: {error[:300]}")
             if attempt.is_committed:
                 self.violate(
                     "what was reported failed is not there",
                     f"{attempt} is committed; rank {script.rank} was told: {error}",
                 )
+
+    def _is_unknown(self, outcome: str) -> bool:
+        """Whether a rank was told no more than that something went wrong, maybe after the commit.
+
+        A save in the foreground whose commit could not be made durable raises what the storage said.
+        """
+        return bool(_UNKNOWN.search(outcome)) or (not self._scenario.is_async and _REFUSED in outcome)
 
     def failed(self, script: Script, error: CheckpointError) -> None:
         """A call has raised on a rank."""
@@ -273,7 +281,7 @@ class Ledger:
         attempt, before = found.attempt, self.committed.get(directory)
         self._scheduler.note(f"commits {attempt}")
         for rank, outcome in attempt.outcomes.items():
-            if outcome is not None and not _UNKNOWN.search(outcome):
+            if outcome is not None and not self._is_unknown(outcome):
                 self.violate(
                     "what was reported failed is not there",
                     f"{attempt} is committed after rank {rank} was told: {outcome}",

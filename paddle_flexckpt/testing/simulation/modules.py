@@ -100,7 +100,10 @@ def simulated(
         overrides: By module and name, further replacements.
     """
     real = {id(sys.modules[name]): value for name, value in modules.items() if name in sys.modules}
+    owners = {key: importlib.import_module(f"{_PACKAGE}.{key[0]}") for key in overrides}
     single = {id(value): stand_in for value, stand_in in names.items()}
+    # Other modules may have imported them by name.
+    single.update({id(getattr(owners[key], key[1])): value for key, value in overrides.items()})
     undo = Undo()
     try:
         for module in library_modules():
@@ -113,8 +116,8 @@ def simulated(
                     undo.set(module, name, stand_in)
             if "open" in modules:
                 undo.set(module, "open", modules["open"])
-        for (module_name, name), value in overrides.items():
-            undo.set(importlib.import_module(f"{_PACKAGE}.{module_name}"), name, value)
+        for key, value in overrides.items():
+            undo.set(owners[key], key[1], value)
         yield
     finally:
         undo.put_back()

@@ -5,6 +5,7 @@ Tested in tests/simulation/test_cluster.py.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 
@@ -17,7 +18,11 @@ class Person:
         self._count = 0
 
     def act(self, what: str, number: int) -> None:
-        """Do one of "copies", "moves", "deletes" and "restores" with one of the directories."""
+        """Do one of "copies", "moves", "deletes" and "restores" with one of the directories, as far as storage lets."""
+        with contextlib.suppress(OSError):
+            self._act(what, number)
+
+    def _act(self, what: str, number: int) -> None:
         world, ledger = self._cluster.world, self._cluster.ledger
         if what == "restores" and self._backups:
             directory = sorted(self._backups)[number % len(self._backups)]

@@ -161,10 +161,10 @@ _ENDS = ("kill_rank", "kill_writer", "kill_node", "kill_job", "terminate_job")
 _STOPS = ("stop_rank", "stop_writer", "stop_node", "stop_job")
 _NETWORK = ("slow_network", "partition")
 _CLOCKS = ("clock_jump", "clock_rate")
-_STORAGE = ("disk_full", "disk_slow", "disk_read_only", "disk_gone", "io_error")
-_OBJECTS = ("store_errors", "store_lost_answers", "store_stale", "store_slow")
+_STORAGE = ("disk_full", "disk_slow", "disk_read_only", "disk_gone", "io_error", "slow_call")
+_OBJECTS = ("store_errors", "store_lost_answers", "store_stale", "store_slow", "slow_call")
 _PERSON = ("person_copies", "person_moves", "person_deletes", "person_restores")
-KINDS = (*_ENDS, *_STOPS, *_NETWORK, *_CLOCKS, *_STORAGE, *_OBJECTS, "power_loss", *_PERSON)
+KINDS = tuple(dict.fromkeys((*_ENDS, *_STOPS, *_NETWORK, *_CLOCKS, *_STORAGE, *_OBJECTS, "power_loss", *_PERSON)))
 # Errors of calls on files: EIO, ENOSPC, EDQUOT, ESTALE.
 _ERRORS = (5, 5, 28, 122, 116)
 
@@ -174,8 +174,35 @@ def draw(seed: int) -> Case:
     choose = random.Random(f"case {seed}")
     scenario = draw_scenario(choose, seed)
     count = min(1 + int(choose.expovariate(1 / 3.5)), 12)
-    faults = sorted((draw_fault(choose, scenario) for _ in range(count)), key=lambda fault: fault.at)
-    return Case(scenario, tuple(faults))
+    faults = [draw_fault(choose, scenario) for _ in range(count)]
+    if choose.random() < 0.4:
+        faults += draw_meeting(choose, scenario)
+    return Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def draw_meeting(choose: random.Random, scenario: Scenario) -> list[Fault]:
+    """Draw two faults that meet in one save: who decides is held up, and another dies, or is held up as well."""
+    save = choose.randrange(max(1, scenario.steps // scenario.save_every)) + 1
+    begin = max(0.0, save * scenario.save_every * scenario.step_seconds - 1.0)
+    who = "writer" if scenario.is_async and choose.random() < 0.7 else "rank"
+    moments = ["manifest begun", "manifest put in place", "fsync", "part", "listing", "lease", "any call"]
+    seconds = choose.choice([0.5, 5.0, 40.0, 300.0, 2500.0])
+    how = choose.choice([f"stop_{who}", "slow_call"])
+    held = Fault(how, begin, f"{who}:0", _moment(choose, moments), choose.choice([1, 1, 1, 2, 3]), seconds)
+    kind = choose.choice(["kill", "kill", "kill", "stop"])
+    if choose.random() < 0.3:
+        who = "rank"
+    target = f"{who}:{choose.randrange(max(scenario.world_sizes))}"
+    moments = ["send", "send", "send", "data", "part", "fsync", "listing", "failure", "any call"]
+    seconds = 0.0 if kind == "kill" else choose.choice([1.0, 100.0])
+    other = Fault(f"{kind}_{who}", begin, target, _moment(choose, moments), choose.randint(1, 12), seconds)
+    if choose.random() < 0.3:  # when the first has been held up for a while
+        other = replace(other, at=begin + 1.0 + choose.uniform(0.0, held.seconds), moment="", count=1)
+    return [held, other]
+
+
+def _moment(choose: random.Random, moments: list[str]) -> str:
+    return choose.choice(["", "after "]) + choose.choice(moments)
 
 
 def draw_scenario(choose: random.Random, seed: int) -> Scenario:
