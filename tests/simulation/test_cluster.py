@@ -17,6 +17,7 @@ pytest.importorskip("greenlet")
 from paddle_flexckpt.testing.simulation.cluster import Cluster, simulate
 from paddle_flexckpt.testing.simulation.faults import phase_of
 from paddle_flexckpt.testing.simulation.scenario import DAY, KINDS, MOMENTS, Case, Fault, Scenario, draw
+from tests.simulation.mistakes import make
 from tests.simulation.run import FOUND
 
 # So long new seeds are tried; a few of them where nothing is said. The whole of it is `make test-simulation`.
@@ -66,6 +67,21 @@ def test_a_death_at_a_commit(moment) -> None:
     assert not outcome.violations
     assert outcome.struck == {"kill_rank": 1}
     assert [state[:2] for state in outcome.states] != []
+
+
+def test_the_loss_by_survivors_is_seen() -> None:
+    """A rank dies while a commit takes long; another must not remove what the coordinator is about to commit."""
+    faults = (
+        Fault("slow_call", 999.0, "rank:0", "manifest put in place", seconds=20.0),
+        Fault("stop_rank", 999.0, "rank:2", "send", 6, seconds=200.0),
+        Fault("kill_rank", 1005.0, "rank:2"),
+    )
+    case = Case(Scenario(3, (3,), steps=1, step_seconds=1000.0, grace=300.0), faults)
+    assert not simulate(case).violations
+    with make("survivors-discard"):
+        found = simulate(case).violations[0]
+    assert found.invariant == "a committed checkpoint is whole"
+    assert "1_0.safetensors has None bytes" in found.text
 
 
 def test_a_file_that_goes_is_seen() -> None:

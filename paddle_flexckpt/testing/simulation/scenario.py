@@ -181,7 +181,7 @@ def draw(seed: int) -> Case:
 
 
 def draw_meeting(choose: random.Random, scenario: Scenario) -> list[Fault]:
-    """Draw two faults that meet in one save: who decides is held up, and another dies, or is held up as well."""
+    """Draw faults that meet in one save: who decides is held up, and another dies, or is held up as well."""
     save = choose.randrange(max(1, scenario.steps // scenario.save_every)) + 1
     begin = max(0.0, save * scenario.save_every * scenario.step_seconds - 1.0)
     who = "writer" if scenario.is_async and choose.random() < 0.7 else "rank"
@@ -197,7 +197,10 @@ def draw_meeting(choose: random.Random, scenario: Scenario) -> list[Fault]:
     seconds = 0.0 if kind == "kill" else choose.choice([1.0, 100.0])
     other = Fault(f"{kind}_{who}", begin, target, _moment(choose, moments), choose.randint(1, 12), seconds)
     if choose.random() < 0.3:  # when the first has been held up for a while
-        other = replace(other, at=begin + 1.0 + choose.uniform(0.0, held.seconds), moment="", count=1)
+        later = replace(other, at=begin + 1.0 + choose.uniform(0.0, held.seconds), moment="", count=1)
+        # It may come to a certain place first, and no further.
+        stopped = replace(other, kind=f"stop_{who}", seconds=held.seconds + 100.0)
+        return [held, stopped, later] if choose.random() < 0.5 else [held, later]
     return [held, other]
 
 
