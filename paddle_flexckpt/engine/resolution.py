@@ -127,6 +127,9 @@ class Resolution:
             names = mapping.source_names(self.catalog.keys)
             # A parameter and its master weight say the same: where one of them serves, the other is not left over.
             names |= {*masters, *(name[: -len(_MASTER)] for name in masters.values() if name.endswith(_MASTER))}
+        # States of a tied parameter are loaded by one name; what the source has under another says the same.
+        tied = (row for row, others in enumerate(self.targets.aliases) if others and row not in self.others)
+        names |= {name for row in tied for name in self.targets.aliases[row] if name[-1:].isdigit()}
         used[[index[name] for name in names if name in index]] = True
         return used
 

@@ -14,6 +14,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine import names as engine_names
 from paddle_flexckpt.engine.names import ACCUMULATORS
+from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
@@ -516,3 +517,27 @@ def test_a_manager_passes_the_switch_on(tmp_path):
             manager.restore(state=target, mw_name_compatibility=False)
         manager.restore(state=target)
     assert target["optimizer.linear_0.w_0.dist_moment1_0"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_states_of_a_tied_parameter_may_be_there_under_both_names(tmp_path, both):
+    values = np.arange(6, dtype=np.float32)
+    saved = {name: values.copy() for name in ("embed", "head")}
+    saved.update({f"{name}.moment1_0": values + 1 for name in ("embed", "head")})
+    fc.save_state_dict(saved, tmp_path, SoloCommunicator())
+
+    def weight(key, array, *aliases):
+        return ShardedWeight(key, array, array.shape, array.shape, (0,), aliases=aliases)
+
+    tied, moment = np.zeros(6, np.float32), np.zeros(6, np.float32)
+    target = {"embed": weight("embed", tied), "embed.moment1_0": weight("embed.moment1_0", moment, "head.moment1_0")}
+    if both:
+        target["head"] = weight("head", tied)
+    report = fc.load_state_dict(target, tmp_path, SoloCommunicator(), strict="missing")
+    assert np.array_equal(tied, values)
+    assert np.array_equal(moment, values + 1)
+    assert report.unexpected == ([] if both else ["head"])
+    # What is of no target's other name is left over as before.
+    del target["embed.moment1_0"]
+    with pytest.raises(ValidationError, match="no rank asks for"):
+        fc.load_state_dict(target, tmp_path, SoloCommunicator(), strict="missing")
