@@ -131,13 +131,14 @@ def test_seconds_are_those_of_the_slowest_rank():
 
 def test_errors_are_those_of_a_save(tmp_path, monkeypatch):
     target = layout("tp=2")
-    whole = Layout.catalog
+    whole = Layout.catalogs
 
-    def torn(self, rank):
-        catalog = whole(self, rank)
-        return catalog.take(np.arange(len(catalog)) > 0) if rank else catalog
+    def torn(self, ranks):
+        catalog = whole(self, ranks)
+        first = np.flatnonzero(catalog.rank == 1)[:1]
+        return catalog.take(~np.isin(np.arange(len(catalog)), first))
 
-    monkeypatch.setattr(Layout, "catalog", torn)
+    monkeypatch.setattr(Layout, "catalogs", torn)
     report = rehearse_save(target)
     with pytest.raises(ValidationError) as raised:
         save(tmp_path, target)

@@ -35,6 +35,8 @@ _UNKNOWN = re.compile(
     r"closed since"
 )
 _REFUSED = "OSError: [Errno"
+# What a call was about to do when it failed.
+_WHAT = re.compile(r"^cannot (?:[^':]|'[^']*')*: ")
 # A segment of shared memory is a huge page at least; one save may be pending.
 _MEMORY_BYTES = 3 * (2 << 20)
 
@@ -371,7 +373,11 @@ class Ledger:
         for (name, number, stage), errors in self._errors.items():
             if (name, number) != (job, incarnation) or culprits is None:
                 continue
-            texts = set(errors.values())
+            # Ranks may notice a loss in different exchanges: what each of them was about to do may differ.
+            texts = {
+                (kind, _WHAT.sub("", text) if kind == LostRankError.__name__ else text)
+                for kind, text in errors.values()
+            }
             if len(texts) > 1:
                 shown = "; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in sorted(errors.items()))
                 self.violate("one error text on all survivors", f"{stage}: {shown}")
