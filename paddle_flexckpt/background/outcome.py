@@ -28,6 +28,8 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
 # The coordinator gives up at the timeout; the others see that a little later.
 _GRACE_SECONDS = 2 * _LONGEST_PAUSE_SECONDS
 _COMMIT = b"commit"
+# A look that falls into the writing of the decision sees a part of it.
+_READS = 10
 
 
 @dataclass
@@ -100,15 +102,17 @@ class SaveOutcome:
         """
         if len(self.job.ranks) == 1:
             return None if verdict == _COMMIT else Failure.decode(verdict)
-        decided = self.directory.decide(self.job.names, self.job.coordinator, verdict)
-        if decided == _COMMIT[: len(decided)]:  # all of it, or as much as is written by now
+        for _ in range(_READS):
+            decided = self.directory.decide(self.job.names, self.job.coordinator, verdict)
+            if decided == _COMMIT:
+                return None
+            with contextlib.suppress(ValueError):  # it is being written
+                return Failure.decode(decided)
+            time.sleep(_FIRST_PAUSE_SECONDS)
+        # Whoever was writing it has died or hangs. The coordinator alone decides to commit.
+        if not self.job.is_coordinator:
             return None
-        try:
-            return Failure.decode(decided)
-        except ValueError:  # likewise
-            return combine(
-                [(self.job.rank, _lost_rank("another rank has given the save up. Remedy: look into its log"))]
-            )
+        return combine([(self.job.rank, _lost_rank("another rank has given the save up. Remedy: look into its log"))])
 
     def _commit(self) -> Failure | None:
         directory, names = self.directory, self.job.names

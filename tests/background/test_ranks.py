@@ -337,3 +337,14 @@ def test_a_commit_that_is_decided_and_never_done_is_not_called_a_failure(tmp_pat
     other = WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())})
     failure = SaveOutcome(other, open_to_save(str(tmp_path))).agree(None)
     assert failure.problems[0].startswith("[rank 0] it is not known what became of the save: it had decided to commit")
+
+
+def test_a_decision_that_is_not_whole_yet_is_none_to_commit(tmp_path):
+    def delay(ranks):
+        directory = ranks[0].directory
+        directory.backend.create(ranks[0].job.names.decision_file(0), "new").finish()
+
+    (first, second), ids = agree_late(tmp_path, delay)
+    assert first == second
+    assert first.problems == ("[rank 0] another rank has given the save up. Remedy: look into its log",)
+    assert ids == []
