@@ -127,9 +127,10 @@ class Resolution:
             names = mapping.source_names(self.catalog.keys)
             # A parameter and its master weight say the same: where one of them serves, the other is not left over.
             names |= {*masters, *(name[: -len(_MASTER)] for name in masters.values() if name.endswith(_MASTER))}
-        # States of a tied parameter are loaded by one name; what the source has under another says the same.
+        # A tied parameter that is loaded by two names has its states under one: the others in the source say the same.
         tied = (row for row, others in enumerate(self.targets.aliases) if others and row not in self.others)
-        names |= {name for row in tied for name in self.targets.aliases[row] if name[-1:].isdigit()}
+        same = {name for row in tied for name in self.targets.aliases[row] if name[-1:].isdigit()}
+        names |= {name for name in same if name.rpartition(".")[0] in names}
         used[[index[name] for name in names if name in index]] = True
         return used
 
