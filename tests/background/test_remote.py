@@ -58,13 +58,13 @@ def test_two_ranks_save_to_s3(server):
 
 
 def test_a_lease_is_kept_up_while_a_save_waits_for_its_writer(server, writers):
-    storage = server.storage(server.new_url(), lease_seconds=3.0)
+    storage = server.storage(server.new_url(), lease_seconds=15.0)
     writer = writers()
     with stopped(writer):
         handle = save(storage, 1, writer)
         # Whoever wants the lease watches it for its whole time, unless it is renewed meanwhile.
         with pytest.raises(CheckpointError, match="another save is writing to"):
-            open_to_save(server.storage(storage.path, lease_seconds=3.0)).lock()
+            open_to_save(server.storage(storage.path, lease_seconds=15.0)).lock()
     handle.result()
     assert load(storage) == 1
     open_to_save(storage).lock().release()
