@@ -68,8 +68,10 @@ def save_fused(directory, where):
     with imitated():
         trainer = trainer_under("tp2", directory)
         rules = {"aoa_statements": ["gate^T, up^T -> layers.0.up.weight, fused_ffn"]}
-        # Of the class, or of the instance.
-        (type(trainer.model) if where == "class" else trainer.model)._gen_aoa_config = lambda config: rules
+        if where == "class":
+            type(trainer.model)._gen_aoa_config = classmethod(lambda cls, config: rules)
+        else:
+            trainer.model._gen_aoa_config = lambda config: rules
         fc.save_state_dict(model_shards(trainer), directory)
         return trainer.model.state_dict()["up.weight"].astype("float32").numpy().tolist()
 

@@ -234,7 +234,7 @@ class Cluster:
         scheduler.note("faults stop", self.operator)
         self.faults.calm()
         self.under_way.clear()
-        if not self._run_until(scheduler.now + scenario.seconds + _PATIENCE_SECONDS):
+        if not self._run_until(scheduler.now + 2 * scenario.seconds + _PATIENCE_SECONDS):
             if not self.ledger.violations:
                 self.ledger.violate("progress once faults stop", "a job has not ended in time")
             return
@@ -377,9 +377,10 @@ class Cluster:
             kept = set(known.files) if known is not None else set()
             left = [name for name in self.world.names(directory) if f"{directory}/{name}" not in kept]
             left = [name for name in left if name != LEASE_FILE and (name != PADDLE_METADATA or not kept)]
-            if self.scenario.jobs > 1 and self.scenario.storage != "shared":
-                # A saver that is stopped in an upload for longer than its lease leaves what comes after the clean-up.
-                left = [name for name in left if not name.endswith(".safetensors")]
+            if self.scenario.jobs > 1 and (self.scenario.storage != "shared" or self.scenario.is_async):
+                # A rank that is stopped for longer than its lease or timeout leaves what comes after another job's
+                # clean-up.
+                left = [name for name in left if not name.endswith((".safetensors", ".part", ".failed", ".decided"))]
             if left:
                 ledger.violate("clean-up is complete", f"{directory} still has {left}")
         left = [name for name in self.world.names(ROOT) if not self.person.knows(name)]
