@@ -172,10 +172,18 @@ class SaveOutcome:
             if time.monotonic() >= deadline:
                 if commits:
                     return combine([(job.coordinator, self._unfinished())])
+                if not self.directory.sees(job.names) and not self.directory.is_committed(job.names):
+                    self.directory.discard(job.names, job.rank)
+                    return combine([(job.rank, _replaced())])
                 missing = sorted({*job.ranks} - written | {job.coordinator})
                 failure = combine([(rank, self._missing(rank)) for rank in missing])
                 # Should the coordinator live and only be late, it finds that the save is given up.
                 given_up = self._decide_once(failure.encode())
+                if given_up is not None and self.directory.is_committed(job.names):
+                    # The coordinator's decision has been cleaned up since this rank looked.
+                    self.directory.withdraw_decision(job.names, job.coordinator)
+                    self._make_durable()
+                    return None
                 if given_up is not None:
                     return self._give_up(given_up)
                 # It has begun to commit, so it lives, or did.
@@ -206,6 +214,13 @@ class SaveOutcome:
             "it is not known what became of the save: it had decided to commit, and has not done so for "
             f"{self.job.timeout:g} s. Remedy: look whether the checkpoint is there when its host and storage answer"
         )
+
+
+def _replaced() -> Failure:
+    return _lost_rank(
+        "it is not known what became of the save: another one to this directory has begun since, and has removed what "
+        "this one left. Remedy: look which checkpoint is there; give each job a directory of its own"
+    )
 
 
 def _gone() -> Failure:

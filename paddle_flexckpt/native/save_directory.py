@@ -171,6 +171,12 @@ class SaveDirectory(CompanionDirectory):
             return self.backend.read(name)
         return verdict
 
+    def withdraw_decision(self, save: SaveNames, coordinator: int) -> None:
+        """Remove what was decided about a save that had been committed before, and cleaned up."""
+        # It does no harm where it cannot be removed.
+        with contextlib.suppress(OSError):
+            self.backend.remove(save.decision_file(coordinator))
+
     def progress(self, save: SaveNames, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
         """Return the ranks whose parts are here, and what those say that failed."""
         names = set(self.backend.names())

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from paddle_flexckpt.background import outcome
 from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
@@ -272,9 +273,9 @@ def test_a_plan_serves_again_as_long_as_the_writers_are_the_same(tmp_path, ranks
     assert SimulatedWorld(2).run(job) == [[True, False, True, False, True]] * 2
 
 
-def agree_late(tmp_path, delay):
+def agree_late(tmp_path, delay, timeout=0.05):
     """What two ranks agree about whose parts are there, of which the coordinator is late, by ``delay(SaveOutcome)``."""
-    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=0.05)
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=timeout)
     for rank in range(2):
         items = items_of([whole(key, "float32", (2,), rank) for key in ("a", "b")], job.names.data_file(rank))
         memory = [np.zeros(8, dtype=np.uint8)] * 2
@@ -348,3 +349,30 @@ def test_a_decision_that_is_not_whole_yet_is_none_to_commit(tmp_path):
     assert first == second
     assert first.problems == ("[rank 0] another rank has given the save up. Remedy: look into its log",)
     assert ids == []
+
+
+def test_a_rank_that_gives_up_after_the_commit_sees_it(tmp_path, monkeypatch):
+    """It looked before the commit; when it decides, what the coordinator decided has been cleaned up."""
+    monkeypatch.setattr(outcome, "_GRACE_SECONDS", 0.0)
+    committed = threading.Event()
+
+    def delay(ranks):
+        ranks[0].directory.commit = and_then(committed, ranks[0].directory.commit)
+        directory, looks = ranks[1].directory, iter([False])
+        real = directory.is_committed
+        directory.is_committed = lambda names: next(looks, None) is None and real(names)
+        directory.progress = after(committed, directory.progress)
+
+    assert agree_late(tmp_path, delay, timeout=1e-9) == ([None, None], [0])
+    assert not [name for name in os.listdir(tmp_path) if name.endswith((".decided", ".failed"))]
+
+
+def test_a_save_that_another_has_cleaned_up_is_not_called_a_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(outcome, "_GRACE_SECONDS", 0.0)
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=0.05)
+    os.unlink(tmp_path / job.names.marker_file)
+    (tmp_path / job.names.part_file(1)).write_bytes(b"late")
+    other = WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())})
+    failure = SaveOutcome(other, open_to_save(str(tmp_path))).agree(None)
+    assert failure.problems[0].startswith("[rank 1] it is not known what became of the save: another one to this")
+    assert not [name for name in os.listdir(tmp_path) if directory.list_ids() or job.names.owns(name)]
