@@ -36,7 +36,7 @@ _UNKNOWN = re.compile(
 )
 _REFUSED = "OSError: [Errno"
 # What a call was about to do when it failed.
-_WHAT = re.compile(r"^cannot (?:[^':]|'[^']*')*: ")
+_WHAT = re.compile(r"^(?:cannot|the checkpoint of step) (?:[^':]|'[^']*')*: ")
 # A segment of shared memory is a huge page at least; one save may be pending.
 _MEMORY_BYTES = 3 * (2 << 20)
 
