@@ -42,7 +42,7 @@ class LateError(OSError):
 
 
 class Calls:
-    """What calls on files have in common.
+    """Make calls on files: what all of them have in common.
 
     Attributes:
         on_call: Asked before each call, with its name (of the function of ``os``) and a path: by how many seconds it
@@ -79,7 +79,7 @@ class Calls:
         self._mounts[node].mount(path, file_system)
 
     def mounts_of(self, node: Node) -> Mounts:
-        """The file systems of a node."""
+        """Return the file systems of a node."""
         return self._mounts[node]
 
     def set_memory(self, node: Node, available: int) -> None:
@@ -92,7 +92,7 @@ class Calls:
 
     @property
     def process(self) -> Process:
-        """The process that makes a call."""
+        """Return the process that makes a call."""
         return self.scheduler.process
 
     def enter(self, kind: str, where: str) -> None:
@@ -120,7 +120,7 @@ class Calls:
             raise
 
     def opened(self, descriptor: int) -> OpenFile:
-        """What a descriptor of the process stands for."""
+        """Return what a descriptor of the process stands for."""
         found = self.process.lookup(descriptor)
         if not isinstance(found, OpenFile):
             raise failure(errno.EINVAL)
@@ -142,7 +142,7 @@ class Calls:
 
 
 def text_of(path: Any) -> str:
-    """The text of a path."""
+    """Return the text of a path."""
     text = os.fsdecode(path)
     if "\0" in text:
         raise ValueError("embedded null byte")

@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from paddle_flexckpt.testing.simulation.locks import Waiters
 from paddle_flexckpt.testing.simulation.scheduler import Killed, Process, Scheduler, StuckError
-from paddle_flexckpt.testing.simulation.threads import Namespace, Waiters
+from paddle_flexckpt.testing.simulation.threads import Namespace
 
 # How long an interpreter takes to start and import.
 _START_SECONDS = (0.1, 2.0)

@@ -13,12 +13,13 @@ from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.testing.simulation import modules
 from paddle_flexckpt.testing.simulation.files import FileSystem
 from paddle_flexckpt.testing.simulation.inodes import Directory, File, Inode
+from paddle_flexckpt.testing.simulation.network import Network
 from paddle_flexckpt.testing.simulation.object_store import Effect, ObjectStore, Stored
 from paddle_flexckpt.testing.simulation.object_store_clients import install
 from paddle_flexckpt.testing.simulation.processes import Processes
 from paddle_flexckpt.testing.simulation.scenario import Fault, Scenario
 from paddle_flexckpt.testing.simulation.scheduler import EPOCH, Node, Scheduler
-from paddle_flexckpt.testing.simulation.sockets import Network, Sockets
+from paddle_flexckpt.testing.simulation.sockets import Sockets
 from paddle_flexckpt.testing.simulation.system import System
 from paddle_flexckpt.testing.simulation.threads import Threads
 from paddle_flexckpt.testing.simulation.trees import fill
