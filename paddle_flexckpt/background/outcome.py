@@ -74,19 +74,19 @@ class SaveOutcome:
             if own is not None:
                 failures[job.rank] = own
             if failures:
-                return self._give_up(self._decided(combine(sorted(failures.items()))))
+                return self._give_up(self._agreed_failure(combine(sorted(failures.items()))))
             missing = sorted(set(job.ranks) - written)
             if not missing:
                 return self._commit()
             gone = watch.look(missing)
             if gone and not self.directory.progress(job.names, gone)[0]:
-                return self._give_up(self._decided(combine([(rank, _gone()) for rank in gone])))
+                return self._give_up(self._agreed_failure(combine([(rank, _gone()) for rank in gone])))
             if time.monotonic() >= deadline:
-                return self._give_up(self._decided(combine([(rank, self._missing(rank)) for rank in missing])))
+                return self._give_up(self._agreed_failure(combine([(rank, self._missing(rank)) for rank in missing])))
             time.sleep(pause)
         raise RuntimeError("pauses end")
 
-    def _decided(self, failure: Failure) -> Failure:
+    def _agreed_failure(self, failure: Failure) -> Failure:
         """Return why the save is given up: for this, or for what another rank has said before the coordinator."""
         try:
             earlier = self._decide_once(failure.encode())
