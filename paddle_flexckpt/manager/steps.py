@@ -199,6 +199,8 @@ class StepDirectories:
     def write_page(self, step: int, content: str) -> None:
         """Write the page of a step, in place of one that may be there."""
         write_file(self._root, page_of(step), content.encode(), "replace")
+        if _MANIFEST not in self.directory(step).names():
+            self._root.remove(page_of(step))  # as of a report
         self._root.sync()
 
     def give_up(self, step: int, error: CheckpointError, keeps: bool) -> None:
@@ -255,6 +257,8 @@ class StepDirectories:
             OSError: It could not be written.
         """
         write_file(self._root, _report_of(step), f"{report.to_json()}\n".encode(), "replace")
+        if _MANIFEST not in self.directory(step).names():
+            self._root.remove(_report_of(step))  # another job's manager has removed the step meanwhile
 
     def _interrupted(self) -> list[int]:
         """Return the steps whose removal has begun."""

@@ -18,13 +18,15 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.media.lease import LEASE_FILE
 from paddle_flexckpt.native.listing import latest, list_checkpoints
+from paddle_flexckpt.testing.simulation import older_checkpoint
+from paddle_flexckpt.testing.simulation.caretaker import Caretaker
 from paddle_flexckpt.testing.simulation.faults import Faults
 from paddle_flexckpt.testing.simulation.invariants import Ledger, Violation
 from paddle_flexckpt.testing.simulation.person import Person
 from paddle_flexckpt.testing.simulation.scenario import HOUR, Case, Fault
 from paddle_flexckpt.testing.simulation.scheduler import Node, Process, StuckError
 from paddle_flexckpt.testing.simulation.story import Line, fingerprint
-from paddle_flexckpt.testing.simulation.training import Script, Store, shards, versions_in
+from paddle_flexckpt.testing.simulation.training import Script, Store, shapes_of, shards, versions_in
 from paddle_flexckpt.testing.simulation.world import ROOT, World
 
 # How long a job may take, once nothing fails any more, beyond its steps: patience of writers and ranks, and restarts.
@@ -181,6 +183,11 @@ class Cluster:
         self.world.on_change(self.ledger.appeared, self.ledger.changed)
         self.operator = Process(self.scheduler, Node(self.scheduler, "operator"), "operator")
         self.person = Person(self)
+        self.caretaker = Caretaker(self)
+        if "upgrade" in self.scenario.habits:
+            directory = f"{ROOT}/step_{older_checkpoint.STEP:08d}"
+            self.world.put_tree(directory, older_checkpoint.files())
+            self.ledger.begin_with(directory, older_checkpoint.STEP, older_checkpoint.VERSION)
         self.jobs = [Job(self, number) for number in range(self.scenario.jobs)]
         self.under_way: list[Fault] = []
         self.is_calm = False
@@ -310,7 +317,7 @@ class Cluster:
             self.scheduler.note(f"{type(error).__name__}: {str(error)[:200]}")
 
     def _load(self, path: str, step: int | None, since: float) -> None:
-        ledger, state = self.ledger, shards(0, 1, 0, None)
+        ledger, state = self.ledger, shards(0, 1, 0, None, shapes_of(self.scenario.habits))
         try:
             load_state_dict(state, path, SoloCommunicator(), unique_id=0, verify="full")
         except CorruptCheckpointError as error:
@@ -383,9 +390,15 @@ class Cluster:
                 left = [name for name in left if not name.endswith((".safetensors", ".part", ".failed", ".decided"))]
             if left:
                 ledger.violate("clean-up is complete", f"{directory} still has {left}")
-        left = [name for name in self.world.names(ROOT) if not self.person.knows(name)]
+        left = [name for name in self.world.names(ROOT) if not self.person.knows(name) and not self._goes_with(name)]
         if left:
             ledger.violate("clean-up is complete", f"the root still has {left}")
+
+    def _goes_with(self, name: str) -> bool:
+        """Whether a file is a page or report of a step that is there, or with which somebody has done something."""
+        directory = f"{ROOT}/{name.partition('.')[0]}"
+        known = directory in self.ledger.committed or directory in self.ledger.disturbed
+        return known and name.endswith((".html", ".report.json"))
 
     def _audit(self) -> None:
         """Look at all that is there, with the library's reader."""

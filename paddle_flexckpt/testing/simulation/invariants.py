@@ -20,9 +20,11 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Los
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord
 from paddle_flexckpt.manager.policies import steps_to_remove
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.testing.simulation.training import SHAPES, policies_of, version_of
+from paddle_flexckpt.native.partition_files import decode_partition, merge_rows
+from paddle_flexckpt.testing.simulation.training import all_versions_of, policies_of, shapes_of
 
 if TYPE_CHECKING:
+    from paddle_flexckpt.native.listing import CheckpointInfo
     from paddle_flexckpt.testing.simulation.scenario import Scenario
     from paddle_flexckpt.testing.simulation.scheduler import Process, Scheduler
     from paddle_flexckpt.testing.simulation.training import Script
@@ -62,6 +64,7 @@ class Attempt:
     Attributes:
         outcomes: By rank, what the call or the handle said: None for done, or the error.
         is_committed: Whether its manifest has been in place.
+        is_blocking: Whether the call returns when it is over.
     """
 
     version: int
@@ -72,6 +75,7 @@ class Attempt:
     size: int
     outcomes: dict[int, str | None] = field(default_factory=dict)
     is_committed: bool = False
+    is_blocking: bool = False
 
     @property
     def is_acknowledged(self) -> bool:
@@ -125,15 +129,26 @@ class Ledger:
         self.violations.append(Violation(invariant, self._scheduler.now, process, text))
         self._scheduler.note(f"VIOLATION of {invariant}: {text}")
 
+    def begin_with(self, directory: str, step: int, version: int) -> None:
+        """There is a checkpoint of an older version of the library in the beginning."""
+        self.attempts[version] = attempt = Attempt(version, "of an older version", 0, step, 0.0, 2, {0: None})
+        attempt.is_committed = True
+        found = self.examine(directory)
+        if isinstance(found, str):
+            self.violate("a committed checkpoint is whole", f"{directory}, of an older version: {found}")
+        else:
+            self._remember(directory, found)
+
     # What scripts say.
 
-    def begin(self, script: Script, step: int) -> int:
+    def begin(self, script: Script, step: int, is_blocking: bool) -> int:
         """A rank begins to save; return the version of the values."""
         job, tries = script.job, script.tries(step)
         version = ((job.number * 1000 + script.incarnation) * 10000 + step) * 10 + tries
         if version not in self.attempts:
             now = self._scheduler.now
-            self.attempts[version] = Attempt(version, job.name, script.incarnation, step, now, script.size)
+            attempt = Attempt(version, job.name, script.incarnation, step, now, script.size, is_blocking=is_blocking)
+            self.attempts[version] = attempt
         return version
 
     def reported(self, version: int, script: Script, error: str | None) -> None:
@@ -145,9 +160,9 @@ class Ledger:
             if not attempt.is_committed:
                 self.violate("what was reported done is there", f"{attempt} was reported done, and is not committed")
             for rank, other in attempt.outcomes.items():
-                if other is not None and not self._is_unknown(other):
+                if other is not None and not self._is_unknown(attempt, other):
                     self.violate("one outcome", f"{attempt} is done for rank {script.rank}; for rank {rank}: {other}")
-        elif not self._is_unknown(error):
+        elif not self._is_unknown(attempt, error):
             self._scheduler.note(f"is told that step {attempt.step} is not saved: {error[:300]}")
             if attempt.is_committed:
                 self.violate(
@@ -155,12 +170,12 @@ class Ledger:
                     f"{attempt} is committed; rank {script.rank} was told: {error}",
                 )
 
-    def _is_unknown(self, outcome: str) -> bool:
+    def _is_unknown(self, attempt: Attempt, outcome: str) -> bool:
         """Whether a rank was told no more than that something went wrong, maybe after the commit.
 
         A save in the foreground whose commit could not be made durable raises what the storage said.
         """
-        return bool(_UNKNOWN.search(outcome)) or (not self._scenario.is_async and _REFUSED in outcome)
+        return bool(_UNKNOWN.search(outcome)) or (attempt.is_blocking and _REFUSED in outcome)
 
     def failed(self, script: Script, error: CheckpointError) -> None:
         """A call has raised on a rank."""
@@ -209,6 +224,16 @@ class Ledger:
             return
         if floor is not None and (step is None or step < floor):
             self.violate("latest() goes back only after damage", f"step {floor} is there, and latest() says {step}")
+
+    def listed(self, floor: int | None, steps: list[int], infos: list[CheckpointInfo], since: float) -> None:
+        """A job has asked which steps there are, and whether they are whole; ``floor`` was there all the time."""
+        if self.troubled_until >= since or self.last_person >= since or self.disturbed:
+            return
+        if floor is not None and floor not in steps:
+            self.violate("what is committed is listed", f"step {floor} is there; a job was told {steps}")
+        damaged = [info for info in infos if not info.complete and info.step == floor]
+        if damaged:
+            self.violate("a committed checkpoint is whole", f"a job was told that {damaged} is not")
 
     @property
     def is_troubled(self) -> bool:
@@ -283,7 +308,7 @@ class Ledger:
         attempt, before = found.attempt, self.committed.get(directory)
         self._scheduler.note(f"commits {attempt}")
         for rank, outcome in attempt.outcomes.items():
-            if outcome is not None and not self._is_unknown(outcome):
+            if outcome is not None and not self._is_unknown(attempt, outcome):
                 self.violate(
                     "what was reported failed is not there",
                     f"{attempt} is committed after rank {rank} was told: {outcome}",
@@ -310,6 +335,11 @@ class Ledger:
             return "there is no manifest"
         try:
             manifest = Manifest.decode(data, directory)
+            read = [
+                decode_partition(self.read(f"{directory}/{each.file}") or b"", each.file, manifest, number)
+                for number, each in enumerate(manifest.partitions)
+            ]
+            manifest = merge_rows(manifest, read)
         except (CorruptCheckpointError, ValidationError) as error:
             return str(error)
         content: dict[str, bytes] = {}
@@ -319,18 +349,19 @@ class Ledger:
                 return f"{name} has {None if stored is None else len(stored)} bytes, not {size}"
             content[name] = stored
         catalog, record, seen = manifest.catalog, None, set()
-        counts = dict.fromkeys(SHAPES, 0)
+        shapes = shapes_of(self._scenario.habits)
+        counts = dict.fromkeys(shapes, 0)
         for row in range(len(catalog)):
             key, name = catalog.keys[int(catalog.key[row])], catalog.file_name(row) or ""
             begin = int(catalog.byte_offset[row])
             stored = content[name][begin : begin + int(catalog.byte_length[row])]
             if key == RECORD:
                 record = StepRecord.decode(np.frombuffer(stored, dtype=np.uint8))
-            elif key in SHAPES:
+            elif key in shapes:
                 numbers = np.frombuffer(stored, dtype="<i8")
                 counts[key] += len(numbers)
-                seen |= {version_of(number) for number in numbers.tolist()}
-        missing = [key for key, shape in SHAPES.items() if counts[key] < int(np.prod(shape))]
+                seen |= all_versions_of(numbers)
+        missing = [key for key, shape in shapes.items() if counts[key] < int(np.prod(shape))]
         if missing:
             return f"{missing} are not whole"
         if len(seen) != 1:

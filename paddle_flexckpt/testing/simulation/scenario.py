@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from paddle_flexckpt.testing.simulation.habits import draw_habits
+
 DAY = 86400.0
 HOUR = 3600.0
 
@@ -35,6 +37,7 @@ class Scenario:
         preemption: Whether the manager catches SIGTERM, and ranks agree about it after each step.
         timeout: Seconds that writers wait for each other.
         lease_seconds: Of a lease, where storage has no locks.
+        habits: What jobs ask for beyond plain saves: see ``habits.py``.
     """
 
     seed: int
@@ -55,6 +58,7 @@ class Scenario:
     reader_seconds: float = 4 * HOUR
     timeout: float = 1800.0
     lease_seconds: float = 30.0
+    habits: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -164,7 +168,10 @@ _CLOCKS = ("clock_jump", "clock_rate")
 _STORAGE = ("disk_full", "disk_slow", "disk_read_only", "disk_gone", "io_error", "slow_call")
 _OBJECTS = ("store_errors", "store_lost_answers", "store_stale", "store_slow", "slow_call")
 _PERSON = ("person_copies", "person_moves", "person_deletes", "person_restores")
-KINDS = tuple(dict.fromkeys((*_ENDS, *_STOPS, *_NETWORK, *_CLOCKS, *_STORAGE, *_OBJECTS, "power_loss", *_PERSON)))
+_CARE = ("care_damage", "care_look")
+KINDS = tuple(
+    dict.fromkeys((*_ENDS, *_STOPS, *_NETWORK, *_CLOCKS, *_STORAGE, *_OBJECTS, "power_loss", *_PERSON, *_CARE))
+)
 # Errors of calls on files: EIO, ENOSPC, EDQUOT, ESTALE.
 _ERRORS = (5, 5, 28, 122, 116)
 
@@ -177,7 +184,22 @@ def draw(seed: int) -> Case:
     faults = [draw_fault(choose, scenario) for _ in range(count)]
     if choose.random() < 0.4:
         faults += draw_meeting(choose, scenario)
+    faults += draw_care(seed, scenario)
     return Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def draw_care(seed: int, scenario: Scenario) -> list[Fault]:
+    """Draw damage to checkpoints, and a person who looks after them; for themselves, as habits are."""
+    choose = random.Random(f"care {seed}")
+    if choose.random() > 0.12:
+        return []
+    faults = []
+    for _ in range(choose.choice([1, 1, 2])):
+        at = choose.uniform(0.2, 1.0) * scenario.seconds
+        if choose.random() < 0.8:
+            faults.append(Fault("care_damage", at, amount=float(choose.randrange(1 << 20))))
+        faults.append(Fault("care_look", at + choose.choice([0.001, 1.0, 5000.0])))
+    return faults
 
 
 def draw_meeting(choose: random.Random, scenario: Scenario) -> list[Fault]:
@@ -218,13 +240,14 @@ def draw_scenario(choose: random.Random, seed: int) -> Scenario:
     storage = choose.choices(["shared", "leased", "object"], [6, 2, 2])[0]
     saves = choose.randint(2, 6)
     every = choose.choice([1, 1, 2, 3])
+    is_async = choose.random() < 0.5
     policies = ["latest:1", "latest:2", "latest:3", f"every:{2 * every}", "best:1", "interval:20000"]
     return Scenario(
         seed=seed,
         world_sizes=world_sizes,
         nodes=nodes,
         storage=storage,
-        is_async=choose.random() < 0.5,
+        is_async=is_async,
         keep=tuple(sorted(choose.sample(policies, choose.choice([0, 1, 1, 1, 2])))),
         save_every=every,
         steps=saves * every,
@@ -237,6 +260,7 @@ def draw_scenario(choose: random.Random, seed: int) -> Scenario:
         reader_seconds=choose.uniform(HOUR, 6 * HOUR),
         timeout=choose.choice([20.0, 200.0, 1800.0]),
         lease_seconds=choose.choice([5.0, 30.0]),
+        habits=draw_habits(seed, storage=storage, is_async=is_async),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.testing.simulation import modules
 from paddle_flexckpt.testing.simulation.files import FileSystem
+from paddle_flexckpt.testing.simulation.habits import sizes_for, storage_options
 from paddle_flexckpt.testing.simulation.inodes import Directory, File, Inode
 from paddle_flexckpt.testing.simulation.network import Network
 from paddle_flexckpt.testing.simulation.object_store import Effect, ObjectStore, Stored
@@ -98,8 +99,10 @@ class World:
 
     def location(self) -> Any:
         """What a job gives as its root; called by its processes."""
-        scheme = "s3:/" if self.store is not None else ""
-        return open_storage(f"{scheme}{ROOT}", lease_seconds=self.scenario.lease_seconds)
+        habits = self.scenario.habits
+        scheme = "" if self.store is None else "gs:/" if "gs" in habits else "s3:/"
+        options = storage_options(habits) if scheme else {}
+        return open_storage(f"{scheme}{ROOT}", lease_seconds=self.scenario.lease_seconds, **options)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -123,7 +126,7 @@ class World:
         try:
             if self.store is not None:
                 install(self.store, undo)
-            state = modules.process_state(self.scheduler)
+            state = {**modules.process_state(self.scheduler), **sizes_for(self.scenario.habits)}
             with modules.simulated(self.scheduler, replaced, names, threads.replacement, state):
                 yield
         finally:
@@ -220,6 +223,15 @@ class World:
             disk.unlink(found, name)
         if isinstance(found, Directory) and not found.entries:
             disk.remove_directory(above, directory.rpartition("/")[2])
+
+    def remove_file(self, directory: str, name: str) -> None:
+        """Remove one file."""
+        if self.store is not None:
+            self.store.objects.pop(f"{directory}/{name}".lstrip("/"), None)
+            return
+        found = self._find(directory)
+        if isinstance(found, Directory) and name in found.entries:
+            self.disks[0].unlink(found, name)
 
     def _below(self, directory: str) -> list[str]:
         prefix = directory.strip("/") + "/"
