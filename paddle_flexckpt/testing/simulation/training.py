@@ -179,7 +179,8 @@ class Script:
         with contextlib.ExitStack() as stack:
             background: bool | BackgroundWriter = False
             if scenario.is_async:
-                background = stack.enter_context(BackgroundWriter(timeout=scenario.timeout))
+                writer = BackgroundWriter(scenario.max_pending, timeout=scenario.timeout)
+                background = stack.enter_context(writer)
             self.stage = "manager"
             manager = stack.enter_context(
                 CheckpointManager(
@@ -193,13 +194,15 @@ class Script:
             )
             begin = self._restore(manager) + 1
             for step in range(begin, job.steps + 1):
-                job.cluster.scheduler.sleep(scenario.step_seconds)
+                job.cluster.scheduler.sleep(scenario.time_of(step))
                 self._collect_handles()
                 self.stage = f"should_save {step}"
                 if manager.should_save(step):
                     self._save(manager, step)
                 if manager.should_stop:
+                    self.ledger.stopped(self, step)
                     break
+                self.ledger.goes_on(self, step)
             else:
                 self.stage = "finish"
                 self._finish(manager)
@@ -250,6 +253,8 @@ class Script:
             return
         if scenario.is_async:
             self._handles.append((version, saved))
+            scheduler = self.job.cluster.scheduler
+            scheduler.spawn(scheduler.process, lambda: self._follow(version, saved), f"follows step {step}")
         else:
             ledger.reported(version, self, None)
 
@@ -259,8 +264,17 @@ class Script:
         if self.scenario.on_error == "exit":
             raise SystemExit(1)
 
+    def _follow(self, version: int, handle: Any) -> None:
+        """Hear of an outcome at once: the ledger has to know what was reported done before the power fails."""
+        handle.wait()
+        self._report(version, handle)
+
     def _collect_handles(self) -> None:
         for version, handle in list(self._handles):
             if handle.done():
-                self._handles.remove((version, handle))
-                self.ledger.reported(version, self, None if handle.error is None else str(handle.error))
+                self._report(version, handle)
+
+    def _report(self, version: int, handle: Any) -> None:
+        if (version, handle) in self._handles:
+            self._handles.remove((version, handle))
+            self.ledger.reported(version, self, None if handle.error is None else str(handle.error))

@@ -221,6 +221,15 @@ class World:
         if isinstance(found, Directory) and not found.entries:
             disk.remove_directory(above, directory.rpartition("/")[2])
 
+    def remove_file(self, directory: str, name: str) -> None:
+        """Remove one file."""
+        if self.store is not None:
+            self.store.objects.pop(f"{directory}/{name}".lstrip("/"), None)
+            return
+        found = self._find(directory)
+        if isinstance(found, Directory) and name in found.entries:
+            self.disks[0].unlink(found, name)
+
     def _below(self, directory: str) -> list[str]:
         prefix = directory.strip("/") + "/"
         return [
