@@ -274,7 +274,8 @@ def _slow_holder(choose: random.Random, scenario: Scenario, begin: float) -> lis
 
 def _slow_reader(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
     """A reader takes long, and savers go on meanwhile."""
-    return [Fault("slow_call", begin, "reader", "any call", choose.randint(1, 60), choose.uniform(1.0, 6.0) * HOUR)]
+    moment, count = choose.choice([("any call", choose.randint(1, 60)), ("data", choose.randint(1, 6))])
+    return [Fault("slow_call", begin, "reader", moment, count, choose.uniform(2.0, 8.0) * HOUR)]
 
 
 def _moment(choose: random.Random, moments: list[str]) -> str:
