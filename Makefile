@@ -188,6 +188,11 @@ test-simulation: $(TEST_STAMP) ## simulate SEEDS clusters from seed FIRST on: jo
 	@echo "[make] simulated clusters"
 	@$(BIN)/python -W ignore -m tests.simulation.run --seeds $(SEEDS) --first $(FIRST) --jobs 2
 
+.PHONY: test-mistakes
+test-mistakes: $(TEST_STAMP) ## make each of the seeded mistakes, and count the simulated seeds until it is found
+	@echo "[make] seeded mistakes"
+	@$(BIN)/python -W ignore -m tests.simulation.run --mistake all --seeds 10000 --jobs 2
+
 .PHONY: lint
 lint: $(TEST_STAMP) ## check style, types and import contracts
 	@echo "[make] ruff check"

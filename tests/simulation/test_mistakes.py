@@ -40,6 +40,15 @@ def test_a_mistake_is_made_and_taken_back(name):
     assert {where: parts(where) for where in places} == before
 
 
+@pytest.mark.parametrize("name", ["done-when-begun", "retention-files-first", "retention-first"])
+def test_a_few_seeds_find_some(name):
+    pytest.importorskip("paddle")
+    from tests.simulation.run import run_seeds
+
+    with make(name):
+        assert run_seeds(0, 10, stop=True).violated
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",

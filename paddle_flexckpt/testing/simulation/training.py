@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paddle_flexckpt.background import BackgroundWriter
-from paddle_flexckpt.catalog import CheckpointError, LostRankError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.host_channel import HostChannel
 from paddle_flexckpt.live.lost_ranks import announce
@@ -227,7 +227,13 @@ class Script:
             return 0
         self.stage = "restore"
         state = shards(self.rank, self.size, self.layout, None)
-        report = manager.restore(state=state, rng=False, fallback=True)
+        try:
+            report = manager.restore(state=state, rng=False, fallback=True)
+        except CorruptCheckpointError as error:
+            if self.ledger.committed or not self.ledger.disturbed:
+                raise
+            self.ledger.failed(self, error)
+            return 0  # somebody has damaged all there was: the run begins anew
         self.ledger.restored(self, report.step, versions_in(state, self.rank, self.size, self.layout), report.skipped)
         return report.step
 
