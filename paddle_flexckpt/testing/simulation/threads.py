@@ -187,7 +187,8 @@ class Threads:
 
     def replacement(self, value: Any) -> Any:
         """A simulated lock for a real one that a module holds; None if the value is no lock."""
-        kind = _lock_kind(type(value))
+        of: Any = type(value)
+        kind = _lock_kind(of)
         return None if kind is None else getattr(self.threading, kind)()
 
 
