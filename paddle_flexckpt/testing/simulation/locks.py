@@ -63,6 +63,8 @@ class Lock:
 
     def release(self) -> None:
         if not self._depth:
+            # A process that dies in a condition's wait leaves its frames without the lock.
+            self._scheduler.check_alive()
             raise RuntimeError("release unlocked lock")
         self._depth -= 1
         if not self._depth:
