@@ -57,7 +57,7 @@ class SaveOutcome:
     def agree_after_death(self, error: CheckpointError) -> Failure | None:
         """Return the outcome, as :meth:`agree`, when this rank's writer has died; called in the training process."""
         if self.directory.is_committed(self.job.names):
-            self._make_durable()
+            self._finish()
             return None
         written, _ = self.directory.progress(self.job.names, [self.job.rank])
         # With its part in place, a rank has done all that it owes the others; but nobody commits for the coordinator.
@@ -151,7 +151,7 @@ class SaveOutcome:
         for pause in _pauses():
             try:
                 if self.directory.is_committed(job.names):
-                    self._make_durable()
+                    self._finish()
                     return None
                 written, failed = self.directory.progress(job.names, job.ranks)
                 if job.coordinator in failed:
@@ -182,7 +182,7 @@ class SaveOutcome:
                 if given_up is not None and self.directory.is_committed(job.names):
                     # The coordinator's decision has been cleaned up since this rank looked.
                     self.directory.withdraw_decision(job.names, job.coordinator)
-                    self._make_durable()
+                    self._finish()
                     return None
                 if given_up is not None:
                     return self._give_up(given_up)
@@ -190,6 +190,18 @@ class SaveOutcome:
                 deadline, commits = time.monotonic() + patience, True
             time.sleep(0 if gone else pause)
         raise RuntimeError("pauses end")
+
+    def _finish(self) -> None:
+        """Make the commit durable, and leave no part behind, of a save that the coordinator has committed.
+
+        The request that put this rank's part may have been made again after the coordinator had cleaned up.
+        """
+        self._make_durable()
+        part = self.job.names.part_file(self.job.rank)
+        try:
+            self.directory.backend.remove(part)
+        except OSError as error:
+            self.warnings.append(f"the checkpoint is complete, but {part} could not be removed: {error}")
 
     def _make_durable(self) -> None:
         """Make the coordinator's commit durable: it may not have come so far itself."""

@@ -159,6 +159,23 @@ def test_what_is_cut_off_arrives_when_the_network_heals() -> None:
     assert 102 < world.scheduler.now < 110
 
 
+def test_a_process_that_dies_in_a_condition_s_wait_has_no_error() -> None:
+    with World() as world:
+
+        def wait() -> None:
+            changed = world.threads.threading.Condition()
+            with changed:
+                changed.wait()
+
+        process = world.start("waits", wait)
+        world.scheduler.after(1.0, process.kill)
+        world.scheduler.run()
+    assert process.status == -9
+    assert process.main is not None
+    assert process.main.ended
+    assert process.main.error is None
+
+
 def test_a_name_that_is_not_simulated_is_named() -> None:
     with World() as world, pytest.raises(RuntimeError, match=r"threading\.Barrier is not simulated"):
         _ = world.threads.threading.Barrier
