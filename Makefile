@@ -196,6 +196,11 @@ test-simulation: $(TEST_STAMP) ## simulate SEEDS clusters from seed FIRST on: jo
 coverage-simulation: $(COVERAGE_STAMP) $(TEST_STAMP) ## simulate COVERED clusters; lines and branches of four rooms that they run, and those they do not
 	@PYTHONPATH=$(COVERAGE_DIR) $(BIN)/python -W ignore -m tests.simulation.coverage --seeds $(COVERED) --jobs 2
 
+.PHONY: test-mistakes
+test-mistakes: $(TEST_STAMP) ## make each of the seeded mistakes, and count the simulated seeds until it is found
+	@echo "[make] seeded mistakes"
+	@$(BIN)/python -W ignore -m tests.simulation.run --mistake all --seeds 10000 --jobs 2
+
 .PHONY: lint
 lint: $(TEST_STAMP) ## check style, types and import contracts
 	@echo "[make] ruff check"

@@ -13,6 +13,14 @@ Table = TypeVar("Table", bound="Columns")
 WHOLE = {"whole": True}
 
 
+def pad_left(column: np.ndarray, extra: int, fill: int) -> np.ndarray:
+    """Return a ``[n, d]`` column with that many axes more, which hold ``fill``, before its own."""
+    padded = np.empty((len(column), extra + column.shape[1]), dtype=column.dtype)
+    padded[:, :extra] = fill
+    padded[:, extra:] = column
+    return padded
+
+
 @dataclass(frozen=True, eq=False)
 class Columns:
     """Base of tables whose columns are numpy arrays of equal length.
@@ -60,10 +68,7 @@ class Columns:
         extra = width - self.width
         if extra <= 0:
             return self
-        pad = ((0, 0), (extra, 0))
-        return replace(
-            self, **{name: np.pad(getattr(self, name), pad, constant_values=fill) for name, fill in self.PADDED.items()}
-        )
+        return replace(self, **{name: pad_left(getattr(self, name), extra, fill) for name, fill in self.PADDED.items()})
 
     @classmethod
     def concat(cls: type[Table], parts: Sequence[Table]) -> Table:

@@ -5,7 +5,6 @@ What numpy does along a short last axis takes it tens of times as long as what i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,26 +12,33 @@ import numpy as np
 
 def all_axes(found: np.ndarray) -> np.ndarray:
     """Return whether each row has it along all axes: ``found.all(axis=-1)`` of a bool column."""
-    return functools.reduce(np.logical_and, _columns(found), np.ones(found.shape[:-1], dtype=bool))
+    return _reduce(np.logical_and, found, True, bool)
 
 
 def any_axis(found: np.ndarray) -> np.ndarray:
     """Return whether each row has it along any axis: ``found.any(axis=-1)`` of a bool column."""
-    return functools.reduce(np.logical_or, _columns(found), np.zeros(found.shape[:-1], dtype=bool))
+    return _reduce(np.logical_or, found, False, bool)
 
 
 def sum_axes(values: np.ndarray) -> np.ndarray:
     """Return the sum of each row: ``values.sum(axis=-1)`` of an int64 column."""
-    return functools.reduce(np.add, _columns(values), np.zeros(values.shape[:-1], dtype=np.int64))
+    return _reduce(np.add, values, 0, np.int64)
 
 
 def product_axes(values: np.ndarray) -> np.ndarray:
     """Return the product of each row: ``values.prod(axis=-1)`` of an int64 column."""
-    return functools.reduce(np.multiply, _columns(values), np.ones(values.shape[:-1], dtype=np.int64))
+    return _reduce(np.multiply, values, 1, np.int64)
 
 
-def _columns(table: np.ndarray) -> list[np.ndarray]:
-    return [table[..., axis] for axis in range(table.shape[-1])]
+def _reduce(operation: np.ufunc, table: np.ndarray, nothing: int, dtype: type) -> np.ndarray:
+    """Return the columns of a table as one; ``nothing`` is what the operation gives of none."""
+    width = table.shape[-1]
+    if not width:
+        return np.full(table.shape[:-1], nothing, dtype=dtype)
+    found: np.ndarray = table[..., 0].astype(dtype)
+    for axis in range(1, width):
+        operation(found, table[..., axis], out=found)
+    return found[()]  # a number where the table is a single row
 
 
 def lexsort_packed(columns: Sequence[np.ndarray], n: int) -> np.ndarray:

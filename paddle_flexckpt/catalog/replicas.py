@@ -28,7 +28,7 @@ class ReplicaGroups:
     @property
     def count(self) -> np.ndarray:
         """Return int64 ``[g]``, replicas in each group."""
-        return np.diff(self.start)
+        return self.start[1:] - self.start[:-1]
 
     @property
     def first(self) -> np.ndarray:

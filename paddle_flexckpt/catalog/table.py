@@ -6,6 +6,7 @@ Shapes of different rank share the ``[n, ndim]`` columns by being padded *on the
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,7 +84,7 @@ class Catalog(Columns):
     @property
     def itemsize(self) -> np.ndarray:
         """Return int64 ``[n]``, bytes per element."""
-        sizes = np.asarray([dtype_of(name).itemsize for name in self.dtypes], dtype=np.int64)
+        sizes = _itemsizes(self.dtypes)
         return sizes[self.dtype] if len(sizes) else np.zeros(len(self), dtype=np.int64)
 
     @property
@@ -124,7 +125,7 @@ class Catalog(Columns):
             raise ValueError("the columns differ in length")
         if "key_order" in arrays:
             orders = json.loads(arrays["orders"].tobytes())
-            if not isinstance(orders, list) or len(orders) > np.iinfo(np.int16).max:
+            if not isinstance(orders, list) or len(orders) > _MOST_ORDERS:
                 raise ValueError("the orders are not a list, or too many")
             values["orders"] = tuple(map(Order.decode, orders))
             column = values["key_order"] = arrays["key_order"].astype(np.int16, copy=False)
@@ -195,8 +196,16 @@ class Catalog(Columns):
         return replace(self, **(order_columns(by_key, len(self.keys)) or nothing))
 
 
+_MOST_ORDERS = 2**15 - 1  # int16 numbers them
 _TABLES = ("keys", "dtypes", "files")
 _COLUMN_TYPES = {"key": np.int32, "dtype": np.int16, "ndim": np.int16, "rank": np.int32, "file": np.int32}
+
+
+@functools.lru_cache(maxsize=256)
+def _itemsizes(dtypes: tuple[str, ...]) -> np.ndarray:
+    sizes = np.asarray([dtype_of(name).itemsize for name in dtypes], dtype=np.int64)
+    sizes.flags.writeable = False
+    return sizes
 
 
 def order_columns(by_key: Mapping[int, Order], count: int) -> dict[str, Any]:

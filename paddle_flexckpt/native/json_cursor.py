@@ -18,6 +18,7 @@ MAX_VALUE_BYTES = 1 << 14
 MAX_TEXTS = 4096
 _USUAL_VALUE_BYTES = 512
 _MAX_DIGITS = 32
+_SPACES = b" \t\n\r"
 _SPACE = re.compile(rb"[ \t\n\r]*")
 # Up to the end of a text, or to that of the window: the expression takes memory for every escape.
 _TEXT_WINDOW = 1 << 12
@@ -120,6 +121,9 @@ class JsonCursor:
             raise ValueError(f"byte {self._at}: more than one JSON value")
 
     def _peek(self) -> bytes:
+        got = self._text[self._at : self._at + 1]
+        if got and got not in _SPACES:
+            return got
         match = _SPACE.match(self._text, self._at)
         self._at = self._at if match is None else match.end()
         return self._text[self._at : self._at + 1]

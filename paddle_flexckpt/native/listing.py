@@ -5,6 +5,8 @@ Tested in tests/native/test_dead_saves.py and tests/manager/test_unreadable.py.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -59,12 +61,7 @@ def list_checkpoints(path: Location) -> list[CheckpointInfo]:
     Raises:
         UnreadableCheckpointError: The directory itself cannot be read.
     """
-    backend = open_backend(path)
-    with reading(backend.path):
-        found, below = _infos(backend), backend.names("directories")
-    for infos in map_files(backend, lambda name: _infos_below(backend.child(name)), below):
-        found += infos
-    return sorted(found, key=lambda info: (-1 if info.step is None else info.step, info.unique_id, info.path))
+    return _look(open_backend(path))[0]
 
 
 def latest(path: Location) -> CheckpointInfo | None:
@@ -73,8 +70,12 @@ def latest(path: Location) -> CheckpointInfo | None:
     Args:
         path: As for :func:`list_checkpoints`.
     """
-    complete = [info for info in list_checkpoints(path) if info.complete]
-    return complete[-1] if complete else None
+    backend = open_backend(path)
+    while True:
+        found, below = _look(backend)
+        complete = [info for info in found if info.complete]
+        if not _may_have_missed(backend, below):
+            return complete[-1] if complete else None
 
 
 def is_complete(path: Location, unique_id: int | None = None) -> bool:
@@ -90,6 +91,30 @@ def is_complete(path: Location, unique_id: int | None = None) -> bool:
     chosen = unique_id if unique_id is not None else ids[-1] if ids else None
     info = _info(directory, chosen) if chosen is not None and chosen in ids else None
     return info is not None and info.complete
+
+
+def _look(backend: Backend) -> tuple[list[CheckpointInfo], dict[str, bool]]:
+    """Return the checkpoints in a directory and below, and the names of those below: whether they have one."""
+    with reading(backend.path):
+        found, below = _infos(backend), backend.names("directories")
+    each = map_files(backend, lambda name: _infos_below(backend.child(name)), below)
+    found += itertools.chain.from_iterable(each)
+    found.sort(key=lambda info: (-1 if info.step is None else info.step, info.unique_id, info.path))
+    return found, dict(zip(below, map(bool, each)))
+
+
+def _may_have_missed(backend: Backend, below: Mapping[str, bool]) -> bool:
+    """Return whether checkpoints may have come below while others, which these have replaced, went unseen.
+
+    A directory without a checkpoint may have had one when it was listed.
+    """
+    empty = [name for name, has_one in below.items() if not has_one]
+    if not empty:
+        return False
+    with reading(backend.path):
+        if not below.keys() >= set(backend.names("directories")):
+            return True
+    return any(map_files(backend, lambda name: bool(_infos_below(backend.child(name))), empty))
 
 
 def _infos(backend: Backend) -> list[CheckpointInfo]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
@@ -30,8 +29,7 @@ EXPONENTS = "F8_E8M0"
 _ITEMSIZE = {dtype.safetensors: dtype.itemsize // dtype.trailing for dtype in DTYPES.values()} | {EXPONENTS: 1}
 
 
-@dataclass(frozen=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """Describe a tensor of a safetensors file.
 
     Attributes:
@@ -41,13 +39,14 @@ class StoredTensor:
         end: The first byte beyond it.
     """
 
-    # A header can have very many.
-    __slots__ = ("begin", "code", "end", "shape")
-
     code: str
     shape: tuple[int, ...]
     begin: int
     end: int
+
+
+# What an entry says: element type, shape, and where the tensor begins and ends behind the header.
+_Entry = tuple[str, "list[int]", int, int]
 
 
 class Header(NamedTuple):
@@ -98,7 +97,7 @@ def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
                 metadata = cursor.texts()
                 continue
             usual = cursor.match(_USUAL)
-            entry = cursor.value() if usual is None else _entry(*usual)
+            entry = _checked(name, cursor.value(), file) if usual is None else _entry(*usual)
             tensor = tensors[name] = _tensor(name, entry, start, file)
             in_order = in_order and tensor.begin == position
             position = tensor.end
@@ -116,27 +115,38 @@ def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
     return Header(tensors, metadata, text)
 
 
-def _entry(code: bytes, shape: bytes, begin: bytes, end: bytes) -> dict[str, Any]:
+def _entry(code: bytes, shape: bytes, begin: bytes, end: bytes) -> _Entry:
     """Return the value of an entry in the spelling of safetensors' own writer, of which a header may have very many."""
-    extents = list(map(int, shape.split(b","))) if shape else []
-    return {"dtype": code.decode(), "shape": extents, "data_offsets": [int(begin), int(end)]}
+    return code.decode(), list(map(int, shape.split(b","))) if shape else [], int(begin), int(end)
 
 
-def _tensor(name: str, entry: Any, start: int, file: str) -> StoredTensor:
+def _checked(name: str, entry: Any, file: str) -> _Entry:
+    """Return the value of an entry in any spelling."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _damaged(file, f"the entry of tensor {name!r} is not dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in _ITEMSIZE:
-        raise _damaged(file, f"tensor {name!r} has the unknown element type {str(code)[:20]!r}")
+        raise _unknown(name, code, file)
     if not _are_extents(shape) or len(shape) > _MAX_AXES:
         raise _damaged(file, f"tensor {name!r} has a shape that is not a list of extents")
     if not _are_extents(offsets) or len(offsets) != 2:
         raise _damaged(file, f"tensor {name!r} has offsets that are not two positions")
+    return code, shape, offsets[0], offsets[1]
+
+
+def _tensor(name: str, entry: _Entry, start: int, file: str) -> StoredTensor:
+    code, shape, begin, end = entry
+    if code not in _ITEMSIZE:
+        raise _unknown(name, code, file)
     expected = math.prod(shape) * _ITEMSIZE[code]
-    if offsets[1] - offsets[0] != expected:
-        got = offsets[1] - offsets[0]
+    if end - begin != expected:
+        got = end - begin
         raise _damaged(file, f"tensor {name!r} of shape {shape} and type {code} has {got} bytes; expected {expected}")
-    return StoredTensor(code, tuple(shape), start + offsets[0], start + offsets[1])
+    return StoredTensor(code, tuple(shape), start + begin, start + end)
+
+
+def _unknown(name: str, code: Any, file: str) -> CorruptCheckpointError:
+    return _damaged(file, f"tensor {name!r} has the unknown element type {str(code)[:20]!r}")
 
 
 def _are_extents(value: Any) -> bool:

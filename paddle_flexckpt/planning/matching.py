@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from paddle_flexckpt.algebra import Box, BoxMaps, Columns, StridedCopy, intersect_boxes, subtract_boxes
+from paddle_flexckpt.algebra.columns import pad_left
 from paddle_flexckpt.algebra.rows import lexsort_packed, product_axes, sum_axes
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, group_replicas, validate_coverage
 from paddle_flexckpt.catalog.validate import MAX_PIECES, Coverage, row_boxes, tangled_problem
@@ -178,8 +179,8 @@ class ShardMatcher:
 
     def _boxes(self, width: int) -> tuple[np.ndarray, np.ndarray]:
         """Return offset and shape of the source's boxes on that many axes."""
-        pad = ((0, 0), (width - self.source.width, 0))
-        return np.pad(self._offset, pad), np.pad(self._shape, pad, constant_values=1)
+        extra = width - self.source.width
+        return pad_left(self._offset, extra, 0), pad_left(self._shape, extra, 1)
 
     def _answer(self, requests: Requests, rank: np.ndarray, width: int) -> Pieces:
         """Return the pieces that serve requests; ``rank`` is that of each request's target."""

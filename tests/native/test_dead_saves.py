@@ -12,6 +12,7 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from tests.native.samples import items_of, values_of, whole
 from tests.native.test_directory import names, save
@@ -229,6 +230,43 @@ def test_the_list_of_checkpoints(tmp_path):
     assert not is_complete(tmp_path, 0)
     assert not is_complete(tmp_path / "unfinished")
     assert not is_complete(tmp_path / "step_30")
+
+
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_latest_looks_again_where_what_it_has_listed_has_gone(tmp_path, monkeypatch, is_listed):
+    """A manager that keeps one checkpoint saves the next and removes this one, while somebody lists the root."""
+    save(tmp_path / "step_1", 0)
+    if is_listed:
+        begin(tmp_path / "step_0")
+    right, looks = CheckpointDirectory.list_ids, []
+
+    def list_ids(self):
+        looks.append(os.path.basename(self.path))
+        if looks[-1] == "step_1":
+            save(tmp_path / ("step_0" if is_listed else "step_2"), 0)
+            shutil.rmtree(self.path, ignore_errors=True)
+        return right(self)
+
+    monkeypatch.setattr(CheckpointDirectory, "list_ids", list_ids)
+    newest = latest(tmp_path)
+    assert newest is not None
+    assert newest.complete
+    assert os.path.basename(newest.path) == ("step_0" if is_listed else "step_2")
+
+
+def test_latest_looks_once_where_nothing_goes(tmp_path, monkeypatch):
+    save(tmp_path / "step_1", 0)
+    begin(tmp_path / "step_2")
+    right, looks = CheckpointDirectory.read_committed, []
+    monkeypatch.setattr(
+        CheckpointDirectory,
+        "read_committed",
+        lambda self, *arguments: looks.append(self.path) or right(self, *arguments),
+    )
+    newest = latest(tmp_path)
+    assert newest is not None
+    assert newest.path.endswith("step_1")
+    assert len(looks) == 1
 
 
 def test_a_checkpoint_is_complete_only_with_its_own_files(tmp_path):

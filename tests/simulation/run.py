@@ -2,7 +2,7 @@
 
 ``--seed N --story`` tells what happened, ``--shrink`` finds a shorter case that fails alike, and ``--write-test`` keeps
 that in ``tests/simulation/found``, where ``test_cluster.py`` runs it. ``--mistake NAME`` puts one of the mistakes of
-``mistakes.py`` into the library, and counts the seeds until it is found.
+``mistakes.py`` into the library, and counts the seeds until it is found; several, or ``all``, give a table.
 """
 
 from __future__ import annotations
@@ -161,11 +161,11 @@ def main() -> int:
     parser.add_argument("--story", action="store_true", help="tell what happened")
     parser.add_argument("--shrink", action="store_true", help="find a shorter case that fails alike")
     parser.add_argument("--write-test", action="store_true", help="keep the case as a regression test")
-    parser.add_argument("--mistake", help="make this mistake, and stop at the first seed that finds it; or `all`")
+    parser.add_argument("--mistake", nargs="+", help="make this mistake, and stop at the first seed that finds it")
     options = parser.parse_args()
-    if options.mistake == "all":
-        return _all_mistakes(options)
-    with mistaken(options.mistake):
+    if options.mistake and options.seed is None and options.case is None:
+        return _mistakes(options)
+    with mistaken(options.mistake[0] if options.mistake else None):
         if options.seed is None and options.case is None:
             return _many(options)
         case = draw(options.seed) if options.case is None else Case.from_json(options.case.read_text())
@@ -173,29 +173,40 @@ def main() -> int:
 
 
 def _many(options: argparse.Namespace) -> int:
-    totals = run_seeds(options.first, options.seeds, options.jobs, options.seconds, stop=bool(options.mistake))
+    totals = run_seeds(options.first, options.seeds, options.jobs, options.seconds)
     print(totals.summary())
-    if options.mistake:
-        found = f"after {totals.runs} seeds" if totals.violated else f"not within {totals.runs} seeds"
-        print(f"mistake {options.mistake!r}: found {found}")
-        return 0 if totals.violated else 1
     return 1 if totals.violated else 0
 
 
-def _all_mistakes(options: argparse.Namespace) -> int:
-    """Make each mistake, one after the other, and say how many seeds it took to find it."""
+def _mistakes(options: argparse.Namespace) -> int:
+    """Make mistakes, one after the other, and say how many seeds it took to find each, as rows of a table."""
     from tests.simulation.mistakes import MISTAKES
 
+    names = [*MISTAKES] if options.mistake == ["all"] else options.mistake
     missed = []
-    for name in MISTAKES:
-        with mistaken(name):
-            totals = run_seeds(options.first, options.seeds, options.jobs, options.seconds, stop=True)
-        found = sorted(totals.violated)[0][1].partition("\n")[0][:160] if totals.violated else "not found"
-        print(f"{name:32} {totals.runs:6d} seeds  {found}", flush=True)
-        if not totals.violated:
+    for name in names:
+        seeds, world, found = _search(name, options)
+        print(f"| `{name}` | {MISTAKES[name].what} | {world} | {seeds} | {found.partition(': ')[0]} |", flush=True)
+        print(f"{name}: {found[:600] or 'not found'}", file=sys.stderr, flush=True)
+        if not found:
             missed.append(name)
-    print(f"{len(MISTAKES) - len(missed)} of {len(MISTAKES)} mistakes found; not found: {missed}")
+    print(f"{len(names) - len(missed)} of {len(names)} mistakes found; not found: {missed}")
     return 1 if missed else 0
+
+
+def _search(name: str, options: argparse.Namespace) -> tuple[int, str, str]:
+    """Make a mistake; return the seeds that were tried, in which world, and what was found, if it was."""
+    from tests.simulation.mistakes import MISTAKES
+
+    world = MISTAKES[name].world
+    with mistaken(name):
+        if world == "store":
+            from tests.simulation.store_world import seeds_until_broken
+
+            seeds, broken = seeds_until_broken(options.seeds, options.seconds)
+            return seeds, world, broken and f"a committed checkpoint is whole: {broken}"
+        totals = run_seeds(options.first, options.seeds, options.jobs, options.seconds, stop=True)
+    return totals.runs, world, min(totals.violated)[1] if totals.violated else ""
 
 
 def _one(case: Case, options: argparse.Namespace) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.media import remote
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.sharded_weight import ShardedWeight
@@ -26,6 +29,12 @@ ELEMENTS = 1500
 FAULTS: dict[Fate, float] = {"lost": 0.03, "refused": 0.03, "reset": 0.03, "cut": 0.02}
 # A file of some chunks.
 PART_BYTES = 2000
+CONDUCTS: list[dict[str, Any]] = [
+    {"shares": FAULTS},
+    {"shares": FAULTS, "stale_lists": 30.0},
+    {"shares": {**FAULTS, "hung": 0.02}},
+    {"shares": {**FAULTS, "late": 0.02}},
+]
 
 
 def state(version: int) -> dict[str, ShardedWeight]:
@@ -160,3 +169,23 @@ def store_world(seed: int = 0, **conduct: Any) -> Iterator[StoreWorld]:
             yield world
         finally:
             undo.put_back()
+
+
+def seeds_until_broken(seeds: int, seconds: float | None = None) -> tuple[int, str]:
+    """Have savers compete; after how many seeds a manifest is in place without its files, and which: or none is."""
+    begin, undo = time.monotonic(), Undo()
+    undo.set(remote, "LEAST_PART_BYTES", PART_BYTES)
+    try:
+        for seed in itertools.count():
+            if seed == seeds or (seconds is not None and time.monotonic() - begin > seconds):
+                return seed, ""
+            slow = bool(seed % 2)
+            conduct = {**CONDUCTS[seed // 2 % len(CONDUCTS)], "latency": (0.01, 1.0 if slow else 0.08)}
+            with store_world(seed, **conduct) as world:
+                pause, lease = 20.0 if seed % 3 == 0 else 2.0, 6.0 if slow else 30.0
+                compete(world, "s3://bucket/run", pause=pause, lease_seconds=lease)
+                if world.broken:
+                    return seed + 1, world.broken[0]
+    finally:
+        undo.put_back()
+    raise AssertionError("seeds end")

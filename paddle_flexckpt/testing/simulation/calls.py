@@ -100,7 +100,8 @@ class Calls:
         scheduler = self.scheduler
         scheduler.check_alive()
         more = self.on_call(kind, where)
-        scheduler.sleep(scheduler.random.uniform(*(_SLOW_SECONDS if kind in _SLOW else SECONDS)) + (more or 0.0))
+        low, high = _SLOW_SECONDS if kind in _SLOW else SECONDS
+        scheduler.sleep(low + (high - low) * scheduler.random.random() + (more or 0.0))
 
     def call(self, kind: str, where: str, action: Callable[[], Result], path: str | None = None) -> Result:
         """Make a call; its errors have the path, if that is given."""

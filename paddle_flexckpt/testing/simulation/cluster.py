@@ -36,6 +36,8 @@ _END_SECONDS = 3 * HOUR
 _MOST_SWITCHES = 2_000_000
 # An operator waits longer and longer with a job that ends at once.
 _AT_ONCE_SECONDS, _LONGEST_PAUSE_SECONDS = 900.0, 3600.0
+# Faults that delay neither a saver's thread that renews its lease, unless they strike at that, nor what it asks for.
+_HARMLESS_TO_LEASES = ("kill_rank", "kill_writer", "kill_job", "terminate", "clock", "slow_call", "slow_network")
 # What ends a start of a job by itself leaves the others this long, if they do not end.
 _STRAGGLER_SECONDS = 2 * HOUR
 
@@ -200,8 +202,10 @@ class Cluster:
     def _on_call(self, kind: str, where: str) -> float:
         return self.faults.on_call(kind, where)
 
-    def note_fault(self, fault: Fault) -> None:
+    def note_fault(self, fault: Fault, where: str) -> None:
         """Take note that a fault strikes: of anything but a death alone nothing is expected of errors' texts."""
+        if not fault.kind.startswith(_HARMLESS_TO_LEASES) or LEASE_FILE in where:
+            self.ledger.may_lose_leases = True
         if fault.kind not in ("kill_rank", "kill_writer"):
             self.under_way.append(fault)
             for job in self.jobs:
@@ -310,7 +314,7 @@ class Cluster:
         floor = ledger.highest
         try:
             found = latest(self.location())
-            ledger.looked(floor, None if found is None else found.step, since)
+            ledger.looked(floor, found, since)
             if found is not None:
                 self._load(found.path, found.step, since)
         except CheckpointError as error:
@@ -318,10 +322,14 @@ class Cluster:
 
     def _load(self, path: str, step: int | None, since: float) -> None:
         ledger, state = self.ledger, shards(0, 1, 0, None, shapes_of(self.scenario.habits))
+        directory = f"{ROOT}/{path.rpartition('/')[2]}"
+        known = ledger.committed.get(directory)
         try:
             load_state_dict(state, path, SoloCommunicator(), unique_id=0, verify="full")
         except CorruptCheckpointError as error:
-            if since > ledger.troubled_until and not ledger.disturbed:
+            # Savers do not know of readers where there are no locks.
+            is_kept = self.scenario.storage == "shared" or (known and ledger.committed.get(directory) is known)
+            if is_kept and since > ledger.troubled_until and not ledger.disturbed:
                 ledger.violate("a committed checkpoint is whole", f"a reader of {path}: {error}")
             return
         versions = versions_in(state, 0, 1, 0)
@@ -414,6 +422,7 @@ class Cluster:
         for step in {*steps[-1:], *self.scheduler.random.sample(steps, min(1, len(steps)))}:
             self._load(infos[step].path, step, self.scheduler.now)
         found = latest(self.location())
+        ledger.looked(None, found, self.scheduler.now)
         if not ledger.disturbed and (None if found is None else found.step) != ledger.highest:
             ledger.violate("latest() names a complete one", f"latest() says {found}; committed are {steps}")
 

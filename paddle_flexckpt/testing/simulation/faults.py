@@ -115,6 +115,8 @@ class Faults:
         kind = fault.target.removeprefix("b/").partition(":")[0]
         if kind in ("rank", "writer"):
             return process in self._processes(fault.target)
+        if kind == "reader":
+            return process.name.startswith("reader")
         if kind == "node":
             return process.node is self._node(fault.target)
         return not process.name.startswith(("person", "auditor"))
@@ -127,7 +129,7 @@ class Faults:
         self.states.add(self.state(fault.kind))
         at = f", at a call of {process.name}: {kind} {where}" if process is not None else ""
         cluster.scheduler.note(f"FAULT: {fault}{at}", cluster.operator)
-        cluster.note_fault(fault)
+        cluster.note_fault(fault, where)
         handler: Callable[[Fault], None] = getattr(self, f"_{fault.kind}", self._trouble_disks)
         if fault.kind == "io_error":
             self._trouble(0.0)
@@ -187,6 +189,11 @@ class Faults:
     def _terminate_job(self, fault: Fault) -> None:
         for process in self._processes("b/job" if fault.target.startswith("b/") else "job"):
             process.signal(signal.SIGTERM)
+
+    def _terminate_node(self, fault: Fault) -> None:
+        for process in self._on(self._node(fault.target)):
+            if any(process in job.processes for job in self._cluster.jobs):
+                process.signal(signal.SIGTERM)
 
     def _kill_node(self, fault: Fault) -> None:
         self._cluster.lose_node(self._node(fault.target), down_seconds=60.0)
@@ -281,7 +288,7 @@ class Faults:
     def _care_look(self, fault: Fault) -> None:
         self._cluster.caretaker.begin()
 
-    _person_copies = _person_moves = _person_deletes = _person_restores = _person
+    _person_copies = _person_moves = _person_deletes = _person_restores = _person_damages = _person
 
 
 def phase_of(kind: str, where: str) -> str:

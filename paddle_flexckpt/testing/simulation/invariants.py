@@ -37,10 +37,11 @@ _UNKNOWN = re.compile(
     r"closed since"
 )
 _REFUSED = "OSError: [Errno"
+_TAKEN_OVER = "has taken over the right to save"
 # What a call was about to do when it failed.
 _WHAT = re.compile(r"^(?:cannot|the checkpoint of step) (?:[^':]|'[^']*')*: ")
-# A segment of shared memory is a huge page at least; one save may be pending.
-_MEMORY_BYTES = 3 * (2 << 20)
+# A segment of shared memory is a huge page at least. A pending save has one.
+_SEGMENT_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class Ledger:
         committed: By directory, what a reader must find there.
         disturbed: Directories in which a person has acted.
         troubled_until: Until when storage may not answer as it should.
+        may_lose_leases: Whether anything has happened for which a live saver may lose its lease.
     """
 
     def __init__(self, scheduler: Scheduler, scenario: Scenario) -> None:
@@ -121,6 +123,8 @@ class Ledger:
         self._restored: dict[tuple[str, int], tuple[int, int]] = {}
         self.finished_ranks: set[tuple[str, int, int]] = set()
         self.last_person = -1e9
+        self.may_lose_leases = False
+        self._going: dict[tuple[str, int, int], bool] = {}
 
     def violate(self, invariant: str, text: str) -> None:
         """Note a violation, at the call that is being made."""
@@ -155,6 +159,8 @@ class Ledger:
         """A rank was told how its save has ended."""
         attempt = self.attempts[version]
         attempt.outcomes[script.rank] = error
+        if error is not None and _TAKEN_OVER in error and not self.may_lose_leases:
+            self.violate("who lives keeps the right to save", f"rank {script.rank}, with {attempt}, was told: {error}")
         if error is None:
             self._scheduler.note(f"is told that step {attempt.step} is saved")
             if not attempt.is_committed:
@@ -212,14 +218,32 @@ class Ledger:
         """A rank has done all steps, and all its saves are over."""
         self.finished_ranks.add((script.job.name, script.incarnation, script.rank))
 
+    def stopped(self, script: Script, step: int) -> None:
+        """A rank ends its loop, as a signal has asked it to."""
+        if not script.tries(step):
+            self.violate("a stop saves first", f"rank {script.rank} stops after step {step} without having saved it")
+        self._goes_on(script, step, False)
+
+    def goes_on(self, script: Script, step: int) -> None:
+        """A rank goes on with the next step."""
+        self._goes_on(script, step, True)
+
+    def _goes_on(self, script: Script, step: int, what: bool) -> None:
+        if self._going.setdefault((script.job.name, script.incarnation, step), what) != what:
+            self.violate("ranks stop together", f"after step {step} some ranks stop, and others go on")
+
     def check_memory(self, script: Script, staging_bytes: int) -> None:
         """A rank's memory for copies."""
-        if staging_bytes > _MEMORY_BYTES:
+        segments = self._scenario.max_pending * (3 if "large" in self._scenario.habits else 1)
+        if staging_bytes > segments * _SEGMENT_BYTES:
             self.violate("memory is bounded", f"rank {script.rank} has {staging_bytes} bytes of staging memory")
 
-    def looked(self, floor: int | None, step: int | None, since: float) -> None:
+    def looked(self, floor: int | None, found: CheckpointInfo | None, since: float) -> None:
         """A reader has asked for the latest checkpoint, of which ``floor`` was there all the time."""
         self.readings += 1
+        step = None if found is None else found.step
+        if found is not None and not found.complete:
+            self.violate("latest() names a complete one", f"latest() says step {step}: {found.problem}")
         if self.troubled_until >= since or self.last_person >= since or self.disturbed:
             return
         if floor is not None and (step is None or step < floor):

@@ -5,7 +5,6 @@ Tested in tests/simulation/test_network.py.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -17,25 +16,27 @@ class Waiters:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._tasks: list[Task] = []
+        self.tasks: list[Task] = []
 
     def wait(self, timeout: float | None = None) -> bool:
-        task = self._scheduler.current
-        self._tasks.append(task)
+        task, tasks = self._scheduler.current, self.tasks
+        tasks.append(task)
         try:
             return self._scheduler.park(timeout)
         finally:
-            with contextlib.suppress(ValueError):
-                self._tasks.remove(task)
+            if task in tasks:
+                tasks.remove(task)
 
     def wake(self, count: int | None = None) -> None:
-        chosen = self._tasks if count is None else self._tasks[:count]
-        for task in list(chosen):
-            self._tasks.remove(task)
+        tasks = self.tasks
+        if not tasks:
+            return
+        for task in tasks[:count]:
+            tasks.remove(task)
             self._scheduler.wake(task)
 
     def __len__(self) -> int:
-        return len(self._tasks)
+        return len(self.tasks)
 
 
 class Lock:

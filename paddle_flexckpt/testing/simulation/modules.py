@@ -104,15 +104,14 @@ def simulated(
     single = {id(value): stand_in for value, stand_in in names.items()}
     # Other modules may have imported them by name.
     single.update({id(getattr(owners[key], key[1])): value for key, value in overrides.items()})
+    replaced = {**single, **real}
     undo = Undo()
     try:
         for module in library_modules():
             for name, value in list(vars(module).items()):
-                if id(value) in real:
-                    undo.set(module, name, real[id(value)])
-                elif id(value) in single:
-                    undo.set(module, name, single[id(value)])
-                elif not name.startswith("__") and (stand_in := replacement(value)) is not None:
+                if id(value) in replaced:
+                    undo.set(module, name, replaced[id(value)])
+                elif (stand_in := replacement(value)) is not None and not name.startswith("__"):
                     undo.set(module, name, stand_in)
             if "open" in modules:
                 undo.set(module, "open", modules["open"])

@@ -6,9 +6,9 @@ Tested in tests/simulation/test_system.py.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import posixpath
-from dataclasses import dataclass
 
 from paddle_flexckpt.testing.simulation.files import FileSystem, failure
 from paddle_flexckpt.testing.simulation.inodes import Directory, Inode, Link
@@ -17,7 +17,6 @@ _PATH_BYTES = 4096
 _MOST_LINKS = 40
 
 
-@dataclass(frozen=True, eq=False)
 class Place:
     """Where a path leads.
 
@@ -29,11 +28,13 @@ class Place:
         with_slash: Whether the path ends with a slash, so that it can only be a directory's.
     """
 
-    file_system: FileSystem
-    directory: Directory
-    name: str
-    inode: Inode | None
-    with_slash: bool = False
+    __slots__ = ("directory", "file_system", "inode", "name", "with_slash")
+
+    def __init__(
+        self, file_system: FileSystem, directory: Directory, name: str, inode: Inode | None, with_slash: bool = False
+    ) -> None:
+        self.file_system, self.directory, self.name, self.inode = file_system, directory, name, inode
+        self.with_slash = with_slash
 
     def found(self) -> Inode:
         """What is there; OSError if nothing is, or a file where a slash demands a directory."""
@@ -42,6 +43,14 @@ class Place:
         if self.with_slash and not isinstance(self.inode, Directory):
             raise failure(errno.ENOTDIR)
         return self.inode
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(path: str) -> tuple[tuple[str, ...], bool, bool]:
+    """The names of a path, the last one first, and whether it ends with a slash, and with a dot."""
+    # What has a slash behind it is a directory's name; what has a dot behind that too, the directory itself.
+    parts = tuple(part for part in reversed(path.split("/")) if part not in ("", "."))
+    return parts, path[-1:] == "/", path.rstrip("/").rsplit("/", 1)[-1] == "."
 
 
 class Mounts:
@@ -96,11 +105,11 @@ class Mounts:
         if len(path) >= _PATH_BYTES // 4 and len(os.fsencode(path)) >= _PATH_BYTES:
             raise failure(errno.ENAMETOOLONG)
         system, here = (self.root, self.root.root) if base is None or path[0] == "/" else base
-        waiting = [part for part in reversed(path.split("/")) if part not in ("", ".")]
-        # What has a slash behind it is a directory's name; what has a dot behind that too, the directory itself.
-        with_slash, with_dot, links = path[-1] == "/", path.rstrip("/").rsplit("/", 1)[-1] == ".", 0
+        parts, with_slash, with_dot = _parts(path)
+        waiting, links = list(parts), 0
         directory: Inode = here
-        place = Place(system, here, "", here, with_slash)
+        # Where the last name is that was followed, what it is, and what it leads to.
+        last: tuple[FileSystem, Directory, str, Inode] = system, here, "", here
         while waiting:
             part = waiting.pop()
             if part == "..":
@@ -108,7 +117,7 @@ class Mounts:
                 if not isinstance(directory, Directory):
                     raise failure(errno.ENOTDIR)
                 system, directory = self._above(system, directory)
-                place = Place(system, directory, "", directory, with_slash)
+                last = system, directory, "", directory
                 continue
             inode = system.lookup(directory, part)
             assert isinstance(directory, Directory)
@@ -116,24 +125,23 @@ class Mounts:
                 links += 1
                 if links > _MOST_LINKS:
                     raise failure(errno.ELOOP)
-                target = [each for each in reversed(inode.target.split("/")) if each not in ("", ".")]
                 if inode.target[:1] == "/":
                     system, directory = self.root, self.root.root
-                    place = Place(system, self.root.root, "", self.root.root, with_slash)
-                waiting += target
+                    last = system, self.root.root, "", self.root.root
+                waiting += _parts(inode.target)[0]
                 continue
             if inode is None:
                 if waiting or with_dot:
                     raise failure(errno.ENOENT)
                 return Place(system, directory, part, None, with_slash)
-            place = Place(system, directory, part, inode, with_slash)
+            last = system, directory, part, inode
             on = self._on.get(inode)
             if on is not None:
                 system, inode = on, on.root
-                place = Place(system, on.root, "", on.root, with_slash)
+                last = system, on.root, "", on.root
             directory = inode
         if not with_dot:
-            return place
+            return Place(*last, with_slash)
         system.check()
         if not isinstance(directory, Directory):
             raise failure(errno.ENOTDIR)
@@ -148,7 +156,7 @@ class Mounts:
 
     def real_path(self, path: str) -> str:
         """As ``os.path.realpath`` of an absolute path: what is not there stays as it is."""
-        done, waiting = "/", [part for part in reversed(path.split("/")) if part not in ("", ".")]
+        done, waiting = "/", list(_parts(path)[0])
         # Links on the way, each with how many parts were left when its target was taken up.
         links: dict[str, int] = {}
         while waiting:
@@ -170,5 +178,5 @@ class Mounts:
                 links[joined] = len(waiting)
                 if inode.target[:1] == "/":
                     done = "/"
-                waiting += [each for each in reversed(inode.target.split("/")) if each not in ("", ".")]
+                waiting += _parts(inode.target)[0]
         return done

@@ -100,7 +100,8 @@ class NameCalls(FileCalls):
             directory = place.found()
             names = place.file_system.names_of(directory)
             assert isinstance(directory, Directory)
-            return [Entry(self, name, os.path.join(text, name), directory.entries[name]) for name in names]
+            above = os.path.join(text, "")
+            return [Entry(self, name, above + name, directory.entries[name]) for name in names]
 
         return self.call(kind, text, look, text)
 

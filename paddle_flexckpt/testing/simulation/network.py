@@ -47,9 +47,9 @@ class End(Description):
 
     def tell(self) -> None:
         """Wake whoever waits for this end."""
-        self.changed.wake()
-        for waiters in self.selectors:
-            waiters.wake()
+        for waiters in (self.changed, *self.selectors):
+            if waiters.tasks:
+                waiters.wake()
 
     @property
     def can_read(self) -> bool:
@@ -208,7 +208,9 @@ class Network:
         return node
 
     def is_reachable(self, one: Node, other: Node) -> bool:
-        return one.is_up and other.is_up and frozenset((one.name, other.name)) not in self.cut
+        if not (one.is_up and other.is_up):
+            return False
+        return not self.cut or frozenset((one.name, other.name)) not in self.cut
 
     def latency(self, one: Node, other: Node) -> float:
         mean = _HERE_SECONDS if one is other else _THERE_SECONDS * self.slowness
@@ -226,7 +228,9 @@ class Network:
 
     def _arrive(self, source: End, target: End, arrive: Callable[[], None]) -> None:
         # It was under way when the connection was cut; or something before it was.
-        if not self.is_reachable(source.node, target.node) or any(held[1] is target for held in self._held):
+        if not self.is_reachable(source.node, target.node) or (
+            self._held and any(held[1] is target for held in self._held)
+        ):
             self._held.append((source, target, arrive))
         else:
             arrive()

@@ -1,4 +1,4 @@
-"""A person who copies, moves, deletes and restores directories of checkpoints, as no program would.
+"""A person who copies, moves, deletes, restores and damages directories of checkpoints, as no program would.
 
 Tested in tests/simulation/test_cluster.py.
 """
@@ -18,7 +18,7 @@ class Person:
         self._count = 0
 
     def act(self, what: str, number: int) -> None:
-        """Do one of "copies", "moves", "deletes" and "restores" with one of the directories, as far as storage lets."""
+        """Do one of "copies", "moves", "deletes", "restores", "damages" with one directory, as far as storage lets."""
         with contextlib.suppress(OSError):
             self._act(what, number)
 
@@ -41,6 +41,11 @@ class Person:
             return
         self._backups.setdefault(directory, tree)
         ledger.disturb(directory)
+        if what == "damages":
+            files = sorted(name for name in tree if name.endswith(".safetensors"))
+            for name in files[number % max(len(files), 1) :][:1]:
+                world.remove_file(directory, name)
+            return
         if what == "moves":
             world.put_tree(f"{directory}{self._suffix('moved')}", tree)
         world.remove_tree(directory)

@@ -37,6 +37,8 @@ class Scenario:
         preemption: Whether the manager catches SIGTERM, and ranks agree about it after each step.
         timeout: Seconds that writers wait for each other.
         lease_seconds: Of a lease, where storage has no locks.
+        max_pending: Saves that a rank may have in the background at a time.
+        in_pairs: Whether every second step comes a second after the one before.
         habits: What jobs ask for beyond plain saves: see ``habits.py``.
     """
 
@@ -58,12 +60,20 @@ class Scenario:
     reader_seconds: float = 4 * HOUR
     timeout: float = 1800.0
     lease_seconds: float = 30.0
+    max_pending: int = 1
+    in_pairs: bool = False
     habits: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
         """How long the job takes if nothing happens, without its saves."""
         return self.steps * self.step_seconds
+
+    def time_of(self, step: int) -> float:
+        """Return how long a step takes."""
+        if not self.in_pairs:
+            return self.step_seconds
+        return 2 * self.step_seconds - 1.0 if step % 2 else 1.0
 
     def world_size(self, incarnation: int) -> int:
         """Return the ranks of the job's n-th start."""
@@ -78,7 +88,7 @@ class Fault:
         kind: One of :data:`KINDS`.
         at: When, in seconds since the beginning; with a moment, from when on it is waited for.
         target: Whom it strikes: ``rank:1``, ``writer:0`` (the writer process of a rank), ``node:0``, ``job``,
-            ``storage``, ``nodes:0:1``; with ``b/`` before it, of the second job.
+            ``storage``, ``nodes:0:1``, ``reader``; with ``b/`` before it, of the second job.
         moment: At which call of the target, or of any process, it strikes; one of :data:`MOMENTS`, or empty. After
             ``after``, before the call that follows.
         count: At how many of these calls.
@@ -156,18 +166,19 @@ MOMENTS: dict[str, Callable[[str, str], bool]] = {
     "lease": _file(".lease", "open", "rename", "put"),
     "lock": _call("flock"),
     "listing": _call("scandir", "list"),
+    "reading": _call("pread", "preadv", "read", "get"),
     "failure": _file(".failed", "open", "rename", "put"),
     "send": _call("send"),
     "connect": _call("connect"),
 }
 
-_ENDS = ("kill_rank", "kill_writer", "kill_node", "kill_job", "terminate_job")
+_ENDS = ("kill_rank", "kill_writer", "kill_node", "kill_job", "terminate_job", "terminate_node")
 _STOPS = ("stop_rank", "stop_writer", "stop_node", "stop_job")
 _NETWORK = ("slow_network", "partition")
 _CLOCKS = ("clock_jump", "clock_rate")
 _STORAGE = ("disk_full", "disk_slow", "disk_read_only", "disk_gone", "io_error", "slow_call")
 _OBJECTS = ("store_errors", "store_lost_answers", "store_stale", "store_slow", "slow_call")
-_PERSON = ("person_copies", "person_moves", "person_deletes", "person_restores")
+_PERSON = ("person_copies", "person_moves", "person_deletes", "person_restores", "person_damages")
 _CARE = ("care_damage", "care_look")
 KINDS = tuple(
     dict.fromkeys((*_ENDS, *_STOPS, *_NETWORK, *_CLOCKS, *_STORAGE, *_OBJECTS, "power_loss", *_PERSON, *_CARE))
@@ -203,10 +214,27 @@ def draw_care(seed: int, scenario: Scenario) -> list[Fault]:
 
 
 def draw_meeting(choose: random.Random, scenario: Scenario) -> list[Fault]:
-    """Draw faults that meet in one save: who decides is held up, and another dies, or is held up as well."""
+    """Draw faults that meet: in one save, in one restore, or with a reader."""
+    meetings: list[Callable[[random.Random, Scenario, float], list[Fault]]] = [_late_decision] * 4
+    meetings += [_lost_power, _failed_sync, _trouble_of_one]
+    if scenario.nodes > 1:
+        meetings.append(_late_and_cut)
+    if scenario.readers:
+        meetings += [_slow_reader] * 3
+    if scenario.jobs > 1:
+        meetings += [_slow_holder] * 6
     save = choose.randrange(max(1, scenario.steps // scenario.save_every)) + 1
     begin = max(0.0, save * scenario.save_every * scenario.step_seconds - 1.0)
-    who = "writer" if scenario.is_async and choose.random() < 0.7 else "rank"
+    return choose.choice(meetings)(choose, scenario, begin)
+
+
+def _saver(choose: random.Random, scenario: Scenario, share: float = 0.7) -> str:
+    return "writer" if scenario.is_async and choose.random() < share else "rank"
+
+
+def _late_decision(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
+    """Who decides is held up, and another dies, or is held up as well."""
+    who = _saver(choose, scenario)
     moments = ["manifest begun", "manifest put in place", "fsync", "part", "listing", "lease", "any call"]
     seconds = choose.choice([0.5, 5.0, 40.0, 300.0, 2500.0])
     how = choose.choice([f"stop_{who}", "slow_call"])
@@ -224,6 +252,52 @@ def draw_meeting(choose: random.Random, scenario: Scenario) -> list[Fault]:
         stopped = replace(other, kind=f"stop_{who}", seconds=held.seconds + 100.0)
         return [held, stopped, later] if choose.random() < 0.5 else [held, later]
     return [held, other]
+
+
+def _late_and_cut(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
+    """Who decides is held up, and its node is cut off from another."""
+    moment = _moment(choose, ["manifest begun", "manifest put in place", "fsync", "listing"])
+    held = Fault("slow_call", begin, f"{_saver(choose, scenario)}:0", moment, 1, choose.choice([5.0, 15.0, 100.0]))
+    other = choose.randrange(1, scenario.nodes)
+    return [held, Fault("partition", begin + 1.0, f"nodes:0:{other}", seconds=held.seconds + 20.0)]
+
+
+def _lost_power(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
+    """Who decides is held up right after the commit, or before it; then its node, or all of them, lose power."""
+    moment = choose.choice(["after ", "after ", ""]) + "manifest put in place"
+    held = Fault("slow_call", begin, f"{_saver(choose, scenario, 0.9)}:0", moment, 1, 200.0)
+    kind = choose.choice(["power_loss", "kill_node"])
+    target = "storage" if kind == "power_loss" else "node:0"
+    return [held, Fault(kind, begin + choose.uniform(2.0, 150.0), target, amount=choose.random())]
+
+
+def _failed_sync(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
+    """A write or an fsync fails, and soon after the power does, or not."""
+    target = f"{_saver(choose, scenario)}:{choose.randrange(max(scenario.world_sizes))}"
+    moment = choose.choice(["fsync", "fsync", "data"])
+    failed = Fault("io_error", begin, target, moment, choose.randint(1, 6), amount=5.0)
+    lost = Fault("power_loss", begin + choose.choice([10.0, 100.0]), "storage", amount=choose.random())
+    return [failed, lost] if choose.random() < 0.5 else [failed]
+
+
+def _trouble_of_one(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
+    """A job is killed, and when it starts again one of its ranks cannot read something."""
+    target = f"rank:{choose.randrange(max(scenario.world_sizes))}"
+    killed = Fault("kill_job", begin + choose.choice([10.0, 1000.0]), "job")
+    moment = choose.choice(["any call", "reading", "reading"])
+    return [killed, Fault("io_error", killed.at + 1.0, target, moment, choose.randint(1, 20), amount=5.0)]
+
+
+def _slow_holder(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
+    """A save takes long, and another job comes."""
+    moment, seconds = choose.choice(["data", "part", "manifest begun", "fsync"]), choose.choice([10.0, 100.0])
+    return [Fault("slow_call", begin, f"{_saver(choose, scenario)}:0", moment, 1, seconds)]
+
+
+def _slow_reader(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
+    """A reader takes long, and savers go on meanwhile."""
+    moment, count = choose.choice([("any call", choose.randint(1, 60)), ("data", choose.randint(1, 6))])
+    return [Fault("slow_call", begin, "reader", moment, count, choose.uniform(2.0, 8.0) * HOUR)]
 
 
 def _moment(choose: random.Random, moments: list[str]) -> str:
@@ -260,6 +334,8 @@ def draw_scenario(choose: random.Random, seed: int) -> Scenario:
         reader_seconds=choose.uniform(HOUR, 6 * HOUR),
         timeout=choose.choice([20.0, 200.0, 1800.0]),
         lease_seconds=choose.choice([5.0, 30.0]),
+        max_pending=choose.choice([1, 1, 2]),
+        in_pairs=choose.random() < 0.2,
         habits=draw_habits(seed, storage=storage, is_async=is_async),
     )
 

@@ -8,7 +8,6 @@ Tested in tests/simulation/test_network.py.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import heapq
 import os
@@ -320,6 +319,7 @@ class Scheduler:
         self.switches = 0
         self._numbers = 0
         self._queue: list[tuple[float, float, int, Any, int]] = []
+        self._turn = self.random.random
         self._until = float("inf")
         self.hub = greenlet.getcurrent()
         self._unwinding: list[Task] = []
@@ -341,7 +341,8 @@ class Scheduler:
     @property
     def process(self) -> Process:
         """The process whose task runs."""
-        return self.current.process
+        running = self.running
+        return self.current.process if running is None else running.process
 
     def note(self, text: str, process: Process | None = None) -> None:
         """Add a line to the story."""
@@ -374,11 +375,10 @@ class Scheduler:
 
     def sleep(self, seconds: float) -> None:
         """Let time pass for the task that runs; others may run meanwhile."""
-        task = self.current
         self.check_alive()
-        end = self.now + max(seconds, 0.0)
+        end, queue = (self.now + seconds if seconds > 0.0 else self.now), self._queue
         # Nobody else is due before: then there is nothing to switch to.
-        if end < self._until and (not self._queue or self._queue[0][0] > end) and not task.process.stopped:
+        if end < self._until and (not queue or queue[0][0] > end) and not self.process.stopped:
             self.now = end
             return
         self._wait(end)
@@ -395,13 +395,14 @@ class Scheduler:
         try:
             if deadline is not None:
                 self._push(deadline, task, task.generation)
+            process, switch = task.process, self.hub.switch
             while True:
-                self._switch_to_hub()
-                if not task.process.alive:
+                switch()
+                if not process.alive:
                     raise Killed
-                if task.process.pending_signals and task is task.process.main:
+                if process.pending_signals and task is process.main:
                     # A handler may raise; or else the wait goes on.
-                    task.process.handle_signals()
+                    process.handle_signals()
                 if task.was_woken:
                     return True
                 if deadline is not None and self.now >= deadline:
@@ -417,16 +418,17 @@ class Scheduler:
             try:
                 self.park(timeout)
             finally:
-                with contextlib.suppress(ValueError):
+                if self.current in task.waiters:
                     task.waiters.remove(self.current)
         return task.ended
 
     def check_alive(self) -> None:
         """Raise :class:`Killed` in a process that is dead; call the handlers of signals that have come."""
-        process = self.process
+        running = self.running or self.current
+        process = running.process
         if not process.alive:
             raise Killed
-        if process.pending_signals and self.running is process.main:
+        if process.pending_signals and running is process.main:
             process.handle_signals()
 
     def unwind(self, task: Task) -> None:
@@ -443,22 +445,30 @@ class Scheduler:
         """
         self._until = float("inf") if until is None else until
         limit = None if steps is None else self.switches + steps
-        while self._unwinding or (self._queue and self._queue[0][0] <= self._until):
+        queue, pop, last = self._queue, heapq.heappop, self._until
+        while self._unwinding or (queue and queue[0][0] <= last):
             while self._unwinding:
                 self._unwind(self._unwinding.pop(0))
-            if not self._queue or self._queue[0][0] > self._until:
+            if not queue or queue[0][0] > last:
                 continue
-            when, _, _, item, generation = heapq.heappop(self._queue)
-            if isinstance(item, Task) and (item.ended or item.generation != generation or not item.process.alive):
+            when, _, _, item, generation = pop(queue)
+            is_task = type(item) is Task
+            if is_task and (item.generation != generation or item.ended or not item.process.alive):
                 continue  # a timer of a wait that is over lets no time pass
-            self.now = max(self.now, when)
-            if not isinstance(item, Task):
+            if when > self.now:
+                self.now = when
+            if not is_task:
                 item()
                 continue
             if item.process.stopped:
                 item.process.defer(item)
                 continue
-            self._switch_to(item)
+            self.switches += 1
+            self.running = item
+            try:
+                item.greenlet.switch()
+            finally:
+                self.running = None
             if limit is not None and self.switches > limit:
                 raise StuckError(f"more than {steps} switches of tasks, at {self.now:.3f} s")
         if until is not None:
@@ -470,18 +480,8 @@ class Scheduler:
         return self._queue[0][0] if self._queue else None
 
     def _push(self, when: float, item: Any, generation: int) -> None:
-        heapq.heappush(self._queue, (when, self.random.random(), self.next_number(), item, generation))
-
-    def _switch_to(self, task: Task) -> None:
-        self.switches += 1
-        self.running = task
-        try:
-            task.greenlet.switch()
-        finally:
-            self.running = None
-
-    def _switch_to_hub(self) -> None:
-        self.hub.switch()
+        self._numbers += 1
+        heapq.heappush(self._queue, (when, self._turn(), self._numbers, item, generation))
 
     def _unwind(self, task: Task) -> None:
         if task.ended:

@@ -175,7 +175,8 @@ class Socket:
         end = self._description()
         if not len(data):
             return 0
-        self._wait(end, lambda: end.can_write)
+        if not end.can_write:
+            self._wait(end, lambda: end.can_write)
         return int(end.send(bytes(data[:BUFFER_BYTES]), descriptions))
 
     def sendall(self, data: Any, flags: int = 0) -> None:
@@ -188,7 +189,8 @@ class Socket:
 
     def _readable(self) -> Any:
         end = self._description()
-        self._wait(end, lambda: end.can_read)
+        if not end.can_read:
+            self._wait(end, lambda: end.can_read)
         if end.is_reset and not end.data:
             raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
         return end

@@ -6,6 +6,7 @@ Tested in tests/simulation/test_network.py.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import queue
 import threading
 from collections import deque
@@ -186,12 +187,20 @@ class Threads:
 
     def replacement(self, value: Any) -> Any:
         """A simulated lock for a real one that a module holds; None if the value is no lock."""
-        if isinstance(value, type(threading.Lock())):
-            return self.threading.Lock()
-        if isinstance(value, type(threading.RLock())):
-            return self.threading.RLock()
-        if isinstance(value, threading.Condition):
-            return self.threading.Condition()
-        if isinstance(value, threading.local):
-            return self.threading.local()
-        return None
+        of: Any = type(value)
+        kind = _lock_kind(of)
+        return None if kind is None else getattr(self.threading, kind)()
+
+
+_LOCKS = {
+    "Lock": type(threading.Lock()),
+    "RLock": type(threading.RLock()),
+    "Condition": threading.Condition,
+    "local": threading.local,
+}
+
+
+@functools.cache
+def _lock_kind(of: Any) -> str | None:
+    """What of ``threading`` makes such an object, if it is a lock."""
+    return next((kind for kind, each in _LOCKS.items() if issubclass(of, each)), None)

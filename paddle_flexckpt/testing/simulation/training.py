@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paddle_flexckpt.background import BackgroundWriter
-from paddle_flexckpt.catalog import CheckpointError, LostRankError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.host_channel import HostChannel
 from paddle_flexckpt.live.lost_ranks import announce
@@ -197,7 +197,8 @@ class Script:
         with contextlib.ExitStack() as stack:
             background: bool | BackgroundWriter = False
             if scenario.is_async:
-                background = stack.enter_context(BackgroundWriter(timeout=scenario.timeout))
+                writer = BackgroundWriter(scenario.max_pending, timeout=scenario.timeout)
+                background = stack.enter_context(writer)
             self.stage = "manager"
             manager = stack.enter_context(
                 CheckpointManager(
@@ -212,14 +213,16 @@ class Script:
             )
             begin = self._restore(manager) + 1
             for step in range(begin, job.steps + 1):
-                job.cluster.scheduler.sleep(scenario.step_seconds)
+                job.cluster.scheduler.sleep(scenario.time_of(step))
                 self._collect_handles()
                 self.stage = f"should_save {step}"
                 if manager.should_save(step):
                     self._save(manager, step)
                     self._ask(manager)
                 if manager.should_stop:
+                    self.ledger.stopped(self, step)
                     break
+                self.ledger.goes_on(self, step)
             else:
                 self.stage = "finish"
                 self._finish(manager)
@@ -249,7 +252,13 @@ class Script:
             return 0
         self.stage = "restore"
         state = shards(self.rank, self.size, self.layout, None, self.shapes)
-        report = manager.restore(state=state, rng=False, fallback=True, **restore_options(self.scenario))
+        try:
+            report = manager.restore(state=state, rng=False, fallback=True, **restore_options(self.scenario))
+        except CorruptCheckpointError as error:
+            if self.ledger.committed or not self.ledger.disturbed:
+                raise
+            self.ledger.failed(self, error)
+            return 0  # somebody has damaged all there was: the run begins anew
         self.ledger.restored(self, report.step, versions_in(state, self.rank, self.size, self.layout), report.skipped)
         self._ask(manager)
         return report.step
@@ -300,6 +309,8 @@ class Script:
             return
         if not is_blocking:
             self._handles.append((version, saved))
+            scheduler = self.job.cluster.scheduler
+            scheduler.spawn(scheduler.process, lambda: self._follow(version, saved), f"follows step {step}")
         else:
             ledger.reported(version, self, None)
 
@@ -309,8 +320,17 @@ class Script:
         if self.scenario.on_error == "exit":
             raise SystemExit(1)
 
+    def _follow(self, version: int, handle: Any) -> None:
+        """Hear of an outcome at once: the ledger has to know what was reported done before the power fails."""
+        handle.wait()
+        self._report(version, handle)
+
     def _collect_handles(self) -> None:
         for version, handle in list(self._handles):
             if handle.done():
-                self._handles.remove((version, handle))
-                self.ledger.reported(version, self, None if handle.error is None else str(handle.error))
+                self._report(version, handle)
+
+    def _report(self, version: int, handle: Any) -> None:
+        if (version, handle) in self._handles:
+            self._handles.remove((version, handle))
+            self.ledger.reported(version, self, None if handle.error is None else str(handle.error))

@@ -1,0 +1,379 @@
+"""What takes the place of right functions in the mistakes of ``mistakes.py``: each gets what is right."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.engine.step_record import StepRecord
+from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.media.backend import Lock, SaveLock, write_file
+from paddle_flexckpt.media.lease import LEASE_FILE
+from paddle_flexckpt.native.directory import is_before, save_of
+
+
+def nothing(right: Any) -> Any:
+    """A function that does nothing."""
+    return lambda *_, **__: None
+
+
+# Durability.
+
+
+def data_is_not_durable(right: Any) -> Any:
+    def make_durable(self: Any) -> None:
+        if not self._path.endswith(".safetensors"):
+            right(self)
+
+    return make_durable
+
+
+def manifest_is_not_durable(right: Any) -> Any:
+    def make_durable(self: Any) -> None:
+        if ".manifest" not in self._path:
+            right(self)
+
+    return make_durable
+
+
+def sync_data_late(right: Any) -> Any:
+    from paddle_flexckpt.media.local import sync_path
+
+    def finish(self: Any, save: Any, being_read: bool = False, manifest: Any = None, names: Any = None) -> None:
+        for name in manifest.catalog.files if manifest is not None and self.backend.has_path else ():
+            with contextlib.suppress(FileNotFoundError):
+                sync_path(self.backend.where(name))
+        right(self, save, being_read, manifest, names)
+
+    return finish
+
+
+def sync_again(right: Any) -> Any:
+    def fsync(descriptor: int, path: str) -> None:
+        try:
+            right(descriptor, path)
+        except OSError:
+            # The kernel has told the error once; the pages count as clean now.
+            right(descriptor, path)
+
+    return fsync
+
+
+def done_when_begun(right: Any) -> Any:
+    def on_begun(self: Any, number: int) -> None:
+        right(self, number)
+        save = self._saves[number]
+        if save.report is not None:
+            save.handle.finish(save.report)
+
+    return on_begun
+
+
+# The right to save.
+
+
+def no_lock(right: Any) -> Any:
+    def lock(self: Any) -> SaveLock:
+        self.backend.make_directory()
+        return SaveLock()
+
+    return lock
+
+
+def never_renewed(right: Any) -> Any:
+    return lambda self: self._ended.wait()
+
+
+def taken_at_once(right: Any) -> Any:
+    def obtain(self: Any, claim: Any) -> bool:
+        if self._create(claim):
+            return bool(self._is_alone(claim))
+        write_file(self._backend, LEASE_FILE, claim.encode())
+        return False
+
+    return obtain
+
+
+def lock_is_not_adopted(right: Any) -> Any:
+    def adopt(self: Any, token: Any, descriptor: int | None) -> SaveLock:
+        right(self, token, descriptor).release()
+        return SaveLock()
+
+    return adopt
+
+
+# Files and their removal.
+
+
+def survivors_discard(right: Any) -> Any:
+    def lose_rank(self: Any, error: Any) -> None:
+        self._is_removable = True
+        self.discard()
+
+    return lose_rank
+
+
+def discards_whatever(right: Any) -> Any:
+    def discard(self: Any, save: Any, rank: int, partitions: Any = None) -> None:
+        with contextlib.suppress(OSError):
+            for name in (save.prepared_file(rank), save.data_file(rank), save.part_file(rank)):
+                self.backend.remove(name)
+            if not [*filter(save.owns, self.backend.names())]:
+                self.remove_save_files([], save.marker_file)
+
+    return discard
+
+
+def marker_goes_first(right: Any) -> Any:
+    def publish(self: Any, save: Any, manifest: bytes, *checks: Any) -> Any:
+        self.backend.remove(save.marker_file)
+        self.backend.sync()
+        return right(self, save, manifest, *checks)
+
+    return publish
+
+
+def old_goes_first(right: Any) -> Any:
+    def open_save(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        save = right(self, *arguments, **keywords)
+        for name in self.backend.names():
+            if is_before(save_of(name), save.unique_id, save.generation):
+                self.backend.remove(name)
+        return save
+
+    return open_save
+
+
+def names_nothing(right: Any) -> Any:
+    return lambda self, unique_id: set()
+
+
+def removes_live_saves(right: Any) -> Any:
+    def remove(directory: Any, current: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        # Not with the lock alone: also a reader's clean-up, for which nobody has taken it.
+        return right(directory, None, *arguments, **keywords)
+
+    return remove
+
+
+def marker_goes_before_files(right: Any) -> Any:
+    def remove_save_files(self: Any, names: Any, marker: str, *beside: Any) -> None:
+        self.backend.remove(marker)
+        right(self, names, marker, *beside)
+
+    return remove_save_files
+
+
+def marker_is_not_durable(right: Any) -> Any:
+    def mark_save(self: Any, *arguments: Any, **keywords: Any) -> None:
+        self.backend.sync = lambda: None
+        try:
+            right(self, *arguments, **keywords)
+        finally:
+            del self.backend.sync
+
+    return mark_save
+
+
+def nothing_removed(right: Any) -> Any:
+    return lambda *_, **__: []
+
+
+# Agreement.
+
+
+def coordinators_outcome(right: Any) -> Any:
+    def raise_failures(ranks: Any, answers: Any, error: Any) -> None:
+        right(ranks, [(position, answer) for position, answer in answers if position == 0], error)
+
+    return raise_failures
+
+
+def followers_do_not_wait(right: Any) -> Any:
+    def await_decision(self: Any, own: Any) -> Any:
+        return None if own is None else right(self, own)
+
+    return await_decision
+
+
+def decided_twice(right: Any) -> Any:
+    def decide(self: Any, save: Any, coordinator: int, verdict: bytes) -> bytes:
+        write_file(self.backend, save.decision_file(coordinator), verdict)
+        return verdict
+
+    return decide
+
+
+def silence_is_death(right: Any) -> Any:
+    def refuses(address: str) -> bool:
+        from paddle_flexckpt.background import presence
+
+        host, _, port = address.rpartition(":")
+        try:
+            presence.socket.create_connection((host, int(port)), timeout=presence._ANSWER_SECONDS).close()
+        except OSError:
+            return True
+        return False
+
+    return refuses
+
+
+def dead_are_failures(right: Any) -> Any:
+    """A writer that has died is a failure, whatever it had committed."""
+
+    def agree_after_death(self: Any, error: CheckpointError) -> Any:
+        from paddle_flexckpt.catalog.errors import Failure
+
+        return self._give_up(Failure.of(error))
+
+    return agree_after_death
+
+
+def publishes_what_is_prepared(right: Any) -> Any:
+    def earlier_saves(known: Any) -> tuple[set[str], set[str]]:
+        published, _ = right(known)
+        return published | {token for each in known for token in each["prepared"]}, set()
+
+    return earlier_saves
+
+
+def commits_one_node(right: Any) -> Any:
+    def prepare_save(self: Any, save: Any, rank: int, manifest: Any, node: str) -> None:
+        right(self, save, rank, manifest, node)
+        lock = self.publish_save(save, rank)
+        if lock is not None:
+            lock.release()
+
+    return prepare_save
+
+
+def commit_believed(right: Any) -> Any:
+    def commit(self: Any) -> None:
+        right(self)
+
+    return commit
+
+
+def nobody_times_out(right: Any) -> Any:
+    def init(self: Any, pool: Any, launch: Any, timeout: float, address: str) -> None:
+        right(self, pool, launch, 1e9, "")
+
+    return init
+
+
+def neighbour_is_blamed(right: Any) -> Any:
+    def find_missing_ranks(store: Any, group: str, ranks: Any, rank: int) -> Any:
+        from paddle_flexckpt.live.lost_ranks import Missing
+
+        found = right(store, group, ranks, rank)
+        neighbour = ranks[(list(ranks).index(rank) + 1) % len(ranks)]
+        return found and Missing([neighbour], [], [])
+
+    return find_missing_ranks
+
+
+def stops_alone(right: Any) -> Any:
+    def should_save(self: Any, step: int, context: str) -> bool:
+        before = self.should_stop
+        wanted = bool(right(self, step, context))
+        self.should_stop = before or self._signals.received
+        return wanted
+
+    return should_save
+
+
+# Memory that two processes share.
+
+
+def segment_is_free_at_once(right: Any) -> Any:
+    def take(self: Any, nbytes: int) -> Any:
+        segment = right(self, nbytes)
+        with self._lock:
+            self._free.append(segment)
+        return segment
+
+    return take
+
+
+# Reading.
+
+
+def restores_alone(right: Any) -> Any:
+    def restore_first(candidates: Any, skipped: Any, comm: Any, *arguments: Any) -> Any:
+        from paddle_flexckpt.live.communicator import SoloCommunicator
+
+        return right(candidates, skipped, SoloCommunicator(comm.rank), *arguments)
+
+    return restore_first
+
+
+def reads_without_a_lock(right: Any) -> Any:
+    return lambda directory, unique_id, keys: (Lock(), directory.read_committed(unique_id, keys))
+
+
+def newest_is_latest(right: Any) -> Any:
+    def latest(path: Any) -> Any:
+        from paddle_flexckpt.native.listing import list_checkpoints
+
+        found = list_checkpoints(path)
+        return found[-1] if found else None
+
+    return latest
+
+
+# The manager.
+
+
+def removes_files_first(right: Any) -> Any:
+    def remove(self: Any, step: int) -> bool:
+        directory = open_to_save(self.directory(step))
+        with contextlib.suppress(CheckpointError, FileNotFoundError):
+            for name in directory.read_manifest(0, ()).files:
+                directory.backend.remove(name)
+        return bool(right(self, step))
+
+    return remove
+
+
+def removal_is_not_noted(right: Any) -> Any:
+    def write(backend: Any, name: str, *arguments: Any) -> None:
+        if not name.endswith(".removing"):
+            right(backend, name, *arguments)
+
+    return write
+
+
+def counts_uncommitted(right: Any) -> Any:
+    def records(self: Any) -> Any:
+        found, problems = right(self)
+        known = {record.step for record in found}
+        begun = [step for step in self._directories() if step not in known and step not in problems]
+        newest = max((record.time for record in found), default=0.0)
+        return found + [StepRecord(step, newest + 1) for step in begun], problems
+
+    return records
+
+
+def removes_before_saving(right: Any) -> Any:
+    def prepare(self: Any, step: int, replace: bool) -> None:
+        right(self, step, replace)
+        # To make room for the new one.
+        records, _ = self.records()
+        for record in sorted(records, key=lambda each: each.step)[:-1] or records:
+            if record.step != step:
+                self._remove(record.step)
+
+    return prepare
+
+
+def removes_read_ones(right: Any) -> Any:
+    return lambda self, name: Lock()
+
+
+def periodic_save_counts(right: Any) -> Any:
+    def note(self: Any, step: int, saved: bool) -> None:
+        right(self, step, saved)
+        self._saved_since_stop = self._saved_since_stop or saved
+
+    return note
