@@ -277,7 +277,7 @@ class Script:
         except LostRankError:
             raise
         except CheckpointError as error:
-            self._tolerate(error)
+            self.ledger.failed(self, error)  # the best of them cannot be told while one is damaged
 
     def _save(self, manager: CheckpointManager, step: int) -> None:
         scenario, ledger = self.scenario, self.ledger
