@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from paddle_flexckpt.testing.simulation.scenario import Scenario
+from typing import Any
 
 MIB = 1 << 20
 # Of which the header of a data file has several.
@@ -89,13 +86,13 @@ def save_options(habits: Sequence[str], is_blocking: bool) -> dict[str, Any]:
     return found
 
 
-def restore_options(scenario: Scenario) -> dict[str, Any]:
-    """Return options of a restore."""
+def restore_options(habits: Sequence[str], keep: Sequence[str]) -> dict[str, Any]:
+    """Return options of a restore, where policies keep something."""
     found: dict[str, Any] = {}
-    if "best" in scenario.habits and any(policy.startswith("best") for policy in scenario.keep):
+    if "best" in habits and any(policy.startswith("best") for policy in keep):
         found["step"] = "best"
-    if "cooperative" in scenario.habits:
+    if "cooperative" in habits:
         found["comm_method"] = "cooperative"
-    if "verify" in scenario.habits:
+    if "verify" in habits:
         found["verify"] = "full"
     return found

@@ -252,8 +252,9 @@ class Script:
             return 0
         self.stage = "restore"
         state = shards(self.rank, self.size, self.layout, None, self.shapes)
+        options = restore_options(self.scenario.habits, self.scenario.keep)
         try:
-            report = manager.restore(state=state, rng=False, fallback=True, **restore_options(self.scenario))
+            report = manager.restore(state=state, rng=False, fallback=True, **options)
         except CorruptCheckpointError as error:
             if self.ledger.committed or not self.ledger.disturbed:
                 raise
