@@ -22,6 +22,7 @@ from paddle_flexckpt.testing.simulation import older_checkpoint
 from paddle_flexckpt.testing.simulation.caretaker import Caretaker
 from paddle_flexckpt.testing.simulation.faults import Faults
 from paddle_flexckpt.testing.simulation.invariants import Ledger, Violation
+from paddle_flexckpt.testing.simulation.per_node import NodeLedger, NodeScript
 from paddle_flexckpt.testing.simulation.person import Person
 from paddle_flexckpt.testing.simulation.scenario import HOUR, Case, Fault
 from paddle_flexckpt.testing.simulation.scheduler import Node, Process, StuckError
@@ -59,6 +60,7 @@ class Job:
         self.incarnation = -1
         self.processes: list[Process] = []
         self.scripts: list[Script] = []
+        self.on_nodes: list[Node] = []
         self.deaths: set[int] = set()
         self.others = False
         self.is_done = False
@@ -76,6 +78,7 @@ class Job:
         self._started = cluster.scheduler.now
         size = cluster.scenario.world_size(self.incarnation)
         up = [node for node in cluster.nodes if node.is_up] or cluster.nodes
+        self.on_nodes = up
         cluster.scheduler.note(f"starts job {self.name} with {size} ranks, start {self.incarnation}", cluster.operator)
         self.deaths, self.others, self._is_ending = set(), cluster.is_calm is False and bool(cluster.under_way), False
         self.processes, self.scripts = [], []
@@ -85,7 +88,7 @@ class Job:
             self.processes.append(Process(cluster.scheduler, node, f"{self.name}/rank {rank}", environ=environ))
         self.store = Store(cluster.scheduler, cluster.network, self.processes[0])
         for rank, process in enumerate(self.processes):
-            script = Script(self, rank, size)
+            script = (NodeScript if cluster.scenario.storage == "per_node" else Script)(self, rank, size)
             self.scripts.append(script)
             process.watchers.append(self._ended)
             process.start(script.run)
@@ -127,7 +130,10 @@ class Job:
 
     def _start_again(self, incarnation: int) -> None:
         if incarnation == self.incarnation and not self.is_done:
-            if not any(node.is_up for node in self.cluster.nodes):
+            are_up = [node.is_up for node in self.cluster.nodes]
+            # Data of which there is no copy is out of reach while its node is down.
+            needs_all = self.cluster.scenario.storage == "per_node" and "copies" not in self.cluster.scenario.habits
+            if not any(are_up) or (needs_all and not all(are_up)):
                 self.cluster.scheduler.after(60.0, lambda: self._start_again(incarnation))
                 return
             self.start()
@@ -180,8 +186,10 @@ class Cluster:
         self.world = World(case.scenario, self._on_call)
         self.scheduler, self.network = self.world.scheduler, self.world.network
         self.nodes, self.disks, self.store = self.world.nodes, self.world.disks, self.world.store
-        self.ledger = Ledger(self.scheduler, self.scenario)
+        self.ledger = (NodeLedger if self.scenario.storage == "per_node" else Ledger)(self.scheduler, self.scenario)
         self.ledger.read, self.ledger.names = self.world.read, self.world.names
+        if isinstance(self.ledger, NodeLedger):
+            self.ledger.directories = self.world.node_directories
         self.world.on_change(self.ledger.appeared, self.ledger.changed)
         self.operator = Process(self.scheduler, Node(self.scheduler, "operator"), "operator")
         self.person = Person(self)
@@ -379,6 +387,9 @@ class Cluster:
     def _check_end(self) -> None:
         ledger = self.ledger
         if ledger.violations:
+            return
+        if isinstance(ledger, NodeLedger):
+            ledger.check_left()
             return
         auditor = Process(self.scheduler, self.nodes[0], "auditor")
         auditor.start(self._audit)

@@ -20,6 +20,7 @@ HABITS: dict[str, float] = {
     "best": 0.1,  # restores the best checkpoint, where a policy keeps one
     "blocking": 0.1,  # saves every other step in the foreground, though saves are in the background
     "clock": 0.1,  # saves by the clock as well
+    "copies": 0.5,  # keeps each data file on two nodes
     "cooperative": 0.1,  # restores read on one rank what several need
     "gs": 0.3,  # an object store with another protocol
     "large": 0.02,  # has a tensor of some MiB
@@ -28,17 +29,22 @@ HABITS: dict[str, float] = {
     "parts": 0.3,  # sends files in parts, to an object store
     "replicas": 0.1,  # saves every replica
     "reports": 0.1,  # writes a report beside each step
+    "rising": 0.5,  # gives each save to nodes an id of its own
     "upgrade": 0.15,  # begins with a checkpoint of an older version of the library
     "verify": 0.15,  # restores verify whole blocks
     "waves": 0.5,  # has little memory for copies, of a large tensor
 }
 # Only with these storages, or kinds of saves.
 _NEEDS: dict[str, dict[str, Any]] = {
+    "copies": {"storage": "per_node"},
+    "rising": {"storage": "per_node"},
     "gs": {"storage": "object"},
     "parts": {"storage": "object"},
     "blocking": {"is_async": True},
     "waves": {"is_async": True},
 }
+# What a job that saves to its nodes' disks may have.
+_ON_NODES = frozenset(("copies", "rising", "large", "partitions"))
 
 
 def draw_habits(seed: int, **scenario: Any) -> tuple[str, ...]:
@@ -46,6 +52,8 @@ def draw_habits(seed: int, **scenario: Any) -> tuple[str, ...]:
     choose = random.Random(f"habits {seed}")
     drawn = [name for name, share in HABITS.items() if choose.random() < share]
     fits = [name for name in drawn if all(scenario[of] == value for of, value in _NEEDS.get(name, {}).items())]
+    if scenario["storage"] == "per_node":
+        fits = [name for name in fits if name in _ON_NODES]
     if "large" in fits and "upgrade" in fits:
         fits.remove("upgrade")  # it has no such tensor
     if "waves" in fits and "large" not in fits:

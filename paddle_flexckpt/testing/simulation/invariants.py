@@ -354,7 +354,27 @@ class Ledger:
 
     def examine(self, directory: str) -> Committed | str:
         """Read a checkpoint as it is on storage; return it, or what is wrong with it."""
-        data = self.read(f"{directory}/{_MANIFEST}")
+        manifest = self._decode(directory, _MANIFEST)
+        if isinstance(manifest, str):
+            return manifest
+        content: dict[str, bytes] = {}
+        for name, size in manifest.sizes.items():
+            stored = self.read(f"{directory}/{name}")
+            if stored is None or len(stored) != size:
+                return f"{name} has {None if stored is None else len(stored)} bytes, not {size}"
+            content[name] = stored
+        values = self._values(manifest, content)
+        if isinstance(values, str):
+            return values
+        attempt, record = values
+        if attempt.step != int(_STEP.search(directory)[1]):  # type: ignore[index]
+            return f"it has values of {attempt}"
+        files = tuple(f"{directory}/{name}" for name in (*manifest.files, _MANIFEST))
+        return Committed(attempt, files, record)
+
+    def _decode(self, directory: str, name: str) -> Manifest | str:
+        """Read a manifest with its partitions; return it, or what is wrong with it."""
+        data = self.read(f"{directory}/{name}")
         if data is None:
             return "there is no manifest"
         try:
@@ -363,16 +383,14 @@ class Ledger:
                 decode_partition(self.read(f"{directory}/{each.file}") or b"", each.file, manifest, number)
                 for number, each in enumerate(manifest.partitions)
             ]
-            manifest = merge_rows(manifest, read)
+            return merge_rows(manifest, read)
         except (CorruptCheckpointError, ValidationError) as error:
             return str(error)
-        content: dict[str, bytes] = {}
-        for name, size in manifest.sizes.items():
-            stored = self.read(f"{directory}/{name}")
-            if stored is None or len(stored) != size:
-                return f"{name} has {None if stored is None else len(stored)} bytes, not {size}"
-            content[name] = stored
-        catalog, record, seen = manifest.catalog, None, set()
+
+    def _values(self, manifest: Manifest, content: dict[str, bytes]) -> tuple[Attempt, StepRecord | None] | str:
+        """Return which save the values of a checkpoint's data files are of, and its record; or what is wrong."""
+        catalog, seen = manifest.catalog, set()
+        record: StepRecord | None = None
         shapes = shapes_of(self._scenario.habits)
         counts = dict.fromkeys(shapes, 0)
         for row in range(len(catalog)):
@@ -391,12 +409,8 @@ class Ledger:
         if len(seen) != 1:
             return f"it is a mixture of versions {sorted(seen)}"
         version = seen.pop()
-        step = int(_STEP.search(directory)[1])  # type: ignore[index]
         attempt = self.attempts.get(version)
-        if attempt is None or attempt.step != step:
-            return f"it has values of {attempt or version}"
-        files = tuple(f"{directory}/{name}" for name in (*manifest.files, _MANIFEST))
-        return Committed(attempt, files, record)
+        return f"it has values of {version}" if attempt is None else (attempt, record)
 
     def look_again(self, directories: list[str]) -> None:
         """After a loss of power: what was reported done is there, and what is there is whole."""

@@ -202,7 +202,7 @@ def draw(seed: int) -> Case:
 def draw_care(seed: int, scenario: Scenario) -> list[Fault]:
     """Draw damage to checkpoints, and a person who looks after them; for themselves, as habits are."""
     choose = random.Random(f"care {seed}")
-    if choose.random() > 0.12:
+    if choose.random() > 0.12 or scenario.storage == "per_node":
         return []
     faults = []
     for _ in range(choose.choice([1, 1, 2])):
@@ -316,7 +316,7 @@ def draw_scenario(choose: random.Random, seed: int) -> Scenario:
     every = choose.choice([1, 1, 2, 3])
     is_async = choose.random() < 0.5
     policies = ["latest:1", "latest:2", "latest:3", f"every:{2 * every}", "best:1", "interval:20000"]
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         world_sizes=world_sizes,
         nodes=nodes,
@@ -337,6 +337,24 @@ def draw_scenario(choose: random.Random, seed: int) -> Scenario:
         max_pending=choose.choice([1, 1, 2]),
         in_pairs=choose.random() < 0.2,
         habits=draw_habits(seed, storage=storage, is_async=is_async),
+    )
+    return _on_own_disks(scenario)
+
+
+def _on_own_disks(scenario: Scenario) -> Scenario:
+    """Have some of the scenarios of several nodes save to the nodes' own disks; drawn for itself, as habits are."""
+    if scenario.nodes == 1 or random.Random(f"disks {scenario.seed}").random() > 0.15:
+        return scenario
+    return replace(
+        scenario,
+        storage="per_node",
+        is_async=False,
+        jobs=1,
+        keep=(),
+        readers=0,
+        preemption=False,
+        world_sizes=tuple(max(size, scenario.nodes) for size in scenario.world_sizes),
+        habits=draw_habits(scenario.seed, storage="per_node", is_async=False),
     )
 
 
