@@ -64,7 +64,28 @@ def test_undisturbed(storage, is_async) -> None:
     assert outcome.restores == 3
 
 
-@pytest.mark.parametrize("name", HABITS)
+@pytest.mark.parametrize("habits", [(), ("rising",), ("copies",), ("copies", "partitions", "rising")])
+def test_nodes_with_disks_of_their_own(habits) -> None:
+    scenario = Scenario(5, (2, 3), nodes=2, storage="per_node", steps=3, habits=habits)
+    cluster = Cluster(Case(scenario))
+    outcome = cluster.run()
+    assert not outcome.violations
+    assert (outcome.commits, outcome.restores) == (4, 3)
+    names = cluster.world.names("/node1/run")
+    assert len([name for name in names if name.endswith(".manifest")]) == (4 if "rising" in habits else 1)
+    # What ranks of the other node wrote.
+    assert any(name.startswith("0_") and name.endswith(".safetensors") for name in names) == ("copies" in habits)
+
+
+def test_a_file_of_a_node_that_goes_is_seen() -> None:
+    cluster = Cluster(Case(Scenario(7, nodes=2, storage="per_node", steps=2)))
+    cluster.scheduler.after(
+        cluster.scenario.seconds - 100.0, lambda: cluster.world.remove_file("/node1/run", "1_0.safetensors")
+    )
+    assert cluster.run().violations[0].invariant == "a committed checkpoint is whole"
+
+
+@pytest.mark.parametrize("name", sorted(HABITS.keys() - {"copies", "rising"}))
 def test_habits(name) -> None:
     storage, is_async = ("object" if name in ("gs", "parts") else "shared"), name in ("blocking", "waves")
     habits = ("large", name) if name == "waves" else (name,)
@@ -158,6 +179,7 @@ def test_what_is_drawn() -> None:
     assert {fault.moment.removeprefix("after ") for case in cases for fault in case.faults} == {"", *MOMENTS}
     assert all(case.scenario.seconds == pytest.approx(DAY) for case in cases)
     assert max(max(case.scenario.world_sizes) for case in cases) >= 16
+    assert {case.scenario.storage for case in cases} == {"shared", "leased", "object", "per_node"}
     assert {habit for case in cases for habit in case.scenario.habits} == {*HABITS}
 
 

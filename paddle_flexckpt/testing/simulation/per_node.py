@@ -22,7 +22,6 @@ from paddle_flexckpt.testing.simulation.training import (
     ChannelCommunicator,
     Script,
     shards,
-    version_of,
     versions_in,
 )
 
@@ -30,10 +29,12 @@ if TYPE_CHECKING:
     from paddle_flexckpt.testing.simulation.scheduler import Process
 
 _MANIFEST = re.compile(r"(.*/(node\d+)/.*)/(\d+)\.manifest")
+# What an error says of a checkpoint that is there.
+_COMPLETE = re.compile(r"\(id \d+\) is complete, but")
 # What an error says of a save that some nodes have published.
 _PUBLISHED = "some nodes have published"
 # What one says where there is no checkpoint.
-_NOTHING = re.compile(r"has no checkpoint|does not exist")
+_NOTHING = re.compile(r"has no checkpoint|does not exist|is not a checkpoint: there is no|has an unfinished save")
 
 
 class NodeScript(Script):
@@ -59,7 +60,8 @@ class NodeScript(Script):
             self.ledger.found_nothing(self)
             return 0
         versions = versions_in(state, self.rank, self.size, self.layout)
-        step = self.ledger.attempts[version_of(next(iter(state.values())).local_tensor.reshape(-1)[0])].step
+        attempt = self.ledger.attempts.get(min(versions))
+        step = 0 if attempt is None else attempt.step
         self.ledger.restored(self, step, versions, {})
         return int(step)
 
@@ -83,7 +85,9 @@ class NodeScript(Script):
             ledger.reported(version, self, UNKNOWN)
             raise
         except CheckpointError as error:
-            ledger.reported(version, self, UNKNOWN if _PUBLISHED in str(error) else str(error))
+            text = str(error)
+            done = None if _COMPLETE.search(text) else text
+            ledger.reported(version, self, UNKNOWN if _PUBLISHED in text else done)
             self._tolerate(error)
         else:
             ledger.reported(version, self, None)

@@ -243,7 +243,7 @@ class World:
             return
         found = self._find(directory)
         if isinstance(found, Directory) and name in found.entries:
-            self.disks[0].unlink(found, name)
+            self._mounts[directory.split("/")[1]].unlink(found, name)
 
     def _below(self, directory: str) -> list[str]:
         prefix = directory.strip("/") + "/"
