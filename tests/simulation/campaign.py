@@ -21,10 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from types import FrameType
 from typing import Any
 
 from paddle_flexckpt.testing.simulation.cluster import Cluster, Outcome
+from paddle_flexckpt.testing.simulation.remembered import Memory, remembering
 from paddle_flexckpt.testing.simulation.scenario import DAY, draw
+from paddle_flexckpt.testing.simulation.scheduler import Scheduler, StuckError
 
 # A run takes a second or two. In twice the time its process is ended, should the run not end for being told.
 RUN_SECONDS = 60.0
@@ -33,6 +36,10 @@ RUNS_OF_A_PROCESS = 20_000
 _TELL_SECONDS, _PROGRESS_SECONDS = 5.0, 600.0
 _SHOWN, _SHOWN_CHARACTERS, _KEPT_CHARACTERS = 5, 600, 50_000
 _FINGERPRINTS = 4
+# Of each task's stack, in what is said of a run that does not end.
+_FRAMES = 25
+# Each of so many seeds is simulated without a memory too.
+_REPEATED = 250
 # So many processes that end at their first seed are no accident.
 _MOST_FAILED = 5
 
@@ -211,10 +218,11 @@ def _work(connection: Connection, current: Any, task: Task, first: int) -> None:
     gc.freeze()  # what was imported is not looked through again and again
     asked: list[bool] = []
     totals, begin, processor = Totals(), time.monotonic(), time.process_time()
-    with interrupts(lambda: asked.append(True)):
+    # A mistake in the library may be one of what is remembered.
+    with interrupts(lambda: asked.append(True)), contextlib.nullcontext() if task.stop else remembering() as memory:
         for count, seed in enumerate(range(first, task.end, task.stride), 1):
             current.value = seed
-            simulate_one(seed, totals, task.run_seconds)
+            simulate_one(seed, totals, task.run_seconds, memory)
             is_last = bool(asked) or (task.stop and bool(totals.violated)) or time.monotonic() > task.until
             if is_last or count >= RUNS_OF_A_PROCESS or time.monotonic() > begin + _TELL_SECONDS:
                 totals.processor = time.process_time() - processor
@@ -226,25 +234,60 @@ def _work(connection: Connection, current: Any, task: Task, first: int) -> None:
         connection.send((totals, task.end, True))
 
 
-def simulate_one(seed: int, totals: Totals, run_seconds: float = RUN_SECONDS) -> None:
-    """Simulate a seed. It has failed if it does not end in so many seconds, or raises something."""
+def simulate_one(seed: int, totals: Totals, run_seconds: float = RUN_SECONDS, memory: Memory | None = None) -> None:
+    """Simulate a seed.
+
+    What is seen with a memory counts if it is seen without one too; of runs in which nothing is, some are repeated so.
+    """
+    found = _run(seed, run_seconds)
+    if memory is not None and isinstance(found, Outcome) and (found.violations or seed % _REPEATED == 0):
+        memory.is_on = False
+        again = _run(seed, run_seconds)
+        memory.is_on = True
+        if isinstance(again, Outcome) and again.fingerprint != found.fingerprint:
+            totals.violate(seed, f"with what is remembered it is another story: {found.violations}")
+        found = again
+    if isinstance(found, Outcome):
+        totals.add(found)
+    else:
+        totals.runs += 1
+        totals.violate(seed, found)
+
+
+def _run(seed: int, run_seconds: float) -> Outcome | str:
+    """Simulate a seed; what is wrong, if it does not end in so many seconds or raises something."""
     cluster = Cluster(draw(seed))
+    verdicts: list[str] = []
 
     def end(_: int, frame: Any) -> None:
-        raise cluster.scheduler.give_up(f"the run has not ended within {run_seconds} s of real time", frame)
+        scheduler = cluster.scheduler
+        scheduler.switches = sys.maxsize  # more than it may make
+        verdicts.append(f"the run has not ended within {run_seconds} s of real time: {stacks(scheduler, frame)}")
+        raise StuckError(verdicts[0])
 
     before = signal.signal(signal.SIGALRM, end)
-    faulthandler.dump_traceback_later(2 * run_seconds, exit=True)
+    faulthandler.dump_traceback_later(2 * run_seconds, exit=True, file=sys.__stderr__)
     signal.setitimer(signal.ITIMER_REAL, run_seconds)
     try:
-        totals.add(cluster.run())
+        outcome = cluster.run()
+        return verdicts[0] if verdicts else outcome
     except Exception:
-        totals.runs += 1
-        totals.violate(seed, f"the simulation itself failed:\n{traceback.format_exc()}")
+        return verdicts[0] if verdicts else f"the simulation itself failed:\n{traceback.format_exc()}"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         faulthandler.cancel_dump_traceback_later()
         signal.signal(signal.SIGALRM, before)
+
+
+def stacks(scheduler: Scheduler, frame: FrameType) -> str:
+    """In which frames all tasks are, while one of them, or none, runs in ``frame``."""
+    found = {"" if scheduler.running is None else repr(scheduler.running): frame}
+    tasks = [task for process in scheduler.processes for task in process.tasks if not task.ended]
+    found.update({repr(task): task.greenlet.gr_frame for task in tasks if task.greenlet.gr_frame is not None})
+    alike: dict[str, list[str]] = {}
+    for name, each in found.items():
+        alike.setdefault("".join(traceback.format_stack(each)[-_FRAMES:]), []).append(name)
+    return f"at {scheduler.now:.3f} s\n" + "\n".join(f"{', '.join(names)}:\n{text}" for text, names in alike.items())
 
 
 @contextlib.contextmanager

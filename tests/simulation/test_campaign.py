@@ -62,7 +62,7 @@ def test_a_run_that_hangs_is_a_violation(strike, jobs, capfd) -> None:
     ((seed, text),) = totals.violated
     assert (totals.runs, seed) == (SEEDS, BAD)
     assert f"has not ended within {SECONDS} s" in text
-    assert "MainThread of a/rank 0" in text
+    assert "<task MainThread of a/rank 0>" in text
     assert "in wait_for_ever" in text
     assert f"VIOLATION, seed {BAD}: " in capfd.readouterr().err
 

@@ -13,10 +13,8 @@ import heapq
 import os
 import random
 import signal
-import sys
 import traceback
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import greenlet
@@ -24,8 +22,6 @@ import greenlet
 # Wall clocks of the simulated world begin in 2033, later than all that was written before.
 EPOCH = 2_000_000_000.0
 _FIRST_PID = 100
-# Of each task's stack, in what is said of a run that does not end.
-_FRAMES = 25
 
 
 class Killed(BaseException):
@@ -327,7 +323,6 @@ class Scheduler:
         self._until = float("inf")
         self.hub = greenlet.getcurrent()
         self._unwinding: list[Task] = []
-        self._verdict: StuckError | None = None
 
     def next_number(self) -> int:
         self._numbers += 1
@@ -475,26 +470,9 @@ class Scheduler:
             finally:
                 self.running = None
             if limit is not None and self.switches > limit:
-                raise self._verdict or StuckError(f"more than {steps} switches of tasks, at {self.now:.3f} s")
+                raise StuckError(f"more than {steps} switches of tasks, at {self.now:.3f} s")
         if until is not None:
             self.now = max(self.now, until)
-
-    def give_up(self, text: str, frame: FrameType | None = None) -> StuckError:
-        """End a run that takes limited steps; return what it ends with, for the frame that runs now.
-
-        It says in which frames all tasks are.
-        """
-        places: dict[str, list[str]] = {}
-        for process in self.processes:
-            for task in process.tasks:
-                found = frame if task is self.running else task.greenlet.gr_frame
-                if found is not None and not task.ended:
-                    stack = "".join(traceback.format_stack(found)[-_FRAMES:])
-                    places.setdefault(stack, []).append(f"{task.name} of {process.name}")
-        told = [f"{', '.join(names)}:\n{stack}" for stack, names in places.items()]
-        self._verdict = StuckError("\n".join([f"{text}; at {self.now:.3f} s", *told]))
-        self.switches = sys.maxsize
-        return self._verdict
 
     @property
     def next_event(self) -> float | None:
