@@ -43,8 +43,9 @@ def run_part(part: int, options: argparse.Namespace, directory: Path) -> str:
         raise RuntimeError("the library was imported before the measurement began")
     measured = start(directory / f"part.{part}")
     from paddle_flexckpt.testing.simulation.cluster import simulate
-    from paddle_flexckpt.testing.simulation.scenario import Case
-    from tests.simulation.run import FOUND, Totals, draw
+    from paddle_flexckpt.testing.simulation.scenario import Case, draw
+    from tests.simulation.campaign import Totals
+    from tests.simulation.run import FOUND
 
     totals = Totals()
     for seed in range(options.first + part, options.first + options.seeds, options.jobs):
