@@ -242,7 +242,7 @@ def _late_and_cut(choose: random.Random, scenario: Scenario, begin: float) -> li
 
 def _lost_power(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
     """Who decides is held up right after the commit, or before it; then its node, or all of them, lose power."""
-    moment = choose.choice(["after ", "after ", ""]) + "manifest put in place"
+    moment = choose.choice(["after manifest put in place"] * 2 + ["manifest put in place", "fsync", "after data"])
     held = Fault("slow_call", begin, f"{_saver(choose, scenario, 0.9)}:0", moment, 1, 200.0)
     kind = choose.choice(["power_loss", "kill_node"])
     target = "storage" if kind == "power_loss" else "node:0"
