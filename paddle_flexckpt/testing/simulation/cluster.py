@@ -268,15 +268,11 @@ class Cluster:
         for task, text in self.scheduler.thread_errors:
             self.ledger.violate("no thread ends with an error", f"{task.name} of {task.process.name}: {text}")
         self.scheduler.thread_errors.clear()
-        for process in self.scheduler.processes:
-            main = process.main
-            if main is None or process.alive or not isinstance(main.error, Exception):
-                continue
+        for task, text in self.scheduler.main_errors:
             # A writer process ends with what storage says of the lock that it takes over; its training process tells.
-            if not (isinstance(main.error, OSError) and process.parent is not None):
-                what = f"{process.name}: {type(main.error).__name__}: {main.error}"
-                self.ledger.violate("errors are the library's own", what)
-            main.error = None
+            if not (isinstance(task.error, OSError) and task.process.parent is not None):
+                self.ledger.violate("errors are the library's own", f"{task.process.name}: {text}")
+        self.scheduler.main_errors.clear()
 
     def _wait_for_processes(self) -> None:
         """Wait until all processes have ended, as they must when their work is done."""

@@ -37,7 +37,7 @@ _UNKNOWN = re.compile(
     r"closed since"
 )
 _REFUSED = "OSError: [Errno"
-_TAKEN_OVER = "has taken over the right to save"
+_TAKEN_OVER = re.compile("has taken over the right to save|somebody else has changed the files of this save")
 # What a call was about to do when it failed.
 _WHAT = re.compile(r"^(?:cannot|the checkpoint of step) (?:[^':]|'[^']*')*: ")
 # A segment of shared memory is a huge page at least. A pending save has one.
@@ -146,7 +146,7 @@ class Ledger:
         """A rank was told how its save has ended."""
         attempt = self.attempts[version]
         attempt.outcomes[script.rank] = error
-        if error is not None and _TAKEN_OVER in error and self._scheduler.now > self.leases_until:
+        if error is not None and _TAKEN_OVER.search(error) and self._scheduler.now > self.leases_until:
             self.violate("who lives keeps the right to save", f"rank {script.rank}, with {attempt}, was told: {error}")
         if error is None:
             self._scheduler.note(f"is told that step {attempt.step} is saved")

@@ -194,9 +194,11 @@ def draw(seed: int) -> Case:
 def draw_meeting(choose: random.Random, scenario: Scenario) -> list[Fault]:
     """Draw faults that meet: in one save, in one restore, or with a reader."""
     meetings: list[Callable[[random.Random, Scenario, float], list[Fault]]] = [_late_decision] * 4
-    meetings += [_lost_power, _failed_sync, _trouble_of_one]
+    meetings += [_lost_power] * 2 + [_failed_sync] * 2 + [_trouble_of_one]
     if scenario.nodes > 1:
-        meetings.append(_late_and_cut)
+        meetings += [_late_and_cut] * 2
+    if max(scenario.world_sizes) > 2:
+        meetings += [_death_beside_commit] * 2
     if scenario.readers:
         meetings += [_slow_reader] * 3
     if scenario.jobs > 1:
@@ -236,8 +238,16 @@ def _late_and_cut(choose: random.Random, scenario: Scenario, begin: float) -> li
     """Who decides is held up, and its node is cut off from another."""
     moment = _moment(choose, ["manifest begun", "manifest put in place", "fsync", "listing"])
     held = Fault("slow_call", begin, f"{_saver(choose, scenario)}:0", moment, 1, choose.choice([5.0, 15.0, 100.0]))
-    other = choose.randrange(1, scenario.nodes)
-    return [held, Fault("partition", begin + 1.0, f"nodes:0:{other}", seconds=held.seconds + 20.0)]
+    other, moment = choose.randrange(1, scenario.nodes), choose.choice(["part", "manifest begun"])
+    return [held, Fault("partition", begin, f"nodes:0:{other}", moment, 1, held.seconds + 20.0)]
+
+
+def _death_beside_commit(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
+    """A commit takes long, and a rank that comes to a certain place and no further dies meanwhile."""
+    held = Fault("slow_call", begin, f"{_saver(choose, scenario)}:0", "manifest put in place", 1, 20.0)
+    target = f"rank:{choose.randrange(1, max(scenario.world_sizes))}"
+    stopped = Fault("stop_rank", begin, target, "send", choose.randint(1, 12), 200.0)
+    return [held, stopped, Fault("kill_rank", begin + 8.0, target)]
 
 
 def _lost_power(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
