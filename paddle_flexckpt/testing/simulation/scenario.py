@@ -277,9 +277,9 @@ def _trouble_of_one(choose: random.Random, scenario: Scenario, begin: float) -> 
 
 
 def _slow_holder(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
-    """A save takes long, and another job comes."""
+    """The first save takes long, and another job comes."""
     moment, seconds = choose.choice(["data", "part", "manifest begun", "fsync"]), choose.choice([10.0, 100.0])
-    return [Fault("slow_call", begin, f"{_saver(choose, scenario)}:0", moment, 1, seconds)]
+    return [Fault("slow_call", begin, "storage", moment, choose.randint(1, 3), seconds)]
 
 
 def _slow_reader(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
