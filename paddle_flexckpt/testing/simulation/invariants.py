@@ -37,7 +37,9 @@ _UNKNOWN = re.compile(
     r"closed since"
 )
 _REFUSED = "OSError: [Errno"
-_TAKEN_OVER = re.compile("has taken over the right to save|somebody else has changed the files of this save")
+_TAKEN_OVER = re.compile(
+    r"has taken over the right to save|somebody else has changed the files of this save|the part of rank \d+ is not visible"
+)
 # What a call was about to do when it failed.
 _WHAT = re.compile(r"^(?:cannot|the checkpoint of step) (?:[^':]|'[^']*')*: ")
 # A segment of shared memory is a huge page at least. A pending save has one.
