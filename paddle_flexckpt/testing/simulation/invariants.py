@@ -38,7 +38,8 @@ _UNKNOWN = re.compile(
 )
 _REFUSED = "OSError: [Errno"
 _TAKEN_OVER = re.compile(
-    r"has taken over the right to save|somebody else has changed the files of this save|the part of rank \d+ is not visible"
+    r"has taken over the right to save|somebody else has changed the files of this save|the part of rank \d+ is not "
+    r"visible"
 )
 # What a call was about to do when it failed.
 _WHAT = re.compile(r"^(?:cannot|the checkpoint of step) (?:[^':]|'[^']*')*: ")
