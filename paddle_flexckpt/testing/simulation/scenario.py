@@ -184,11 +184,19 @@ def draw(seed: int) -> Case:
     """Return the case of a seed."""
     choose = random.Random(f"case {seed}")
     scenario = draw_scenario(choose, seed)
+    if choose.random() < 0.1:  # a death alone: then errors' texts are judged
+        return Case(scenario, (_draw_death(choose, scenario),))
     count = min(1 + int(choose.expovariate(1 / 3.5)), 12)
     faults = [draw_fault(choose, scenario) for _ in range(count)]
     if choose.random() < 0.4:
         faults += draw_meeting(choose, scenario)
     return Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _draw_death(choose: random.Random, scenario: Scenario) -> Fault:
+    target = f"rank:{choose.randrange(max(scenario.world_sizes))}"
+    moment = _moment(choose, ["send", "any call", "data", "part", "manifest put in place", "listing", "fsync"])
+    return Fault("kill_rank", choose.uniform(0.0, scenario.seconds), target, moment, choose.randint(1, 12))
 
 
 def draw_meeting(choose: random.Random, scenario: Scenario) -> list[Fault]:
