@@ -357,7 +357,10 @@ class Ledger:
             begin = int(catalog.byte_offset[row])
             stored = content[name][begin : begin + int(catalog.byte_length[row])]
             if key == RECORD:
-                record = StepRecord.decode(np.frombuffer(stored, dtype=np.uint8))
+                try:
+                    record = StepRecord.decode(np.frombuffer(stored, dtype=np.uint8))
+                except CorruptCheckpointError as error:
+                    return str(error)
             elif key in SHAPES:
                 numbers = np.frombuffer(stored, dtype="<i8")
                 counts[key] += len(numbers)
