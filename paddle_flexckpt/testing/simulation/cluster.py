@@ -30,7 +30,7 @@ from paddle_flexckpt.testing.simulation.world import ROOT, World
 # How long a job may take, once nothing fails any more, beyond its steps: patience of writers and ranks, and restarts.
 _PATIENCE_SECONDS = 8 * HOUR
 # How long processes may take to end when their work is done: writers that wait for ranks that have gone, slow readers.
-_END_SECONDS = 9 * HOUR
+_END_SECONDS = 24 * HOUR
 _MOST_SWITCHES = 2_000_000
 # An operator waits longer and longer with a job that ends at once.
 _AT_ONCE_SECONDS, _LONGEST_PAUSE_SECONDS = 900.0, 3600.0

@@ -293,7 +293,8 @@ def _slow_holder(choose: random.Random, scenario: Scenario, begin: float) -> lis
 def _slow_reader(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
     """A reader takes long, and savers go on meanwhile."""
     moment, count = choose.choice([("any call", choose.randint(1, 60)), ("data", choose.randint(1, 6))])
-    return [Fault("slow_call", begin, "reader", moment, count, choose.uniform(2.0, 8.0) * HOUR)]
+    seconds = choose.uniform(0.5, 1.5) * scenario.save_every * scenario.step_seconds
+    return [Fault("slow_call", begin, "reader", moment, count, seconds)]
 
 
 def _moment(choose: random.Random, moments: list[str]) -> str:
