@@ -28,7 +28,7 @@ from functools import partial
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Location, Lock, SaveLock, map_files, publish, run_beside, write_file
+from paddle_flexckpt.media.backend import Location, Lock, Mode, SaveLock, map_files, publish, run_beside, write_file
 from paddle_flexckpt.native.companion import Companion, CompanionDirectory
 from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import MANIFEST, MARKER, SaveNames, is_before, save_of
@@ -69,8 +69,14 @@ class SaveDirectory(CompanionDirectory):
             ValidationError: The id is not a non-negative integer, or the path is not a directory.
         """
         save = SaveNames(*self.choose_save(unique_id, names), os.urandom(16).hex())
-        self.mark_save(save, world_size)
-        return save
+        while True:
+            try:
+                self.mark_save(save, world_size, mode="new")
+            except FileExistsError:
+                # Of who goes on after its lease has run out, or of a dead save that is listed too late.
+                save = replace(save, generation=save.generation + 1)
+            else:
+                return save
 
     def choose_save(self, unique_id: int | None, names: Sequence[str] | None = None) -> tuple[int, int]:
         """Return the id and generation of a new save; arguments and errors as of :meth:`open_save`."""
@@ -95,20 +101,27 @@ class SaveDirectory(CompanionDirectory):
             )
         return unique_id, used[unique_id] + 1 if unique_id in used else 0
 
-    def mark_save(self, save: SaveNames, world_size: int = 1, nodes: int = 1) -> None:
-        """Mark a save as begun, of so many ranks, to so many nodes' directories. The caller has the lock."""
+    def mark_save(self, save: SaveNames, world_size: int = 1, nodes: int = 1, mode: Mode = "overwrite") -> None:
+        """Mark a save as begun, of so many ranks, to so many nodes' directories. The caller has the lock.
+
+        Raises:
+            FileExistsError: The mode is ``new``, and another save has these names.
+        """
         who = {**asdict(save), "host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size}
         who["nodes"] = nodes
         companion = self.companion
         try:
-            write_file(self.backend, save.marker_file, json.dumps(who).encode())
+            write_file(self.backend, save.marker_file, json.dumps(who).encode(), mode)
             if self.backend.has_path and companion.name not in self.backend.names():
                 write_file(self.backend, companion.name, companion.refuse("no save here has been completed"))
             # Before any file that they speak of.
             self.backend.sync()
+        except FileExistsError:
+            raise
         except OSError:
             with contextlib.suppress(OSError):
-                self.remove_save_files([], save.marker_file)
+                if not self._is_taken(save):
+                    self.remove_save_files([], save.marker_file)
             raise
 
     def sees(self, save: SaveNames) -> bool:
@@ -117,6 +130,16 @@ class SaveDirectory(CompanionDirectory):
             return save.token.encode() in self.backend.read(save.marker_file)
         except FileNotFoundError:
             return False
+
+    def _is_taken(self, save: SaveNames) -> bool:
+        """Return whether another save has the names of this one, by the marker.
+
+        Who goes on after its lease has run out may have chosen the names that the next holder chooses.
+        """
+        try:
+            return str(json.loads(self.backend.read(save.marker_file))["token"]) != save.token
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+            return False  # there is none, or it is not whole
 
     def write_share(
         self,
@@ -357,7 +380,7 @@ class SaveDirectory(CompanionDirectory):
         """
         # What cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
         with contextlib.suppress(OSError):
-            if self.is_committed(save):
+            if self.is_committed(save) or self._is_taken(save):
                 return
             kept = self.named_files(save.unique_id)
             own = (save.prepared_file(rank), save.data_file(rank), save.part_file(rank), *(partitions or ()))

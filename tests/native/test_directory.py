@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -228,6 +229,43 @@ def test_a_save_that_took_a_checkpoints_names_does_not_remove_its_files(tmp_path
         directory.discard(late, 0)
     assert names(tmp_path) == before
     directory.check_complete(directory.read_manifest(0))
+
+
+def test_discard_leaves_a_save_alone_that_has_taken_the_same_names(tmp_path):
+    """Who was stopped for longer than its lease has begun, and so has another: neither had listed the other."""
+    late, other = open_to_save(tmp_path), open_to_save(tmp_path)
+    ticket = late.open_save(0)
+    taken = replace(ticket, token="another")
+    other.mark_save(taken)
+    share = whole("w", "float32", (5,))
+    other.write_share(
+        taken, 0, items_of([share], taken.data_file(0)), [values_of(share, 1).view(np.uint8)], world_size=1
+    )
+    before = names(tmp_path)
+    late.discard(ticket, 0)
+    assert names(tmp_path) == before
+    other.commit(taken, [0])
+
+
+def test_saves_that_do_not_list_each_other_have_different_names(tmp_path):
+    saves = [open_to_save(tmp_path).open_save(0, names=[]) for _ in range(3)]
+    assert [ticket.generation for ticket in saves] == [0, 1, 2]
+    assert all(open_to_save(tmp_path).sees(ticket) for ticket in saves)
+
+
+def test_a_marker_that_cannot_be_written_does_not_take_another_s_along(tmp_path, monkeypatch):
+    directory = open_to_save(tmp_path)
+    directory.open_save(0)
+    before = names(tmp_path)
+
+    def refuse() -> None:
+        raise OSError(5, "Input/output error")
+
+    late = open_to_save(tmp_path)
+    monkeypatch.setattr(late.backend, "create", lambda *_: refuse())
+    with pytest.raises(OSError, match="Input/output"):
+        late.mark_save(SaveNames(0, 0, "late"))
+    assert names(tmp_path) == before
 
 
 @pytest.mark.parametrize("partitions", [None, ()])

@@ -9,116 +9,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import gc
-import hashlib
-import multiprocessing
 import os
 import re
 import sys
-import time
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
-from paddle_flexckpt.testing.simulation.cluster import Outcome, simulate
-from paddle_flexckpt.testing.simulation.scenario import DAY, Case, draw
+from paddle_flexckpt.testing.simulation.cluster import simulate
+from paddle_flexckpt.testing.simulation.scenario import Case, draw
 from paddle_flexckpt.testing.simulation.shrink import shrink
 from paddle_flexckpt.testing.simulation.story import timeline
+from tests.simulation.campaign import run_seeds
 
 FOUND = Path(__file__).parent / "found"
-_SHOWN = 5
-
-
-@dataclass
-class Totals:
-    """What many runs have shown."""
-
-    runs: int = 0
-    seconds: float = 0.0
-    processor: float = 0.0
-    commits: int = 0
-    restores: int = 0
-    readings: int = 0
-    kinds: Counter[int] = field(default_factory=Counter)
-    struck: Counter[str] = field(default_factory=Counter)
-    states: set[tuple[str, ...]] = field(default_factory=set)
-    violated: list[tuple[int, str]] = field(default_factory=list)
-    fingerprints: dict[int, str] = field(default_factory=dict)
-
-    def add(self, outcome: Outcome) -> None:
-        """Count a run."""
-        self.runs += 1
-        self.fingerprints[outcome.case.scenario.seed] = outcome.fingerprint
-        self.seconds += outcome.seconds
-        self.commits += outcome.commits
-        self.restores += outcome.restores
-        self.readings += outcome.readings
-        self.kinds[len(outcome.struck)] += 1
-        self.struck.update(outcome.struck)
-        self.states |= outcome.states
-        if outcome.violations:
-            self.violated.append((outcome.case.scenario.seed, str(outcome.violations[0])))
-
-    def merge(self, other: Totals) -> None:
-        """Count another's runs."""
-        for name in ("runs", "seconds", "processor", "commits", "restores", "readings"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.kinds.update(other.kinds)
-        self.struck.update(other.struck)
-        self.states |= other.states
-        self.violated += other.violated
-        self.fingerprints.update(other.fingerprints)
-
-    def fingerprint(self, count: int = 4) -> str:
-        """What the first seeds' stories have in common with those of another process only if all are the same."""
-        first = sorted(self.fingerprints.items())[:count]
-        return hashlib.sha256(repr(first).encode()).hexdigest()[:32]
-
-    def summary(self) -> str:
-        """What is printed in the end."""
-        many = sum(count for kinds, count in self.kinds.items() if kinds >= 5)
-        coordinator = {(state[0], state[1]) for state in self.states}
-        each, struck = 1000 * self.processor / max(self.runs, 1), sum(self.struck.values())
-        lines = [
-            f"{self.runs} runs, {self.seconds / DAY:.0f} simulated days",
-            f"{self.processor / 3600:.2f} hours of processor time ({each:.0f} ms each)",
-            f"{self.commits} checkpoints committed, {self.restores} restores, {self.readings} readings by others",
-            f"faults that struck: {struck} of {len(self.struck)} kinds; runs with 5 kinds or more: {many}",
-            *(f"  {count:7d} {kind}" for kind, count in self.struck.most_common()),
-            f"protocol states in which something struck: {len(self.states)}; by fault and phase of the coordinator: "
-            f"{len(coordinator)}",
-            f"fingerprint of the first stories: {self.fingerprint()}",
-            f"violations: {len(self.violated)}",
-            *(f"  seed {seed}: {text[:600]}" for seed, text in sorted(self.violated)[:_SHOWN]),
-        ]
-        return "\n".join(lines)
-
-
-def run_seeds(first: int, count: int, jobs: int = 1, seconds: float | None = None, stop: bool = False) -> Totals:
-    """Simulate seeds, in several processes; no more of them after some seconds, or after the first violation."""
-    if jobs == 1:
-        return _run_seeds((first, count, 1, seconds, stop))
-    totals = Totals()
-    with multiprocessing.get_context("fork").Pool(jobs) as pool:
-        for found in pool.imap_unordered(_run_seeds, [(first + j, count, jobs, seconds, stop) for j in range(jobs)]):
-            totals.merge(found)
-        pool.close()
-        pool.join()
-    return totals
-
-
-def _run_seeds(task: tuple[int, int, int, float | None, bool]) -> Totals:
-    first, count, stride, seconds, stop = task
-    totals, begin, processor = Totals(), time.monotonic(), time.process_time()
-    gc.collect()
-    gc.freeze()  # what was imported is not looked through again and again
-    for seed in range(first, first + count - (first % stride if stride > 1 else 0), stride):
-        totals.add(simulate(draw(seed)))
-        if (stop and totals.violated) or (seconds is not None and time.monotonic() - begin > seconds):
-            break
-    totals.processor = time.process_time() - processor
-    return totals
 
 
 def fails_alike(violated: str) -> object:

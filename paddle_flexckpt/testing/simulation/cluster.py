@@ -260,7 +260,8 @@ class Cluster:
             upcoming = self.scheduler.next_event
             if all(job.is_done for job in self.jobs) or upcoming is None:
                 break
-            self.scheduler.run(until=min(max(upcoming, self.scheduler.now) + HOUR, when), steps=_MOST_SWITCHES)
+            hour = max(upcoming, self.scheduler.now) // HOUR + 1
+            self.scheduler.run(until=min(hour * HOUR, when), steps=_MOST_SWITCHES)
             self._check_threads()
         return all(job.is_done for job in self.jobs)
 

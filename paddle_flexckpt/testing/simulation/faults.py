@@ -49,8 +49,8 @@ class Faults:
         # What each process has called last.
         self.last: dict[Process, tuple[str, str]] = {}
         self._is_calm = False
-        for fault in schedule:
-            cluster.scheduler.after(fault.at, functools.partial(self._begin, fault))
+        for number, fault in enumerate(schedule):
+            cluster.scheduler.plan(fault.at, number, functools.partial(self._begin, fault))
 
     def _begin(self, fault: Fault) -> None:
         if self._is_calm:

@@ -375,12 +375,20 @@ class Scheduler:
         """Call a function outside of all tasks when so much time has passed."""
         self._push(self.now + seconds, callback, 0)
 
+    def plan(self, when: float, number: int, callback: Callable[[], Any]) -> None:
+        """Call a function at a time, before all else that is due then; nothing else depends on there being a plan.
+
+        ``number`` orders the plans of one time.
+        """
+        heapq.heappush(self._queue, (when, -1.0, number, callback, 0))
+
     def sleep(self, seconds: float) -> None:
         """Let time pass for the task that runs; others may run meanwhile."""
         self.check_alive()
         end, queue = (self.now + seconds if seconds > 0.0 else self.now), self._queue
         # Nobody else is due before: then there is nothing to switch to.
         if end < self._until and (not queue or queue[0][0] > end) and not self.process.stopped:
+            self._turn()  # as many draws as of a wait: a plan that changes nothing must not change the luck
             self.now = end
             return
         self._wait(end)
