@@ -188,6 +188,11 @@ class Cluster:
         self.is_calm = False
         self.faults = Faults(self, case.faults)
 
+    @property
+    def faults_end(self) -> float:
+        """When faults stop."""
+        return self.scenario.seconds + HOUR
+
     def location(self) -> Any:
         """What the jobs save to."""
         return self.world.location()
@@ -233,7 +238,7 @@ class Cluster:
             scheduler.after(0.0, job.start)
         for number in range(scenario.readers):
             self._schedule_reader(number)
-        self._run_until(scenario.seconds + HOUR)
+        self._run_until(self.faults_end)
         self.is_calm = True
         scheduler.note("faults stop", self.operator)
         self.faults.calm()

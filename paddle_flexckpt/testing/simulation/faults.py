@@ -94,7 +94,9 @@ class Faults:
                     self._armed.remove(armed)
                     self._strike(armed.fault, process, kind, where)
                     if armed.fault.kind == "slow_call":
-                        more += armed.fault.seconds
+                        # No longer than there are faults.
+                        left = self._cluster.faults_end - self._cluster.scheduler.now
+                        more += min(armed.fault.seconds, max(0.0, left))
         self.last[process] = kind, where
         return self._slowness + more if kind not in _ON_NETWORK else 0.0
 

@@ -130,6 +130,8 @@ class Ledger:
     def violate(self, invariant: str, text: str) -> None:
         """Note a violation, at the call that is being made."""
         running = self._scheduler.running
+        if running is not None and not running.process.alive:
+            return  # what the frames of a dead process say while they are left
         process = "" if running is None else running.process.name
         self.violations.append(Violation(invariant, self._scheduler.now, process, text))
         self._scheduler.note(f"VIOLATION of {invariant}: {text}")
