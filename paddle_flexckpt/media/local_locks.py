@@ -31,11 +31,16 @@ class Flock(Lock):
         self._descriptor = descriptor
 
     def is_of(self, path: str) -> bool:
-        """Return whether the file has this path still: another may have taken its place meanwhile."""
+        """Return whether the file has this path still: another may have taken its place meanwhile. If not, release."""
+        is_same = False
         try:
-            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+            is_same = os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except FileNotFoundError:
-            return False
+            pass
+        finally:  # whatever the file system says, nobody has the lock without this
+            if not is_same:
+                self.release()
+        return is_same
 
     def release(self) -> None:
         """Give the lock back; to do so again is fine."""
@@ -135,7 +140,6 @@ class LocalLocks(LeaseLocks):
             shared = Flock(descriptor)
             if shared.is_of(path):
                 return shared
-            shared.release()
 
     def claim(self, name: str) -> Lock | None:
         """Implement the base class."""
@@ -155,10 +159,7 @@ class LocalLocks(LeaseLocks):
         except BlockingIOError:
             return None
         claimed = Flock(descriptor)
-        if claimed.is_of(path):
-            return claimed
-        claimed.release()
-        return None
+        return claimed if claimed.is_of(path) else None
 
 
 def _flock(descriptor: int, operation: int, path: str, required: bool = True) -> None:

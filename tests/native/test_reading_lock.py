@@ -18,6 +18,7 @@ from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.media import local_locks
 from paddle_flexckpt.media.backend import publish
 from paddle_flexckpt.media.opening import open_backend, open_storage
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
@@ -137,6 +138,22 @@ def test_an_error_of_the_medium_is_an_error(backend, monkeypatch):
     for lock in (backend.locks.share, backend.locks.claim):
         with pytest.raises(OSError, match="Input/output error"):
             lock(MANIFEST)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("kind", ["share", "claim"])
+def test_a_lock_goes_where_the_look_at_its_file_fails(backend, monkeypatch, kind):
+    """Nobody else could take it until the process has ended."""
+
+    def samestat(one, other):
+        raise OSError(errno.EIO, "Input/output error")
+
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as context:
+        context.setattr(local_locks.os.path, "samestat", samestat)
+        with pytest.raises(OSError, match="Input/output error"):
+            getattr(backend.locks, kind)(MANIFEST)
+    assert not is_held(backend)
     assert len(os.listdir("/proc/self/fd")) == before
 
 

@@ -229,11 +229,6 @@ MISTAKES = {
             {"media.local_locks:LocalLocks.adopt": wrong.lock_is_not_adopted},
         ),
         Mistake(
-            "marker-not-durable",
-            "data may be durable before the marker that tells of it",
-            {"native.save_directory:SaveDirectory.mark_save": wrong.marker_is_not_durable},
-        ),
-        Mistake(
             "marker-before-files",
             "the marker of a dead save goes before its files",
             {"native.save_directory:SaveDirectory.remove_save_files": wrong.marker_goes_before_files},

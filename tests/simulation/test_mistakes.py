@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("s3fs")
 pytest.importorskip("greenlet")
 
+from paddle_flexckpt.testing.simulation.scenario import Case, Fault, Scenario
 from tests.simulation.mistakes import MISTAKES, make
 from tests.simulation.store_world import seeds_until_broken
 
@@ -47,6 +48,67 @@ def test_a_few_seeds_find_some(name):
 
     with make(name):
         assert run_seeds(0, 10, stop=True).violated
+
+
+def test_errors_of_a_rank_that_are_not_the_librarys_own_are_seen():
+    pytest.importorskip("paddle")
+    from paddle_flexckpt.testing.simulation.cluster import simulate
+
+    fault = Fault("io_error", 999.0, "rank:1", "data", amount=5.0)
+    case = Case(Scenario(1, (3,), steps=1, step_seconds=1000.0), (fault,))
+    assert not simulate(case).violations
+    with make("one-rank-trusted"):
+        assert simulate(case).violations[0].invariant == "errors are the library's own"
+
+
+# What meets in these is rare in cases that are drawn. Where a loss of power decides, several are tried.
+MEETINGS: dict[str, tuple[dict[str, Any], tuple[Fault, ...]]] = {
+    "silence-is-death": (
+        {"nodes": 2, "is_async": True},
+        (
+            Fault("slow_call", 999.0, "writer:0", "manifest put in place", seconds=5.0),
+            Fault("partition", 999.0, "nodes:0:1", "part", seconds=25.0),
+        ),
+    ),
+    "lease-not-renewed": (
+        {"jobs": 2, "storage": "leased", "lease_seconds": 5.0},
+        (Fault("slow_call", 999.0, "storage", "data", seconds=100.0),),
+    ),
+    "follower-not-durable": (
+        {"is_async": True},
+        (
+            Fault("slow_call", 999.0, "writer:0", "after manifest put in place", seconds=200.0),
+            Fault("power_loss", 1050.0, "storage", amount=0.3),
+        ),
+    ),
+    "fsync-again": (
+        {},
+        (Fault("io_error", 999.0, "rank:1", "fsync", amount=5.0), Fault("power_loss", 1050.0, "storage", amount=0.3)),
+    ),
+    "newest-is-latest": ({"readers": 1, "reader_seconds": 300.0}, (Fault("person_damages", 1800.0, "storage"),)),
+    "readers-not-asked": (
+        {"readers": 1, "reader_seconds": 1500.0, "keep": ("latest:1",)},
+        (Fault("slow_call", 100.0, "reader", "data", 4, seconds=1000.0),),
+    ),
+    "reader-holds-nothing": (
+        {"readers": 1, "reader_seconds": 1500.0, "keep": ("latest:1",)},
+        (Fault("slow_call", 100.0, "reader", "data", 4, seconds=1000.0),),
+    ),
+    "neighbour-blamed": ({}, (Fault("kill_rank", 999.0, "rank:1", "send", 3),)),
+}
+
+
+@pytest.mark.parametrize("name", MEETINGS)
+def test_a_meeting_finds(name):
+    pytest.importorskip("paddle")
+    from paddle_flexckpt.testing.simulation.cluster import simulate
+
+    options, faults = MEETINGS[name]
+    options = {"steps": 2, "step_seconds": 1000.0, **options}
+    cases = [Case(Scenario(seed, (3,), **options), faults) for seed in range(6)]
+    assert not simulate(cases[0]).violations
+    with make(name):
+        assert any(simulate(case).violations for case in cases)
 
 
 @pytest.mark.slow

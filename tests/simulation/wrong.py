@@ -165,17 +165,6 @@ def marker_goes_before_files(right: Any) -> Any:
     return remove_save_files
 
 
-def marker_is_not_durable(right: Any) -> Any:
-    def mark_save(self: Any, *arguments: Any, **keywords: Any) -> None:
-        self.backend.sync = lambda: None
-        try:
-            right(self, *arguments, **keywords)
-        finally:
-            del self.backend.sync
-
-    return mark_save
-
-
 def nothing_removed(right: Any) -> Any:
     return lambda *_, **__: []
 

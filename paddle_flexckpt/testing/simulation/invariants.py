@@ -21,6 +21,7 @@ from paddle_flexckpt.engine.step_record import RECORD, StepRecord
 from paddle_flexckpt.manager.policies import steps_to_remove
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.partition_files import decode_partition, merge_rows
+from paddle_flexckpt.testing.simulation.scenario import HOUR
 from paddle_flexckpt.testing.simulation.training import all_versions_of, policies_of, shapes_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,10 @@ _UNKNOWN = re.compile(
     r"closed since"
 )
 _REFUSED = "OSError: [Errno"
-_TAKEN_OVER = "has taken over the right to save"
+_TAKEN_OVER = re.compile(
+    r"has taken over the right to save|somebody else has changed the files of this save|the part of rank \d+ is not "
+    r"visible"
+)
 # What a call was about to do when it failed.
 _WHAT = re.compile(r"^(?:cannot|the checkpoint of step) (?:[^':]|'[^']*')*: ")
 # A segment of shared memory is a huge page at least. A pending save has one.
@@ -104,7 +108,7 @@ class Ledger:
         committed: By directory, what a reader must find there.
         disturbed: Directories in which a person has acted.
         troubled_until: Until when storage may not answer as it should.
-        may_lose_leases: Whether anything has happened for which a live saver may lose its lease.
+        leases_until: Until when a live saver may lose its lease.
     """
 
     def __init__(self, scheduler: Scheduler, scenario: Scenario) -> None:
@@ -123,7 +127,7 @@ class Ledger:
         self._restored: dict[tuple[str, int], tuple[int, int]] = {}
         self.finished_ranks: set[tuple[str, int, int]] = set()
         self.last_person = -1e9
-        self.may_lose_leases = False
+        self.leases_until = -1e9
         self._going: dict[tuple[str, int, int], bool] = {}
 
     def violate(self, invariant: str, text: str) -> None:
@@ -161,7 +165,7 @@ class Ledger:
         """A rank was told how its save has ended."""
         attempt = self.attempts[version]
         attempt.outcomes[script.rank] = error
-        if error is not None and _TAKEN_OVER in error and not self.may_lose_leases:
+        if error is not None and _TAKEN_OVER.search(error) and self._scheduler.now > self.leases_until:
             self.violate("who lives keeps the right to save", f"rank {script.rank}, with {attempt}, was told: {error}")
         if error is None:
             self._scheduler.note(f"is told that step {attempt.step} is saved")
@@ -270,6 +274,10 @@ class Ledger:
     def highest(self) -> int | None:
         """The highest step that is committed and that nobody has disturbed."""
         return max((each.attempt.step for each in self.committed.values()), default=None)
+
+    def trouble_leases(self, seconds: float) -> None:
+        """For some time, and for as long as a save takes that has begun by then, a live saver may lose its lease."""
+        self.leases_until = max(self.leases_until, self._scheduler.now + seconds + HOUR)
 
     # What happens on storage.
 
@@ -400,7 +408,10 @@ class Ledger:
             begin = int(catalog.byte_offset[row])
             stored = content[name][begin : begin + int(catalog.byte_length[row])]
             if key == RECORD:
-                record = StepRecord.decode(np.frombuffer(stored, dtype=np.uint8))
+                try:
+                    record = StepRecord.decode(np.frombuffer(stored, dtype=np.uint8))
+                except CorruptCheckpointError as error:
+                    return str(error)
             elif key in shapes:
                 numbers = np.frombuffer(stored, dtype="<i8")
                 counts[key] += len(numbers)

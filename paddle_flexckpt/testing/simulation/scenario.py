@@ -191,6 +191,8 @@ def draw(seed: int) -> Case:
     """Return the case of a seed."""
     choose = random.Random(f"case {seed}")
     scenario = draw_scenario(choose, seed)
+    if choose.random() < 0.1:  # a death alone: then errors' texts are judged
+        return Case(scenario, (_draw_death(choose, scenario),))
     count = min(1 + int(choose.expovariate(1 / 3.5)), 12)
     faults = [draw_fault(choose, scenario) for _ in range(count)]
     if choose.random() < 0.4:
@@ -213,12 +215,20 @@ def draw_care(seed: int, scenario: Scenario) -> list[Fault]:
     return faults
 
 
+def _draw_death(choose: random.Random, scenario: Scenario) -> Fault:
+    target = f"rank:{choose.randrange(max(scenario.world_sizes))}"
+    moment = _moment(choose, ["send", "any call", "data", "part", "manifest put in place", "listing", "fsync"])
+    return Fault("kill_rank", choose.uniform(0.0, scenario.seconds), target, moment, choose.randint(1, 12))
+
+
 def draw_meeting(choose: random.Random, scenario: Scenario) -> list[Fault]:
     """Draw faults that meet: in one save, in one restore, or with a reader."""
     meetings: list[Callable[[random.Random, Scenario, float], list[Fault]]] = [_late_decision] * 4
-    meetings += [_lost_power, _failed_sync, _trouble_of_one]
+    meetings += [_lost_power] * 2 + [_failed_sync] * 2 + [_trouble_of_one]
     if scenario.nodes > 1:
-        meetings.append(_late_and_cut)
+        meetings += [_late_and_cut] * 2
+    if max(scenario.world_sizes) > 2:
+        meetings += [_death_beside_commit] * 2
     if scenario.readers:
         meetings += [_slow_reader] * 3
     if scenario.jobs > 1:
@@ -258,13 +268,21 @@ def _late_and_cut(choose: random.Random, scenario: Scenario, begin: float) -> li
     """Who decides is held up, and its node is cut off from another."""
     moment = _moment(choose, ["manifest begun", "manifest put in place", "fsync", "listing"])
     held = Fault("slow_call", begin, f"{_saver(choose, scenario)}:0", moment, 1, choose.choice([5.0, 15.0, 100.0]))
-    other = choose.randrange(1, scenario.nodes)
-    return [held, Fault("partition", begin + 1.0, f"nodes:0:{other}", seconds=held.seconds + 20.0)]
+    other, moment = choose.randrange(1, scenario.nodes), choose.choice(["part", "manifest begun"])
+    return [held, Fault("partition", begin, f"nodes:0:{other}", moment, 1, held.seconds + 20.0)]
+
+
+def _death_beside_commit(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
+    """A commit takes long, and a rank that comes to a certain place and no further dies meanwhile."""
+    held = Fault("slow_call", begin, f"{_saver(choose, scenario)}:0", "manifest put in place", 1, 20.0)
+    target = f"rank:{choose.randrange(1, max(scenario.world_sizes))}"
+    stopped = Fault("stop_rank", begin, target, "send", choose.randint(1, 12), 200.0)
+    return [held, stopped, Fault("kill_rank", begin + 8.0, target)]
 
 
 def _lost_power(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
     """Who decides is held up right after the commit, or before it; then its node, or all of them, lose power."""
-    moment = choose.choice(["after ", "after ", ""]) + "manifest put in place"
+    moment = choose.choice(["after manifest put in place"] * 2 + ["manifest put in place", "fsync", "after data"])
     held = Fault("slow_call", begin, f"{_saver(choose, scenario, 0.9)}:0", moment, 1, 200.0)
     kind = choose.choice(["power_loss", "kill_node"])
     target = "storage" if kind == "power_loss" else "node:0"
@@ -289,15 +307,16 @@ def _trouble_of_one(choose: random.Random, scenario: Scenario, begin: float) -> 
 
 
 def _slow_holder(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
-    """A save takes long, and another job comes."""
+    """The first save takes long, and another job comes."""
     moment, seconds = choose.choice(["data", "part", "manifest begun", "fsync"]), choose.choice([10.0, 100.0])
-    return [Fault("slow_call", begin, f"{_saver(choose, scenario)}:0", moment, 1, seconds)]
+    return [Fault("slow_call", begin, "storage", moment, choose.randint(1, 3), seconds)]
 
 
 def _slow_reader(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
     """A reader takes long, and savers go on meanwhile."""
     moment, count = choose.choice([("any call", choose.randint(1, 60)), ("data", choose.randint(1, 6))])
-    return [Fault("slow_call", begin, "reader", moment, count, choose.uniform(2.0, 8.0) * HOUR)]
+    seconds = choose.uniform(0.5, 1.5) * scenario.save_every * scenario.step_seconds
+    return [Fault("slow_call", begin, "reader", moment, count, seconds)]
 
 
 def _moment(choose: random.Random, moments: list[str]) -> str:

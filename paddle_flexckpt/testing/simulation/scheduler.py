@@ -271,8 +271,8 @@ class Process:
             text = "".join(traceback.format_exception(type(task.error), task.error, task.error.__traceback__))
             if not isinstance(task.error, SystemExit):
                 self.stderr(text)
-                if task is not self.main:
-                    self.scheduler.thread_errors.append((task, text))
+                errors = self.scheduler.main_errors if task is self.main else self.scheduler.thread_errors
+                errors.append((task, text))
         if task is self.main and self.alive:
             self._finish(task)
 
@@ -307,6 +307,7 @@ class Scheduler:
         running: The task that runs.
         story: What was worth a line: when, which process, what.
         thread_errors: Threads that ended with an error that nobody caught, and its text.
+        main_errors: Main threads that did.
     """
 
     def __init__(self, seed: int) -> None:
@@ -316,6 +317,7 @@ class Scheduler:
         self.processes: list[Process] = []
         self.story: list[tuple[float, str, str]] = []
         self.thread_errors: list[tuple[Task, str]] = []
+        self.main_errors: list[tuple[Task, str]] = []
         self.switches = 0
         self._numbers = 0
         self._queue: list[tuple[float, float, int, Any, int]] = []
