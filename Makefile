@@ -35,6 +35,10 @@ FORMERS_STAMP := $(FORMERS_VENV)/.stamp
 # mutmut brings a user interface, and needs Python 3.10.
 MUTATION_VENV ?= .venv-mutation
 MUTATION_STAMP := $(MUTATION_VENV)/.stamp
+# Measures lines and branches, for one target: beside the environment, which is as it was then.
+COVERAGE_DIR ?= .venv-coverage
+COVERAGE_STAMP := $(COVERAGE_DIR)/.stamp
+COVERED ?= 400
 # torch, safetensors, Orbax and jax, which have no place beside Paddle.
 BENCH_VENV ?= .venv-bench
 BENCH_STAMP := $(BENCH_VENV)/.stamp
@@ -188,6 +192,10 @@ test-simulation: $(TEST_STAMP) ## simulate SEEDS clusters from seed FIRST on: jo
 	@echo "[make] simulated clusters"
 	@$(BIN)/python -W ignore -m tests.simulation.run --seeds $(SEEDS) --first $(FIRST) --jobs 2
 
+.PHONY: coverage-simulation
+coverage-simulation: $(COVERAGE_STAMP) $(TEST_STAMP) ## simulate COVERED clusters; lines and branches of four rooms that they run, and those they do not
+	@PYTHONPATH=$(COVERAGE_DIR) $(BIN)/python -W ignore -m tests.simulation.coverage --seeds $(COVERED) --jobs 2
+
 .PHONY: test-mistakes
 test-mistakes: $(TEST_STAMP) ## make each of the seeded mistakes, and count the simulated seeds until it is found
 	@echo "[make] seeded mistakes"
@@ -253,6 +261,11 @@ $(MUTATION_STAMP): $(METADATA)
 	@echo "[make] creating $(MUTATION_VENV) with mutmut"
 	@$(PYTHON) -m venv $(MUTATION_VENV)
 	@$(MUTATION_VENV)/bin/python -m pip install $(INSTALL_FLAGS) -e '.[cpu,test,mutation]'
+	@touch $@
+
+$(COVERAGE_STAMP): $(VENV_STAMP)
+	@echo "[make] installing coverage into $(COVERAGE_DIR)"
+	@$(PIP_INSTALL) --upgrade --target $(COVERAGE_DIR) 'coverage>=7.10,<8'
 	@touch $@
 
 $(BENCH_STAMP):

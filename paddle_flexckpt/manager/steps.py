@@ -14,7 +14,7 @@ import json
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Union
 
@@ -40,6 +40,8 @@ _MANIFEST = f"{UNIQUE_ID}.manifest"
 _UNREADABLE = "cannot be read"
 _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
+# A page or report that was not put in place.
+_TEMPORARY = re.compile(r"step_\d{8,}\.(?:html|report\.json)\.[0-9a-f]{32}\.tmp", re.ASCII)
 _REMOVING = re.compile(r"step_(\d{8,})\.removing", re.ASCII)
 
 
@@ -184,7 +186,7 @@ class StepDirectories:
             ValidationError: There is a checkpoint of this step, and it is not to be replaced.
             OSError: What an interrupted removal left could not be removed.
         """
-        if step in self._interrupted():
+        if step in _interrupted(self._root.names()):
             self._finish_removal(step)
         directory = self.directory(step)
         if _MANIFEST not in directory.names():
@@ -198,7 +200,7 @@ class StepDirectories:
 
     def write_page(self, step: int, content: str) -> None:
         """Write the page of a step, in place of one that may be there."""
-        write_file(self._root, page_of(step), content.encode(), "replace")
+        self._write_beside(step, page_of(step), content)
         self._root.sync()
 
     def give_up(self, step: int, error: CheckpointError, keeps: bool) -> None:
@@ -235,7 +237,11 @@ class StepDirectories:
                 problems.append(f"{type(error).__name__}: {error}")
                 return False
 
-        for step in self._interrupted():
+        names = self._root.names()
+        for name in filter(_TEMPORARY.fullmatch, names):
+            with contextlib.suppress(OSError):  # it does no harm, and the next save tries again
+                self._root.remove(name)
+        for step in _interrupted(names):
             attempt(self._finish_removal, step)
         for step in self._directories():
             if step not in busy:
@@ -254,11 +260,19 @@ class StepDirectories:
         Raises:
             OSError: It could not be written.
         """
-        write_file(self._root, _report_of(step), f"{report.to_json()}\n".encode(), "replace")
+        self._write_beside(step, _report_of(step), f"{report.to_json()}\n")
 
-    def _interrupted(self) -> list[int]:
-        """Return the steps whose removal has begun."""
-        return sorted(int(match[1]) for match in map(_REMOVING.fullmatch, self._root.names()) if match)
+    def _write_beside(self, step: int, name: str, content: str) -> None:
+        """Write a file of a step; not if another job's manager has removed the step meanwhile."""
+        for is_last in (False, True):
+            try:
+                write_file(self._root, name, content.encode(), "replace")
+                break
+            except FileNotFoundError:  # another job's manager has taken it for what a dead one had begun
+                if is_last:
+                    raise
+        if _MANIFEST not in self.directory(step).names():
+            self._root.remove(name)
 
     def _remove(self, step: int) -> bool:
         """Remove a checkpoint; return whether that could be done now."""
@@ -337,6 +351,11 @@ class StepDirectories:
             directory.remove_refusal()
         backend.remove_directory()
         return bool(removed)
+
+
+def _interrupted(names: Iterable[str]) -> list[int]:
+    """Return the steps whose removal has begun, by the files of the root."""
+    return sorted(int(match[1]) for match in map(_REMOVING.fullmatch, names) if match)
 
 
 def name_of(step: int) -> str:

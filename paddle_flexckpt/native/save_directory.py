@@ -395,6 +395,8 @@ class SaveDirectory(CompanionDirectory):
                 left = [name for name in left if not save.owns_partition(name)]
             if not left:
                 self.remove_uploads(save)
+                # If a loss of power brought the files back without the marker, nobody would know whose they are.
+                self.backend.sync()
                 self.remove_save_files([], save.marker_file)
 
     def named_files(self, unique_id: int) -> set[str]:

@@ -54,7 +54,7 @@ others = 0
 for number, seed in enumerate(range(first, first + count, stride), 1):
     case = draw(seed)
     faults = tuple(fault for fault in case.faults if not fault.kind.startswith(("store", "person")))
-    scenario = replace(case.scenario, is_async=False, storage="shared", jobs=1)
+    scenario = replace(case.scenario, is_async=False, storage="shared", jobs=1, habits=())
     outcome = simulate(replace(case, scenario=scenario, faults=faults))
     lost = [each for each in outcome.violations if each.invariant == "a committed checkpoint is whole"]
     others += bool(outcome.violations) and not lost

@@ -14,9 +14,13 @@ import pytest
 pytest.importorskip("paddle")
 pytest.importorskip("greenlet")
 
+from paddle_flexckpt.engine import verification
+from paddle_flexckpt.native.verify import Verification
 from paddle_flexckpt.testing.simulation.cluster import Cluster, simulate
 from paddle_flexckpt.testing.simulation.faults import phase_of
+from paddle_flexckpt.testing.simulation.habits import HABITS
 from paddle_flexckpt.testing.simulation.scenario import DAY, KINDS, MOMENTS, Case, Fault, Scenario, draw
+from paddle_flexckpt.testing.simulation.world import ROOT
 from tests.simulation.mistakes import make
 from tests.simulation.run import FOUND
 
@@ -58,6 +62,68 @@ def test_undisturbed(storage, is_async) -> None:
     assert not outcome.violations
     assert outcome.commits == 4  # one in a last start, of another world size
     assert outcome.restores == 3
+
+
+@pytest.mark.parametrize("habits", [(), ("rising",), ("copies",), ("copies", "partitions", "rising")])
+def test_nodes_with_disks_of_their_own(habits) -> None:
+    scenario = Scenario(5, (2, 3), nodes=2, storage="per_node", steps=3, habits=habits)
+    cluster = Cluster(Case(scenario))
+    outcome = cluster.run()
+    assert not outcome.violations
+    assert (outcome.commits, outcome.restores) == (4, 3)
+    names = cluster.world.names("/node1/run")
+    assert len([name for name in names if name.endswith(".manifest")]) == (4 if "rising" in habits else 1)
+    # What ranks of the other node wrote.
+    assert any(name.startswith("0_") and name.endswith(".safetensors") for name in names) == ("copies" in habits)
+
+
+def test_a_file_of_a_node_that_goes_is_seen() -> None:
+    cluster = Cluster(Case(Scenario(7, nodes=2, storage="per_node", steps=2)))
+    cluster.scheduler.after(
+        cluster.scenario.seconds - 100.0, lambda: cluster.world.remove_file("/node1/run", "1_0.safetensors")
+    )
+    assert cluster.run().violations[0].invariant == "a committed checkpoint is whole"
+
+
+@pytest.mark.parametrize("name", sorted(HABITS.keys() - {"copies", "rising"}))
+def test_habits(name) -> None:
+    storage, is_async = ("object" if name in ("gs", "parts") else "shared"), name in ("blocking", "waves")
+    habits = ("large", name) if name == "waves" else (name,)
+    scenario = Scenario(5, (2, 3), 2, storage, is_async, keep=("best:1", "latest:2"), steps=3, habits=habits)
+    cluster = Cluster(Case(scenario))
+    outcome = cluster.run()
+    assert not outcome.violations
+    assert outcome.commits >= (3 if name == "upgrade" else 4)
+    names, root = cluster.world.names(ROOT), cluster.world.directories()
+    assert len([each for each in names if each.endswith(".html")]) == (len(root) if name == "pages" else 0)
+    assert len([each for each in names if each.endswith(".json")]) == (len(root) if name == "reports" else 0)
+    partitions = [each for each in cluster.world.names(root[-1]) if each.endswith(".partition")]
+    assert bool(partitions) == (name == "partitions")
+    told = [text for _, _, text in outcome.story]
+    assert ("has restored step 1" in told) == (name in ("best", "upgrade"))
+
+
+def test_a_person_finds_damage_and_repairs() -> None:
+    kinds, repaired = set(), 0
+    for seed in range(8):
+        habits = ("partitions",) if seed % 3 == 0 else ()
+        scenario = Scenario(seed, keep=("latest:3",), steps=3, habits=habits)
+        at = 2.5 * scenario.step_seconds
+        outcome = simulate(Case(scenario, (Fault("care_damage", at, amount=seed), Fault("care_look", at + 1.0))))
+        assert not outcome.violations
+        told = [text for _, _, text in outcome.story]
+        kinds |= {text.rpartition(": ")[2] for text in told if text.startswith("damage to")}
+        repaired += any(text.startswith("has repaired") for text in told)
+    assert len(kinds) == 7
+    assert repaired == 3  # whose manifest was lost or changed
+
+
+def test_a_verification_that_sees_nothing_is_seen(monkeypatch) -> None:
+    monkeypatch.setattr(verification, "verify_files", lambda *_: Verification())
+    scenario = Scenario(3, (1,), steps=2)
+    at = 1.5 * scenario.step_seconds
+    outcome = simulate(Case(scenario, (Fault("care_damage", at, amount=2), Fault("care_look", at + 1.0))))
+    assert outcome.violations[0].invariant == "damage is found"
 
 
 @pytest.mark.parametrize("moment", ["manifest begun", "manifest put in place", "after manifest put in place"])
@@ -122,6 +188,8 @@ def test_what_is_drawn() -> None:
     assert {fault.moment.removeprefix("after ") for case in cases for fault in case.faults} == {"", *MOMENTS}
     assert all(case.scenario.seconds == pytest.approx(DAY) for case in cases)
     assert max(max(case.scenario.world_sizes) for case in cases) >= 16
+    assert {case.scenario.storage for case in cases} == {"shared", "leased", "object", "per_node"}
+    assert {habit for case in cases for habit in case.scenario.habits} == {*HABITS}
 
 
 def test_phases() -> None:

@@ -18,13 +18,16 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.media.lease import LEASE_FILE
 from paddle_flexckpt.native.listing import latest, list_checkpoints
+from paddle_flexckpt.testing.simulation import older_checkpoint
+from paddle_flexckpt.testing.simulation.caretaker import Caretaker
 from paddle_flexckpt.testing.simulation.faults import Faults
 from paddle_flexckpt.testing.simulation.invariants import Ledger, Violation
+from paddle_flexckpt.testing.simulation.per_node import NodeLedger, NodeScript
 from paddle_flexckpt.testing.simulation.person import Person
 from paddle_flexckpt.testing.simulation.scenario import HOUR, Case, Fault
 from paddle_flexckpt.testing.simulation.scheduler import Node, Process, StuckError
 from paddle_flexckpt.testing.simulation.story import Line, fingerprint
-from paddle_flexckpt.testing.simulation.training import Script, Store, shards, versions_in
+from paddle_flexckpt.testing.simulation.training import Script, Store, shapes_of, shards, versions_in
 from paddle_flexckpt.testing.simulation.world import ROOT, World
 
 # How long a job may take, once nothing fails any more, beyond its steps: patience of writers and ranks, and restarts.
@@ -57,6 +60,7 @@ class Job:
         self.incarnation = -1
         self.processes: list[Process] = []
         self.scripts: list[Script] = []
+        self.on_nodes: list[Node] = []
         self.deaths: set[int] = set()
         self.others = False
         self.is_done = False
@@ -74,6 +78,7 @@ class Job:
         self._started = cluster.scheduler.now
         size = cluster.scenario.world_size(self.incarnation)
         up = [node for node in cluster.nodes if node.is_up] or cluster.nodes
+        self.on_nodes = up
         cluster.scheduler.note(f"starts job {self.name} with {size} ranks, start {self.incarnation}", cluster.operator)
         self.deaths, self.others, self._is_ending = set(), cluster.is_calm is False and bool(cluster.under_way), False
         self.processes, self.scripts = [], []
@@ -83,7 +88,7 @@ class Job:
             self.processes.append(Process(cluster.scheduler, node, f"{self.name}/rank {rank}", environ=environ))
         self.store = Store(cluster.scheduler, cluster.network, self.processes[0])
         for rank, process in enumerate(self.processes):
-            script = Script(self, rank, size)
+            script = (NodeScript if cluster.scenario.storage == "per_node" else Script)(self, rank, size)
             self.scripts.append(script)
             process.watchers.append(self._ended)
             process.start(script.run)
@@ -125,7 +130,10 @@ class Job:
 
     def _start_again(self, incarnation: int) -> None:
         if incarnation == self.incarnation and not self.is_done:
-            if not any(node.is_up for node in self.cluster.nodes):
+            are_up = [node.is_up for node in self.cluster.nodes]
+            # Data of which there is no copy is out of reach while its node is down.
+            needs_all = self.cluster.scenario.storage == "per_node" and "copies" not in self.cluster.scenario.habits
+            if not any(are_up) or (needs_all and not all(are_up)):
                 self.cluster.scheduler.after(60.0, lambda: self._start_again(incarnation))
                 return
             self.start()
@@ -178,11 +186,18 @@ class Cluster:
         self.world = World(case.scenario, self._on_call)
         self.scheduler, self.network = self.world.scheduler, self.world.network
         self.nodes, self.disks, self.store = self.world.nodes, self.world.disks, self.world.store
-        self.ledger = Ledger(self.scheduler, self.scenario)
+        self.ledger = (NodeLedger if self.scenario.storage == "per_node" else Ledger)(self.scheduler, self.scenario)
         self.ledger.read, self.ledger.names = self.world.read, self.world.names
+        if isinstance(self.ledger, NodeLedger):
+            self.ledger.directories = self.world.node_directories
         self.world.on_change(self.ledger.appeared, self.ledger.changed)
         self.operator = Process(self.scheduler, Node(self.scheduler, "operator"), "operator")
         self.person = Person(self)
+        self.caretaker = Caretaker(self)
+        if "upgrade" in self.scenario.habits:
+            directory = f"{ROOT}/step_{older_checkpoint.STEP:08d}"
+            self.world.put_tree(directory, older_checkpoint.files())
+            self.ledger.begin_with(directory, older_checkpoint.STEP, older_checkpoint.VERSION)
         self.jobs = [Job(self, number) for number in range(self.scenario.jobs)]
         self.under_way: list[Fault] = []
         self.is_calm = False
@@ -317,7 +332,7 @@ class Cluster:
             self.scheduler.note(f"{type(error).__name__}: {str(error)[:200]}")
 
     def _load(self, path: str, step: int | None, since: float) -> None:
-        ledger, state = self.ledger, shards(0, 1, 0, None)
+        ledger, state = self.ledger, shards(0, 1, 0, None, shapes_of(self.scenario.habits))
         directory = f"{ROOT}/{path.rpartition('/')[2]}"
         known = ledger.committed.get(directory)
         try:
@@ -376,6 +391,9 @@ class Cluster:
         ledger = self.ledger
         if ledger.violations:
             return
+        if isinstance(ledger, NodeLedger):
+            ledger.check_left()
+            return
         auditor = Process(self.scheduler, self.nodes[0], "auditor")
         auditor.start(self._audit)
         self.scheduler.run(until=self.scheduler.now + HOUR, steps=_MOST_SWITCHES)
@@ -394,9 +412,15 @@ class Cluster:
                 left = [name for name in left if not name.endswith((".safetensors", ".part", ".failed", ".decided"))]
             if left:
                 ledger.violate("clean-up is complete", f"{directory} still has {left}")
-        left = [name for name in self.world.names(ROOT) if not self.person.knows(name)]
+        left = [name for name in self.world.names(ROOT) if not self.person.knows(name) and not self._goes_with(name)]
         if left:
             ledger.violate("clean-up is complete", f"the root still has {left}")
+
+    def _goes_with(self, name: str) -> bool:
+        """Whether a file is a page or report of a step that is there, or with which somebody has done something."""
+        directory = f"{ROOT}/{name.partition('.')[0]}"
+        known = directory in self.ledger.committed or directory in self.ledger.disturbed
+        return known and name.endswith((".html", ".report.json"))
 
     def _audit(self) -> None:
         """Look at all that is there, with the library's reader."""

@@ -284,6 +284,12 @@ class Faults:
     def _person(self, fault: Fault) -> None:
         self._cluster.person.act(fault.kind.partition("_")[2], int(fault.amount))
 
+    def _care_damage(self, fault: Fault) -> None:
+        self._cluster.caretaker.spoil(int(fault.amount))
+
+    def _care_look(self, fault: Fault) -> None:
+        self._cluster.caretaker.begin()
+
     _person_copies = _person_moves = _person_deletes = _person_restores = _person_damages = _person
 
 

@@ -20,8 +20,9 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Los
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord
 from paddle_flexckpt.manager.policies import steps_to_remove
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.partition_files import decode_partition, merge_rows
 from paddle_flexckpt.testing.simulation.scenario import HOUR
-from paddle_flexckpt.testing.simulation.training import SHAPES, policies_of, version_of
+from paddle_flexckpt.testing.simulation.training import all_versions_of, policies_of, shapes_of
 
 if TYPE_CHECKING:
     from paddle_flexckpt.native.listing import CheckpointInfo
@@ -68,6 +69,7 @@ class Attempt:
     Attributes:
         outcomes: By rank, what the call or the handle said: None for done, or the error.
         is_committed: Whether its manifest has been in place.
+        is_blocking: Whether the call returns when it is over.
     """
 
     version: int
@@ -78,6 +80,7 @@ class Attempt:
     size: int
     outcomes: dict[int, str | None] = field(default_factory=dict)
     is_committed: bool = False
+    is_blocking: bool = False
 
     @property
     def is_acknowledged(self) -> bool:
@@ -136,15 +139,26 @@ class Ledger:
         self.violations.append(Violation(invariant, self._scheduler.now, process, text))
         self._scheduler.note(f"VIOLATION of {invariant}: {text}")
 
+    def begin_with(self, directory: str, step: int, version: int) -> None:
+        """There is a checkpoint of an older version of the library in the beginning."""
+        self.attempts[version] = attempt = Attempt(version, "of an older version", 0, step, 0.0, 2, {0: None})
+        attempt.is_committed = True
+        found = self.examine(directory)
+        if isinstance(found, str):
+            self.violate("a committed checkpoint is whole", f"{directory}, of an older version: {found}")
+        else:
+            self._remember(directory, found)
+
     # What scripts say.
 
-    def begin(self, script: Script, step: int) -> int:
+    def begin(self, script: Script, step: int, is_blocking: bool) -> int:
         """A rank begins to save; return the version of the values."""
         job, tries = script.job, script.tries(step)
         version = ((job.number * 1000 + script.incarnation) * 10000 + step) * 10 + tries
         if version not in self.attempts:
             now = self._scheduler.now
-            self.attempts[version] = Attempt(version, job.name, script.incarnation, step, now, script.size)
+            attempt = Attempt(version, job.name, script.incarnation, step, now, script.size, is_blocking=is_blocking)
+            self.attempts[version] = attempt
         return version
 
     def reported(self, version: int, script: Script, error: str | None) -> None:
@@ -158,9 +172,9 @@ class Ledger:
             if not attempt.is_committed:
                 self.violate("what was reported done is there", f"{attempt} was reported done, and is not committed")
             for rank, other in attempt.outcomes.items():
-                if other is not None and not self._is_unknown(other):
+                if other is not None and not self._is_unknown(attempt, other):
                     self.violate("one outcome", f"{attempt} is done for rank {script.rank}; for rank {rank}: {other}")
-        elif not self._is_unknown(error):
+        elif not self._is_unknown(attempt, error):
             self._scheduler.note(f"is told that step {attempt.step} is not saved: {error[:300]}")
             if attempt.is_committed:
                 self.violate(
@@ -168,12 +182,12 @@ class Ledger:
                     f"{attempt} is committed; rank {script.rank} was told: {error}",
                 )
 
-    def _is_unknown(self, outcome: str) -> bool:
+    def _is_unknown(self, attempt: Attempt, outcome: str) -> bool:
         """Whether a rank was told no more than that something went wrong, maybe after the commit.
 
         A save in the foreground whose commit could not be made durable raises what the storage said.
         """
-        return bool(_UNKNOWN.search(outcome)) or (not self._scenario.is_async and _REFUSED in outcome)
+        return bool(_UNKNOWN.search(outcome)) or (attempt.is_blocking and _REFUSED in outcome)
 
     def failed(self, script: Script, error: CheckpointError) -> None:
         """A call has raised on a rank."""
@@ -226,7 +240,8 @@ class Ledger:
 
     def check_memory(self, script: Script, staging_bytes: int) -> None:
         """A rank's memory for copies."""
-        if staging_bytes > self._scenario.max_pending * _SEGMENT_BYTES:
+        segments = self._scenario.max_pending * (3 if "large" in self._scenario.habits else 1)
+        if staging_bytes > segments * _SEGMENT_BYTES:
             self.violate("memory is bounded", f"rank {script.rank} has {staging_bytes} bytes of staging memory")
 
     def looked(self, floor: int | None, found: CheckpointInfo | None, since: float) -> None:
@@ -239,6 +254,16 @@ class Ledger:
             return
         if floor is not None and (step is None or step < floor):
             self.violate("latest() goes back only after damage", f"step {floor} is there, and latest() says {step}")
+
+    def listed(self, floor: int | None, steps: list[int], infos: list[CheckpointInfo], since: float) -> None:
+        """A job has asked which steps there are, and whether they are whole; ``floor`` was there all the time."""
+        if self.troubled_until >= since or self.last_person >= since or self.disturbed:
+            return
+        if floor is not None and floor not in steps:
+            self.violate("what is committed is listed", f"step {floor} is there; a job was told {steps}")
+        damaged = [info for info in infos if not info.complete and info.step == floor]
+        if damaged:
+            self.violate("a committed checkpoint is whole", f"a job was told that {damaged} is not")
 
     @property
     def is_troubled(self) -> bool:
@@ -317,7 +342,7 @@ class Ledger:
         attempt, before = found.attempt, self.committed.get(directory)
         self._scheduler.note(f"commits {attempt}")
         for rank, outcome in attempt.outcomes.items():
-            if outcome is not None and not self._is_unknown(outcome):
+            if outcome is not None and not self._is_unknown(attempt, outcome):
                 self.violate(
                     "what was reported failed is not there",
                     f"{attempt} is committed after rank {rank} was told: {outcome}",
@@ -339,21 +364,45 @@ class Ledger:
 
     def examine(self, directory: str) -> Committed | str:
         """Read a checkpoint as it is on storage; return it, or what is wrong with it."""
-        data = self.read(f"{directory}/{_MANIFEST}")
-        if data is None:
-            return "there is no manifest"
-        try:
-            manifest = Manifest.decode(data, directory)
-        except (CorruptCheckpointError, ValidationError) as error:
-            return str(error)
+        manifest = self._decode(directory, _MANIFEST)
+        if isinstance(manifest, str):
+            return manifest
         content: dict[str, bytes] = {}
         for name, size in manifest.sizes.items():
             stored = self.read(f"{directory}/{name}")
             if stored is None or len(stored) != size:
                 return f"{name} has {None if stored is None else len(stored)} bytes, not {size}"
             content[name] = stored
-        catalog, record, seen = manifest.catalog, None, set()
-        counts = dict.fromkeys(SHAPES, 0)
+        values = self._values(manifest, content)
+        if isinstance(values, str):
+            return values
+        attempt, record = values
+        if attempt.step != int(_STEP.search(directory)[1]):  # type: ignore[index]
+            return f"it has values of {attempt}"
+        files = tuple(f"{directory}/{name}" for name in (*manifest.files, _MANIFEST))
+        return Committed(attempt, files, record)
+
+    def _decode(self, directory: str, name: str) -> Manifest | str:
+        """Read a manifest with its partitions; return it, or what is wrong with it."""
+        data = self.read(f"{directory}/{name}")
+        if data is None:
+            return "there is no manifest"
+        try:
+            manifest = Manifest.decode(data, directory)
+            read = [
+                decode_partition(self.read(f"{directory}/{each.file}") or b"", each.file, manifest, number)
+                for number, each in enumerate(manifest.partitions)
+            ]
+            return merge_rows(manifest, read)
+        except (CorruptCheckpointError, ValidationError) as error:
+            return str(error)
+
+    def _values(self, manifest: Manifest, content: dict[str, bytes]) -> tuple[Attempt, StepRecord | None] | str:
+        """Return which save the values of a checkpoint's data files are of, and its record; or what is wrong."""
+        catalog, seen = manifest.catalog, set()
+        record: StepRecord | None = None
+        shapes = shapes_of(self._scenario.habits)
+        counts = dict.fromkeys(shapes, 0)
         for row in range(len(catalog)):
             key, name = catalog.keys[int(catalog.key[row])], catalog.file_name(row) or ""
             begin = int(catalog.byte_offset[row])
@@ -363,22 +412,18 @@ class Ledger:
                     record = StepRecord.decode(np.frombuffer(stored, dtype=np.uint8))
                 except CorruptCheckpointError as error:
                     return str(error)
-            elif key in SHAPES:
+            elif key in shapes:
                 numbers = np.frombuffer(stored, dtype="<i8")
                 counts[key] += len(numbers)
-                seen |= {version_of(number) for number in numbers.tolist()}
-        missing = [key for key, shape in SHAPES.items() if counts[key] < int(np.prod(shape))]
+                seen |= all_versions_of(numbers)
+        missing = [key for key, shape in shapes.items() if counts[key] < int(np.prod(shape))]
         if missing:
             return f"{missing} are not whole"
         if len(seen) != 1:
             return f"it is a mixture of versions {sorted(seen)}"
         version = seen.pop()
-        step = int(_STEP.search(directory)[1])  # type: ignore[index]
         attempt = self.attempts.get(version)
-        if attempt is None or attempt.step != step:
-            return f"it has values of {attempt or version}"
-        files = tuple(f"{directory}/{name}" for name in (*manifest.files, _MANIFEST))
-        return Committed(attempt, files, record)
+        return f"it has values of {version}" if attempt is None else (attempt, record)
 
     def look_again(self, directories: list[str]) -> None:
         """After a loss of power: what was reported done is there, and what is there is whole."""

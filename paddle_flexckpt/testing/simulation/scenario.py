@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from paddle_flexckpt.testing.simulation.habits import draw_habits
+
 DAY = 86400.0
 HOUR = 3600.0
 
@@ -37,6 +39,7 @@ class Scenario:
         lease_seconds: Of a lease, where storage has no locks.
         max_pending: Saves that a rank may have in the background at a time.
         in_pairs: Whether every second step comes a second after the one before.
+        habits: What jobs ask for beyond plain saves: see ``habits.py``.
     """
 
     seed: int
@@ -59,6 +62,7 @@ class Scenario:
     lease_seconds: float = 30.0
     max_pending: int = 1
     in_pairs: bool = False
+    habits: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -175,7 +179,10 @@ _CLOCKS = ("clock_jump", "clock_rate")
 _STORAGE = ("disk_full", "disk_slow", "disk_read_only", "disk_gone", "io_error", "slow_call")
 _OBJECTS = ("store_errors", "store_lost_answers", "store_stale", "store_slow", "slow_call")
 _PERSON = ("person_copies", "person_moves", "person_deletes", "person_restores", "person_damages")
-KINDS = tuple(dict.fromkeys((*_ENDS, *_STOPS, *_NETWORK, *_CLOCKS, *_STORAGE, *_OBJECTS, "power_loss", *_PERSON)))
+_CARE = ("care_damage", "care_look")
+KINDS = tuple(
+    dict.fromkeys((*_ENDS, *_STOPS, *_NETWORK, *_CLOCKS, *_STORAGE, *_OBJECTS, "power_loss", *_PERSON, *_CARE))
+)
 # Errors of calls on files: EIO, ENOSPC, EDQUOT, ESTALE.
 _ERRORS = (5, 5, 28, 122, 116)
 
@@ -190,7 +197,22 @@ def draw(seed: int) -> Case:
     faults = [draw_fault(choose, scenario) for _ in range(count)]
     if choose.random() < 0.4:
         faults += draw_meeting(choose, scenario)
+    faults += draw_care(seed, scenario)
     return Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def draw_care(seed: int, scenario: Scenario) -> list[Fault]:
+    """Draw damage to checkpoints, and a person who looks after them; for themselves, as habits are."""
+    choose = random.Random(f"care {seed}")
+    if choose.random() > 0.12 or scenario.storage == "per_node":
+        return []
+    faults = []
+    for _ in range(choose.choice([1, 1, 2])):
+        at = choose.uniform(0.2, 1.0) * scenario.seconds
+        if choose.random() < 0.8:
+            faults.append(Fault("care_damage", at, amount=float(choose.randrange(1 << 20))))
+        faults.append(Fault("care_look", at + choose.choice([0.001, 1.0, 5000.0])))
+    return faults
 
 
 def _draw_death(choose: random.Random, scenario: Scenario) -> Fault:
@@ -311,13 +333,14 @@ def draw_scenario(choose: random.Random, seed: int) -> Scenario:
     storage = choose.choices(["shared", "leased", "object"], [6, 2, 2])[0]
     saves = choose.randint(2, 6)
     every = choose.choice([1, 1, 2, 3])
+    is_async = choose.random() < 0.5
     policies = ["latest:1", "latest:2", "latest:3", f"every:{2 * every}", "best:1", "interval:20000"]
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         world_sizes=world_sizes,
         nodes=nodes,
         storage=storage,
-        is_async=choose.random() < 0.5,
+        is_async=is_async,
         keep=tuple(sorted(choose.sample(policies, choose.choice([0, 1, 1, 1, 2])))),
         save_every=every,
         steps=saves * every,
@@ -332,6 +355,25 @@ def draw_scenario(choose: random.Random, seed: int) -> Scenario:
         lease_seconds=choose.choice([5.0, 30.0]),
         max_pending=choose.choice([1, 1, 2]),
         in_pairs=choose.random() < 0.2,
+        habits=draw_habits(seed, storage=storage, is_async=is_async),
+    )
+    return _on_own_disks(scenario)
+
+
+def _on_own_disks(scenario: Scenario) -> Scenario:
+    """Have some of the scenarios of several nodes save to the nodes' own disks; drawn for itself, as habits are."""
+    if scenario.nodes == 1 or random.Random(f"disks {scenario.seed}").random() > 0.15:
+        return scenario
+    return replace(
+        scenario,
+        storage="per_node",
+        is_async=False,
+        jobs=1,
+        keep=(),
+        readers=0,
+        preemption=False,
+        world_sizes=tuple(max(size, scenario.nodes) for size in scenario.world_sizes),
+        habits=draw_habits(scenario.seed, storage="per_node", is_async=False),
     )
 
 

@@ -85,6 +85,8 @@ def _scenarios(case: Case) -> Iterator[Case]:
     for name in _SIMPLIFIED:
         if getattr(scenario, name) != getattr(plain, name):
             yield _with(case, **{name: getattr(plain, name)})
+    for name in scenario.habits:
+        yield _with(case, habits=tuple(other for other in scenario.habits if other != name))
     if scenario.storage != "shared":
         yield _with(case, storage="shared")
     for fewer in sorted({1, 2, scenario.steps // 2, scenario.steps - 1}):

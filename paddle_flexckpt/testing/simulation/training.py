@@ -21,14 +21,17 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Los
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.host_channel import HostChannel
 from paddle_flexckpt.live.lost_ranks import announce
-from paddle_flexckpt.manager import CheckpointManager, KeepBest, KeepEvery, KeepInterval, KeepLatest
-from paddle_flexckpt.manager.policies import KeepPolicy, SaveEvery
+from paddle_flexckpt.manager import CheckpointManager, KeepBest, KeepEvery, KeepInterval, KeepLatest, SaveInterval
+from paddle_flexckpt.manager.policies import KeepPolicy, SaveEvery, SavePolicy
 from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.testing.simulation.habits import manager_options, restore_options, save_options
 
 if TYPE_CHECKING:
     from paddle_flexckpt.testing.simulation.scheduler import Process, Scheduler
 
 SHAPES: dict[str, tuple[int, ...]] = {"layer.weight": (8, 6), "layer.bias": (5,), "moment": (7, 3), "table": (3, 2)}
+# Some MiB, which are not a whole number of blocks.
+LARGE = {"large": (41_003, 16)}
 # What an error says of a checkpoint that is there.
 _COMPLETE = re.compile(r"the checkpoint of step \d+ is complete, but|the checkpoint in .* \(id 0\) is complete, but")
 _INDEX_BITS, _KEY_BITS = 10, 4
@@ -42,16 +45,28 @@ _POLICIES: dict[str, Callable[[int], KeepPolicy]] = {
 }
 
 
+def shapes_of(habits: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """The tensors of a job."""
+    return SHAPES | LARGE if "large" in habits else SHAPES
+
+
 def values(version: int, key: str) -> np.ndarray:
-    """The whole tensor of a version: each element tells version, tensor and place."""
-    shape = SHAPES[key]
-    number = (version << _KEY_BITS) + list(SHAPES).index(key)
-    return (number << _INDEX_BITS) + np.arange(int(np.prod(shape)), dtype=np.int64).reshape(shape)
+    """The whole tensor of a version: each element tells version, tensor and place; of a large one the place is cut."""
+    all_shapes = SHAPES | LARGE
+    shape = all_shapes[key]
+    number = (version << _KEY_BITS) + list(all_shapes).index(key)
+    place = np.arange(int(np.prod(shape)), dtype=np.int64) % (1 << _INDEX_BITS)
+    return (number << _INDEX_BITS) + place.reshape(shape)
 
 
 def version_of(element: int) -> int:
     """The version that an element is of."""
     return int(element) >> (_KEY_BITS + _INDEX_BITS)
+
+
+def all_versions_of(elements: np.ndarray) -> set[int]:
+    """The versions that elements are of."""
+    return set(np.unique(elements >> (_KEY_BITS + _INDEX_BITS)).tolist())
 
 
 def policies_of(keep: Sequence[str]) -> tuple[KeepPolicy, ...]:
@@ -63,12 +78,14 @@ def policies_of(keep: Sequence[str]) -> tuple[KeepPolicy, ...]:
     return tuple(found)
 
 
-def shards(rank: int, size: int, layout: int, version: int | None) -> dict[str, ShardedWeight]:
+def shards(
+    rank: int, size: int, layout: int, version: int | None, shapes: Mapping[str, tuple[int, ...]] = SHAPES
+) -> dict[str, ShardedWeight]:
     """What a rank holds; zeros without a version. Layouts cut along other axes."""
     found = {}
-    for key, shape in SHAPES.items():
+    for key, shape in shapes.items():
         whole = np.zeros(shape, dtype=np.int64) if version is None else values(version, key)
-        if key == "layer.weight":
+        if key in ("layer.weight", "large"):
             axis = layout % 2
             low, high = (shape[axis] * (rank + more) // size for more in (0, 1))
             part = np.ascontiguousarray(whole.take(range(low, high), axis))
@@ -88,7 +105,7 @@ def versions_in(state: Mapping[str, ShardedWeight], rank: int, size: int, layout
     for key, shard in state.items():
         for element in np.asarray(shard.local_tensor).reshape(-1)[:1]:
             version = version_of(element)
-            expected = shards(rank, size, layout, version)[key].local_tensor
+            expected = shards(rank, size, layout, version, {key: (SHAPES | LARGE)[key]})[key].local_tensor
             versions.add(version if np.array_equal(expected, shard.local_tensor) else -1)
     return versions
 
@@ -157,6 +174,7 @@ class Script:
         self.job, self.rank, self.size = job, rank, size
         self.incarnation, self.layout = job.incarnation, job.incarnation % 2
         self.scenario, self.ledger = job.cluster.scenario, job.cluster.ledger
+        self.shapes = shapes_of(self.scenario.habits)
         self.stage = "start"
         self._handles: list[tuple[int, Any]] = []
         self._tries: dict[int, int] = {}
@@ -185,11 +203,12 @@ class Script:
             manager = stack.enter_context(
                 CheckpointManager(
                     job.location(),
-                    save_when=SaveEvery(scenario.save_every),
+                    save_when=self._save_when(),
                     keep=policies_of(scenario.keep),
                     process_group=comm,
                     async_save=background,
                     preemption_signals=(signal.SIGTERM,) if scenario.preemption else (),
+                    **manager_options(scenario.habits),
                 )
             )
             begin = self._restore(manager) + 1
@@ -199,6 +218,7 @@ class Script:
                 self.stage = f"should_save {step}"
                 if manager.should_save(step):
                     self._save(manager, step)
+                    self._ask(manager)
                 if manager.should_stop:
                     self.ledger.stopped(self, step)
                     break
@@ -211,6 +231,11 @@ class Script:
                 self.ledger.check_memory(self, background.staging_bytes)
             self.stage = "close"
         self._collect_handles()
+
+    def _save_when(self) -> list[SavePolicy]:
+        scenario = self.scenario
+        policies: list[SavePolicy] = [SaveEvery(scenario.save_every)]
+        return [*policies, SaveInterval(1.5 * scenario.step_seconds)] if "clock" in scenario.habits else policies
 
     def _finish(self, manager: CheckpointManager) -> None:
         try:
@@ -226,26 +251,52 @@ class Script:
         if manager.latest_step() is None:
             return 0
         self.stage = "restore"
-        state = shards(self.rank, self.size, self.layout, None)
+        state = shards(self.rank, self.size, self.layout, None, self.shapes)
+        options = restore_options(self.scenario.habits, self.scenario.keep)
         try:
-            report = manager.restore(state=state, rng=False, fallback=True)
+            report = manager.restore(state=state, rng=False, fallback=True, **options)
         except CorruptCheckpointError as error:
             if self.ledger.committed or not self.ledger.disturbed:
                 raise
             self.ledger.failed(self, error)
             return 0  # somebody has damaged all there was: the run begins anew
         self.ledger.restored(self, report.step, versions_in(state, self.rank, self.size, self.layout), report.skipped)
+        self._ask(manager)
         return report.step
+
+    def _ask(self, manager: CheckpointManager) -> None:
+        """Ask what there is, as somebody does who chooses among checkpoints."""
+        if "asks" not in self.scenario.habits:
+            return
+        self.stage, ledger = f"asks {self.stage}", self.ledger
+        since, floor = self.job.cluster.scheduler.now, ledger.highest
+        try:
+            steps, infos = manager.all_steps(), manager.checkpoints()
+            manager.best_step("loss")
+            if self.rank == 0:  # who has looked
+                ledger.listed(floor, steps, infos, since)
+        except LostRankError:
+            raise
+        except CheckpointError as error:
+            self.ledger.failed(self, error)  # the best of them cannot be told while one is damaged
 
     def _save(self, manager: CheckpointManager, step: int) -> None:
         scenario, ledger = self.scenario, self.ledger
         self.stage = f"save {step}"
+        is_blocking = not scenario.is_async or ("blocking" in scenario.habits and step % 2 == 0)
         self._tries[step] = self._tries.get(step, 0) + 1
-        version = ledger.begin(self, step)
-        state = shards(self.rank, self.size, self.layout, version)
+        version = ledger.begin(self, step, is_blocking)
+        state = shards(self.rank, self.size, self.layout, version, self.shapes)
         metrics = {"loss": float((version * 7919) % 101)}
         try:
-            saved = manager.save(step, state=state, rng=False, metrics=metrics, overwrite=scenario.overwrites)
+            saved = manager.save(
+                step,
+                state=state,
+                rng=False,
+                metrics=metrics,
+                overwrite=scenario.overwrites,
+                **save_options(scenario.habits, is_blocking),
+            )
         except LostRankError:
             ledger.reported(version, self, UNKNOWN)
             raise
@@ -257,7 +308,7 @@ class Script:
                 ledger.reported(version, self, None if _COMPLETE.search(text) else text)
             self._tolerate(error)
             return
-        if scenario.is_async:
+        if not is_blocking:
             self._handles.append((version, saved))
             scheduler = self.job.cluster.scheduler
             scheduler.spawn(scheduler.process, lambda: self._follow(version, saved), f"follows step {step}")

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.testing.simulation import modules
 from paddle_flexckpt.testing.simulation.files import FileSystem
+from paddle_flexckpt.testing.simulation.habits import sizes_for, storage_options
 from paddle_flexckpt.testing.simulation.inodes import Directory, File, Inode
 from paddle_flexckpt.testing.simulation.network import Network
 from paddle_flexckpt.testing.simulation.object_store import Effect, ObjectStore, Stored
@@ -57,21 +59,32 @@ class World:
         self.nodes = [self.network.add(Node(scheduler, f"node{number}")) for number in range(scenario.nodes)]
         self.disks: list[FileSystem] = []
         self.store: ObjectStore | None = None
+        # By the first part of a path, which says the node where each has a disk of its own.
+        self._mounts: dict[str, FileSystem] = {}
         self._threads, self._sockets, self._processes = Threads(scheduler), Sockets(self.network), Processes(scheduler)
         for node in self.nodes:
             self.system.add(node)
         if scenario.storage == "object":
             self.store = self._make_store(on_call)
+        elif scenario.storage == "per_node":
+            for node in self.nodes:
+                self._make_disk(node.name, [node], "flock")
         else:
-            self._make_disk("none" if scenario.storage == "leased" else "flock")
+            self._make_disk(_MOUNT[1:], self.nodes, "none" if scenario.storage == "leased" else "flock")
         self._hear_network(on_call)
 
-    def _make_disk(self, locks: str) -> None:
-        disk = FileSystem("shared", self.scheduler.random.getrandbits(32), is_shared=len(self.nodes) > 1, locks=locks)
+    def _make_disk(self, name: str, nodes: list[Node], locks: str) -> None:
+        disk = FileSystem(name, self.scheduler.random.getrandbits(32), is_shared=len(nodes) > 1, locks=locks)
         disk.clock = lambda: int((EPOCH + self.scheduler.now) * 1e9)
-        for node in self.nodes:
+        for node in nodes:
             self.system.mount(node, _MOUNT, disk)
         self.disks.append(disk)
+        self._mounts[name] = disk
+
+    @property
+    def node_directories(self) -> tuple[str, ...]:
+        """The root on each node, where each has a disk of its own: what they call it past all processes."""
+        return tuple(f"/{name}{ROOT[len(_MOUNT) :]}" for name in self._mounts if f"/{name}" != _MOUNT)
 
     def _make_store(self, on_call: OnCall) -> ObjectStore:
         store, scheduler = ObjectStore(self.scheduler), self.scheduler
@@ -98,8 +111,10 @@ class World:
 
     def location(self) -> Any:
         """What a job gives as its root; called by its processes."""
-        scheme = "s3:/" if self.store is not None else ""
-        return open_storage(f"{scheme}{ROOT}", lease_seconds=self.scenario.lease_seconds)
+        habits = self.scenario.habits
+        scheme = "" if self.store is None else "gs:/" if "gs" in habits else "s3:/"
+        options = storage_options(habits) if scheme else {}
+        return open_storage(f"{scheme}{ROOT}", lease_seconds=self.scenario.lease_seconds, **options)
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -123,7 +138,7 @@ class World:
         try:
             if self.store is not None:
                 install(self.store, undo)
-            state = modules.process_state(self.scheduler)
+            state = {**modules.process_state(self.scheduler), **sizes_for(self.scenario.habits)}
             with modules.simulated(self.scheduler, replaced, names, threads.replacement, state):
                 yield
         finally:
@@ -161,7 +176,7 @@ class World:
         for disk in self.disks:
             if disk.is_shared:
                 disk.lose_client(node, self.scheduler.random)
-            else:
+            elif disk is self._mounts.get(node.name, disk):
                 disk.lose_power(self.scheduler.random)
 
     # Storage, past all processes.
@@ -228,7 +243,7 @@ class World:
             return
         found = self._find(directory)
         if isinstance(found, Directory) and name in found.entries:
-            self.disks[0].unlink(found, name)
+            self._mounts[directory.split("/")[1]].unlink(found, name)
 
     def _below(self, directory: str) -> list[str]:
         prefix = directory.strip("/") + "/"
@@ -237,8 +252,9 @@ class World:
         ]
 
     def _find(self, path: str) -> Inode | None:
-        found: Inode | None = self.disks[0].root
-        for name in path[len(_MOUNT) :].strip("/").split("/"):
+        first, *below = path.strip("/").split("/")
+        found: Inode | None = self._mounts[first].root if first in self._mounts else None
+        for name in below:
             if not isinstance(found, Directory):
                 return None
             found = found.entries.get(name)
@@ -250,16 +266,17 @@ class World:
             self.store.watchers.append(lambda effect: self._object_changed(effect, appeared, changed))
             return
 
-        def watch(what: str, path: str, inode: Inode) -> None:
+        def watch(name: str, what: str, path: str, inode: Inode) -> None:
             if what in _HOW:
                 running = self.scheduler.running
-                process, path = None if running is None else running.process, _MOUNT + path
+                process, path = None if running is None else running.process, f"/{name}{path}"
                 if what != "rename" or not path.endswith(".manifest"):
                     changed(path, process, _HOW[what])
                 if what == "rename":
                     appeared(path, process)
 
-        self.disks[0].on_change(watch)
+        for name, disk in self._mounts.items():
+            disk.on_change(partial(watch, name))
 
     @staticmethod
     def _object_changed(effect: Effect, appeared: Appeared, changed: Changed) -> None:

@@ -1,0 +1,220 @@
+"""Jobs that save to the disks of their nodes (``storage="per_node"``): what each rank runs, and what must hold then.
+
+There is no manager: the script saves to one directory, with one id or with rising ones, and begins with the newest
+checkpoint that its ranks can put together.
+
+Tested in tests/simulation/test_cluster.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.media.lease import LEASE_FILE
+from paddle_flexckpt.testing.simulation.invariants import Committed, Ledger
+from paddle_flexckpt.testing.simulation.training import (
+    UNKNOWN,
+    ChannelCommunicator,
+    Script,
+    shards,
+    versions_in,
+)
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.testing.simulation.scheduler import Process
+
+_MANIFEST = re.compile(r"(.*/(node\d+)/.*)/(\d+)\.manifest")
+# What an error says of a checkpoint that is there.
+_COMPLETE = re.compile(r"\(id \d+\) is complete, but")
+# What an error says of a save that some nodes have published.
+_PUBLISHED = "some nodes have published"
+# What one says where there is no checkpoint.
+_NOTHING = re.compile(r"has no checkpoint|does not exist|is not a checkpoint: there is no|has an unfinished save")
+
+
+class NodeScript(Script):
+    """One rank's run from its start to its end."""
+
+    def _run(self) -> None:
+        scenario, job = self.scenario, self.job
+        comm = ChannelCommunicator(job.store, f"world {self.incarnation}", self.size, self.rank)
+        for step in range(self._restore_from_nodes(comm) + 1, job.steps + 1):
+            job.cluster.scheduler.sleep(scenario.time_of(step))
+            if step % scenario.save_every == 0:
+                self._save_to_nodes(comm, step)
+        self.ledger.finished(self)
+
+    def _restore_from_nodes(self, comm: ChannelCommunicator) -> int:
+        self.stage = "restore"
+        state = shards(self.rank, self.size, self.layout, None, self.shapes)
+        try:
+            load_state_dict(state, self.job.location(), comm, storage="per_node")
+        except ValidationError as error:
+            if not _NOTHING.search(str(error)):
+                raise
+            self.ledger.found_nothing(self)
+            return 0
+        versions = versions_in(state, self.rank, self.size, self.layout)
+        attempt = self.ledger.attempts.get(min(versions))
+        step = 0 if attempt is None else attempt.step
+        self.ledger.restored(self, step, versions, {})
+        return int(step)
+
+    def _save_to_nodes(self, comm: ChannelCommunicator, step: int) -> None:
+        ledger, habits = self.ledger, self.scenario.habits
+        self.stage = f"save {step}"
+        self._tries[step] = self._tries.get(step, 0) + 1
+        version = ledger.begin(self, step, True)
+        state = shards(self.rank, self.size, self.layout, version, self.shapes)
+        try:
+            save_state_dict(
+                state,
+                self.job.location(),
+                comm,
+                unique_id=None if "rising" in habits else 0,
+                step=step,
+                storage="per_node",
+                node_copies=2 if "copies" in habits and len(self.job.on_nodes) > 1 else 1,
+            )
+        except LostRankError:
+            ledger.reported(version, self, UNKNOWN)
+            raise
+        except CheckpointError as error:
+            text = str(error)
+            done = None if _COMPLETE.search(text) else text
+            ledger.reported(version, self, UNKNOWN if _PUBLISHED in text else done)
+            self._tolerate(error)
+        else:
+            ledger.reported(version, self, None)
+
+
+class NodeLedger(Ledger):
+    """Know what was saved on which node. A checkpoint is there when the first node has published it."""
+
+    directories: tuple[str, ...] = ()
+
+    def found_nothing(self, script: Script) -> None:
+        """A rank was told that there is no checkpoint."""
+        self._check_newest(script, -1.0, "nothing")
+
+    def restored(self, script: Script, step: int, versions: set[int], skipped: dict[int, str]) -> None:
+        """A rank has restored a step, and has values of these versions."""
+        version = next(iter(versions), None)
+        super().restored(script, step, versions, skipped)
+        if version in self.attempts:
+            attempt = self.attempts[version]
+            self._check_newest(script, attempt.begun, str(attempt))
+
+    def _check_newest(self, script: Script, begun: float, what: str) -> None:
+        if len(script.job.on_nodes) < len(self.directories):
+            return  # what is on the others may be newer
+        done = [each.attempt for each in self.committed.values() if each.attempt.is_acknowledged]
+        newer = [attempt for attempt in done if attempt.begun > begun]
+        if newer:
+            self.violate("latest() goes back only after damage", f"{newer[-1]} is done; a restore found {what}")
+
+    def appeared(self, path: str, process: Process | None) -> None:
+        """A file is there under this name, whole."""
+        match = _MANIFEST.fullmatch(path)
+        if match is not None:
+            self._publish(match[1], match[3])
+        elif path in self._owners:
+            self.changed(path, process, "replaced")
+
+    def changed(self, path: str, process: Process | None, how: str) -> None:
+        """A file was written, cut, replaced or removed."""
+        key = self._owners.get(path)
+        if key is not None:
+            known = self.committed[key]
+            self.violate("a committed checkpoint is whole", f"{path} of {known.attempt} was {how}")
+            self._forget(key)
+
+    def _publish(self, directory: str, number: str) -> None:
+        found = self._examine_nodes(directory, number)
+        if isinstance(found, str):
+            self.violate("a committed checkpoint is whole", f"id {number} was published in {directory}: {found}")
+            return
+        attempt, known = found.attempt, self.committed.get(number)
+        self._scheduler.note(f"publishes {attempt}")
+        for rank, outcome in attempt.outcomes.items():
+            if outcome is not None and not self._is_unknown(attempt, outcome):
+                self.violate(
+                    "what was reported failed is not there", f"{attempt} is published; rank {rank} was told: {outcome}"
+                )
+        if known is not None and known.attempt is not attempt:
+            if known.attempt.is_acknowledged and known.attempt.begun > attempt.begun:
+                self.violate("a commit does not go back", f"{attempt} replaces {known.attempt}, which began later")
+            self._forget(number)
+            known = None
+        self.commits += not attempt.is_committed
+        attempt.is_committed = True
+        files = dict.fromkeys((*(known.files if known is not None else ()), *found.files))
+        self._remember(number, Committed(attempt, tuple(files), None))
+
+    def _examine_nodes(self, directory: str, number: str) -> Committed | str:
+        """Read a checkpoint by the manifest of one node; return it, or what is wrong with it."""
+        manifest = self._decode(directory, f"{number}.manifest")
+        if isinstance(manifest, str):
+            return manifest
+        content: dict[str, bytes] = {}
+        paths = [f"{directory}/{name}" for name in (f"{number}.manifest", *(each.file for each in manifest.partitions))]
+        for place, names in manifest.nodes.items():
+            (where,) = (each for each in self.directories if f"({each.split('/')[1]}:" in place)
+            for name in names:
+                data, size = self.read(f"{where}/{name}"), manifest.sizes[name]
+                if data is None or len(data) != size:
+                    return f"{name} has {None if data is None else len(data)} bytes on {place}, not {size}"
+                if content.setdefault(name, data) != data:
+                    return f"{name} is another on {place}"
+                paths.append(f"{where}/{name}")
+        found = self._values(manifest, content)
+        if isinstance(found, str):
+            return found
+        attempt, _ = found
+        if attempt.step != manifest.step:
+            return f"it has values of {attempt}"
+        return Committed(attempt, tuple(paths), None)
+
+    def look_again(self, directories: list[str]) -> None:
+        """After a loss of power: what was reported done is there, and what is there is whole."""
+        before = self.committed
+        self.committed, self._owners = {}, {}
+        for directory in self.directories:
+            for name in self.names(directory):
+                if not name.endswith(".manifest"):
+                    continue
+                number = name.partition(".")[0]
+                found = self._examine_nodes(directory, number)
+                if isinstance(found, str):
+                    known = before.get(number)
+                    if known is not None and f"{directory}/{name}" in known.files:
+                        self.violate("a committed checkpoint is whole", f"{directory}/{name}, after power: {found}")
+                    continue
+                now = self.committed.get(number)
+                if now is not None and now.attempt.begun > found.attempt.begun:
+                    continue
+                files = (*now.files, *found.files) if now is not None and now.attempt is found.attempt else found.files
+                if now is not None:
+                    self._forget(number)
+                self._remember(number, Committed(found.attempt, tuple(dict.fromkeys(files)), None))
+        for number, known in before.items():
+            if not known.attempt.is_acknowledged:
+                continue
+            there = self.committed.get(number)
+            lost = sorted({*known.files} - {*(there.files if there is not None else ())})
+            if there is None or there.attempt.begun < known.attempt.begun or (there.attempt is known.attempt and lost):
+                self.violate("what was reported done is there", f"{known.attempt} has lost {lost} with the power")
+
+    def check_left(self) -> None:
+        """After the last save nothing is left but checkpoints."""
+        kept = {path for each in self.committed.values() for path in each.files}
+        for directory in self.directories:
+            left = [name for name in self.names(directory) if f"{directory}/{name}" not in kept]
+            left = [name for name in left if name != LEASE_FILE and (name != PADDLE_METADATA or not kept)]
+            if left:
+                self.violate("clean-up is complete", f"{directory} still has {left}")
