@@ -132,12 +132,6 @@ MISTAKES = {
             "store",
         ),
         Mistake(
-            "files-not-checked",
-            "the coordinator commits without a last look at the files",
-            {"native.save_directory:SaveDirectory.check_untouched": wrong.nothing},
-            "store",
-        ),
-        Mistake(
             "marker-first",
             "the marker goes before the manifest is in place",
             {"native.save_directory:SaveDirectory.publish": wrong.marker_goes_first},

@@ -117,7 +117,6 @@ def test_a_meeting_finds(name):
     [
         None,
         "discards-committed",
-        "files-not-checked",
         "lease-at-once",
         "lease-checked-once",
         "lease-not-checked",
