@@ -42,7 +42,7 @@ class NodeScript(Script):
 
     def _run(self) -> None:
         scenario, job = self.scenario, self.job
-        comm = ChannelCommunicator(job.store, f"world {self.incarnation}", self.size, self.rank)
+        comm = self._meet()
         for step in range(self._restore_from_nodes(comm) + 1, job.steps + 1):
             job.cluster.scheduler.sleep(scenario.time_of(step))
             if step % scenario.save_every == 0:

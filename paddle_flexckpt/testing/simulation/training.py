@@ -193,7 +193,7 @@ class Script:
 
     def _run(self) -> None:
         scenario, job = self.scenario, self.job
-        comm = ChannelCommunicator(job.store, f"world {self.incarnation}", self.size, self.rank)
+        comm = self._meet()
         with contextlib.ExitStack() as stack:
             background: bool | BackgroundWriter = False
             if scenario.is_async:
@@ -231,6 +231,13 @@ class Script:
                 self.ledger.check_memory(self, background.staging_bytes)
             self.stage = "close"
         self._collect_handles()
+
+    def _meet(self) -> ChannelCommunicator:
+        try:
+            return ChannelCommunicator(self.job.store, f"world {self.incarnation}", self.size, self.rank)
+        except RuntimeError as error:  # of the job's own store, before the library has a part in it
+            self.job.cluster.scheduler.note(str(error))
+            raise SystemExit(1) from None
 
     def _save_when(self) -> list[SavePolicy]:
         scenario = self.scenario
