@@ -39,6 +39,10 @@ from paddle_flexckpt.progress import SILENT, Meter
 
 logger = logging.getLogger("paddle_flexckpt")
 
+# A decision that is there, and gone when it is read, has been cleaned up. Seen again and again, the medium contradicts
+# itself.
+_DECISIONS = 10
+
 
 class SaveDirectory(CompanionDirectory):
     """Save checkpoints into one directory."""
@@ -184,14 +188,22 @@ class SaveDirectory(CompanionDirectory):
     def decide(self, save: SaveNames, coordinator: int, verdict: bytes) -> bytes:
         """Decide about a save, once for all ranks; return what is decided: this verdict, or an earlier one.
 
-        An earlier one that is still being written is returned as far as it is there.
+        An earlier one that is still being written is returned as far as it is there. One that has been cleaned up since
+        does not count: the caller looks whether the save is committed.
         """
         name = save.decision_file(coordinator)
         self._known.add(name)
-        try:
-            write_file(self.backend, name, verdict, "new")
-        except FileExistsError:
-            return self.backend.read(name)
+        for left in reversed(range(_DECISIONS)):
+            try:
+                write_file(self.backend, name, verdict, "new")
+            except FileExistsError:
+                try:
+                    return self.backend.read(name)
+                except FileNotFoundError:
+                    if not left:
+                        raise
+            else:
+                break
         return verdict
 
     def withdraw_decision(self, save: SaveNames, coordinator: int) -> None:

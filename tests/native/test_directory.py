@@ -247,6 +247,32 @@ def test_discard_leaves_a_save_alone_that_has_taken_the_same_names(tmp_path):
     other.commit(taken, [0])
 
 
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_decision_that_is_cleaned_up_before_it_is_read_is_none(tmp_path, monkeypatch, times):
+    directory = open_to_save(tmp_path)
+    ticket = directory.open_save(0)
+    file, left = tmp_path / ticket.decision_file(0), [times]
+    create = directory.backend.create
+
+    def commit_and_clean_up(name):
+        file.unlink()
+        raise FileNotFoundError(2, "No such file", name)
+
+    def decide_before(name, *mode):
+        if left[0]:
+            left[0] -= 1
+            file.write_bytes(b"commit")
+        return create(name, *mode)
+
+    monkeypatch.setattr(directory.backend, "read", commit_and_clean_up)
+    monkeypatch.setattr(directory.backend, "create", decide_before)
+    if times == 1:
+        assert directory.decide(ticket, 0, b"given up") == b"given up"
+    else:
+        with pytest.raises(FileNotFoundError):
+            directory.decide(ticket, 0, b"given up")
+
+
 def test_saves_that_do_not_list_each_other_have_different_names(tmp_path):
     saves = [open_to_save(tmp_path).open_save(0, names=[]) for _ in range(3)]
     assert [ticket.generation for ticket in saves] == [0, 1, 2]
