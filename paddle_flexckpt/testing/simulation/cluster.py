@@ -291,7 +291,10 @@ class Cluster:
         self.scheduler.thread_errors.clear()
         for task, text in self.scheduler.main_errors:
             # A writer process ends with what storage says of the lock that it takes over; its training process tells.
-            if not (isinstance(task.error, OSError) and task.process.parent is not None):
+            is_taken_over = isinstance(task.error, OSError) and task.process.parent is not None
+            # A rank that does not reach Paddle's own store when it starts ends with what that says.
+            is_store = isinstance(task.error, RuntimeError) and str(task.error).startswith("TCPStore: ")
+            if not (is_taken_over or is_store):
                 self.ledger.violate("errors are the library's own", f"{task.process.name}: {text}")
         self.scheduler.main_errors.clear()
 
