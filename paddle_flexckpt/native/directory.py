@@ -95,6 +95,12 @@ def save_of(name: str) -> tuple[int, int] | None:
     return (int(match[2]), int(match[3] or 0)) if match else None
 
 
+def marked_by(name: str) -> tuple[int, int] | None:
+    """Return id and generation of the save that a marker is of; None for what is no marker."""
+    match = MARKER.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0)) if match else None
+
+
 def is_before(save: tuple[int, int] | None, unique_id: int, generation: int) -> bool:
     """Return whether a save is of this id, and of an earlier generation."""
     return save is not None and save[0] == unique_id and save[1] < generation

@@ -31,7 +31,7 @@ from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointE
 from paddle_flexckpt.media.backend import Location, Lock, Mode, SaveLock, map_files, publish, run_beside, write_file
 from paddle_flexckpt.native.companion import Companion, CompanionDirectory
 from paddle_flexckpt.native.data_file import write_data_file
-from paddle_flexckpt.native.directory import MANIFEST, MARKER, SaveNames, is_before, save_of
+from paddle_flexckpt.native.directory import MANIFEST, SaveNames, is_before, marked_by, save_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
 from paddle_flexckpt.native.partitions import Partition, count_partitions
@@ -90,8 +90,7 @@ class SaveDirectory(CompanionDirectory):
         used: dict[int, int] = {}
         names = self.backend.names() if names is None else names
         for name in names:
-            manifest, marker = MANIFEST.fullmatch(name), MARKER.fullmatch(name)
-            save = (int(marker[1]), int(marker[2] or 0)) if marker else save_of(name)
+            manifest, save = MANIFEST.fullmatch(name), marked_by(name) or save_of(name)
             if manifest:
                 used.setdefault(int(manifest[1]), 0)
             elif save:
@@ -364,6 +363,10 @@ class SaveDirectory(CompanionDirectory):
             names = [*names, *sorted(self._known.difference(names))]
             useless = self.find_useless(save, names, being_read, manifest)
             self.remove_save_files(useless, save.marker_file, self.backend.locks.confirm)
+            if self.backend.has_path and not being_read:
+                # Of saves that were prepared here, and perhaps published elsewhere, no file is left now.
+                older = [name for name in names if is_before(marked_by(name), save.unique_id, save.generation)]
+                map_files(self.backend, self.backend.remove, older)
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self.companion.name} could "

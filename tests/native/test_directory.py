@@ -273,6 +273,18 @@ def test_a_decision_that_is_cleaned_up_before_it_is_read_is_none(tmp_path, monke
             directory.decide(ticket, 0, b"given up")
 
 
+def test_a_commit_takes_markers_of_earlier_saves_of_its_id_along(tmp_path):
+    """What a node prepared stays until it is replaced, as other nodes may have published their parts of it."""
+    directory = open_to_save(tmp_path)
+    for unique_id in (0, 1):
+        dead = directory.open_save(unique_id)
+        (tmp_path / dead.prepared_file(0)).write_bytes(b"prepared")
+    save(tmp_path, 0)
+    assert names(tmp_path) == [
+        "0.manifest", "0_0.1.safetensors", "0_1.prepared", "1.saving", "1_0.1.safetensors"
+    ]  # fmt: skip
+
+
 def test_saves_that_do_not_list_each_other_have_different_names(tmp_path):
     saves = [open_to_save(tmp_path).open_save(0, names=[]) for _ in range(3)]
     assert [ticket.generation for ticket in saves] == [0, 1, 2]
