@@ -163,8 +163,16 @@ def test_exit_statuses_are_those_of_the_page(places, capsys, monkeypatch):
 def test_ctrl_c_ends_the_script_with_130(places):
     if SCRIPT is None:
         pytest.skip("flexckpt is not installed")
+
+    def hear_signals() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # who runs these tests in the background may have it ignored
+
     with subprocess.Popen(
-        [SCRIPT, "invert", "--aoa", "-"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [SCRIPT, "invert", "--aoa", "-"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=hear_signals,
     ) as process:
         process.stdin.write(b"{")
         process.stdin.flush()
