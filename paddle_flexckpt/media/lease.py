@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Backend, Locks, SaveLock, write_file
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -351,7 +351,13 @@ def _settling_seconds(seconds: float) -> float:
 
 
 def _read(backend: Backend) -> bytes | None:
-    try:
-        return backend.read(LEASE_FILE)
-    except FileNotFoundError:
-        return None
+    for left in reversed(range(_READS)):
+        try:
+            return backend.read(LEASE_FILE)
+        except FileNotFoundError:
+            return None
+        except CorruptCheckpointError:
+            # Its holder may have been writing it.
+            if not left:
+                raise
+    return None

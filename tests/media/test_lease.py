@@ -11,7 +11,7 @@ from dataclasses import asdict
 
 import pytest
 
-from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.media import lease
@@ -360,3 +360,22 @@ def test_a_half_written_lease_is_looked_at_again(tmp_path, clock):
     lock.check()
     assert clock.now > 0
     lock.release()
+
+
+@pytest.mark.parametrize("times", [1, 1000])
+def test_a_lease_that_is_written_while_it_is_read_is_read_again(tmp_path, monkeypatch, times):
+    """Its holder renews it in place: a reader that had seen its size finds less."""
+    read, left = LocalBackend.read, [times]
+
+    def shorter(backend, name):
+        if name == lease.LEASE_FILE and left[0]:
+            left[0] -= 1
+            raise CorruptCheckpointError(f"{name} became shorter while it was read")
+        return read(backend, name)
+
+    monkeypatch.setattr(LocalBackend, "read", shorter)
+    if times == 1:
+        assert lease._read(LocalBackend(str(tmp_path))) is None
+    else:
+        with pytest.raises(CorruptCheckpointError, match="became shorter"):
+            lease._read(LocalBackend(str(tmp_path)))
