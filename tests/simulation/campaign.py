@@ -27,7 +27,8 @@ from typing import Any
 from paddle_flexckpt.testing.simulation.cluster import Cluster, Outcome
 from paddle_flexckpt.testing.simulation.remembered import Memory, remembering
 from paddle_flexckpt.testing.simulation.scenario import DAY, draw
-from paddle_flexckpt.testing.simulation.scheduler import Scheduler, StuckError
+from paddle_flexckpt.testing.simulation.scheduler import Scheduler
+from paddle_flexckpt.testing.simulation.tasks import StuckError
 
 # A run takes a second or two. In twice the time its process is ended, should the run not end for being told.
 RUN_SECONDS = 60.0

@@ -67,6 +67,11 @@ def main() -> int:
     parser.add_argument("--write-test", action="store_true", help="keep the case as a regression test")
     parser.add_argument("--mistake", nargs="+", help="make this mistake, and stop at the first seed that finds it")
     options = parser.parse_args()
+    if options.mistake and options.mistake != ["all"]:
+        from tests.simulation.mistakes import MISTAKES
+
+        if unknown := sorted({*options.mistake} - MISTAKES.keys()):
+            parser.error(f"there is no mistake {', '.join(unknown)}; there are: all, {', '.join(MISTAKES)}")
     if options.mistake and options.seed is None and options.case is None:
         return _mistakes(options)
     with mistaken(options.mistake[0] if options.mistake else None):

@@ -21,7 +21,8 @@ from paddle_flexckpt.testing.simulation.modules import process_state, simulated
 from paddle_flexckpt.testing.simulation.object_store import Conduct, Effect, Fate, ObjectStore
 from paddle_flexckpt.testing.simulation.object_store_clients import install
 from paddle_flexckpt.testing.simulation.processes import Processes
-from paddle_flexckpt.testing.simulation.scheduler import Node, Process, Scheduler
+from paddle_flexckpt.testing.simulation.scheduler import Node, Scheduler
+from paddle_flexckpt.testing.simulation.tasks import Process
 from paddle_flexckpt.testing.simulation.threads import Threads
 from paddle_flexckpt.undo import Undo
 

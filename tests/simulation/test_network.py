@@ -12,8 +12,9 @@ from paddle_flexckpt.live import host_channel
 from paddle_flexckpt.testing.simulation.modules import process_state, simulated
 from paddle_flexckpt.testing.simulation.network import Network
 from paddle_flexckpt.testing.simulation.processes import Processes
-from paddle_flexckpt.testing.simulation.scheduler import Node, Process, Scheduler
+from paddle_flexckpt.testing.simulation.scheduler import Node, Scheduler
 from paddle_flexckpt.testing.simulation.sockets import Sockets
+from paddle_flexckpt.testing.simulation.tasks import Process
 from paddle_flexckpt.testing.simulation.threads import Namespace, Threads
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("greenlet")
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.media import remote
 from paddle_flexckpt.testing.simulation.object_store import Fate
-from paddle_flexckpt.testing.simulation.scheduler import Process
+from paddle_flexckpt.testing.simulation.tasks import Process
 from tests.simulation.store_world import FAULTS, PART_BYTES, StoreWorld, compete, store_world
 
 URL = "s3://bucket/run"

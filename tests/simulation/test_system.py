@@ -22,9 +22,10 @@ from paddle_flexckpt.testing.simulation.calls import LateError, ShortWrite
 from paddle_flexckpt.testing.simulation.files import FileSystem
 from paddle_flexckpt.testing.simulation.modules import library_modules
 from paddle_flexckpt.testing.simulation.network import Network
-from paddle_flexckpt.testing.simulation.scheduler import Killed, Node, Process, Scheduler
+from paddle_flexckpt.testing.simulation.scheduler import Node, Scheduler
 from paddle_flexckpt.testing.simulation.sockets import Sockets
 from paddle_flexckpt.testing.simulation.system import System
+from paddle_flexckpt.testing.simulation.tasks import Killed, Process
 from paddle_flexckpt.testing.simulation.threads import Namespace
 from paddle_flexckpt.testing.simulation.trees import tree_of
 from tests.ramdisk import memory_directory

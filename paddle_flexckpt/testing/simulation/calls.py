@@ -17,7 +17,8 @@ from paddle_flexckpt.testing.simulation.files import FileSystem, failure
 from paddle_flexckpt.testing.simulation.inodes import Directory
 from paddle_flexckpt.testing.simulation.mounts import Mounts, Place
 from paddle_flexckpt.testing.simulation.open_files import OpenFile
-from paddle_flexckpt.testing.simulation.scheduler import EPOCH, Node, Process, Scheduler
+from paddle_flexckpt.testing.simulation.scheduler import EPOCH, Node, Scheduler
+from paddle_flexckpt.testing.simulation.tasks import Process
 from paddle_flexckpt.testing.simulation.trees import fill
 
 Result = TypeVar("Result")

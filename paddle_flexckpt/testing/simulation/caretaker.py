@@ -17,7 +17,7 @@ from typing import Any
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.native.listing import is_complete
-from paddle_flexckpt.testing.simulation.scheduler import Process
+from paddle_flexckpt.testing.simulation.tasks import Process
 
 _MANIFEST = "0.manifest"
 _TOKEN = re.compile(r"[0-9a-f]{32}(?= \(step)")
@@ -26,7 +26,7 @@ _KINDS = ("flip", "cut", "lose", "lose manifest", "flip manifest", "swap", "leng
 
 @dataclass(frozen=True)
 class Damage:
-    """What was done to a checkpoint.
+    """Describe what was done to a checkpoint.
 
     Attributes:
         kind: One of ``flip``, ``cut``, ``lose``, ``lose manifest``, ``flip manifest``, ``swap``, ``lengthen``.
@@ -40,7 +40,7 @@ class Damage:
 
     @property
     def spares_data(self) -> bool:
-        """Whether no data file has suffered."""
+        """Return whether no data file has suffered."""
         return self.kind.endswith("manifest")
 
 

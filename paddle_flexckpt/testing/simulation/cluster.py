@@ -25,8 +25,9 @@ from paddle_flexckpt.testing.simulation.invariants import Ledger, Violation
 from paddle_flexckpt.testing.simulation.per_node import NodeLedger, NodeScript
 from paddle_flexckpt.testing.simulation.person import Person
 from paddle_flexckpt.testing.simulation.scenario import HOUR, Case, Fault
-from paddle_flexckpt.testing.simulation.scheduler import Node, Process, StuckError
+from paddle_flexckpt.testing.simulation.scheduler import Node
 from paddle_flexckpt.testing.simulation.story import Line, fingerprint
+from paddle_flexckpt.testing.simulation.tasks import Process, StuckError
 from paddle_flexckpt.testing.simulation.training import Script, Store, shapes_of, shards, versions_in
 from paddle_flexckpt.testing.simulation.world import ROOT, World
 
@@ -420,7 +421,7 @@ class Cluster:
             ledger.violate("clean-up is complete", f"the root still has {left}")
 
     def _goes_with(self, name: str) -> bool:
-        """Whether a file is a page or report of a step that is there, or with which somebody has done something."""
+        """Return whether a page or report is of a step that is there, or that somebody has disturbed."""
         directory = f"{ROOT}/{name.partition('.')[0]}"
         known = directory in self.ledger.committed or directory in self.ledger.disturbed
         return known and name.endswith((".html", ".report.json"))

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from paddle_flexckpt.testing.simulation.scenario import MOMENTS, Fault
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.testing.simulation.scheduler import Node, Process
+    from paddle_flexckpt.testing.simulation.scheduler import Node
+    from paddle_flexckpt.testing.simulation.tasks import Process
 
 _ON_NETWORK = frozenset(("send", "recv", "connect", "accept", "select"))
 

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from paddle_flexckpt.testing.simulation.locks import Event, Waiters
-from paddle_flexckpt.testing.simulation.scheduler import Scheduler, Task
+from paddle_flexckpt.testing.simulation.scheduler import Scheduler
+from paddle_flexckpt.testing.simulation.tasks import Task
 
 
 class Future:

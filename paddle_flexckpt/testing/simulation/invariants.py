@@ -27,7 +27,8 @@ from paddle_flexckpt.testing.simulation.training import all_versions_of, policie
 if TYPE_CHECKING:
     from paddle_flexckpt.native.listing import CheckpointInfo
     from paddle_flexckpt.testing.simulation.scenario import Scenario
-    from paddle_flexckpt.testing.simulation.scheduler import Process, Scheduler
+    from paddle_flexckpt.testing.simulation.scheduler import Scheduler
+    from paddle_flexckpt.testing.simulation.tasks import Process
     from paddle_flexckpt.testing.simulation.training import Script
 
 _MANIFEST = "0.manifest"
@@ -229,13 +230,13 @@ class Ledger:
         self.finished_ranks.add((script.job.name, script.incarnation, script.rank))
 
     def stopped(self, script: Script, step: int) -> None:
-        """A rank ends its loop, as a signal has asked it to."""
+        """Take note that a rank ends its loop, as a signal has asked it to."""
         if not script.tries(step):
             self.violate("a stop saves first", f"rank {script.rank} stops after step {step} without having saved it")
         self._goes_on(script, step, False)
 
     def goes_on(self, script: Script, step: int) -> None:
-        """A rank goes on with the next step."""
+        """Take note that a rank goes on with the next step."""
         self._goes_on(script, step, True)
 
     def _goes_on(self, script: Script, step: int, what: bool) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from paddle_flexckpt.testing.simulation.scheduler import Scheduler, Task
+from paddle_flexckpt.testing.simulation.scheduler import Scheduler
+from paddle_flexckpt.testing.simulation.tasks import Task
 
 
 class Waiters:

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from paddle_flexckpt.testing.simulation.locks import Waiters
-from paddle_flexckpt.testing.simulation.scheduler import Description, Node, Scheduler
+from paddle_flexckpt.testing.simulation.scheduler import Node, Scheduler
+from paddle_flexckpt.testing.simulation.tasks import Description
 
 # What a connection takes before the other end reads.
 BUFFER_BYTES = 256 << 10

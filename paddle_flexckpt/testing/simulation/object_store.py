@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.testing.simulation.scheduler import Process, Scheduler
+    from paddle_flexckpt.testing.simulation.scheduler import Scheduler
+    from paddle_flexckpt.testing.simulation.tasks import Process
 
 # What becomes of a request that is made on the condition that there be no such object:
 #   kept      As S3, GCS and Azure have it.

@@ -14,7 +14,8 @@ import numpy as np
 
 from paddle_flexckpt.testing.simulation.files import FileSystem, failure
 from paddle_flexckpt.testing.simulation.inodes import File, Inode
-from paddle_flexckpt.testing.simulation.scheduler import Description, Node
+from paddle_flexckpt.testing.simulation.scheduler import Node
+from paddle_flexckpt.testing.simulation.tasks import Description
 
 
 class OpenFile(Description):

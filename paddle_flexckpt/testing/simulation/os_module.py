@@ -15,7 +15,7 @@ from typing import Any
 
 from paddle_flexckpt.testing.simulation.name_calls import NameCalls
 from paddle_flexckpt.testing.simulation.paths import path_module
-from paddle_flexckpt.testing.simulation.scheduler import Killed
+from paddle_flexckpt.testing.simulation.tasks import Killed
 from paddle_flexckpt.testing.simulation.threads import Namespace
 
 _TEXT = (

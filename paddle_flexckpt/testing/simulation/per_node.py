@@ -26,7 +26,7 @@ from paddle_flexckpt.testing.simulation.training import (
 )
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.testing.simulation.scheduler import Process
+    from paddle_flexckpt.testing.simulation.tasks import Process
 
 _MANIFEST = re.compile(r"(.*/(node\d+)/.*)/(\d+)\.manifest")
 # What an error says of a checkpoint that is there.

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paddle_flexckpt.testing.simulation.locks import Waiters
-from paddle_flexckpt.testing.simulation.scheduler import Killed, Process, Scheduler, StuckError
+from paddle_flexckpt.testing.simulation.scheduler import Scheduler
+from paddle_flexckpt.testing.simulation.tasks import Killed, Process, StuckError
 from paddle_flexckpt.testing.simulation.threads import Namespace
 
 # How long an interpreter takes to start and import.

@@ -15,7 +15,8 @@ from typing import Any
 
 from paddle_flexckpt.testing.simulation.locks import Waiters
 from paddle_flexckpt.testing.simulation.network import BUFFER_BYTES, Listener, Network
-from paddle_flexckpt.testing.simulation.scheduler import Description, Process, Scheduler
+from paddle_flexckpt.testing.simulation.scheduler import Scheduler
+from paddle_flexckpt.testing.simulation.tasks import Description, Process
 from paddle_flexckpt.testing.simulation.threads import Namespace
 
 

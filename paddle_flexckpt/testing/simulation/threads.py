@@ -16,7 +16,8 @@ from typing import Any
 
 from paddle_flexckpt.testing.simulation.futures import Executor, Future, wait
 from paddle_flexckpt.testing.simulation.locks import Condition, Event, Lock, Semaphore
-from paddle_flexckpt.testing.simulation.scheduler import Scheduler, StuckError, Task
+from paddle_flexckpt.testing.simulation.scheduler import Scheduler
+from paddle_flexckpt.testing.simulation.tasks import StuckError, Task
 
 
 class Namespace(SimpleNamespace):

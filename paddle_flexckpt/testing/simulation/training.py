@@ -27,7 +27,8 @@ from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulation.habits import manager_options, restore_options, save_options
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.testing.simulation.scheduler import Process, Scheduler
+    from paddle_flexckpt.testing.simulation.scheduler import Scheduler
+    from paddle_flexckpt.testing.simulation.tasks import Process
 
 SHAPES: dict[str, tuple[int, ...]] = {"layer.weight": (8, 6), "layer.bias": (5,), "moment": (7, 3), "table": (3, 2)}
 # Some MiB, which are not a whole number of blocks.
