@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from random import Random
 from typing import Any
+from unittest import mock
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator
@@ -22,6 +23,7 @@ from paddle_flexckpt.testing.simulation.training import (
     versions_in,
 )
 from paddle_flexckpt.testing.simulation.trees import tree_of
+from tests.simulation import test_library_files
 from tests.simulation.test_library_files import Library
 
 ROOT = "/shared/run"
@@ -53,7 +55,8 @@ class Ranks(Library):
 
     def __init__(self, seed: int = 0, nodes: int = 1, habits: tuple[str, ...] = ()) -> None:
         super().__init__(nodes, seed, self._called)
-        self.sizes = {**sizes_for(habits)}
+        # What the library's own sizes and functions are instead, by module and name.
+        self.sizes: dict[tuple[str, str], Any] = sizes_for(habits)
         self.shapes = SHAPES | LARGE if "large" in habits else SHAPES
         self.calls: list[tuple[str, str, str]] = []
         self._who, self._at, self._strike, self._is_storage = "", -1, _nothing, False
@@ -67,6 +70,12 @@ class Ranks(Library):
             deliver(source, target, arrive)
 
         self.network.deliver = send  # type: ignore[method-assign]
+
+    def __enter__(self) -> Ranks:
+        state_of = test_library_files.process_state
+        with mock.patch.object(test_library_files, "process_state", lambda each: {**state_of(each), **self.sizes}):
+            super().__enter__()
+        return self
 
     # What strikes.
 

@@ -61,13 +61,7 @@ def assert_durable(world: World) -> None:
 
 
 class Library(World):
-    """A world in which the library's modules run.
-
-    Attributes:
-        sizes: What the library's own sizes are instead, by module and name.
-    """
-
-    sizes: dict[tuple[str, str], Any] = {}
+    """A world in which the library's modules run."""
 
     def __enter__(self) -> Library:
         threads, processes, scheduler = Threads(self.scheduler), Processes(self.scheduler), self.scheduler
@@ -86,8 +80,7 @@ class Library(World):
             "atexit": processes.atexit,
         }
         names = {**threads.names, **processes.names, **self.system.names}
-        state = {**process_state(scheduler), **self.sizes}
-        self._context = simulated(scheduler, modules, names, threads.replacement, state)
+        self._context = simulated(scheduler, modules, names, threads.replacement, process_state(scheduler))
         self._context.__enter__()
         return self
 
