@@ -152,7 +152,7 @@ class StepDirectories:
             order = steps[::-1]
         elif which == "best":
             order, damaged = self.best(best, fallback)
-            if not order:
+            if not order and not damaged:
                 raise ValidationError(
                     [f"no checkpoint in {self.path} has what {best} asks for; there are the steps {steps}"]
                 )
