@@ -130,6 +130,8 @@ class StepDirectories:
                     raise CorruptCheckpointError(f"{directory.path} is the checkpoint of step {record.step}")
                 return _Known(manifest.save_token, record)
         except (CorruptCheckpointError, ValidationError) as error:
+            if not _has_manifest(directory):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.where(_MANIFEST)) from error
             logger.warning(f"the checkpoint of step {step} is damaged, and is left alone: {error}")
             return _Known(token, None, str(error))
 
