@@ -152,7 +152,7 @@ class Processes:
         return self._scheduler.random.getrandbits(8 * count).to_bytes(count, "little")
 
     def _own_random(self) -> random.Random:
-        """The generator of the process's script, whose state is saved; what the library draws is the world's."""
+        """Return the generator of the process's script, whose state is saved; what the library draws is the world's."""
         process = self._scheduler.process
         generator: random.Random = process.state.setdefault("random", random.Random(process.pid))
         return generator

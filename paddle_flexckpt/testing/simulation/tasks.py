@@ -233,7 +233,7 @@ class Process:
             self._finish(task)
 
     def _call_at_exit(self, function: Callable[[], Any]) -> None:
-        """As the interpreter does: what it raises is printed, and the other functions are called."""
+        """Do as the interpreter does: what it raises is printed, and the other functions are called."""
         try:
             function()
         except Exception:
