@@ -14,6 +14,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
@@ -21,11 +22,15 @@ import numpy as np
 
 from paddle_flexckpt.background.presence import own_host
 from paddle_flexckpt.catalog.errors import StoppedExchangeError
+from paddle_flexckpt.live.lost_ranks import CONNECT_SECONDS
 from paddle_flexckpt.live.meeting import GREETING_SECONDS, HELLO
 from paddle_flexckpt.live.shared_stream import SharedReceiver, SharedSender, receive_exactly
 
 # A peer that sends nothing for so long has died or hangs.
 STALL_SECONDS = 600.0
+
+# How long a rank waits for others to connect until it looks whether they live; after each look twice as long.
+LOOK_SECONDS = 1.0
 
 # What a rank sends in one round, by receiver, or receives, by sender.
 Streams = Mapping[int, Iterator[np.ndarray]]
@@ -130,7 +135,9 @@ class SocketTransport(Transport):
         reach, self._stop = dict(zip(self._ranks, addresses)), stop
         threads = [threading.Thread(target=self._send_all, args=(receivers, reach, outgoing), daemon=True)]
         if senders:
-            threads.append(threading.Thread(target=self._accept_all, args=(set(senders),), daemon=True))
+            threads.append(
+                threading.Thread(target=self._accept_all, args=({rank: reach[rank] for rank in senders},), daemon=True)
+            )
         for thread in threads:
             thread.start()
         try:
@@ -208,20 +215,22 @@ class SocketTransport(Transport):
                 return
 
     def _connect(self, address: bytes) -> socket.socket:
-        host, port, name = place_of(address)
-        connection = self._connect_here(name) if name and host == own_host() else None
-        if connection is None:
-            connection = socket.create_connection((host, port), timeout=self._stall)
+        connection = self._reach(*place_of(address), self._stall)
         connection.sendall(HELLO.pack(address[:16], self._ranks[self._position]))
         return connection
 
-    def _connect_here(self, name: bytes) -> socket.socket | None:
-        """Connect to a rank on this machine, past the network; None if it is elsewhere, though its host has our name.
+    def _reach(self, host: str, port: int, name: bytes, timeout: float) -> socket.socket:
+        """Connect to a member, past the network if it is on this machine.
 
-        So it is where ranks are in containers, each with a network of its own.
+        It may be elsewhere though its host has our name: containers may each have a network of their own.
         """
+        connection = self._reach_here(name, timeout) if name and host == own_host() else None
+        return connection or socket.create_connection((host, port), timeout=timeout)
+
+    @staticmethod
+    def _reach_here(name: bytes, timeout: float) -> socket.socket | None:
         connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(self._stall)
+        connection.settimeout(timeout)
         try:
             connection.connect(b"\0" + name)
         except ConnectionRefusedError:
@@ -229,18 +238,18 @@ class SocketTransport(Transport):
             return None
         return connection
 
-    def _accept_all(self, expected: set[int]) -> None:
+    def _accept_all(self, expected: dict[int, bytes]) -> None:
         try:
             if not self._listeners:
                 raise OSError("address() was not called before exchange()")
             while expected and self._failure is None:
-                connection = self._accept()
+                connection = self._accept(expected)
                 rank = self._greet(connection)
                 connection.settimeout(self._stall)
                 if rank is None or rank not in expected:
                     connection.close()
                     continue
-                expected.discard(rank)
+                del expected[rank]
                 try:
                     shared = SharedReceiver(connection) if connection.family == socket.AF_UNIX else None
                 except BaseException:
@@ -262,17 +271,37 @@ class SocketTransport(Transport):
                 for listener in self._listeners:
                     listener.close()
 
-    def _accept(self) -> socket.socket:
-        """Return the next connection."""
+    def _accept(self, expected: Mapping[int, bytes]) -> socket.socket:
+        """Return the next connection, while those that are to connect, by address, live."""
+        pause, end = LOOK_SECONDS, time.monotonic() + self._stall
         with selectors.DefaultSelector() as waiting:
             for listener in self._listeners:
                 waiting.register(listener, selectors.EVENT_READ, listener)
-            ready = waiting.select(self._stall)
-        if not ready:
-            raise TimeoutError("timed out")
+            while not (ready := waiting.select(min(pause, max(0.0, end - time.monotonic())))):
+                if time.monotonic() >= end:
+                    raise TimeoutError("timed out")
+                gone = [rank for rank, address in expected.items() if self._is_gone(address)]
+                # It may have connected, and be through, since.
+                if gone and not (ready := waiting.select(0)):
+                    raise EOFError(f"rank {', '.join(map(str, gone))} has gone")
+                if ready:
+                    break
+                pause *= 2
         listener = ready[0][0].data
         listener.settimeout(self._stall)
         return listener.accept()[0]
+
+    def _is_gone(self, address: bytes) -> bool:
+        """Return whether nobody listens at a member's address; no answer says nothing."""
+        host, port, name = place_of(address)
+        try:
+            connection = self._reach(host, port, name, min(CONNECT_SECONDS, self._stall))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        connection.close()  # without a greeting: it is dismissed at once
+        return False
 
     def _greet(self, connection: socket.socket) -> int | None:
         """Return the rank that a connection says it is, or None for a stranger."""

@@ -130,6 +130,8 @@ class StepDirectories:
                     raise CorruptCheckpointError(f"{directory.path} is the checkpoint of step {record.step}")
                 return _Known(manifest.save_token, record)
         except (CorruptCheckpointError, ValidationError) as error:
+            if not _has_manifest(directory):
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.where(_MANIFEST)) from error
             logger.warning(f"the checkpoint of step {step} is damaged, and is left alone: {error}")
             return _Known(token, None, str(error))
 
@@ -152,7 +154,7 @@ class StepDirectories:
             order = steps[::-1]
         elif which == "best":
             order, damaged = self.best(best, fallback)
-            if not order:
+            if not order and not damaged:
                 raise ValidationError(
                     [f"no checkpoint in {self.path} has what {best} asks for; there are the steps {steps}"]
                 )

@@ -153,8 +153,10 @@ class LeaseLock(SaveLock):
         """
         if self._ended.is_set():
             return
-        self._raise_failure()
-        self._check_file()
+        # Not while this process renews it: a slow medium shows the file half written for long.
+        with self._renewing:
+            self._raise_failure()
+            self._check_file()
         if not self._is_certain:
             self._keep()
 

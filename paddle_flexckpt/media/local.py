@@ -25,6 +25,8 @@ from paddle_flexckpt.media.local_locks import LocalLocks
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 # What one readv or writev takes (IOV_MAX of Linux; no system has less than 16).
 _MOST_PARTS = min(1024, os.sysconf("SC_IOV_MAX"))
+# How often a directory is made that others remove as long as it is empty.
+_TRIES = 5
 
 
 class LocalInputFile(InputFile):
@@ -224,21 +226,35 @@ class LocalBackend(Backend):
 
     def make_directory(self) -> None:
         """Make the directory and those above it, and make their entries durable; errors as of the base class."""
+        for _ in range(_TRIES):
+            try:
+                self._make_directory()
+            except FileNotFoundError:
+                continue  # another process has removed one that was empty
+            except NotADirectoryError as error:
+                raise self._no_directory() from error
+            if os.path.isdir(self.path):
+                return
+        raise self._no_directory()
+
+    def _make_directory(self) -> None:
         missing = []
         path = os.path.abspath(self.path)
-        while not os.path.isdir(path):
+        while not os.path.isdir(path) and path != os.path.dirname(path):
             missing.append(path)
             path = os.path.dirname(path)
-            if path == os.path.dirname(path):
-                break
-        try:
-            os.makedirs(self.path, exist_ok=True)
-        except (FileExistsError, NotADirectoryError) as error:
-            raise ValidationError(
-                f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another path"
-            ) from error
-        for made in missing:
-            sync_path(os.path.dirname(made))
+        # Who made the lowest one that is there may have died, or may not be done: its entry may not be durable.
+        _sync_entry(path)
+        # One by one, so that of those that a dead process has left only the lowest is in doubt.
+        for lacking in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(lacking)
+            sync_path(os.path.dirname(lacking))
+
+    def _no_directory(self) -> ValidationError:
+        return ValidationError(
+            f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another path"
+        )
 
     def remove_directory(self) -> None:
         """Implement the base class."""
@@ -284,6 +300,15 @@ def sync_path(path: str) -> None:
             fsync(descriptor, path)
         finally:
             os.close(descriptor)
+
+
+def _sync_entry(path: str) -> None:
+    """Make durable that a directory is there, unless what it is in cannot be changed from here."""
+    try:
+        sync_path(os.path.dirname(path))
+    except OSError as error:
+        if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise
 
 
 def write_all(descriptor: int, parts: Sequence[Buffer]) -> None:

@@ -164,6 +164,7 @@ def die_on(rank):
 
 
 def die_on_while_others_hang(rank):
+    dist.barrier()  # all have come here
     if dist.get_rank() == rank:
         os._exit(3)
     threading.Event().wait()

@@ -398,7 +398,7 @@ class Killed(BaseException):
 class Victim:
     """Lets a process die at one of its calls that change files: from then on it changes nothing."""
 
-    NAMES = ("open", "writev", "fsync", "rename", "unlink", "makedirs", "rmdir")
+    NAMES = ("open", "writev", "fsync", "rename", "unlink", "mkdir", "rmdir")
 
     def __init__(self, patch: pytest.MonkeyPatch, limit: int) -> None:
         self.calls, self._limit = 0, limit

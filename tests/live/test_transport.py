@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.live import transport as transports
 from paddle_flexckpt.live.transport import SocketTransport, _pack_host, _unpack_host, place_of
 
 STALL = 20.0
@@ -99,7 +100,7 @@ def all_to_all(members: Members, size_of: Callable[[int, int], int | None]) -> d
 def way(request, monkeypatch):
     """Between ranks of one machine, and of two."""
     if request.param == "network":
-        monkeypatch.setattr(SocketTransport, "_connect_here", lambda self, name: None)
+        monkeypatch.setattr(SocketTransport, "_reach_here", lambda *_: None)
     return request.param
 
 
@@ -114,7 +115,7 @@ def test_ranks_of_one_machine_share_memory(way):
 def test_a_rank_of_our_host_s_name_on_another_machine_is_reached_by_the_network():
     """Containers have networks of their own, and may have one name."""
     transport = SocketTransport((0, 1), 0, stall_seconds=1.0)
-    assert transport._connect_here(b"flexckpt-nobody-has-this-name") is None
+    assert transport._reach_here(b"flexckpt-nobody-has-this-name", 1.0) is None
     transport.close()
 
 
@@ -299,6 +300,45 @@ def test_a_member_that_is_gone_fails_all_at_once():
 
     members.run(work, absent=(2,))
     members.assert_all_failed(within=60)
+
+
+def test_a_member_that_goes_before_it_connects_is_noticed_long_before_the_patience_ends():
+    members = Members((0, 1), stall=600.0)
+    members.transports[1].close()  # all that is left of it: a rank sends to it nothing, and waits for it
+
+    def work(rank: int, transport: SocketTransport) -> None:
+        transport.exchange(members.addresses, {}, {1: chunks(np.zeros(10, dtype=np.uint8), 10)})
+
+    members.run(work, absent=(1,))
+    members.assert_all_failed(within=60)
+    assert "rank 1 has gone" in str(members.outcomes[0])
+
+
+def test_a_member_that_is_late_is_waited_for_although_it_is_looked_for(monkeypatch):
+    monkeypatch.setattr(transports, "LOOK_SECONDS", 0.01)
+    members, looked = Members((0, 1), stall=60.0), threading.Semaphore(0)
+    look = SocketTransport._is_gone
+
+    def is_gone(self, address):
+        found = look(self, address)
+        looked.release()
+        return found
+
+    monkeypatch.setattr(SocketTransport, "_is_gone", is_gone)
+    received = np.zeros(10, dtype=np.uint8)
+
+    def work(rank: int, transport: SocketTransport) -> None:
+        if rank == 1:
+            for _ in range(3):
+                assert looked.acquire(timeout=60)
+        data = np.arange(10, dtype=np.uint8)
+        # Each sends: what looks for the late one meets its listener, and is no member's connection.
+        incoming = chunks(received, 10) if rank == 0 else chunks(np.zeros(10, dtype=np.uint8), 10)
+        transport.exchange(members.addresses, {1 - rank: chunks(data, 10)}, {1 - rank: incoming})
+
+    members.run(work)
+    assert members.outcomes == {0: None, 1: None}
+    assert received.tolist() == list(range(10))
 
 
 def test_exchange_before_address_is_an_error():

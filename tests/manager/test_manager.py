@@ -438,6 +438,11 @@ def test_the_best_cannot_be_told_where_metrics_cannot_be_read(three):
             call()
     step, _, report = restore(manager, "best", fallback=True)
     assert (step, list(report.skipped)) == (2, [3])
+    DAMAGES["manifest"](three, 1)
+    DAMAGES["manifest"](three, 2)
+    said = "all that could be restored is damaged or cannot be read: step 1: .*; step 2: .*; step 3: "
+    with pytest.raises(fc.CorruptCheckpointError, match=said):
+        restore(manager_of(three, keep=KeepBest(1)), "best", fallback=True)
 
 
 def test_what_is_no_damage_does_not_fall_back(three):

@@ -362,6 +362,39 @@ def test_a_half_written_lease_is_looked_at_again(tmp_path, clock):
     lock.release()
 
 
+def test_a_lease_that_this_process_renews_slowly_is_not_taken_for_another_s(tmp_path, monkeypatch):
+    """A slow medium shows the file half written, for longer than a look is repeated."""
+    monkeypatch.setattr(lease, "_READS", 1)
+    backend = LocalBackend(str(tmp_path))
+    lock = LeaseLocks(backend, 0.06).take()
+    begun, goes_on, write = threading.Event(), threading.Event(), lease.write_file
+
+    def slowly(where, name, data, *mode):
+        (tmp_path / name).write_bytes(b"")
+        begun.set()
+        assert goes_on.wait(PATIENCE)
+        write(where, name, data, *mode)
+
+    monkeypatch.setattr(lease, "write_file", slowly)
+    assert begun.wait(PATIENCE)
+    outcomes: list[object] = []
+
+    def check() -> None:
+        try:
+            outcomes.append(lock.check())
+        except CheckpointError as error:
+            outcomes.append(error)
+
+    checking = threading.Thread(target=check, daemon=True)
+    checking.start()
+    checking.join(0.5)  # it fails at once, or waits
+    goes_on.set()
+    checking.join(PATIENCE)
+    lock.release()
+    # The renewal took longer than the lease lasts, so it may say that: not that somebody has it.
+    assert len(outcomes) == 1 and "has taken over" not in str(outcomes[0])
+
+
 @pytest.mark.parametrize("times", [1, 1000])
 def test_a_lease_that_is_written_while_it_is_read_is_read_again(tmp_path, monkeypatch, times):
     """Its holder renews it in place: a reader that had seen its size finds less."""

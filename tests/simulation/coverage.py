@@ -22,7 +22,13 @@ _ROOT = Path(__file__).parents[2]
 _PACKAGE = "paddle_flexckpt"
 ROOMS = ("background", "media", "native", "manager")
 # Tests in which the library's own code runs in a simulated world.
-TESTS = ("test_object_store.py", "test_library_files.py", "test_library_native.py")
+TESTS = (
+    "test_object_store.py",
+    "test_library_files.py",
+    "test_library_background.py",
+    "test_library_manager.py",
+    "test_library_native.py",
+)
 
 
 def start(path: Path) -> Any:

@@ -142,7 +142,7 @@ def test_the_loss_by_survivors_is_seen() -> None:
         Fault("stop_rank", 999.0, "rank:2", "send", 5, seconds=200.0),
         Fault("kill_rank", 1005.0, "rank:2"),
     )
-    case = Case(Scenario(0, (3,), steps=1, step_seconds=1000.0, grace=300.0), faults)
+    case = Case(Scenario(2, (3,), steps=1, step_seconds=1000.0, grace=300.0), faults)
     assert not simulate(case).violations
     with make("survivors-discard"):
         found = simulate(case).violations[0]

@@ -111,6 +111,19 @@ def test_a_save_is_read_back_and_is_on_disk(library):
     assert [task for task, _ in library.scheduler.thread_errors] == []
 
 
+def test_a_directory_that_a_dead_process_has_made_is_made_durable(library):
+    """Its entry is lost with the power, and all that is below it, though that was made durable."""
+
+    def die() -> None:
+        library.os.mkdir("/run")  # what a save calls that is killed right then
+
+    library.run(die)
+    library.run(lambda: save(1))
+    assert_durable(library)
+    library.run(lambda: save(2, "/run/b/c/d"))
+    assert_durable(library)
+
+
 def test_both_worlds_read_each_others_checkpoints(library, tmp_path):
     library.run(lambda: save(1))
     for path, data in tree_of(library.disks[0]).items():

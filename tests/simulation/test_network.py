@@ -180,3 +180,20 @@ def test_a_process_that_dies_in_a_condition_s_wait_has_no_error() -> None:
 def test_a_name_that_is_not_simulated_is_named() -> None:
     with World() as world, pytest.raises(RuntimeError, match=r"threading\.Barrier is not simulated"):
         _ = world.threads.threading.Barrier
+
+
+def test_a_function_that_fails_at_the_exit_ends_no_other_and_is_told():
+    world, called, said = World(), [], []
+    with world:
+
+        def work() -> None:
+            world.processes.atexit.register(called.append, "first")
+            world.processes.atexit.register(lambda: 1 // 0)
+            world.processes.atexit.register(called.append, "last")
+
+        process = world.start("p", work)
+        process.stderr = said.append
+        world.scheduler.run(until=10.0)
+    assert (called, process.status) == (["last", "first"], 0)
+    (told,) = (text for _, text in world.scheduler.main_errors)
+    assert "ZeroDivisionError" in told and said == [told]

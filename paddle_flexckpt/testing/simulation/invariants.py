@@ -43,6 +43,7 @@ _TAKEN_OVER = re.compile(
     r"has taken over the right to save|somebody else has changed the files of this save|the part of rank \d+ is not "
     r"visible"
 )
+_EARLIER = "an earlier save failed"
 # What a call was about to do when it failed.
 _WHAT = re.compile(r"^(?:cannot|the checkpoint of step) (?:[^':]|'[^']*')*: ")
 # A segment of shared memory is a huge page at least. A pending save has one.
@@ -162,12 +163,20 @@ class Ledger:
             self.attempts[version] = attempt
         return version
 
+    def _began(self, attempt: Attempt, script: Script, error: str) -> float:
+        """When the save began of which an error speaks: it may be an earlier one, at the earliest the first failed."""
+        if _EARLIER not in error:
+            return attempt.begun
+        start = (attempt.job, attempt.incarnation)
+        saves = [each for each in self.attempts.values() if (each.job, each.incarnation) == start]
+        return min(each.begun for each in saves if each.outcomes.get(script.rank, error) is not None)
+
     def reported(self, version: int, script: Script, error: str | None) -> None:
         """A rank was told how its save has ended."""
         attempt = self.attempts[version]
-        attempt.outcomes[script.rank] = error
-        if error is not None and _TAKEN_OVER.search(error) and self._scheduler.now > self.leases_until:
+        if error is not None and _TAKEN_OVER.search(error) and self._began(attempt, script, error) > self.leases_until:
             self.violate("who lives keeps the right to save", f"rank {script.rank}, with {attempt}, was told: {error}")
+        attempt.outcomes[script.rank] = error
         if error is None:
             self._scheduler.note(f"is told that step {attempt.step} is saved")
             if not attempt.is_committed:

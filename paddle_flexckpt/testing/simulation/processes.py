@@ -6,8 +6,10 @@ Tested in tests/simulation/test_network.py.
 from __future__ import annotations
 
 import atexit
+import errno
 import importlib
 import json
+import os
 import random
 import secrets
 import signal
@@ -141,11 +143,19 @@ class Processes:
             random=scheduler.random.random,
             uniform=scheduler.random.uniform,
             Random=random.Random,
+            getstate=lambda: self._own_random().getstate(),
+            setstate=lambda state: self._own_random().setstate(state),
         )
         self.names: dict[Any, Any] = {atexit.register: self._register, time.monotonic: self.time.monotonic}
 
     def random_bytes(self, count: int = 32) -> bytes:
         return self._scheduler.random.getrandbits(8 * count).to_bytes(count, "little")
+
+    def _own_random(self) -> random.Random:
+        """The generator of the process's script, whose state is saved; what the library draws is the world's."""
+        process = self._scheduler.process
+        generator: random.Random = process.state.setdefault("random", random.Random(process.pid))
+        return generator
 
     def _register(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         process = self._scheduler.process
@@ -161,6 +171,8 @@ class Processes:
         process = self._scheduler.process
         if self._scheduler.running is not process.main:
             raise ValueError("signal only works in main thread of the main interpreter")
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         before = process.handlers.get(number, self._default(number))
         process.handlers[number] = handler
         return before

@@ -232,6 +232,15 @@ class Process:
         if task is self.main and self.alive:
             self._finish(task)
 
+    def _call_at_exit(self, function: Callable[[], Any]) -> None:
+        """As the interpreter does: what it raises is printed, and the other functions are called."""
+        try:
+            function()
+        except Exception:
+            text = traceback.format_exc()
+            self.stderr(text)
+            self.scheduler.main_errors.append((self.scheduler.current, text))
+
     def _finish(self, task: Task) -> None:
         """As the interpreter does: wait for threads that are no daemons, then call what ``atexit`` has."""
         status = 0
@@ -246,7 +255,7 @@ class Process:
                 while other is not self.scheduler.running and not other.daemon and not other.ended:
                     self.scheduler.join(other)
             for function in reversed(self.exit_functions):
-                function()
+                self._call_at_exit(function)
             self.exit(self.state.pop("exit status", status))
 
         # The same thread, as far as the process can tell.
