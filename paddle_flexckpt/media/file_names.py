@@ -83,7 +83,12 @@ def open_inside(directory: str, name: str) -> int:
         if error.errno != errno.ELOOP:
             raise
         descriptor = os.open(_real_path(directory, name, "file"), flags)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        with naming(path):
+            is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        if not is_regular:
+            raise CorruptCheckpointError(f"{path} is not a regular file. Remedy: load another checkpoint")
+    except BaseException:
         os.close(descriptor)
-        raise CorruptCheckpointError(f"{path} is not a regular file. Remedy: load another checkpoint")
+        raise
     return descriptor

@@ -36,7 +36,12 @@ class LocalInputFile(InputFile):
         """Args: descriptor: of the file; it is closed with this. path: for errors."""
         self._descriptor = descriptor
         self._path = path
-        self.size = os.fstat(descriptor).st_size
+        try:
+            with naming(path):
+                self.size = os.fstat(descriptor).st_size
+        except OSError:
+            self.close()
+            raise
 
     def read_into(self, buffer: memoryview, offset: int) -> int:
         """Implement the base class."""
@@ -61,13 +66,16 @@ class LocalInputFile(InputFile):
 
     def memory_map(self) -> mmap.mmap | None:
         """Return a map as the base class does; None for an empty file, which cannot be mapped."""
-        return mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ) if self.size else None
+        with naming(self._path):
+            return mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ) if self.size else None
 
     def close(self) -> None:
         """Close the file; to do so again is fine."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            # Nothing was written through it, and it is closed whatever the answer is.
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
 
 
 class LocalOutputFile(OutputFile):

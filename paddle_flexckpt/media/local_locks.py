@@ -34,7 +34,8 @@ class Flock(Lock):
         """Return whether the file has this path still: another may have taken its place meanwhile. If not, release."""
         is_same = False
         try:
-            is_same = os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+            with naming(path):
+                is_same = os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except FileNotFoundError:
             pass
         finally:  # whatever the file system says, nobody has the lock without this

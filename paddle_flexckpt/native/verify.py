@@ -5,7 +5,6 @@ Each file is read once, block by block, in the order of its bytes.
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -220,9 +219,12 @@ class _FileVerifier:
             return size == expected and self._has_token(opened)
 
     def _has_token(self, file: InputFile) -> bool:
-        with contextlib.suppress(OSError):  # it has been told that the header cannot be read
+        try:
             return self._manifest.save_token.encode() in file.read(0, TOKEN_WINDOW)
-        return False
+        except OSError as error:
+            if not self._notes:  # it could be read a moment ago
+                self._problem("the header cannot be read", None, (0, TOKEN_WINDOW), None, error.strerror)
+            return False
 
     def _check_layout(self, file_bytes: int) -> None:
         """Check that items follow each other, from the header to the end: other bytes have no checksum."""

@@ -27,6 +27,7 @@ TESTS = (
     "test_library_files.py",
     "test_library_background.py",
     "test_library_manager.py",
+    "test_library_native.py",
 )
 
 
