@@ -92,7 +92,7 @@ class Fault:
 
 
 class FileSystem:
-    """Stand between the library and the disk; a context manager. One at a time.
+    """Stand between the library and the operating system; a context manager. One at a time.
 
     Attributes:
         calls: Those that were made, in order.
