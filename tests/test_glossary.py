@@ -1,9 +1,11 @@
-"""The glossary has each term once, and words that it has replaced are not used again."""
+"""The glossary has each term once, words that it has replaced are not used again, and docstrings begin with a verb."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,15 @@ ROOT = Path(__file__).parents[1]
 TERMS = re.findall(r"^\| (?!term \||---)([^|]+) \|", (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8"), re.M)
 # Replaced by transport, save names, save slot, pending save, outcome, finish, not found.
 RETIRED = ("carrier", "ticket", "admission", "flight", "settlement", "settle", "absence", "bury")
+# What a docstring that names a thing, in place of saying what to do, begins with.
+NO_VERBS = set(
+    "A After All Also An Another Any As At Before Both Bytes By Each Either Equal Every Everything For From Global How "
+    "If In It Its Like Most Names No Nobody None Nothing Of On One Only OSError Our Positions Seconds Shards Some Such "
+    "Tasks Texts That The Their There These They This Those Two Until Used Values What When Where Whether Which While "
+    "Who Whose Why With".split()
+)
+# Its docstrings do not all begin with a verb yet.
+NOT_YET = ROOT / "paddle_flexckpt" / "testing" / "simulation" / "network.py"
 FILES = [*(ROOT / "paddle_flexckpt").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
 
 
@@ -31,3 +42,20 @@ def test_words_that_were_replaced_are_gone(word):
         if pattern.search(line)
     ]
     assert found == []
+
+
+def first_words() -> Iterator[tuple[str, str]]:
+    """Yield the place and the first word of each docstring of the package's classes and functions."""
+    for path in sorted(set((ROOT / "paddle_flexckpt").rglob("*.py")) - {NOT_YET}):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                text = ast.get_docstring(node)
+                # A constructor may have its arguments alone.
+                if text and not (node.name == "__init__" and text.startswith("Args:")):
+                    yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", text.split()[0].rstrip(",;:.")
+
+
+def test_docstrings_begin_with_a_verb():
+    words = list(first_words())
+    assert len(words) > 3000
+    assert [each for each in words if each[1] in NO_VERBS or not each[1][:1].isupper()] == []

@@ -19,7 +19,7 @@ NO_AXIS = -1
 
 @dataclass(frozen=True, eq=False)
 class BoxMaps(Columns):
-    """Box maps as columns, sorted by target; the boxes of one target are disjoint.
+    """Hold box maps as columns, sorted by target; the boxes of one target are disjoint.
 
     Attributes:
         targets: Names of the target tensors that the maps define; ``target`` indexes it. A name may have no rows.

@@ -74,7 +74,7 @@ def flat_range_to_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box
 def flat_ranges_to_boxes(
     shape: np.ndarray, start: np.ndarray, stop: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Column form of :func:`flat_range_to_boxes` for many ranges at once.
+    """Do as :func:`flat_range_to_boxes` for many ranges at once, in columns.
 
     Args:
         shape: int64 ``[n, ndim]``, ndim >= 1.

@@ -61,7 +61,7 @@ def _converted(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _rounded_to_odd(array: np.ndarray) -> np.ndarray:
-    """float64 to float32 such that a further rounding to a narrower float gives what one rounding would give."""
+    """Round float64 to float32 so that a further rounding to a narrower float gives what one rounding would give."""
     near = array.astype(np.float32)
     wide = near.astype(np.float64)
     bits = np.atleast_1d(near).view(np.int32)

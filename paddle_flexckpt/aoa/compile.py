@@ -109,7 +109,7 @@ def _carried_out(statements: Sequence[Statement], program: Program) -> Program |
 
 
 class _Provenance(Mapping[str, str]):
-    """Texts by key, written when they are asked for."""
+    """Hold texts by key, written when they are asked for."""
 
     def __init__(self, origins: dict[str, Origin | str]) -> None:
         self._origins = origins

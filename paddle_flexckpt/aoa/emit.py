@@ -32,7 +32,7 @@ class _Lowered:
 
 
 class Emitter:
-    """Collects targets and makes the columns of their box maps."""
+    """Collect targets and make the columns of their box maps."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, TensorInfo] = {}

@@ -99,7 +99,7 @@ def _present(catalog: Catalog) -> list[str]:
 
 
 def unused_sources(mapping: TensorMapping, source_keys: Iterable[str], target_keys: Iterable[str]) -> list[str]:
-    """Source keys that feed no target and that no statement removes."""
+    """Return the source keys that feed no target and that no statement removes."""
     used = {*mapping.maps.sources, *mapping.removed}
     used.update(name for name in target_keys if name not in mapping.tensors and name not in mapping.unfed)
     return [name for name in source_keys if name not in used]

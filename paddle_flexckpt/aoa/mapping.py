@@ -34,7 +34,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Global shape of a value and Paddle's name of its element type."""
+    """Hold the global shape of a value and Paddle's name of its element type."""
 
     shape: tuple[int, ...]
     dtype: str

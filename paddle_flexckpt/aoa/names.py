@@ -34,7 +34,7 @@ OFFSET = "LAYER_ID_OFFSET"
 
 @dataclass(frozen=True)
 class Placeholder:
-    """``$NAME`` or ``${NAME+1}``: ``terms``, operators and numbers, apply to the id from left to right."""
+    """Stand for ``$NAME`` or ``${NAME+1}``: ``terms``, operators and numbers, apply to the id from left to right."""
 
     name: str
     terms: tuple[tuple[str, int], ...] = ()
@@ -143,7 +143,7 @@ def _enter(table: _Table, places: tuple[int, ...], pieces: Sequence[str]) -> Non
 
 
 class KeyIndex:
-    """Finds the keys that a name with placeholders or a star stands for."""
+    """Find the keys that a name with placeholders or a star stands for."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         # By form: the keys, each as the pieces between and of its runs of digits.

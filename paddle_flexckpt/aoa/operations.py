@@ -36,7 +36,7 @@ class Value(NamedTuple):
 
 
 class Operations:
-    """Operations on values; what was done to a structure before is not computed again."""
+    """Do operations on values; what was done to a structure before is not computed again."""
 
     def __init__(self) -> None:
         self._memo: dict[tuple[Any, ...], Any] = {}

@@ -22,7 +22,7 @@ MAX_PROBLEMS = 100
 
 
 class _Assignment(NamedTuple):
-    """Values for the right names of a rule; ``state`` is None for a parameter with all its states."""
+    """Hold values for the right names of a rule; ``state`` is None for a parameter with all its states."""
 
     names: Sequence[str]
     values: Sequence[Value]

@@ -176,7 +176,7 @@ def make_rule(
 
 
 def _offset(template: Template) -> Template:
-    """$LAYER_ID_OFFSET on the right is the id less 1."""
+    """Return a template of the right side, where $LAYER_ID_OFFSET is the id less 1."""
     parts = tuple(
         Placeholder(part.name, (*part.terms, ("-", 1)))
         if isinstance(part, Placeholder) and part.name == OFFSET

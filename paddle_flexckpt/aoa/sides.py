@@ -138,7 +138,7 @@ class NotFed(ValueError):
 
 
 class StateView:
-    """Values of states, made from values of parameters."""
+    """View values of parameters as values of states."""
 
     def __init__(self, source: Side, removed: Collection[str]) -> None:
         """Take the source, and the source keys that statements declare unused, as they become known."""

@@ -113,7 +113,7 @@ class _Pointwise:
 
 @dataclass(frozen=True)
 class Convert(_Pointwise):
-    """Casts to ``dtypes``, Paddle's names, one after the other."""
+    """Cast to ``dtypes``, Paddle's names, one after the other."""
 
     dtypes: tuple[str, ...]
 
@@ -136,7 +136,7 @@ class Convert(_Pointwise):
 
 @dataclass(frozen=True)
 class Scale(_Pointwise):
-    """``factor * A[i]``."""
+    """Compute ``factor * A[i]``."""
 
     what: ClassVar[str] = "scale"
     factor: float
@@ -148,7 +148,7 @@ class Scale(_Pointwise):
 
 @dataclass(frozen=True)
 class WeightedSum(_Pointwise):
-    """``w0 * A[i] + w1 * B[i] + ...``, from left to right; all weights are 1 for a plain sum."""
+    """Compute ``w0 * A[i] + w1 * B[i] + ...``, from left to right; all weights are 1 for a plain sum."""
 
     what: ClassVar[str] = "sum"
     weights: tuple[float, ...]
@@ -165,7 +165,7 @@ class WeightedSum(_Pointwise):
 
 @dataclass(frozen=True)
 class Average(_Pointwise):
-    """``(A[i] + B[i] + ...) / count``, summed from left to right."""
+    """Compute ``(A[i] + B[i] + ...) / count``, summed from left to right."""
 
     what: ClassVar[str] = "average"
     count: int
@@ -184,7 +184,7 @@ class Average(_Pointwise):
 
 @dataclass(frozen=True)
 class Same(_Pointwise):
-    """Operands that have to be equal bit for bit; gives the first. ``names`` are their keys, for the message."""
+    """Give the first of operands that have to be equal bit for bit. ``names`` are their keys, for the message."""
 
     names: tuple[str, ...]
 
@@ -228,7 +228,7 @@ class Same(_Pointwise):
 
 @dataclass(frozen=True)
 class LoraMerge:
-    """``W[i, j] + scale * (A[i, 0] * B[0, j] + A[i, 1] * B[1, j] + ...)``, from left to right.
+    """Compute ``W[i, j] + scale * (A[i, 0] * B[0, j] + A[i, 1] * B[1, j] + ...)``, from left to right.
 
     Attributes:
         scale: Factor of the product.
@@ -315,7 +315,7 @@ class DequantFp8:
 
 @dataclass(frozen=True)
 class DequantMxfp4:
-    """``fp4(nibble) * 2 ** (S - 127)`` as float32, from W uint8 ``[..., G, n]`` and S uint8 ``[..., G]``.
+    """Compute ``fp4(nibble) * 2 ** (S - 127)`` as float32, from W uint8 ``[..., G, n]`` and S uint8 ``[..., G]``.
 
     Attributes:
         group: Bytes per group, n; -1: not known yet, see :func:`bound`.

@@ -38,7 +38,7 @@ class TypedStep(Step, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Fragments(Columns):
-    """Disjoint boxes of a value, each with the box of a leaf that it shows.
+    """Hold disjoint boxes of a value, each with the box of a leaf that it shows.
 
     Attributes:
         offset: int64 ``[p, n]``, first element of the box in the value of rank n.

@@ -63,7 +63,7 @@ def _resolved(old: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Smallest groups of (old axes, new axes) of equal product, in order; extents 1 belong to none."""
+    """Return the smallest groups of (old axes, new axes) of equal product, in order; extents 1 belong to none."""
     old_axes = [axis for axis, extent in enumerate(old) if extent != 1]
     new_axes = [axis for axis, extent in enumerate(new) if extent != 1]
     groups = []

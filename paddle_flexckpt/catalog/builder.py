@@ -18,7 +18,7 @@ from paddle_flexckpt.catalog.table import NOT_FLATTENED, Catalog, order_columns
 
 
 class CatalogBuilder:
-    """Collects the shards of one rank, row by row or many at once, and makes the columns of them."""
+    """Collect the shards of one rank, row by row or many at once, and make the columns of them."""
 
     def __init__(self, rank: int, file: str | None = None) -> None:
         """Collect the shards of a rank that are in a file, if they are in any."""

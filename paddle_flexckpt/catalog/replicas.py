@@ -12,7 +12,7 @@ from paddle_flexckpt.catalog.table import Catalog
 
 @dataclass(frozen=True, eq=False)
 class ReplicaGroups:
-    """Rows of a catalog, grouped by identical shard.
+    """Hold the rows of a catalog, grouped by identical shard.
 
     Attributes:
         order: int64 ``[n]``, the rows sorted by group, then by rank.

@@ -29,7 +29,7 @@ _OURS = re.compile(re.escape(EXTRA_STATE) + r"(?:common|manager|ema|(?:rng|datal
 
 @dataclass(frozen=True, eq=False)
 class Catalog(Columns):
-    """Shards as columns.
+    """Hold shards as columns.
 
     Attributes:
         keys: Distinct tensor names; ``key`` indexes it.

@@ -27,7 +27,7 @@ def share_memory(
     map_rows = {} if mapping is None else mapping.maps.rows_by_target()
 
     def made_of(row: int) -> object:
-        """Equal for targets that get the same values: their source's name, or what a mapping says of them."""
+        """Return what targets that get the same values share: their source's name, or what a mapping says of them."""
         name = names[row]
         if mapping is None or name not in mapping.tensors:
             return name

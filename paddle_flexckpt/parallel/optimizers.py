@@ -180,7 +180,7 @@ class LBFGSMixin:
 
 
 def names_by_tensor(model: Mapping[str, ShardedWeight]) -> dict[str, list[str]]:
-    """Structured names, sorted, by the name of the parameter behind them."""
+    """Return structured names, sorted, by the name of the parameter behind them."""
     names: dict[str, list[str]] = {}
     for key in sorted(model):
         names.setdefault(parameter_name(model[key].local_tensor.name), []).append(key)

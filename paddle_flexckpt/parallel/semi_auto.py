@@ -40,7 +40,7 @@ class ShardOptimizerMixin:
     """Describe the optimizer that ``dist.shard_optimizer`` returns."""
 
     def state_dict(self: Any) -> dict[str, Any]:
-        """Paddle's state dict, and asking for it changes nothing.
+        """Return Paddle's state dict; asking for it changes nothing.
 
         States that do not exist yet are created as the first step would create them. States that ``set_state_dict``
         was given and no step has taken over yet are returned as they were given.
@@ -142,7 +142,7 @@ class DistModelMixin:
 
 
 def _split(raw: str, names: Mapping[str, str], optimizer_name: str | None) -> tuple[str, str]:
-    """Parameter and suffix of a state's raw name: ``linear_0.w_0.dist_moment1_1`` has ``moment1_0``.
+    """Split a state's raw name into parameter and suffix: ``linear_0.w_0.dist_moment1_1`` has ``moment1_0``.
 
     Raises:
         ValueError: It begins with no parameter's name.

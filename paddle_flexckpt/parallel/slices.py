@@ -36,7 +36,7 @@ def parameter_name(name: str) -> str:
 
 
 def identity(weight: ShardedWeight) -> Any:
-    """Equal for two names of the same tensor, or of two looks at the same slice."""
+    """Return what is equal for two names of the same tensor, or for two looks at the same slice."""
     name = getattr(weight.local_tensor, "name", None)
     if isinstance(name, str) and name.startswith(_PREFIX):
         return name

@@ -26,7 +26,7 @@ PAIRS_AT_ONCE = 1 << 19
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Columns):
-    """Strided copies as columns; numbers are in elements of the shards' own (contiguous) storages.
+    """Hold strided copies as columns; numbers are in elements of the shards' own (contiguous) storages.
 
     Attributes:
         source: int64 ``[p]``, row of the source catalog.
@@ -93,7 +93,7 @@ def concat_pieces(parts: list[Pieces], width: int) -> Pieces:
 
 
 class ShardMatcher:
-    """Finds, for target shards, the source pieces that fill each of their elements exactly once.
+    """Find, for target shards, the source pieces that fill each of their elements exactly once.
 
     A source on the target's own rank is preferred to any other; among replicas elsewhere, target ranks are spread
     evenly. Built once per source catalog, asked for any number of targets.
@@ -271,7 +271,7 @@ class ShardMatcher:
 def uncovered_targets(
     pieces: Pieces, target: Catalog, rows: np.ndarray, covered: np.ndarray | None = None
 ) -> list[Problem]:
-    """Target shards that the pieces do not fill, each with an example of what is missing.
+    """Return the target shards that the pieces do not fill, each with an example of what is missing.
 
     Args:
         pieces: What :meth:`ShardMatcher.match` gave.

@@ -15,7 +15,7 @@ from paddle_flexckpt.catalog.validate import row_boxes
 
 @dataclass(frozen=True, eq=False)
 class Requests(Columns):
-    """Boxes of source tensors, and where their elements go; columns.
+    """Hold boxes of source tensors, and where their elements go, as columns.
 
     Attributes:
         row: int64 ``[n]``, row of the target catalog.
@@ -91,7 +91,7 @@ def find_requests(
 
 
 def addresses(catalog: Catalog, rows: np.ndarray, offset: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Position of global index ``offset`` in each shard's own storage, and the storage's strides."""
+    """Return the position of global index ``offset`` in each shard's own storage, and the storage's strides."""
     strides = row_major_strides(catalog.shape.take(rows, axis=0))
     base = sum_axes((offset - catalog.offset.take(rows, axis=0)) * strides)
     # The storage of a flattened shard begins at its range's start.

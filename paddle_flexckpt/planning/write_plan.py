@@ -44,7 +44,7 @@ class WritePlan:
 
     @property
     def imbalance(self) -> float:
-        """Most loaded rank's bytes over the mean; 1.0 is perfect."""
+        """Return the most loaded rank's bytes over the mean; 1.0 is perfect."""
         mean = self.rank_bytes.mean() if len(self.rank_bytes) else 0
         return float(self.rank_bytes.max() / mean) if mean else 1.0
 

@@ -29,7 +29,7 @@ _MAGIC = b"FxF1"
 
 
 class FrameError(ConnectionError):
-    """The peer sent something that is not a frame of this protocol."""
+    """Signal that the peer sent something that is not a frame of this protocol."""
 
 
 def send_frame(sock: socket.socket, header: Header, payload: bytes | memoryview = b"") -> None:

@@ -39,6 +39,7 @@ class WorldError(RuntimeError):
 
 
 def size_of(path: Path) -> int:
+    """Return the size of a file; 0 when there is no such file."""
     return path.stat().st_size if path.exists() else 0
 
 
@@ -52,7 +53,7 @@ def tail_of(path: Path, start: int = 0, limit: int | None = _LOG_TAIL) -> str:
 
 
 def relevant_stacks(stacks: str) -> str:
-    """A dump with the main thread first and without the idle threads of the mesh and of the worker."""
+    """Return a dump with the main thread first, without the idle threads of the mesh and of the worker."""
     threads = stacks.strip().split("\n\n")
     kept = [text for text in threads if not _IDLE.search(text)]
     return "\n".join(sorted(kept, key=lambda text: not text.startswith("Current")))

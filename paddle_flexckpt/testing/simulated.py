@@ -48,7 +48,7 @@ class SimulatedWorld:
         return outcomes
 
     def run_all(self, function: Callable[[Communicator], Any], ranks: tuple[int, ...] | None = None) -> list[Any]:
-        """Like :meth:`run`, but a rank that failed has its exception in place of a result."""
+        """Run like :meth:`run`, but give the exception of a rank that failed in place of a result."""
         ranks = tuple(range(self.size)) if ranks is None else ranks
         shared = _Shared(self.size)
         communicators = [SimulatedCommunicator(shared, ranks, position) for position in range(self.size)]
@@ -77,11 +77,11 @@ class SimulatedWorld:
 
 
 class LeftWaiting(RuntimeError):
-    """A rank waits in a collective for one that has ended, or takes too long."""
+    """Signal that a rank waits in a collective for one that has ended, or takes too long."""
 
 
 class _Shared:
-    """What the ranks share."""
+    """Hold what the ranks share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -116,7 +116,7 @@ class _Shared:
 
 
 class SimulatedCommunicator(Communicator):
-    """One simulated rank's communicator."""
+    """Communicate for one simulated rank."""
 
     def __init__(self, shared: _Shared, ranks: tuple[int, ...], position: int) -> None:
         super().__init__(ranks, position)
@@ -129,7 +129,7 @@ class SimulatedCommunicator(Communicator):
         return self._shared.gather(self._gathers, self.position, payload)
 
     def open_transport(self) -> Transport:
-        """A transport over queues."""
+        """Return a transport over queues."""
         self._exchanges += 1
         return _QueueTransport(self._shared, self._exchanges, self.rank)
 

@@ -30,7 +30,7 @@ from paddle_flexckpt.testing.world import ADDRESS_VARIABLE
 
 
 class Worker:
-    """Takes jobs from the controller, one at a time, and answers each.
+    """Take jobs from the controller, one at a time, and answer each.
 
     The main thread runs the jobs. A second thread reads the connection: it queues jobs, passes an abort on to the mesh
     at once, and ends the process when the connection closes, whatever the main thread is doing.

@@ -42,7 +42,7 @@ _DUMP_TIME = 5.0
 
 
 class World:
-    """N worker processes under ``paddle.distributed.launch``, started at the first job.
+    """Run N worker processes under ``paddle.distributed.launch``, started at the first job.
 
     1. ``run`` starts the workers if there are none: each installs the CPU world and calls ``init_parallel_env``.
     2. It sends the job to all of them. Each resets fleet and unique names, calls the function and answers with its
@@ -345,7 +345,7 @@ class World:
 
 
 class _Worker:
-    """One connected worker process."""
+    """Stand for one connected worker process."""
 
     def __init__(self, rank: int, pid: int, sock: socket.socket) -> None:
         self.rank, self.pid, self.sock = rank, pid, sock

@@ -33,7 +33,7 @@ _TIMEOUT_SECONDS = 30.0
 
 
 class InlineWriter(BackgroundWriter):
-    """A background writer without a process: a save is carried out when it is handed over."""
+    """Stand for a background writer without a process: a save is carried out when it is handed over."""
 
     def __init__(self, comm: JobCommunicator) -> None:
         """Args: comm: the rank that it serves."""
@@ -41,7 +41,7 @@ class InlineWriter(BackgroundWriter):
 
     @contextlib.contextmanager
     def open_slot(self) -> Iterator[_Slot]:
-        """There is room always."""
+        """Give a slot: there is room always."""
         yield _Slot(self._comm)
 
 

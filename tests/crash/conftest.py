@@ -15,18 +15,18 @@ from tests.ramdisk import memory_directory
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """A directory in memory: thousands of directories are made and removed here."""
+    """Make a directory in memory: thousands of directories are made and removed here."""
     with memory_directory() as path:
         yield path
 
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Thousands of saves would be logged."""
+    """Silence the log: thousands of saves would be logged."""
     caplog.set_level(logging.WARNING, "paddle_flexckpt")
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Callable[[Scenario], Bench]:
-    """``bench(scenario)``: the scenario on a disk of its own."""
+    """Return ``bench(scenario)``: the scenario on a disk of its own."""
     return lambda scenario: Bench(scenario, str(tmp_path / "disk"))

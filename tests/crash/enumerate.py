@@ -36,7 +36,7 @@ KINDS = ("stops", "stops after a dead save", "power losses", "faults")
 
 @dataclass(frozen=True)
 class Task:
-    """Points of one scenario.
+    """Describe points of one scenario.
 
     Attributes:
         kind: One of :data:`KINDS`.
@@ -52,7 +52,7 @@ class Task:
 
 
 def tasks(orders: int, only: str = "") -> Iterator[Task]:
-    """All there is to do, the longest tasks first."""
+    """Yield all there is to do, the longest tasks first."""
     chosen = [scenario for scenario in SCENARIOS if only in scenario.name]
     for scenario in sorted(chosen, key=lambda each: (-each.ranks, not each.large)):
         for order in range(orders) if scenario.ranks > 1 else [None]:
@@ -66,7 +66,7 @@ def tasks(orders: int, only: str = "") -> Iterator[Task]:
 
 
 def carry_out(task: Task) -> tuple[Task, Found, float]:
-    """Goes through the points of one task."""
+    """Go through the points of one task."""
     begin = time.perf_counter()
     logging.getLogger("paddle_flexckpt").setLevel(logging.WARNING)
     with memory_directory() as path:
@@ -99,7 +99,7 @@ def _stops_after_dead(bench: Bench, task: Task, root: str) -> Found:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; returns the exit status."""
+    """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--orders", type=int, default=3, help="orders of the ranks in each scenario with several")

@@ -21,7 +21,7 @@ ENOUGH = 20
 
 @dataclass
 class Found:
-    """What was looked at.
+    """Hold what was looked at.
 
     Attributes:
         points: Points or states.
@@ -35,16 +35,16 @@ class Found:
 
     @property
     def enough(self) -> bool:
-        """Whether more would not say more."""
+        """Tell whether more would not say more."""
         return len(self.violations) >= ENOUGH
 
     def add(self, other: Found) -> None:
-        """Adds what was looked at elsewhere."""
+        """Add what was looked at elsewhere."""
         self.points += other.points
         self.violations += other.violations
 
     def look(self, bench: Bench, done: int, turn: int, where: str) -> None:
-        """Looks at the disk as it is."""
+        """Look at the disk as it is."""
         self.points += 1
         try:
             found = str(bench.check(done, turn, where))
@@ -61,7 +61,7 @@ def stops(
     spreads: Sequence[str] = SPREADS,
     count: int | None = None,
 ) -> Found:
-    """The steps, stopped before each call in turn, with each spread.
+    """Stop the steps before each call in turn, with each spread.
 
     Args:
         bench: The scenario.
@@ -92,7 +92,7 @@ def stops(
 
 
 def losses(bench: Bench, seed: int | None = None, limit: int = 32, count: int | None = None) -> Found:
-    """The disks that a loss of power leaves before each call of the steps, and after the last one.
+    """Look at the disks that a loss of power leaves before each call of the steps, and after the last one.
 
     Args:
         bench: The scenario.
@@ -113,7 +113,7 @@ def losses(bench: Bench, seed: int | None = None, limit: int = 32, count: int | 
 
 
 def chosen(items: Sequence[Item], seed: str, share: float, count: int | None) -> list[Item]:
-    """A share of some items, and no more than so many, in their order."""
+    """Return a share of some items, and no more than so many, in their order."""
     number = round(len(items) * share)
     number = number if count is None else min(number, count)
     picked = Random(seed).sample(range(len(items)), min(len(items), max(1, number)))
@@ -121,7 +121,7 @@ def chosen(items: Sequence[Item], seed: str, share: float, count: int | None) ->
 
 
 def power_losses(bench: Bench, seed: int | None, limit: int) -> Iterator[tuple[int, int, Tree]]:
-    """Number of calls before, steps acknowledged before, and the disk; each disk once."""
+    """Yield the number of calls before, the steps acknowledged before, and the disk; each disk once."""
     run = bench.act(seed=seed)
     if any(run.errors):
         raise Violation(f"{bench.scenario.name}: without a fault: {run.errors}")

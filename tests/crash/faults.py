@@ -15,7 +15,7 @@ from tests.crash.scenario import Scenario
 
 @dataclass(frozen=True)
 class Failing:
-    """A way to fail.
+    """Describe a way to fail.
 
     Attributes:
         kind: As of a :class:`Fault`.
@@ -40,7 +40,7 @@ FAULTS = {
 
 
 def can_fail(scenario: Scenario, fault: str) -> bool:
-    """Whether the ranks of a scenario can agree about a fault.
+    """Tell whether the ranks of a scenario can agree about a fault.
 
     Ctrl-C on one of several ranks is a dead rank to the others; and background writers, who meet in the directory only,
     cannot tell each other anything on a disk that stays full whatever they remove.
@@ -51,7 +51,7 @@ def can_fail(scenario: Scenario, fault: str) -> bool:
 
 
 def faults(bench: Bench, fault: str, count: int | None = None) -> Found:
-    """The steps, with a fault at each call in turn.
+    """Run the steps, with a fault at each call in turn.
 
     Args:
         bench: The scenario.
@@ -77,7 +77,7 @@ def faults(bench: Bench, fault: str, count: int | None = None) -> Found:
 
 
 def _judge(bench: Bench, call: Call, run: Run, failing: Failing) -> None:
-    """Looks at what the ranks raised, and at what is left.
+    """Look at what the ranks raised, and at what is left.
 
     Raises:
         Violation: It is not what it must be.
@@ -104,7 +104,7 @@ def _judge(bench: Bench, call: Call, run: Run, failing: Failing) -> None:
 
 
 def _all_wrote(left: set[str], ranks: int) -> bool:
-    """Whether what is left is what ranks leave to the next save: all had written, and the marker is there."""
+    """Tell whether what is left is what ranks leave to the next save: all had written, and the marker is there."""
     endings = [os.path.splitext(path)[1] for path in left]
     parts, data_files = endings.count(".part"), endings.count(".safetensors")
     return (
@@ -133,6 +133,6 @@ def _judge_errors(bench: Bench, run: Run, number: int) -> None:
 
 
 def _is_end_of_lock(run: Run, call: Call) -> bool:
-    """Whether the call gives a lock back, or closes a file that was not written: the kernel does it in any case."""
+    """Tell whether the call only ends a lock, or closes a file not written: the kernel does it in any case."""
     written = any(other.name == "write" and other.path == call.path for other in run.calls)
     return call.name == "unlock" or (call.name == "close" and not written)

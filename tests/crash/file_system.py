@@ -36,7 +36,7 @@ _NOW = 4e9
 
 @dataclass(frozen=True)
 class Call:
-    """One call on a file beneath the root.
+    """Describe one call on a file beneath the root.
 
     Attributes:
         name: The system call: open, write, fsync, ...; unlock for the flock that gives a lock back.
@@ -73,7 +73,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at one call.
+    """Describe what happens at one call.
 
     Attributes:
         at: Number of the call, counted from 0 over all ranks; beyond the last one for no fault.
@@ -92,7 +92,7 @@ class Fault:
 
 
 class FileSystem:
-    """The layer; a context manager. One at a time.
+    """Stand between the library and the operating system; a context manager. One at a time.
 
     Attributes:
         calls: Those that were made, in order.
@@ -102,7 +102,7 @@ class FileSystem:
     """
 
     def __init__(self, root: str, job: Job, fault: Fault | None = None, salt: int = 0) -> None:
-        """Prepares it.
+        """Prepare the layer.
 
         Args:
             root: Where calls are recorded.
@@ -170,18 +170,18 @@ class FileSystem:
         self._taken.clear()
 
     def acknowledge(self, step: int) -> None:
-        """Notes that a step has been reported as done."""
+        """Note that a step has been reported as done."""
         if step == len(self.returns):
             self.returns.append(len(self.calls))
 
     def open_files(self) -> list[str]:
-        """Paths of descriptors that living ranks have not closed."""
+        """Return the paths of descriptors that living ranks have not closed."""
         return sorted(path for path, _ in self._files.values())
 
     # -- what every recorded call goes through
 
     def _step(self, call: Call, action: Callable[[], Any], finish: Callable[[Any], Call] | None = None) -> Any:
-        """Does one call, unless the caller is dead or the fault strikes."""
+        """Do one call, unless the caller is dead or the fault strikes."""
         self._job.turn()
         if self._fault == Fault(self._number, "give up") and self.struck is None:
             self.struck = call
@@ -251,7 +251,7 @@ class FileSystem:
         return OSError(errno, os.strerror(errno), os.path.join(self.root, call.path))
 
     def _take_files(self) -> None:
-        """Takes the descriptors of the dead from them."""
+        """Take the descriptors of the dead from them."""
         nowhere = self._real["open"](os.devnull, os.O_RDWR)
         for descriptor, (path, process) in list(self._files.items()):
             if self._is_dead(process):
@@ -263,7 +263,7 @@ class FileSystem:
         self._real["close"](nowhere)
 
     def _below(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """The path relative to the root; None if it is elsewhere."""
+        """Return the path relative to the root; None if it is elsewhere."""
         text = os.fsdecode(path)
         if dir_fd is not None:
             text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)

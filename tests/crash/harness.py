@@ -25,11 +25,11 @@ AGAIN = 1000
 
 
 class Violation(AssertionError):
-    """A reader found what it must not, or a later save did not go well."""
+    """Signal that a reader found what it must not, or that a later save did not go well."""
 
 
 class Broken(Exception):
-    """Library or test cannot do what they mean to: no violation, as it says nothing about crashes."""
+    """Signal that library or test cannot do what they mean to: no violation, as it says nothing about crashes."""
 
 
 # What a mistake in a program raises; the library passes it on to other ranks as text.
@@ -37,7 +37,7 @@ _MISTAKES = re.compile(r"\b(AssertionError|AttributeError|ImportError|NameError|
 
 
 def check_meant(error: BaseException | None) -> None:
-    """Makes sure that an error is one that saves and loads are meant to raise.
+    """Make sure that an error is one that saves and loads are meant to raise.
 
     Raises:
         Broken: It is not.
@@ -48,7 +48,7 @@ def check_meant(error: BaseException | None) -> None:
 
 
 def read_tree(root: str) -> Tree:
-    """All that is beneath a directory."""
+    """Return all that is beneath a directory."""
     tree: Tree = {}
     for folder, folders, files in os.walk(root):
         below = os.path.relpath(folder, root)
@@ -61,7 +61,7 @@ def read_tree(root: str) -> Tree:
 
 
 def write_tree(root: str, tree: Tree) -> None:
-    """Makes a directory hold just that."""
+    """Make a directory hold just that."""
     shutil.rmtree(root, ignore_errors=True)
     os.makedirs(root)
     for path, content in sorted(tree.items()):
@@ -74,7 +74,7 @@ def write_tree(root: str, tree: Tree) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """What became of a scenario's steps.
+    """Hold what became of a scenario's steps.
 
     Attributes:
         outcomes: What each rank returned or raised.
@@ -96,12 +96,12 @@ class Run:
 
     @property
     def errors(self) -> list[BaseException | None]:
-        """What each rank raised."""
+        """Return what each rank raised."""
         return [outcome if isinstance(outcome, BaseException) else None for outcome in self.outcomes]
 
 
 class Reader:
-    """Looks at a scenario's disk, and saves again.
+    """Look at a scenario's disk, and save again.
 
     Attributes:
         scenario: What is done.
@@ -120,7 +120,7 @@ class Reader:
         self.orphans = set() if has_marker else self.unused()
 
     def observe(self) -> dict[str, int]:
-        """Every checkpoint that a reader finds.
+        """Return every checkpoint that a reader finds.
 
         Raises:
             Violation: One is not whole.
@@ -149,7 +149,7 @@ class Reader:
             raise Violation(f"{folder} id {unique_id} is not whole: {error!r}: {sorted(read_tree(folder))}") from error
 
     def paddle_reads(self) -> dict[str, int]:
-        """What Paddle's own loader reads, by directory, where it does not fail.
+        """Return what Paddle's own loader reads, by directory, where it does not fail.
 
         Raises:
             Violation: It reads what nobody has saved.
@@ -165,7 +165,7 @@ class Reader:
         return found
 
     def check(self, done: int, turn: int, where: str) -> dict[str, int]:
-        """Looks at the disk as it is, then saves again.
+        """Look at the disk as it is, then save again.
 
         Args:
             done: Steps that have been acknowledged.
@@ -218,13 +218,13 @@ class Reader:
         self._check_tidy(before)
 
     def _check_tidy(self, before: list[str]) -> None:
-        """What no manifest names has gone with the next save."""
+        """Check that what no manifest names has gone with the next save."""
         left = self.unused() - self.orphans
         if left:
             raise Violation(f"the next save left {sorted(left)} there, of {before}")
 
     def unused(self) -> set[str]:
-        """Paths of files that no manifest names, besides the manifests, and of empty directories."""
+        """Return the paths of files that no manifest names, besides the manifests, and of empty directories."""
         found = set()
         for folder, folders, names in os.walk(self.root):
             directory = CheckpointDirectory(folder)
@@ -240,7 +240,7 @@ class Reader:
 
 
 class Bench(Reader):
-    """One scenario on one disk, taken to many points.
+    """Hold one scenario on one disk, taken to many points.
 
     Attributes:
         before: What is on the disk before.
@@ -253,7 +253,7 @@ class Bench(Reader):
         self.before = read_tree(self.root)
 
     def act(self, fault: Fault | None = None, seed: int | None = None, salt: int = 0) -> Run:
-        """The scenario's steps, from its disk before."""
+        """Do the scenario's steps, from its disk before."""
         write_tree(self.root, self.before)
         job = Job(self.scenario.ranks, seed)
         with FileSystem(self.root, job, fault, salt) as files, _warnings() as warnings:
@@ -263,7 +263,7 @@ class Bench(Reader):
         return Run(outcomes, files.calls, files.returns, files.struck, files.failed, files.open_files(), warnings)
 
     def record(self, seed: int | None = None) -> Run:
-        """The steps without a fault.
+        """Do the steps without a fault.
 
         Raises:
             Violation: They do not do what the scenario says.
@@ -277,7 +277,7 @@ class Bench(Reader):
 
 @contextlib.contextmanager
 def _warnings() -> Iterator[list[str]]:
-    """Texts of the library's warnings, which are not shown."""
+    """Yield the texts of the library's warnings, which are not shown."""
     texts: list[str] = []
     logger = logging.getLogger("paddle_flexckpt")
     handler = logging.Handler(logging.WARNING)
@@ -292,7 +292,7 @@ def _warnings() -> Iterator[list[str]]:
 
 
 def after_dead(base: Scenario, at: int, root: str) -> Scenario:
-    """A scenario of one step, after an earlier attempt at it died before call ``at``.
+    """Return a scenario of one step, after an earlier attempt at it died before call ``at``.
 
     Raises:
         Violation: The second attempt does not go well.

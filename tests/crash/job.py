@@ -20,15 +20,15 @@ PATIENCE_SECONDS = 300.0
 
 
 class Stopped(BaseException):
-    """The process is dead. Not an Exception, so that nobody mistakes it for an error to be handled."""
+    """Signal that the process is dead. Not an Exception, so that nobody mistakes it for an error to be handled."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """The user's Ctrl-C, injected."""
+    """Signal the user's Ctrl-C, injected."""
 
 
 class Job:
-    """Some ranks and the order in which they run.
+    """Hold some ranks and the order in which they run.
 
     Attributes:
         size: Number of ranks.
@@ -59,7 +59,7 @@ class Job:
         self._threads: dict[int, int] = {}
 
     def run(self, function: Callable[[Communicator], Any]) -> list[Any]:
-        """Calls a function with each rank's communicator; returns results, or what was raised, by rank."""
+        """Call a function with each rank's communicator; return results, or what was raised, by rank."""
         outcomes: list[Any] = [None] * self.size
 
         def work(rank: int) -> None:
@@ -83,7 +83,7 @@ class Job:
         return outcomes
 
     def turn(self) -> None:
-        """A place where another rank may go on instead of the one that runs."""
+        """Offer a place where another rank may go on instead of the one that runs."""
         rank = self._threads.get(threading.get_ident())
         # A thread that the library started goes with its rank.
         if self._random is None or rank is None or len(self._ready) == 1:
@@ -93,7 +93,7 @@ class Job:
             self._wait(rank)
 
     def fail_others(self) -> None:
-        """The ranks that are in a collective see it fail, whether all have come to it or not, and go on to their ends.
+        """Let the ranks in a collective see it fail, whether all have come to it or not, and go on to their ends.
 
         Those that see collectives fail, by a limit of time for one, see all later ones fail. The rank that runs goes on
         after them, and does not know.
@@ -108,7 +108,7 @@ class Job:
             self._last = None
 
     def rest(self, seconds: float) -> None:
-        """A sleep: others go on meanwhile."""
+        """Sleep: others go on meanwhile."""
         rank = self._threads.get(threading.get_ident())
         with self._changed:
             self.slept += seconds
@@ -121,13 +121,13 @@ class Job:
                 raise Stopped("killed while it waited for a rank that is dead")
 
     def new_writer(self) -> int:
-        """The number of a new background writer, from 1."""
+        """Return the number of a new background writer, from 1."""
         self._writers += 1
         return self._writers
 
     @contextlib.contextmanager
     def writing(self, rank: int, writer: int) -> Iterator[None]:
-        """A time in which a rank runs the code of a background writer."""
+        """Mark a time in which a rank runs the code of a background writer."""
         self.writers[rank] = writer
         try:
             yield
@@ -135,7 +135,7 @@ class Job:
             del self.writers[rank]
 
     def gather(self, number: int, rank: int, payload: bytes) -> list[bytes]:
-        """One collective: every rank's payload."""
+        """Do one collective: return every rank's payload."""
         with self._changed:
             answers = self._rounds.setdefault(number, {})
             if rank not in self._failed:
@@ -178,7 +178,7 @@ class Job:
 
 
 class JobCommunicator(Communicator):
-    """One rank's communicator.
+    """Communicate for one rank.
 
     Attributes:
         job: The job that the rank is of.

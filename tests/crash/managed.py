@@ -34,7 +34,7 @@ def _name(step: int) -> str:
 
 
 def _steps(*steps: int) -> State:
-    """Checkpoints of steps, each of the version of its number."""
+    """Return checkpoints of steps, each of the version of its number."""
     return {_name(step): step for step in steps}
 
 

@@ -32,7 +32,7 @@ def save(root: str, comm: Communicator, version: int, unique_id: int | None = No
 
 
 def read_all(root: str) -> dict[str, int]:
-    """The version of every checkpoint that a node has published, read by both nodes' ranks.
+    """Return the version of every checkpoint that a node has published, read by both nodes' ranks.
 
     Raises:
         Exception: One is not whole.

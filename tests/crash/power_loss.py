@@ -36,29 +36,29 @@ Tree = dict[str, "bytes | None"]
 
 @dataclass(eq=False)
 class File:
-    """A file: its bytes that are durable, those that it has, and whether it was changed since it was made durable."""
+    """Hold a file: its durable bytes, those that it has, and whether it was changed since it was made durable."""
 
     durable: bytes = b""
     written: bytes = b""
     changed: bool = False
 
     def write(self, offset: int, data: bytes) -> None:
-        """Bytes at a place; a gap before them is zeros."""
+        """Put bytes at a place; a gap before them is zeros."""
         content = self.written.ljust(offset, b"\0")
         self.written = content[:offset] + data + content[offset + len(data) :]
         self.changed = True
 
     def truncate(self, length: int) -> None:
-        """Another length."""
+        """Set another length."""
         self.written = self.written[:length].ljust(length, b"\0")
         self.changed = True
 
     def sync(self) -> None:
-        """All that is written is durable."""
+        """Make durable all that is written."""
         self.durable, self.changed = self.written, False
 
     def variants(self, random: Random) -> list[bytes]:
-        """Contents after a loss of power; the durable one first, the written one second."""
+        """Return the contents after a loss of power; the durable one first, the written one second."""
         if not self.changed or self.durable == self.written:
             return [self.durable]
         old, new = self.durable, self.written
@@ -76,13 +76,13 @@ class File:
 
 @dataclass(eq=False)
 class Folder:
-    """A directory's durable names, and the changes since: each gives names something, or None, all at once."""
+    """Hold a directory's durable names, and the changes since: each gives names something, or None, all at once."""
 
     durable: dict[str, File | Folder] = field(default_factory=dict)
     changes: list[dict[str, File | Folder | None]] = field(default_factory=list)
 
     def names(self, chosen: Sequence[bool] | None = None) -> dict[str, File | Folder]:
-        """The names if the chosen changes take place; all of them by default."""
+        """Return the names if the chosen changes take place; all of them by default."""
         names = dict(self.durable)
         for i, change in enumerate(self.changes):
             if chosen is None or chosen[i]:
@@ -94,12 +94,12 @@ class Folder:
         return names
 
     def sync(self) -> None:
-        """All names are durable."""
+        """Make all names durable."""
         self.durable, self.changes = self.names(), []
 
 
 class Disk:
-    """A disk to which recorded calls are made again."""
+    """Imitate a disk to which recorded calls are made again."""
 
     def __init__(self, tree: Tree) -> None:
         """Args: tree: what is durable at first."""
@@ -125,7 +125,7 @@ class Disk:
         return folder.names()[name]
 
     def apply(self, call: Call) -> None:
-        """One more call."""
+        """Make one more call."""
         if call.refused or call.name in ("close", "flock", "unlock"):
             return
         if call.name == "open":
@@ -161,7 +161,7 @@ class Disk:
             raise NotImplementedError(f"{call} is not modelled")
 
     def tree(self) -> Tree:
-        """All that is there if nothing is lost."""
+        """Return all that is there if nothing is lost."""
         return self._walk(self.root, lambda folder: folder.names(), lambda file: file.written)
 
     def _walk(self, folder, names_of, content_of, above: str = "") -> Tree:
@@ -176,7 +176,7 @@ class Disk:
         return tree
 
     def _pending(self) -> tuple[list[Folder], list[File]]:
-        """Directories and files of which something may be lost, under any name they have or had."""
+        """Return directories and files of which something may be lost, under any name they have or had."""
         folders, files, seen = [], [], set()
 
         def visit(folder: Folder) -> None:
@@ -196,7 +196,7 @@ class Disk:
         return folders, files
 
     def states(self, random: Random, limit: int) -> Iterator[Tree]:
-        """Disks that a loss of power now may leave; all of them if they are no more than ``limit``.
+        """Yield disks that a loss of power now may leave; all of them if they are no more than ``limit``.
 
         Otherwise the four corners (of the names none or all, of the bytes none or all) and a random sample.
         """

@@ -49,11 +49,11 @@ TENSORS = {"a": (64, 96), "b": (8, 40), "c": (48,), "d": (32, 8, 4), "e": (128, 
 
 
 class Violation(AssertionError):
-    """A reader finds what is no model, or a rank does not end, or the next call fails otherwise than documented."""
+    """Signal that a reader finds no model, or a rank does not end, or the next call fails otherwise than documented."""
 
 
 class Sockets(Communicator):
-    """Ranks that have a socket for each other, which ends with its process."""
+    """Connect ranks that have a socket for each other, which ends with its process."""
 
     def __init__(self, position: int, links: dict[int, socket.socket]) -> None:
         super().__init__(tuple(range(len(links) + 1)), position)
@@ -118,13 +118,13 @@ class Job:
 
     @property
     def values(self) -> dict[str, np.ndarray]:
-        """The model."""
+        """Return the model."""
         random_bytes = np.random.default_rng(self.ranks)
         names = ["a"] if self.single else list(TENSORS)
         return {name: random_bytes.standard_normal(TENSORS[name]).astype(np.float32) for name in names}
 
     def state(self, rank: int) -> dict[str, ShardedWeight]:
-        """A rank's rows of each tensor."""
+        """Return a rank's rows of each tensor."""
         found = {}
         for name, value in self.values.items():
             low, high = (value.shape[0] * each // self.ranks for each in (rank, rank + 1))

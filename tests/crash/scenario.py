@@ -33,7 +33,7 @@ BLOCKS = (2 << 20) // 4 + 10
 
 @functools.lru_cache(maxsize=64)
 def values(version: int, large: bool = False) -> dict[str, np.ndarray]:
-    """The whole tensors of one version; not to be changed."""
+    """Return the whole tensors of one version; not to be changed."""
     generator = np.random.default_rng(version)
     tensors = {
         "version": np.full(3, version, dtype=np.int32),
@@ -49,7 +49,7 @@ def values(version: int, large: bool = False) -> dict[str, np.ndarray]:
 
 
 def shards(version: int, comm: Communicator, large: bool = False) -> dict[str, ShardedWeight]:
-    """What one rank has of them."""
+    """Return what one rank has of them."""
     found = {}
     for key, whole in values(version, large).items():
         start, stop = (len(whole) * (comm.position + more) // comm.size for more in (0, 1))
@@ -66,7 +66,7 @@ def shards(version: int, comm: Communicator, large: bool = False) -> dict[str, S
 
 
 def read_version(directory: str, unique_id: int | None = None, large: bool = False) -> int:
-    """The version of a checkpoint, after every bit of it has been compared.
+    """Return the version of a checkpoint, after every bit of it has been compared.
 
     Raises:
         AssertionError: It is a mixture, or damaged.
@@ -81,7 +81,9 @@ def read_version(directory: str, unique_id: int | None = None, large: bool = Fal
 
 
 def paddle_reads(directory: str, large: bool = False) -> int | None:
-    """The version that Paddle's own loader reads with ``safetensors=True``; None if it fails. No Paddle is needed.
+    """Return the version that Paddle's own loader reads with ``safetensors=True``; None if it fails.
+
+    No Paddle is needed.
 
     Raises:
         AssertionError: It reads a mixture, or takes shards for whole tensors.
@@ -115,7 +117,7 @@ def paddle_reads(directory: str, large: bool = False) -> int | None:
 
 
 def save(root: str, comm: Communicator, version: int, unique_id: int | None = None, large: bool = False) -> str:
-    """One rank's part in a save; returns the checkpoint's name in states."""
+    """Do one rank's part in a save; return the checkpoint's name in states."""
     report = save_state_dict(
         shards(version, comm, large), os.path.join(root, DIRECTORY), comm, unique_id=unique_id, step=version
     )
@@ -127,7 +129,7 @@ Step = Callable[[str, Communicator], Any]
 
 @dataclass(frozen=True)
 class Scenario:
-    """One history.
+    """Describe one history.
 
     Attributes:
         name: For reports.
@@ -157,23 +159,23 @@ class Scenario:
 
     @property
     def repeatable(self) -> bool:
-        """Whether it is one save, which may be asked for again after it has died."""
+        """Tell whether it is one save, which may be asked for again after it has died."""
         return len(self.steps) == 1 and not self.large and self.kind == "save"
 
     def allowed(self, done: int) -> list[State]:
-        """What a reader may find when so many steps have been acknowledged, and the next may have begun."""
+        """Return what a reader may find when so many steps have been acknowledged, and the next may have begun."""
         more = self.between[done] if done < len(self.between) else ()
         return [*self.states[done : done + 2], *more]
 
     def act(self, acknowledge: Callable[[int], None], root: str, comm: Communicator) -> None:
-        """One rank's part."""
+        """Do one rank's part."""
         for number, step in enumerate(self.steps):
             step(root, comm)
             acknowledge(number)
 
 
 def saved(ranks: int, *versions: int, large: bool = False) -> Callable[[str], None]:
-    """A disk with a checkpoint of each version, with ids from 0."""
+    """Return what makes a disk with a checkpoint of each version, with ids from 0."""
 
     def prepare(root: str) -> None:
         for version in versions:
@@ -183,7 +185,7 @@ def saved(ranks: int, *versions: int, large: bool = False) -> Callable[[str], No
 
 
 def run(ranks: int, function: Callable[[Communicator], Any]) -> list[Any]:
-    """Each rank's result.
+    """Run a function on every rank; return each rank's result.
 
     Raises:
         BaseException: The first rank's that has one.

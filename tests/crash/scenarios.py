@@ -12,7 +12,7 @@ SCENARIOS: tuple[Scenario, ...] = (*SAVES, *REPAIRS, *ASYNCHRONOUS, *MANAGED, *N
 
 
 def find(name: str) -> Scenario:
-    """The scenario of a name.
+    """Return the scenario of a name.
 
     Raises:
         StopIteration: There is none.

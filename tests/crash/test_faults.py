@@ -88,7 +88,7 @@ def test_a_mistake_is_found_out(bench, monkeypatch, fault, mistake, said):
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A real file system of 2 MiB."""
+    """Mount a real file system of 2 MiB."""
     path = tmp_path / "small"
     path.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(path)]

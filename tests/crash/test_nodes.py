@@ -12,7 +12,7 @@ from tests.crash.scenarios import find
 
 
 def _publish_at_once(monkeypatch):
-    """A node publishes before the others have prepared."""
+    """Let a node publish before the others have prepared."""
     prepare, publish = NodeDirectory.prepare_save, NodeDirectory.publish_save
 
     def early(self, ticket, rank, manifest, node):
@@ -23,7 +23,7 @@ def _publish_at_once(monkeypatch):
 
 
 def _forget_prepared(monkeypatch):
-    """What is prepared counts as dead."""
+    """Count what is prepared as dead."""
     for module in (dead_saves, node_directory):
         monkeypatch.setattr(module, "find_prepared", lambda directory, save, names=None: [])
 

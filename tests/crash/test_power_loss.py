@@ -59,7 +59,7 @@ def _no_directory_above(monkeypatch):
 
 
 def _directory_once(monkeypatch):
-    """Data files' names are made durable together with the manifest's."""
+    """Make data files' names durable together with the manifest's."""
     publish = save_directory.publish
 
     def once(backend, name, data, check):
@@ -108,7 +108,7 @@ def test_a_save_without_its_precautions_is_found_out(bench, monkeypatch, fault, 
 
 
 class Recorded:
-    """A few calls on files, and the disks after a loss of power."""
+    """Hold a few calls on files, and the disks after a loss of power."""
 
     def __init__(self, root: str, tree: dict, work) -> None:
         write_tree(root, tree)

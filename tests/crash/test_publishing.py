@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def outcomes(seed: int, count: int) -> dict[str, int]:
-    """A process of its own, as it forks: this one may have threads."""
+    """Count the outcomes in a process of its own, as it forks: this one may have threads."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.crash.publishing", "--seed", str(seed)]
     ended = subprocess.run(
         [*command, "--count", str(count)], cwd=ROOT, capture_output=True, text=True, timeout=60 + 20 * count

@@ -110,7 +110,7 @@ def _no_marker(monkeypatch):
 
 
 def _marker_last(monkeypatch):
-    """The marker of a save goes before its files do."""
+    """Let the marker of a save go before its files do."""
 
     def remove(self, doomed, marker, beside=None):
         for name in [marker, *doomed]:
@@ -120,7 +120,7 @@ def _marker_last(monkeypatch):
 
 
 def _lock_by_file(monkeypatch):
-    """A lock that outlives its holder."""
+    """Let a lock outlive its holder."""
 
     def take(path):
         os.close(os.open(os.path.join(path, "lock"), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
@@ -132,7 +132,7 @@ def _lock_by_file(monkeypatch):
 
 
 def _careless(monkeypatch):
-    """A rank whose collective fails removes what it wrote, wherever the coordinator is."""
+    """Let a rank whose collective fails remove what it wrote, wherever the coordinator is."""
     save = scenarios.save_state_dict
     tickets = {}
     write_share = SaveDirectory.write_share

@@ -17,7 +17,7 @@ TRACED = ["fresh, 2 ranks", "overwrite, 2 ranks", "repair of 2 files"]
 
 
 def recorded(calls: list[Call]) -> list[str]:
-    """The calls that change a disk, or what is durable on it, in the form of :func:`changes`."""
+    """Return the calls that change a disk, or what is durable on it, in the form of :func:`changes`."""
     lines = []
     for call in calls:
         if call.name == "close" or (call.name == "open" and not call.writes):
@@ -61,7 +61,7 @@ def test_the_trace_shows_what_goes_past_the_layer(tmp_path):
 
 
 def outline(tree: Tree) -> dict[str, object]:
-    """Names, and contents; of manifests and parts the size, as safetensors orders their metadata at random."""
+    """Return names, and contents; of manifests and parts the size, as safetensors orders their metadata at random."""
     return {
         path: content if content is None or path.endswith((".safetensors", ".saving")) else len(content)
         for path, content in tree.items()

@@ -35,7 +35,7 @@ TOKEN = re.compile("[0-9a-f]{32}")
 
 
 def victim(root: str, scenario: str, *more: str, tracer: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-    """Runs :mod:`tests.crash.victim` to its end."""
+    """Run :mod:`tests.crash.victim` to its end."""
     return subprocess.run(
         [*tracer, sys.executable, "-m", "tests.crash.victim", root, scenario, *more],
         cwd=Path(__file__).parents[2],
@@ -47,7 +47,7 @@ def victim(root: str, scenario: str, *more: str, tracer: Sequence[str] = ()) -> 
 
 
 def strace(*options: str) -> list[str]:
-    """The beginning of a command that is to be traced; skips the test where that is not possible."""
+    """Return the beginning of a command that is to be traced; skip the test where that is not possible."""
     path = shutil.which("strace")
     if path is None:
         pytest.skip("strace is not installed")
@@ -58,7 +58,7 @@ def strace(*options: str) -> list[str]:
 
 
 def changes(trace: str, root: str) -> list[str]:
-    """The calls of a trace that are not known to change nothing, on paths beneath a root.
+    """Return the calls of a trace that are not known to change nothing, on paths beneath a root.
 
     Args:
         trace: Output of strace with ``-f -y -s 0`` and the classes ``file`` and ``desc``.

@@ -15,7 +15,7 @@ sys.modules["paddle"] = None  # type: ignore[assignment]
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("root")
     parser.add_argument("scenario")

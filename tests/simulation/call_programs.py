@@ -12,7 +12,7 @@ from typing import Any
 
 
 class Player:
-    """Plays a program of calls, and notes what came of each."""
+    """Play a program of calls, and note what came of each."""
 
     def __init__(self, os: Any, fcntl: Any, open: Any, root: str) -> None:
         self.os, self.fcntl, self.open, self.root = os, fcntl, open, root

@@ -47,7 +47,7 @@ _MOST_FAILED = 5
 
 @dataclass
 class Totals:
-    """What many runs have shown."""
+    """Hold what many runs have shown."""
 
     runs: int = 0
     seconds: float = 0.0
@@ -81,7 +81,7 @@ class Totals:
         print(f"VIOLATION, seed {seed}: {text[:_KEPT_CHARACTERS]}", file=sys.stderr, flush=True)
 
     def merge(self, other: Totals) -> None:
-        """Count another's runs."""
+        """Add another's counts."""
         for name in ("runs", "seconds", "processor", "commits", "restores", "readings"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.kinds.update(other.kinds)
@@ -97,11 +97,11 @@ class Totals:
             del self.fingerprints[max(self.fingerprints)]
 
     def fingerprint(self) -> str:
-        """What the first seeds' stories have in common with those of another process only if all are the same."""
+        """Return what the first seeds' stories have in common with another process's only if all are the same."""
         return hashlib.sha256(repr(sorted(self.fingerprints.items())).encode()).hexdigest()[:32]
 
     def summary(self) -> str:
-        """What is printed in the end."""
+        """Return what is printed in the end."""
         many = sum(count for kinds, count in self.kinds.items() if kinds >= 5)
         coordinator = {(state[0], state[1]) for state in self.states}
         each, struck = 1000 * self.processor / max(self.runs, 1), sum(self.struck.values())
@@ -122,7 +122,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class Task:
-    """What all workers of a campaign are told: to begin no run after ``until``, and how long one may take."""
+    """Hold what all workers of a campaign are told: to begin no run after ``until``, and how long one may take."""
 
     end: int
     stride: int
@@ -132,7 +132,7 @@ class Task:
 
 
 class Campaign:
-    """Workers, each with its share of the seeds, and what they have found."""
+    """Hold workers, each with its share of the seeds, and what they have found."""
 
     def __init__(self, task: Task) -> None:
         self.totals = Totals()
@@ -196,7 +196,7 @@ class Campaign:
 
 
 class Worker:
-    """A process that simulates seeds.
+    """Stand for a process that simulates seeds.
 
     Attributes:
         first: Its first seed.
@@ -256,7 +256,7 @@ def simulate_one(seed: int, totals: Totals, run_seconds: float = RUN_SECONDS, me
 
 
 def _run(seed: int, run_seconds: float) -> Outcome | str:
-    """Simulate a seed; what is wrong, if it does not end in so many seconds or raises something."""
+    """Simulate a seed; return what is wrong, if it does not end in so many seconds or raises something."""
     cluster = Cluster(draw(seed))
     verdicts: list[str] = []
 
@@ -281,7 +281,7 @@ def _run(seed: int, run_seconds: float) -> Outcome | str:
 
 
 def stacks(scheduler: Scheduler, frame: FrameType) -> str:
-    """In which frames all tasks are, while one of them, or none, runs in ``frame``."""
+    """Return in which frames all tasks are, while one of them, or none, runs in ``frame``."""
     found = {"" if scheduler.running is None else repr(scheduler.running): frame}
     tasks = [task for process in scheduler.processes for task in process.tasks if not task.ended]
     found.update({repr(task): task.greenlet.gr_frame for task in tasks if task.greenlet.gr_frame is not None})

@@ -72,13 +72,13 @@ def run_part(part: int, options: argparse.Namespace, directory: Path) -> str:
 
 
 def share(numbers: Any) -> float:
-    """Per cent of lines and branches together."""
+    """Return the per cent of lines and branches together."""
     there = numbers.n_statements + numbers.n_branches
     return 100.0 * (numbers.n_executed + numbers.n_executed_branches) / there if there else 100.0
 
 
 def report(measured: Any, shows_missed: bool) -> list[str]:
-    """A table of the rooms, and what was missed in each of their modules."""
+    """Return a table of the rooms, and what was missed in each of their modules."""
     lines = [f"{'':28} lines   run  branches   run  per cent"]
     missed: list[str] = []
     total = None

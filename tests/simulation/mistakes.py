@@ -23,7 +23,7 @@ Wrong = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Mistake:
-    """A mistake.
+    """Describe a mistake.
 
     Attributes:
         name: Short, for the command line.
@@ -39,7 +39,7 @@ class Mistake:
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
-        """The library with this mistake, for as long as the context lasts."""
+        """Let the library have this mistake, for as long as the context lasts."""
         # A module that is imported later would keep what is wrong.
         library_modules()
         undo = Undo()
@@ -272,5 +272,5 @@ MISTAKES = {
 
 
 def make(name: str) -> contextlib.AbstractContextManager[None]:
-    """The library with a mistake, by its name, for as long as the context lasts."""
+    """Let the library have a mistake, by its name, for as long as the context lasts."""
     return MISTAKES[name].made()

@@ -26,7 +26,7 @@ FOUND = Path(__file__).parent / "found"
 
 
 def fails_alike(violated: str) -> object:
-    """A function that tells whether a case violates the same invariant."""
+    """Return a function that tells whether a case violates the same invariant."""
 
     def fails(case: Case) -> bool:
         return violated in {violation.invariant for violation in simulate(case).violations[:1]}

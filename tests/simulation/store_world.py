@@ -39,14 +39,14 @@ CONDUCTS: list[dict[str, Any]] = [
 
 
 def state(version: int) -> dict[str, ShardedWeight]:
-    """Two tensors whose every value tells the version."""
+    """Return two tensors whose every value tells the version."""
     values = np.arange(ELEMENTS, dtype=np.float32) + version * ELEMENTS
     shape = (ELEMENTS,)
     return {key: ShardedWeight(key, values.copy(), shape, shape, (0,)) for key in ("a", "b")}
 
 
 class StoreWorld:
-    """One store, and what is known of those who save to it.
+    """Hold one store, and what is known of those who save to it.
 
     Attributes:
         effects: Every change of the store as it took effect: when, what, and the version that its process was saving.
@@ -112,7 +112,7 @@ class StoreWorld:
             self.save(url, version, unique_id, **options)
 
     def load(self, url: str, unique_id: int | None = None) -> int:
-        """The version that a checkpoint has, whole; in a simulated process."""
+        """Return the version that a checkpoint has, whole; in a simulated process."""
         found = state(-1)
         load_state_dict(found, open_storage(url, requests_at_once=4), SoloCommunicator(), unique_id=unique_id)
         version = int(found["a"].local_tensor[0]) // ELEMENTS
@@ -121,16 +121,16 @@ class StoreWorld:
         return version
 
     def names(self, directory: str) -> list[str]:
-        """What is really there."""
+        """Return what is really there."""
         return sorted(key[len(directory) + 1 :] for key in self.store.objects if key.startswith(f"{directory}/"))
 
     def requests(self, fate: str) -> int:
-        """How many requests had a fate."""
+        """Return how many requests had a fate."""
         return sum(count for (_, what), count in self.store.counts.items() if what == fate)
 
 
 def compete(world: StoreWorld, url: str, pause: float = 20.0, **options: Any) -> None:
-    """Three save one id again and again; of each, its process is killed or stopped at some time."""
+    """Let three save one id again and again; of each, its process is killed or stopped at some time."""
     dice, count = world.scheduler.random, iter(range(1, 1000))
 
     def main() -> None:
@@ -157,7 +157,7 @@ def compete(world: StoreWorld, url: str, pause: float = 20.0, **options: Any) ->
 
 @contextlib.contextmanager
 def store_world(seed: int = 0, **conduct: Any) -> Iterator[StoreWorld]:
-    """A world for as long as the context lasts."""
+    """Make a world for as long as the context lasts."""
     world = StoreWorld(seed, Conduct(**conduct))
     threads, processes = Threads(world.scheduler), Processes(world.scheduler)
     modules = {"threading": threads.threading, "queue": threads.queue, "time": processes.time}

@@ -19,7 +19,7 @@ DURABLE = {"old": b"0123", "d": None, "d/kept": b"ab"}
 
 
 class Twin:
-    """A simulated file system, and the model's disk, to which the same calls are made."""
+    """Make the same calls to a simulated file system and to the model's disk."""
 
     def __init__(self, has_disk: bool = True) -> None:
         self.files = FileSystem()
@@ -44,7 +44,7 @@ class Twin:
             self.disk.apply(Call(name, path, **more))
 
     def _told(self, path: str, name: str, **more) -> None:
-        """A call on an open file."""
+        """Make a call on an open file."""
         self._opened += 1
         self._apply("open", path, descriptor=self._opened)
         self._apply(name, path, descriptor=self._opened, **more)

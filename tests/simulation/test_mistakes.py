@@ -18,7 +18,7 @@ SEEDS = 400
 
 
 def parts(where: str) -> Any:
-    """What is there now."""
+    """Return what is there now."""
     module, _, path = where.partition(":")
     owner: Any = importlib.import_module(f"paddle_flexckpt.{module}")
     *classes, name = path.split(".")

@@ -72,7 +72,7 @@ def f(clock=time.monotonic, flags=os.O_RDONLY):
 
 
 def used(nodes: list[ast.expr]) -> set[str]:
-    """Functions and classes of replaced modules that are evaluated where a module is imported."""
+    """Return functions and classes of replaced modules that are evaluated where a module is imported."""
     found = set()
 
     def visit(node: ast.AST) -> None:

@@ -33,7 +33,7 @@ from tests.simulation.call_programs import Player, program_of
 
 
 class World:
-    """Nodes with files."""
+    """Hold nodes with files."""
 
     def __init__(self, nodes: int = 1, seed: int = 0, on_call=None) -> None:
         self.scheduler = Scheduler(seed)
@@ -53,7 +53,7 @@ class World:
         return process
 
     def run(self, function: Callable[[], Any], node: int = 0) -> Any:
-        """What a function returns, or raises, in a process of its own."""
+        """Return what a function returns, or raise what it raises, in a process of its own."""
         process = Process(self.scheduler, self.nodes[node], "p")
         task = process.start(function)
         self.scheduler.run()
@@ -431,7 +431,7 @@ PAST = frozenset(
 
 
 def unknown_names(tree: ast.AST, provided: dict[str, Any]) -> list[str]:
-    """Names of replaced modules that the simulation has not got, and functions that would go past it."""
+    """Return names of replaced modules that the simulation has not got, and functions that would go past it."""
     found = []
     imported = {"open": "open"}
     for node in ast.walk(tree):
@@ -456,14 +456,14 @@ def unknown_names(tree: ast.AST, provided: dict[str, Any]) -> list[str]:
 
 
 def chain(node: ast.expr) -> list[str]:
-    """The names of ``a.b.c``; of what is no such thing one that nothing has."""
+    """Return the names of ``a.b.c``; of what is no such thing one that nothing has."""
     if isinstance(node, ast.Attribute):
         return [*chain(node.value), node.attr]
     return [node.id if isinstance(node, ast.Name) else ""]
 
 
 def has(value: Any, names: list[str]) -> bool:
-    """Whether a stand-in has a name, and that the next; of what is no stand-in any name is fine."""
+    """Tell whether a stand-in has a name, and that the next; of what is no stand-in any name is fine."""
     for name in names:
         if not isinstance(value, Namespace):
             return True

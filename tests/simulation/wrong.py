@@ -14,7 +14,7 @@ from paddle_flexckpt.native.directory import is_before, save_of
 
 
 def nothing(right: Any) -> Any:
-    """A function that does nothing."""
+    """Return a function that does nothing."""
     return lambda *_, **__: None
 
 
@@ -209,7 +209,7 @@ def silence_is_death(right: Any) -> Any:
 
 
 def dead_are_failures(right: Any) -> Any:
-    """A writer that has died is a failure, whatever it had committed."""
+    """Count a writer that has died as a failure, whatever it had committed."""
 
     def agree_after_death(self: Any, error: CheckpointError) -> Any:
         from paddle_flexckpt.catalog.errors import Failure

@@ -133,7 +133,7 @@ def patch_devices(patches: Undo) -> None:
 
 
 def broadcast_input_data(hcg: Any, *inputs: Any, **named: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Upstream's function without its device assert: model-parallel peers get the inputs of the first of them."""
+    """Give model-parallel peers the inputs of the first of them: upstream's function without its device assert."""
     group, src = hcg.get_model_parallel_group(), hcg.get_model_parallel_group_src_rank()
 
     def copy(value: Any) -> Any:
@@ -153,12 +153,12 @@ def broadcast_input_data(hcg: Any, *inputs: Any, **named: Any) -> tuple[tuple[An
 
 
 def _to_host(tensor: Any, convert_dtype: bool = False) -> Any:
-    """A copy in other memory; Paddle's shares the storage of a tensor on the CPU, and drops it."""
+    """Copy to other memory; Paddle's shares the storage of a tensor on the CPU, and drops it."""
     return tensor.astype("float32").clone() if convert_dtype else tensor.clone()
 
 
 def _commit_and_wait(self: Any, *_: Any, **__: Any) -> None:
-    """Upstream's method of DualPipeV without its streams."""
+    """Do as upstream's method of DualPipeV, without its streams."""
     for operations in (self.comm_forward_ops, self.comm_backward_ops):
         for task in paddle.distributed.batch_isend_irecv(operations) if operations else ():
             task.wait()

@@ -172,7 +172,7 @@ def init_fleet(
 
 @contextlib.contextmanager
 def tensor_cuda_stays() -> Iterator[None]:
-    """While open, ``Tensor.cuda()`` returns the tensor itself.
+    """Let ``Tensor.cuda()`` return the tensor itself while open.
 
     Paddle's own ``load_state_dict`` calls it without asking whenever a shard moves between ranks (U6); to compare with
     it on a CPU, its call has to be made harmless.

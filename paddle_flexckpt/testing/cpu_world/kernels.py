@@ -37,11 +37,12 @@ def gather_last_axis(x: Any, group: Any) -> Any:
 
 
 def c_identity(x: Any, *_: Any) -> Any:
+    """Return a copy of ``x``."""
     return paddle.assign(x)
 
 
 def c_split(x: Any, rank: int, nranks: int, ring_id: int = 0, use_model_parallel: bool = True) -> Any:
-    """This rank's part of ``x``; like the CUDA kernel it splits the last axis."""
+    """Return this rank's part of ``x``; like the CUDA kernel it splits the last axis."""
     size = x.shape[-1] // nranks
     with paddle.no_grad():
         return paddle.assign(x.detach()[..., rank * size : (rank + 1) * size])
@@ -59,11 +60,12 @@ class _Concat(PyLayer):
 
 
 def c_concat(x: Any, rank: int, nranks: int, ring_id: int, *_: Any) -> Any:
+    """Concatenate the members' ``x`` along the last axis."""
     return _Concat.apply(x, rank, nranks, ring_id)
 
 
 class SplitWithRightBackward(PyLayer):
-    """``mp_ops.c_split_eager``, whose own backward gathers on axis 0 although its forward split the last one (U4)."""
+    """Replace ``mp_ops.c_split_eager``, which splits the last axis but gathers on axis 0 backward (U4)."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, group: Any, rank: int, nranks: int) -> Any:
@@ -76,7 +78,7 @@ class SplitWithRightBackward(PyLayer):
 
 
 class _SoftmaxWithCrossEntropy(PyLayer):
-    """Cross entropy over logits whose class axis is split between the members. Computed in float32."""
+    """Compute the cross entropy over logits whose class axis is split between the members. Computed in float32."""
 
     @staticmethod
     def forward(ctx: Any, logits: Any, label: Any, ignore_index: int, ring_id: int, rank: int) -> Any:
@@ -113,10 +115,12 @@ class _SoftmaxWithCrossEntropy(PyLayer):
 def c_softmax_with_cross_entropy(
     logits: Any, label: Any, ignore_index: int = -100, ring_id: int = 0, rank: int = 0, nranks: int = 0
 ) -> Any:
+    """Compute the softmax and the cross entropy of logits whose class axis is split between the members."""
     return _SoftmaxWithCrossEntropy.apply(logits, label, ignore_index, ring_id, rank)
 
 
 def all_reduce_(x: Any, ring_id: int = 0, op: int = 0) -> Any:
+    """Reduce ``x`` over the members, in place."""
     group_of(ring_id).process_group.all_reduce(x, _get_reduce_op(op))
     return x
 
@@ -132,6 +136,7 @@ class _AllReduceSum(PyLayer):
 
 
 def mp_allreduce_sum(x: Any, ring_id: int = 0, *_: Any) -> Any:
+    """Return the sum of the members' ``x``."""
     return _AllReduceSum.apply(x, ring_id)
 
 
@@ -157,7 +162,7 @@ def number_count(numbers: Any, upper_range: int) -> Any:
 
 
 def assign_pos(x: Any, cum_count: Any, eff_num_len: Any) -> Any:
-    """Positions of the tokens sorted by their expert, dropped tokens left out."""
+    """Return the positions of the tokens sorted by their expert, dropped tokens left out."""
     experts = to_array(x).reshape(-1)
     kept = np.flatnonzero(experts >= 0)
     return paddle.to_tensor(kept[np.argsort(experts[kept], kind="stable")].astype("int64"))

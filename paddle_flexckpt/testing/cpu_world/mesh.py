@@ -39,11 +39,11 @@ _STORE_KEY = "paddle_flexckpt/cpu_world"
 
 
 class MeshError(RuntimeError):
-    """A message did not arrive: the peer is gone, the wait was too long, or the job was aborted."""
+    """Signal that a message did not arrive: the peer is gone, the wait was too long, or the job was aborted."""
 
 
 class Mesh:
-    """The connections of one rank. Use it from one thread; it runs its own threads underneath.
+    """Hold the connections of one rank. Use it from one thread; it runs its own threads underneath.
 
     1. ``start(store, rank, size)`` publishes this rank's port and reads everybody's. Collective.
     2. ``send`` queues a message; ``recv`` waits for one; or ``post`` reserves a place in the order and ``take`` waits

@@ -28,7 +28,7 @@ Array = np.ndarray
 
 
 class Done:
-    """The task of an operation that has finished."""
+    """Stand for the task of an operation that has finished."""
 
     def wait(self, *_: Any) -> bool:
         return True
@@ -44,7 +44,7 @@ DONE = Done()
 
 
 class Receive(Done):
-    """The task of a posted receive from a global rank: ``wait()`` has ``store`` write it into the tensor."""
+    """Hold a posted receive from a global rank: ``wait()`` has ``store`` write it into the tensor."""
 
     def __init__(self, mesh: Mesh, peer: int, channel: str, store: Callable[[Array], None]) -> None:
         self._mesh, self._peer, self._channel, self._store = mesh, peer, channel, store
@@ -83,7 +83,7 @@ class MeshProcessGroup:
 
     @property
     def ranks(self) -> list[int]:
-        """Global ranks of the members; not known to the constructor, but Paddle registers the group right after."""
+        """Return the global ranks of the members. Paddle registers the group right after its constructor."""
         if self._ranks is None:
             group = collective._get_group_map().get(self._gid)
             if group is None or group.process_group is not self:

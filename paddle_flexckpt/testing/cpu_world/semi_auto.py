@@ -73,7 +73,7 @@ def patch_semi_auto(patches: Undo) -> None:
 
 
 def _untranslated(call: Any) -> Any:
-    """A function that static graphs run as it stands where the forward of a model calls it, as they do Paddle's own."""
+    """Return a call that static graphs run as it stands in the forward of a model, as they do Paddle's own."""
 
     @functools.wraps(call.native)
     def run(*args: Any, **named: Any) -> Any:
@@ -83,7 +83,7 @@ def _untranslated(call: Any) -> Any:
 
 
 class _Reshard:
-    """``reshard`` of dynamic graphs without the kernels reduce_scatter and all_to_all.
+    """Replace ``reshard`` of dynamic graphs, without the kernels reduce_scatter and all_to_all.
 
     1. What upstream has no slices or gathers for is gathered and cut by hand: half precision (S12; and sums of it are
        wrong, U2), and a tensor that leaves the last ranks with nothing (S14).
@@ -113,7 +113,7 @@ class _Reshard:
 
 
 class _ReshardByHand(PyLayer):
-    """A reshard through a replica: padded to even shares and gathered, then cut without the padding.
+    """Reshard through a replica: padded to even shares and gathered, then cut without the padding.
 
     Half precision travels as float32. Local values are cast, since upstream's cast of a distributed tensor gathers what
     the mesh does not divide.
@@ -173,7 +173,7 @@ def _gathered(tensor: Any, native: Any) -> Any:
 
 
 def _cut(whole: Any, mesh: Any, placements: Sequence[Any], dtype: Any) -> Any:
-    """This rank's part of a dense tensor, as a distributed one."""
+    """Return this rank's part of a dense tensor, as a distributed one."""
     # Cast first: a slice of nothing still counts as initialised, which operators ask for, and a cast of it does not.
     local = whole.astype(dtype)
     place = np.argwhere(np.reshape(mesh.process_ids, mesh.shape) == dist.get_rank())[0]
@@ -191,7 +191,7 @@ def _labelled(local: Any, shape: Sequence[int], mesh: Any, placements: Sequence[
 
 
 class _ShardTensor:
-    """``shard_tensor`` of what upstream cannot cut (S12, S14): a replica first, which is then resharded."""
+    """Replace ``shard_tensor`` for what upstream cannot cut (S12, S14): make a replica, then reshard it."""
 
     def __init__(self, native: Any, reshard: _Reshard) -> None:
         self.native, self._reshard = native, reshard

@@ -58,7 +58,7 @@ def patch_static_graphs(patches: Undo) -> None:
 
 
 def _instantiate(group: Any) -> None:
-    """``ProcessGroup.instantiate`` for a CPU, where upstream finds no device."""
+    """Replace ``ProcessGroup.instantiate`` for a CPU, where upstream finds no device."""
     rank = dist.get_rank()
     if not group._is_instantiate and group.nranks >= 2 and rank in group.ranks and group.id not in _stores:
         store: Any = core.create_or_get_global_tcp_store()

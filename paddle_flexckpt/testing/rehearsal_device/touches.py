@@ -16,7 +16,7 @@ from .control import Touch, touches
 
 
 class HostTouchError(RuntimeError):
-    """Host code has followed the address of a device."""
+    """Signal that host code has followed the address of a device."""
 
 
 def report() -> None:

@@ -31,7 +31,7 @@ _FIRST_DEVICE = 100
 
 
 class ShortWrite(Exception):
-    """Raised by what is asked at each call: a write writes so many bytes, and succeeds."""
+    """Signal to a call that it writes so many bytes, and succeeds. What is asked at each call raises it."""
 
     def __init__(self, count: int) -> None:
         super().__init__(count)
@@ -39,7 +39,10 @@ class ShortWrite(Exception):
 
 
 class LateError(OSError):
-    """Raised by what is asked at each call: the call takes place, and fails all the same: an answer is lost."""
+    """Signal to a call that it takes place, and fails all the same: an answer is lost.
+
+    What is asked at each call raises it.
+    """
 
 
 class Calls:
@@ -139,7 +142,7 @@ class Calls:
         return self._mounts[self.process.node].walk(path, base, follow)
 
     def real_path(self, path: str) -> str:
-        """``os.path.realpath`` of an absolute path."""
+        """Imitate ``os.path.realpath`` for an absolute path."""
         return self.call("realpath", path, lambda: self._mounts[self.process.node].real_path(path))
 
 

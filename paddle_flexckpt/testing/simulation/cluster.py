@@ -45,7 +45,7 @@ _STRAGGLER_SECONDS = 2 * HOUR
 
 
 class Job:
-    """One job: the processes of its ranks, and its operator, who starts it again until all steps are done.
+    """Run one job: the processes of its ranks, and its operator, who starts it again until all steps are done.
 
     Attributes:
         incarnation: How often it was started again.
@@ -69,7 +69,7 @@ class Job:
         self._started, self._failures = 0.0, 0
 
     def location(self) -> Any:
-        """Where it saves."""
+        """Return where it saves."""
         return self.cluster.location()
 
     def start(self) -> None:
@@ -148,7 +148,7 @@ class Job:
 
 @dataclass
 class Outcome:
-    """What a run showed.
+    """Describe what a run showed.
 
     Attributes:
         seconds: Of the simulated world.
@@ -169,12 +169,12 @@ class Outcome:
 
     @property
     def fingerprint(self) -> str:
-        """What two runs have in common only if they are the same."""
+        """Return what two runs have in common only if they are the same."""
         return fingerprint(self.story)
 
 
 class Cluster:
-    """A world with nodes, storage, jobs and a schedule of faults.
+    """Hold a world with nodes, storage, jobs and a schedule of faults.
 
     Attributes:
         disks: File systems that the faults of disks concern.
@@ -206,11 +206,11 @@ class Cluster:
 
     @property
     def faults_end(self) -> float:
-        """When faults stop."""
+        """Return when faults stop."""
         return self.scenario.seconds + HOUR
 
     def location(self) -> Any:
-        """What the jobs save to."""
+        """Return what the jobs save to."""
         return self.world.location()
 
     def _on_call(self, kind: str, where: str) -> float:
@@ -358,7 +358,7 @@ class Cluster:
     # Ends.
 
     def lose_node(self, node: Node, down_seconds: float) -> None:
-        """A node loses power: its processes, and what it had not written to storage for good."""
+        """Take power from a node: its processes are lost, and what it had not written to storage for good."""
         if not node.is_up:
             return
         node.is_up = False
@@ -374,7 +374,7 @@ class Cluster:
         self.scheduler.after(down_seconds, up)
 
     def lose_power(self) -> None:
-        """All nodes lose power, and are up again after a minute."""
+        """Take power from all nodes; they are up again after a minute."""
         for process in [each for each in self.scheduler.processes if each.alive and each is not self.operator]:
             process.kill()
         for node in self.nodes:

@@ -23,7 +23,7 @@ _MAP_NORESERVE = 0x4000
 
 
 class Unsynced:
-    """A write, or a change of length, that is not durable.
+    """Describe a write, or a change of length, that is not durable.
 
     Attributes:
         offset: Where it begins.
@@ -44,7 +44,7 @@ class Unsynced:
 
 
 class Content:
-    """The bytes of a file.
+    """Hold the bytes of a file.
 
     Attributes:
         size: How many there are. The last of them may be a hole: zeros that take no memory.
@@ -64,11 +64,11 @@ class Content:
 
     @property
     def used(self) -> int:
-        """How many bytes take space."""
+        """Return how many bytes take space."""
         return self.size if self.region is not None else len(self._data)
 
     def read(self, offset: int, count: int) -> bytes:
-        """Bytes from a place; fewer where the file ends."""
+        """Return the bytes from a place; fewer where the file ends."""
         count = min(count, self.size - offset)
         if count <= 0:
             return b""
@@ -87,11 +87,11 @@ class Content:
         return count
 
     def growth(self, end: int) -> int:
-        """How much more space it takes if something is written up to a place."""
+        """Return how much more space it takes if something is written up to a place."""
         return max(0, end - self.used)
 
     def write(self, offset: int, data: Any, writer: Any = None) -> None:
-        """Bytes at a place; a gap before them is a hole."""
+        """Put bytes at a place; a gap before them is a hole."""
         end = offset + len(data)
         if self._is_tracked:
             before = self.read(offset, end - offset)
@@ -119,7 +119,7 @@ class Content:
         self._data[offset : offset + len(data)] = data
 
     def truncate(self, length: int, writer: Any = None) -> None:
-        """Another length."""
+        """Set another length."""
         if length == self.size:
             return
         if self._is_tracked:
@@ -138,13 +138,13 @@ class Content:
         self.size = length
 
     def replace(self, data: bytes) -> None:
-        """All bytes anew, also in maps; what may be lost is as it was."""
+        """Replace all bytes, also in maps; what may be lost is as it was."""
         self._cut(min(self.size, len(data)))
         self._put(0, data)
         self.size = len(data)
 
     def map(self) -> memoryview:
-        """The memory of the file, which stays where it is."""
+        """Return the memory of the file, which stays where it is."""
         if self.region is None:
             data, flags = self._data, mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
             self._check_room(self.size)
@@ -163,11 +163,11 @@ class Content:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether a loss of power may take something."""
+        """Tell whether a loss of power may take something."""
         return bool(self.unsynced)
 
     def sync(self, writer: Any = None) -> None:
-        """All that was written is durable; by one writer, if that is given."""
+        """Make durable all that was written; by one writer, if that is given."""
         if not self.unsynced:
             return
         for each in self.unsynced:
@@ -181,7 +181,7 @@ class Content:
             self.unsynced.clear()
 
     def fail_to_sync(self, random: Random, writer: Any = None) -> None:
-        """What an fsync that fails leaves: pages that count as clean, and are not on the disk.
+        """Leave what an fsync that fails leaves: pages that count as clean, and are not on the disk.
 
         Whether a reader still finds them depends on the kernel's memory. No later fsync writes them.
         """
@@ -194,7 +194,7 @@ class Content:
             self._forget_synced()
 
     def durable(self) -> bytes:
-        """What is durable for certain."""
+        """Return what is durable for certain."""
         return self._without(lambda each: not each.is_synced) if self.unsynced else self.read(0, self.size)
 
     def lose(self, random: Random, writer: Any = None) -> None:
@@ -211,7 +211,10 @@ class Content:
         self._forget_synced()
 
     def _without(self, is_lost: Callable[[Unsynced], bool]) -> bytes:
-        """The bytes without some writes: undone from the last one on, but for what others have overwritten since."""
+        """Return the bytes without some writes.
+
+        They are undone from the last one on, but for what others have overwritten since.
+        """
         data, kept = bytearray(self.read(0, self.size)), [(0, 0)]
         for each in reversed(self.unsynced):
             if not is_lost(each):
@@ -232,13 +235,13 @@ class Content:
 
 
 def _around(offset: int, data: bytes, begin: int, end: int) -> list[tuple[int, bytes]]:
-    """What of some bytes lies outside of a stretch, with its places."""
+    """Return what of some bytes lies outside of a stretch, with its places."""
     parts = [(offset, data[: max(0, begin - offset)]), (max(offset, end), data[max(0, end - offset) :])]
     return [part for part in parts if part[1]]
 
 
 def variant(old: bytes, new: bytes, random: Random) -> bytes:
-    """What a loss of power leaves of a file: the old bytes are durable, the new ones are not."""
+    """Return what a loss of power leaves of a file: the old bytes are durable, the new ones are not."""
     if old == new:
         return old
     kind = random.randrange(5)

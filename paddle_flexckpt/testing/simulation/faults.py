@@ -22,7 +22,7 @@ _ON_NETWORK = frozenset(("send", "recv", "connect", "accept", "select"))
 
 
 class Armed:
-    """A fault that waits for a call."""
+    """Hold a fault that waits for a call."""
 
     def __init__(self, fault: Fault) -> None:
         self.fault = fault
@@ -83,7 +83,7 @@ class Faults:
     # At calls.
 
     def on_call(self, kind: str, where: str) -> float:
-        """A process makes a call; return by how many seconds it takes longer, or raise what it fails with.
+        """Return by how many seconds a call of a process takes longer, or raise what it fails with.
 
         Raises:
             OSError: A fault has it fail.
@@ -114,7 +114,7 @@ class Faults:
         return not armed.is_after
 
     def _is_target(self, fault: Fault, process: Process) -> bool:
-        """Whether calls of a process are those that a fault waits for: its target's; of other targets any rank's."""
+        """Tell whether a fault waits for calls of a process: its target's; of other targets any rank's."""
         kind = fault.target.removeprefix("b/").partition(":")[0]
         if kind in ("rank", "writer"):
             return process in self._processes(fault.target)
@@ -143,7 +143,7 @@ class Faults:
         handler(fault)
 
     def state(self, kind: str) -> tuple[str, ...]:
-        """Where the coordinator is in its work, where the others are, and what strikes."""
+        """Return where the coordinator is in its work, where the others are, and what strikes."""
         job = self._cluster.jobs[0]
         phases = [phase_of(*self.last.get(process, ("", ""))) for process in job.processes if process.alive]
         writers = [
@@ -159,7 +159,7 @@ class Faults:
         return jobs[1] if target.startswith("b/") and len(jobs) > 1 else jobs[0]
 
     def _processes(self, target: str) -> list[Process]:
-        """The live processes that a target stands for."""
+        """Return the live processes that a target stands for."""
         job, (kind, _, number) = self._job(target), target.removeprefix("b/").partition(":")
         if kind == "job":
             return [process for process in job.processes if process.alive]
@@ -295,7 +295,7 @@ class Faults:
 
 
 def phase_of(kind: str, where: str) -> str:
-    """What a process that makes a call is doing."""
+    """Return what a process that makes a call is doing."""
     if not kind:
         return "training"
     if kind in _ON_NETWORK:

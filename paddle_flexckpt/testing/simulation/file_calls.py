@@ -23,7 +23,7 @@ _WHOLE_BYTES = 4096
 
 
 class FileCalls(Calls):
-    """Calls on descriptors, and those that make them."""
+    """Imitate calls on descriptors, and those that make them."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -92,7 +92,7 @@ class FileCalls(Calls):
         errors: str | None = None,
         newline: str | None = None,
     ) -> Any:
-        """``open``."""
+        """Imitate ``open``."""
         plain = mode.replace("b", "").replace("t", "").replace("+", "")
         ways = {"r": 0, "w": os.O_CREAT | os.O_TRUNC, "x": os.O_CREAT | os.O_EXCL, "a": os.O_CREAT | os.O_APPEND}
         if plain not in ways:
@@ -251,12 +251,12 @@ class FileCalls(Calls):
             raise
 
     def map(self, descriptor: int, length: int, flags: int = 0, prot: int = 3, access: int = 0, offset: int = 0) -> Map:
-        """``mmap.mmap``."""
+        """Imitate ``mmap.mmap``."""
         opened = self.opened(descriptor)
         return self.call("mmap", opened.path, lambda: map_file(opened, length, prot, offset))
 
     def flock(self, descriptor: Any, operation: int) -> None:
-        """``fcntl.flock``."""
+        """Imitate ``fcntl.flock``."""
         opened = self.opened(descriptor if isinstance(descriptor, int) else descriptor.fileno())
         self.call("flock", opened.path, lambda: self._flock(opened, operation))
 
@@ -286,7 +286,7 @@ class FileCalls(Calls):
 
 
 class RawFile(io.RawIOBase):
-    """A stream over a descriptor, under those of ``open``."""
+    """Stand for a stream over a descriptor, under those of ``open``."""
 
     def __init__(self, calls: FileCalls, descriptor: int, name: Any, mode: str) -> None:
         self._calls, self._descriptor = calls, descriptor

@@ -26,12 +26,12 @@ Watcher = Callable[[str, str, Inode], object]
 
 
 def failure(number: int) -> OSError:
-    """An error of the operating system, without a file's name."""
+    """Return an error of the operating system, without a file's name."""
     return OSError(number, os.strerror(number))
 
 
 class FileSystem:
-    """A file system.
+    """Stand for a file system.
 
     Attributes:
         name: For messages.
@@ -92,7 +92,7 @@ class FileSystem:
             watcher(what, path, inode)
 
     def path_of(self, inode: Inode) -> str:
-        """A path of an inode from the file system's root; of one without a name its number."""
+        """Return a path of an inode from the file system's root; of one without a name its number."""
         parts: list[str] = []
         while inode is not self.root:
             place = next(iter(inode.names), None)
@@ -106,14 +106,14 @@ class FileSystem:
     # What every call asks first.
 
     def check(self, changes: bool = False) -> None:
-        """OSError if the file system is out of reach, or must not be changed."""
+        """Raise OSError if the file system is out of reach, or must not be changed."""
         if self.gone is not None:
             raise failure(self.gone)
         if changes and self.read_only:
             raise failure(errno.EROFS)
 
     def check_open(self, inode: Inode, node: Any) -> None:
-        """OSError if an open file is gone for a node."""
+        """Raise OSError if an open file is gone for a node."""
         if not self.keeps_open and inode.remover not in (None, node):
             raise failure(errno.ESTALE)
 
@@ -126,7 +126,7 @@ class FileSystem:
     # Names.
 
     def lookup(self, directory: Inode, name: str) -> Inode | None:
-        """What a directory has under a name."""
+        """Return what a directory has under a name."""
         if self.gone is not None:
             raise failure(self.gone)
         if not isinstance(directory, Directory):
@@ -136,7 +136,7 @@ class FileSystem:
         return directory.entries.get(name)
 
     def names_of(self, directory: Inode) -> list[str]:
-        """The names of a directory, in an order of the file system's own."""
+        """Return the names of a directory, in an order of the file system's own."""
         self.check()
         if not isinstance(directory, Directory):
             raise failure(errno.ENOTDIR)
@@ -144,7 +144,7 @@ class FileSystem:
         return sorted(directory.entries, key=lambda name: xxhash.xxh3_64_intdigest(os.fsencode(name), seed))
 
     def _place_for(self, directory: Inode, name: str) -> Directory:
-        """Whether a new name can be made."""
+        """Return the directory if a new name can be made in it; else raise OSError."""
         if self.lookup(directory, name) is not None:
             raise failure(errno.EEXIST)
         assert isinstance(directory, Directory)
@@ -154,7 +154,7 @@ class FileSystem:
         return directory
 
     def _change(self, directory: Directory, after: Names) -> None:
-        """Names are made, or taken, all at once."""
+        """Make names, or take them, all at once."""
         entries = directory.entries
         if self._is_tracked and not self.is_shared:
             directory.changes.append(({name: entries.get(name) for name in after}, after))
@@ -288,7 +288,7 @@ class FileSystem:
     # Bytes.
 
     def read(self, file: File, offset: int, count: int) -> bytes:
-        """Bytes from a place; fewer where the file ends."""
+        """Return the bytes from a place; fewer where the file ends."""
         self.check()
         return file.content.read(offset, count)
 
@@ -301,7 +301,7 @@ class FileSystem:
         return (1 << 62) if self.capacity is None else self.capacity - self.used
 
     def write(self, file: File, offset: int, data: Any, writer: Any = None) -> int:
-        """Bytes at a place; how many of them had room."""
+        """Put bytes at a place; return how many of them had room."""
         self.check(changes=True)
         if not len(data):
             return 0
@@ -321,7 +321,7 @@ class FileSystem:
         return len(data)
 
     def truncate(self, file: File, length: int, writer: Any = None) -> None:
-        """Another length."""
+        """Set another length."""
         self.check(changes=True)
         before = file.content.used
         file.content.truncate(length, writer)
@@ -341,13 +341,13 @@ class FileSystem:
             self._tell_path("sync", self.path_of(inode), inode)
 
     def fail_to_sync(self, inode: Inode, random: Random, writer: Any = None) -> None:
-        """What an fsync that fails leaves: no later one makes durable what this one should have."""
+        """Leave what an fsync that fails leaves: no later one makes durable what this one should have."""
         if isinstance(inode, File):
             inode.content.fail_to_sync(random, writer if self.is_shared else None)
             self._tell_path("lose", self.path_of(inode), inode)
 
     def stat(self, inode: Inode) -> os.stat_result:
-        """What ``os.stat`` returns."""
+        """Return what ``os.stat`` returns."""
         self.check()
         ns, mode = inode.mtime_ns, inode.mode
         seconds = ns // 10**9
@@ -385,7 +385,7 @@ class FileSystem:
     # What a crash leaves.
 
     def _reachable(self) -> Iterator[Inode]:
-        """All inodes that have a name, had one, or will."""
+        """Yield all inodes that have a name, had one, or will."""
         seen: dict[Inode, None] = {self.root: None}
         waiting = [self.root]
         while waiting:

@@ -17,7 +17,7 @@ from paddle_flexckpt.testing.simulation.tasks import Task
 
 
 class Future:
-    """``concurrent.futures.Future``."""
+    """Imitate ``concurrent.futures.Future``."""
 
     _scheduler: Scheduler
 
@@ -92,7 +92,7 @@ class Future:
 
 
 class Executor:
-    """``concurrent.futures.ThreadPoolExecutor``."""
+    """Imitate ``concurrent.futures.ThreadPoolExecutor``."""
 
     _scheduler: Scheduler
     _future: type[Future]
@@ -158,7 +158,7 @@ class Executor:
 
 
 def wait(futures: Iterable[Future], timeout: float | None = None, return_when: str = "ALL_COMPLETED") -> Any:
-    """``concurrent.futures.wait``."""
+    """Imitate ``concurrent.futures.wait``."""
     futures = set(futures)
     if not futures:
         return concurrent.futures.wait([])

@@ -15,7 +15,7 @@ from paddle_flexckpt.testing.simulation.contents import Content
 
 
 class Inode:
-    """A file, directory or symbolic link.
+    """Stand for a file, directory or symbolic link.
 
     Attributes:
         number: Of the file system's inodes.
@@ -40,17 +40,17 @@ class Inode:
 
     @property
     def size(self) -> int:
-        """As ``st_size``."""
+        """Return the size, as ``st_size``."""
         return 0
 
     @property
     def links(self) -> int:
-        """As ``st_nlink``."""
+        """Return the number of links, as ``st_nlink``."""
         return len(self.names)
 
 
 class File(Inode):
-    """A regular file."""
+    """Stand for a regular file."""
 
     __slots__ = ("content",)
 
@@ -64,7 +64,7 @@ class File(Inode):
 
 
 class Link(Inode):
-    """A symbolic link."""
+    """Stand for a symbolic link."""
 
     __slots__ = ("target",)
 
@@ -82,7 +82,7 @@ Names = dict[str, Optional[Inode]]
 
 
 class Directory(Inode):
-    """A directory: its names, and changes of them since they were made durable."""
+    """Stand for a directory: its names, and changes of them since they were made durable."""
 
     __slots__ = ("changes", "entries")
 
@@ -97,14 +97,14 @@ class Directory(Inode):
         return 2 + sum(isinstance(each, Directory) for each in self.entries.values()) if self.names else 0
 
     def durable(self) -> dict[str, Inode]:
-        """The names that are durable for certain."""
+        """Return the names that are durable for certain."""
         names: Names = dict(self.entries)
         for before, _ in reversed(self.changes):
             names.update(before)
         return {name: inode for name, inode in names.items() if inode is not None}
 
     def lose(self, random: Random) -> dict[str, Inode]:
-        """The names after a loss of power: any of the changes may be lost, whatever becomes of the others."""
+        """Return the names after a loss of power: any of the changes may be lost, whatever becomes of the others."""
         names: Names = dict(self.durable())
         share = random.choice((0.0, 0.5, 0.5, 1.0))
         for _, after in self.changes:

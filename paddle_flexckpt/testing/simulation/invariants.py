@@ -52,7 +52,7 @@ _SEGMENT_BYTES = 2 << 20
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that must not be: which invariant, when, what, and whose call showed it."""
+    """Describe one thing that must not be: which invariant, when, what, and whose call showed it."""
 
     invariant: str
     time: float
@@ -66,7 +66,7 @@ class Violation:
 
 @dataclass
 class Attempt:
-    """One save of one step.
+    """Describe one save of one step.
 
     Attributes:
         outcomes: By rank, what the call or the handle said: None for done, or the error.
@@ -86,7 +86,7 @@ class Attempt:
 
     @property
     def is_acknowledged(self) -> bool:
-        """Whether a rank was told that it is done."""
+        """Tell whether a rank was told that it is done."""
         return None in self.outcomes.values()
 
     def __str__(self) -> str:
@@ -95,7 +95,7 @@ class Attempt:
 
 @dataclass
 class Committed:
-    """A checkpoint on storage."""
+    """Describe a checkpoint on storage."""
 
     attempt: Attempt
     files: tuple[str, ...]
@@ -142,7 +142,7 @@ class Ledger:
         self._scheduler.note(f"VIOLATION of {invariant}: {text}")
 
     def begin_with(self, directory: str, step: int, version: int) -> None:
-        """There is a checkpoint of an older version of the library in the beginning."""
+        """Note that there is a checkpoint of an older version of the library in the beginning."""
         self.attempts[version] = attempt = Attempt(version, "of an older version", 0, step, 0.0, 2, {0: None})
         attempt.is_committed = True
         found = self.examine(directory)
@@ -154,7 +154,7 @@ class Ledger:
     # What scripts say.
 
     def begin(self, script: Script, step: int, is_blocking: bool) -> int:
-        """A rank begins to save; return the version of the values."""
+        """Note that a rank begins to save; return the version of the values."""
         job, tries = script.job, script.tries(step)
         version = ((job.number * 1000 + script.incarnation) * 10000 + step) * 10 + tries
         if version not in self.attempts:
@@ -164,7 +164,7 @@ class Ledger:
         return version
 
     def _began(self, attempt: Attempt, script: Script, error: str) -> float:
-        """When the save began of which an error speaks: it may be an earlier one, at the earliest the first failed."""
+        """Return when the save began of which an error speaks: an earlier one, maybe the first that failed."""
         if _EARLIER not in error:
             return attempt.begun
         start = (attempt.job, attempt.incarnation)
@@ -172,7 +172,7 @@ class Ledger:
         return min(each.begun for each in saves if each.outcomes.get(script.rank, error) is not None)
 
     def reported(self, version: int, script: Script, error: str | None) -> None:
-        """A rank was told how its save has ended."""
+        """Note that a rank was told how its save has ended."""
         attempt = self.attempts[version]
         if error is not None and _TAKEN_OVER.search(error) and self._began(attempt, script, error) > self.leases_until:
             self.violate("who lives keeps the right to save", f"rank {script.rank}, with {attempt}, was told: {error}")
@@ -193,21 +193,21 @@ class Ledger:
                 )
 
     def _is_unknown(self, attempt: Attempt, outcome: str) -> bool:
-        """Whether a rank was told no more than that something went wrong, maybe after the commit.
+        """Tell whether a rank was told no more than that something went wrong, maybe after the commit.
 
         A save in the foreground whose commit could not be made durable raises what the storage said.
         """
         return bool(_UNKNOWN.search(outcome)) or (attempt.is_blocking and _REFUSED in outcome)
 
     def failed(self, script: Script, error: CheckpointError) -> None:
-        """A call has raised on a rank."""
+        """Note that a call has raised on a rank."""
         text = str(error)
         self._scheduler.note(f"{script.stage}: {type(error).__name__}: {text[:400]}")
         key = script.job.name, script.incarnation, script.stage
         self._errors.setdefault(key, {})[script.rank] = type(error).__name__, text
 
     def restored(self, script: Script, step: int, versions: set[int], skipped: dict[int, str]) -> None:
-        """A rank has restored a step, and has values of these versions."""
+        """Note that a rank has restored a step, and has values of these versions."""
         self.restores += 1
         self._scheduler.note(f"has restored step {step}" + (f", skipped {sorted(skipped)}" if skipped else ""))
         if self.disturbed and "verify" not in self._scenario.habits:
@@ -235,7 +235,7 @@ class Ledger:
             self.violate("a committed checkpoint is whole", f"a restore has skipped steps: {skipped}")
 
     def finished(self, script: Script) -> None:
-        """A rank has done all steps, and all its saves are over."""
+        """Note that a rank has done all steps, and all its saves are over."""
         self.finished_ranks.add((script.job.name, script.incarnation, script.rank))
 
     def stopped(self, script: Script, step: int) -> None:
@@ -253,13 +253,13 @@ class Ledger:
             self.violate("ranks stop together", f"after step {step} some ranks stop, and others go on")
 
     def check_memory(self, script: Script, staging_bytes: int) -> None:
-        """A rank's memory for copies."""
+        """Check a rank's memory for copies."""
         segments = self._scenario.max_pending * (3 if "large" in self._scenario.habits else 1)
         if staging_bytes > segments * _SEGMENT_BYTES:
             self.violate("memory is bounded", f"rank {script.rank} has {staging_bytes} bytes of staging memory")
 
     def looked(self, floor: int | None, found: CheckpointInfo | None, since: float) -> None:
-        """A reader has asked for the latest checkpoint, of which ``floor`` was there all the time."""
+        """Note that a reader asked for the latest checkpoint, of which ``floor`` was there all the time."""
         self.readings += 1
         step = None if found is None else found.step
         if found is not None and not found.complete:
@@ -270,7 +270,7 @@ class Ledger:
             self.violate("latest() goes back only after damage", f"step {floor} is there, and latest() says {step}")
 
     def listed(self, floor: int | None, steps: list[int], infos: list[CheckpointInfo], since: float) -> None:
-        """A job has asked which steps there are, and whether they are whole; ``floor`` was there all the time."""
+        """Note that a job asked which steps there are, and whether whole; ``floor`` was there all the time."""
         if self.troubled_until >= since or self.last_person >= since or self.disturbed:
             return
         if floor is not None and floor not in steps:
@@ -281,22 +281,22 @@ class Ledger:
 
     @property
     def is_troubled(self) -> bool:
-        """Whether storage may not answer as it should, now or a moment ago."""
+        """Tell whether storage may not answer as it should, now or a moment ago."""
         return self._scheduler.now <= self.troubled_until + 120.0
 
     @property
     def highest(self) -> int | None:
-        """The highest step that is committed and that nobody has disturbed."""
+        """Return the highest step that is committed and that nobody has disturbed."""
         return max((each.attempt.step for each in self.committed.values()), default=None)
 
     def trouble_leases(self, seconds: float) -> None:
-        """For some time, and for as long as a save takes that has begun by then, a live saver may lose its lease."""
+        """Allow a live saver to lose its lease for some time, and until saves that have begun by then are over."""
         self.leases_until = max(self.leases_until, self._scheduler.now + seconds + HOUR)
 
     # What happens on storage.
 
     def appeared(self, path: str, process: Process | None) -> None:
-        """A file is there under this name, whole: it was renamed or put, or made empty."""
+        """Note that a file is there under this name, whole: it was renamed or put, or made empty."""
         directory, _, name = path.rpartition("/")
         if name == _MANIFEST and _STEP.search(directory):
             self._committed(directory)
@@ -304,7 +304,7 @@ class Ledger:
             self.changed(path, process, "replaced")
 
     def changed(self, path: str, process: Process | None, how: str) -> None:
-        """A file was written, cut, replaced or removed."""
+        """Note that a file was written, cut, replaced or removed."""
         directory = self._owners.get(path)
         if directory is None:
             return
@@ -322,7 +322,7 @@ class Ledger:
             self._forget(directory)
 
     def disturb(self, directory: str) -> None:
-        """A person acts on a directory: what is there now is not the library's business."""
+        """Note that a person acts on a directory: what is there now is not the library's business."""
         self.last_person = self._scheduler.now
         self.disturbed.add(directory)
         if directory in self.committed:
@@ -440,7 +440,7 @@ class Ledger:
         return f"it has values of {version}" if attempt is None else (attempt, record)
 
     def look_again(self, directories: list[str]) -> None:
-        """After a loss of power: what was reported done is there, and what is there is whole."""
+        """Check after a loss of power that what was reported done is there, and that what is there is whole."""
         before = self.committed
         self.committed, self._owners = {}, {}
         for directory in directories:
@@ -465,7 +465,10 @@ class Ledger:
     # At the end of a start of a job, and of the run.
 
     def compare_errors(self, job: str, incarnation: int, culprits: set[int] | None) -> None:
-        """All ranks that saw a call fail saw the same text; it names who has gone, if that is all that happened."""
+        """Check that all ranks that saw a call fail saw the same text.
+
+        It names who has gone, if that is all that happened.
+        """
         for (name, number, stage), errors in self._errors.items():
             if (name, number) != (job, incarnation) or culprits is None:
                 continue

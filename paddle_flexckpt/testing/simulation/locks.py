@@ -13,7 +13,7 @@ from paddle_flexckpt.testing.simulation.tasks import Task
 
 
 class Waiters:
-    """Tasks that wait for something, woken in an order that the seed decides."""
+    """Hold tasks that wait for something, woken in an order that the seed decides."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -41,6 +41,8 @@ class Waiters:
 
 
 class Lock:
+    """Imitate ``threading.Lock``, or ``RLock`` if it is reentrant."""
+
     def __init__(self, scheduler: Scheduler, reentrant: bool = False) -> None:
         self._scheduler, self._reentrant = scheduler, reentrant
         self._owner: Task | None = None
@@ -94,6 +96,8 @@ class Lock:
 
 
 class Condition:
+    """Imitate ``threading.Condition``."""
+
     def __init__(self, scheduler: Scheduler, lock: Any = None) -> None:
         self._scheduler = scheduler
         self._lock = Lock(scheduler, reentrant=True) if lock is None else lock
@@ -130,6 +134,8 @@ class Condition:
 
 
 class Event:
+    """Imitate ``threading.Event``."""
+
     def __init__(self, scheduler: Scheduler) -> None:
         self._set = False
         self._waiters = Waiters(scheduler)
@@ -151,6 +157,8 @@ class Event:
 
 
 class Semaphore:
+    """Imitate ``threading.Semaphore``."""
+
     def __init__(self, scheduler: Scheduler, value: int = 1) -> None:
         self._scheduler, self._value = scheduler, value
         self._waiters = Waiters(scheduler)

@@ -27,7 +27,7 @@ SINGLE = ("observers", "progress", "report")
 
 
 class PerProcess(MutableSequence):  # type: ignore[type-arg]
-    """A list of which each simulated process has its own, as of module globals."""
+    """Hold a list for each simulated process, as each has its own module globals."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -52,13 +52,13 @@ class PerProcess(MutableSequence):  # type: ignore[type-arg]
         self._list().insert(place, value)
 
     def add(self, value: Any) -> None:
-        """As of a set."""
+        """Add a value, as to a set."""
         if value not in self._list():
             self._list().append(value)
 
 
 def cached_per_process(scheduler: Scheduler, function: Callable[..., Any]) -> Callable[..., Any]:
-    """``functools.cache``, of which each simulated process has its own."""
+    """Imitate ``functools.cache``, with a cache of its own for each simulated process."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -73,7 +73,7 @@ def cached_per_process(scheduler: Scheduler, function: Callable[..., Any]) -> Ca
 
 @functools.cache
 def library_modules() -> tuple[ModuleType, ...]:
-    """The library's modules that run in the simulation."""
+    """Return the library's modules that run in the simulation."""
     names = [f"{_PACKAGE}.{name}" for name in SINGLE]
     for room in ROOMS:
         package = importlib.import_module(f"{_PACKAGE}.{room}")
@@ -123,7 +123,7 @@ def simulated(
 
 
 def process_state(scheduler: Scheduler) -> dict[tuple[str, str], Any]:
-    """What modules hold for their process, and what would act on the real one."""
+    """Return what modules hold for their process, and what would act on the real one."""
     from paddle_flexckpt.background import writer
     from paddle_flexckpt.live import lost_ranks
 

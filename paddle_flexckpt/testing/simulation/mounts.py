@@ -18,7 +18,7 @@ _MOST_LINKS = 40
 
 
 class Place:
-    """Where a path leads.
+    """Describe where a path leads.
 
     Attributes:
         file_system: The one that has it.
@@ -37,7 +37,7 @@ class Place:
         self.with_slash = with_slash
 
     def found(self) -> Inode:
-        """What is there; OSError if nothing is, or a file where a slash demands a directory."""
+        """Return what is there; raise OSError if nothing is, or a file where a slash demands a directory."""
         if self.inode is None:
             raise failure(errno.ENOENT)
         if self.with_slash and not isinstance(self.inode, Directory):
@@ -47,14 +47,14 @@ class Place:
 
 @functools.lru_cache(maxsize=4096)
 def _parts(path: str) -> tuple[tuple[str, ...], bool, bool]:
-    """The names of a path, the last one first, and whether it ends with a slash, and with a dot."""
+    """Return the names of a path, the last one first, and whether it ends with a slash, and with a dot."""
     # What has a slash behind it is a directory's name; what has a dot behind that too, the directory itself.
     parts = tuple(part for part in reversed(path.split("/")) if part not in ("", "."))
     return parts, path[-1:] == "/", path.rstrip("/").rsplit("/", 1)[-1] == "."
 
 
 class Mounts:
-    """The file systems of one node."""
+    """Hold the file systems of one node."""
 
     def __init__(self, root: FileSystem) -> None:
         self.root = root
@@ -80,16 +80,16 @@ class Mounts:
 
     @property
     def file_systems(self) -> list[FileSystem]:
-        """All of them."""
+        """Return all of them."""
         return [file_system for _, file_system in self._paths]
 
     def file_system_at(self, path: str) -> FileSystem:
-        """The file system that a path leads to, as its text says."""
+        """Return the file system that a path leads to, as its text says."""
         path += "/"
         return next((each for prefix, each in self._paths if path.startswith(prefix)), self.root)
 
     def is_mounted_on(self, inode: Inode) -> bool:
-        """Whether it is the root of a file system, which can neither be removed nor renamed."""
+        """Tell whether it is the root of a file system, which can neither be removed nor renamed."""
         return inode in self._under or inode is self.root.root
 
     def walk(self, path: str, base: tuple[FileSystem, Directory] | None = None, follow: bool | None = True) -> Place:
@@ -155,7 +155,7 @@ class Mounts:
         return system, directory
 
     def real_path(self, path: str) -> str:
-        """As ``os.path.realpath`` of an absolute path: what is not there stays as it is."""
+        """Imitate ``os.path.realpath`` for an absolute path: what is not there stays as it is."""
         done, waiting = "/", list(_parts(path)[0])
         # Links on the way, each with how many parts were left when its target was taken up.
         links: dict[str, int] = {}

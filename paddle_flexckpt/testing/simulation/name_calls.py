@@ -19,7 +19,7 @@ from paddle_flexckpt.testing.simulation.mounts import Place
 
 
 class Entry:
-    """What ``os.scandir`` yields."""
+    """Describe a name as what ``os.scandir`` yields does."""
 
     def __init__(self, calls: NameCalls, name: str, path: str, inode: Inode) -> None:
         self.name, self.path = name, path
@@ -52,7 +52,7 @@ class Entry:
 
 
 class Listing:
-    """An iterator that closes, as ``os.scandir`` returns it."""
+    """Iterate and close, as what ``os.scandir`` returns does."""
 
     def __init__(self, entries: Iterable[Entry]) -> None:
         self._entries = iter(entries)
@@ -74,7 +74,7 @@ class Listing:
 
 
 class NameCalls(FileCalls):
-    """Calls on paths, and all others."""
+    """Imitate calls on paths, and all others."""
 
     def stat(self, path: Any, *, dir_fd: int | None = None, follow_symlinks: bool = True) -> os.stat_result:
         if isinstance(path, int):
@@ -92,7 +92,7 @@ class NameCalls(FileCalls):
         return self.call("fstat", opened.path, lambda: opened.file_system.stat(opened.live()))
 
     def entries(self, kind: str, path: Any) -> list[Entry]:
-        """What a directory has, for ``listdir`` and ``scandir``."""
+        """Return what a directory has, for ``listdir`` and ``scandir``."""
         text = text_of(path)
 
         def look() -> list[Entry]:
@@ -106,7 +106,7 @@ class NameCalls(FileCalls):
         return self.call(kind, text, look, text)
 
     def scan(self, path: Any = ".") -> Listing:
-        """``os.scandir``."""
+        """Imitate ``os.scandir``."""
         return Listing(self.entries("scandir", path))
 
     def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
@@ -121,7 +121,7 @@ class NameCalls(FileCalls):
         self.call("mkdir", text, make, text)
 
     def _named(self, place: Place, no_name: int) -> None:
-        """Whether a name may be taken."""
+        """Raise OSError if a name may not be taken."""
         place.found()
         if not place.name:
             raise failure(errno.EBUSY if self._mounts[self.process.node].is_mounted_on(place.directory) else no_name)

@@ -45,7 +45,7 @@ _REFUSALS = (
 
 @dataclass(frozen=True)
 class Conduct:
-    """What a store promises, and how it fails.
+    """Describe what a store promises, and how it fails.
 
     Attributes:
         latency: Least and most seconds of a request and its answer, without their bytes.
@@ -73,14 +73,17 @@ class Conduct:
 
 
 class Stored(NamedTuple):
-    """An object."""
+    """Describe an object."""
 
     data: bytes
     tag: str
 
 
 class Effect(NamedTuple):
-    """A change of one object: what it was ("put", "delete", "copy"), its bytes from now on, and who asked for it."""
+    """Describe a change of one object.
+
+    It tells what it was ("put", "delete", "copy"), the bytes from now on, and who asked for it.
+    """
 
     kind: str
     key: str
@@ -89,7 +92,7 @@ class Effect(NamedTuple):
 
 
 class ServerError(Exception):
-    """What a server answers instead of a result."""
+    """Signal what a server answers instead of a result."""
 
     def __init__(self, status: int, code: str) -> None:
         super().__init__(f"{code} (simulated)")
@@ -97,7 +100,7 @@ class ServerError(Exception):
 
 
 class Unanswered(Exception):
-    """No answer, or half of one; ``kind`` is "reset", "timeout" or "cut"."""
+    """Signal that there is no answer, or half of one; ``kind`` is "reset", "timeout" or "cut"."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(kind)
@@ -105,7 +108,7 @@ class Unanswered(Exception):
 
 
 class Listing(NamedTuple):
-    """One page: objects with their sizes, what they share up to a delimiter, and whether more follows."""
+    """Describe one page: objects with their sizes, what they share up to a delimiter, and whether more follows."""
 
     objects: list[tuple[str, int]]
     folders: list[str]
@@ -113,12 +116,12 @@ class Listing(NamedTuple):
 
     @property
     def last(self) -> str:
-        """After what the next page begins."""
+        """Return after what the next page begins."""
         return max([name for name, _ in self.objects[-1:]] + self.folders[-1:], default="")
 
 
 class ObjectStore:
-    """The objects of all buckets, and how they are reached.
+    """Hold the objects of all buckets, and how they are reached.
 
     Attributes:
         conduct: How it behaves from now on.

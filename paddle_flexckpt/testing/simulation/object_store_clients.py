@@ -30,7 +30,7 @@ _LOOP = object()
 
 
 class _Body:
-    """The body of an answer: its bytes have arrived, or half of them."""
+    """Hold the body of an answer: its bytes have arrived, or half of them."""
 
     def __init__(self, data: bytes, is_cut: bool) -> None:
         self._data, self._is_cut = data, is_cut
@@ -45,7 +45,7 @@ class _Body:
 
 
 class S3(AbstractFileSystem):
-    """Takes the place of s3fs."""
+    """Take the place of s3fs."""
 
     protocol = ("s3", "s3a")
     cachable = False
@@ -56,7 +56,7 @@ class S3(AbstractFileSystem):
 
     @property
     def s3(self) -> Any:
-        """What tells which parameters the client knows."""
+        """Return what tells which parameters the client knows."""
         known = {"Body"} if self.store.conduct.conditions == "unknown" else {"Body", "IfNoneMatch"}
         shape = SimpleNamespace(input_shape=SimpleNamespace(members=known))
         model = SimpleNamespace(operation_model=lambda operation: shape)
@@ -169,7 +169,7 @@ class S3(AbstractFileSystem):
 
 
 class HttpError(OSError):
-    """The answer of a server that has no exception of its own."""
+    """Signal the answer of a server that has no exception of its own."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -177,7 +177,7 @@ class HttpError(OSError):
 
 
 class Plain(AbstractFileSystem):
-    """A file system of fsspec's interface: an object store whose objects appear whole."""
+    """Imitate a file system of fsspec's interface: an object store whose objects appear whole."""
 
     protocol: Any = ("oss",)
     cachable = False
@@ -246,7 +246,7 @@ class Plain(AbstractFileSystem):
 
 
 class Conditional(Plain):
-    """One that creates objects on condition, and works for several threads at a time."""
+    """Imitate one that creates objects on condition, and works for several threads at a time."""
 
     protocol = ("gs", "gcs")
     async_impl = True
@@ -256,7 +256,7 @@ class Conditional(Plain):
 
 
 class Renaming(Plain):
-    """One whose files are seen to grow, and are renamed at once."""
+    """Imitate one whose files are seen to grow, and are renamed at once."""
 
     protocol = ("sftp", "ssh")
 
@@ -277,7 +277,7 @@ class Renaming(Plain):
 
 
 class PlainFile(AbstractBufferedFile):
-    """A file that is sent in parts."""
+    """Imitate a file that is sent in parts."""
 
     fs: Plain
     _upload = ""

@@ -19,7 +19,7 @@ from paddle_flexckpt.testing.simulation.tasks import Description
 
 
 class OpenFile(Description):
-    """What ``os.open`` makes: an inode, how it was opened, and a place in it. It owns ``flock`` locks.
+    """Hold what ``os.open`` makes: an inode, how it was opened, and a place in it. It owns ``flock`` locks.
 
     Attributes:
         path: As it was opened by.
@@ -34,12 +34,12 @@ class OpenFile(Description):
 
     @property
     def reads(self) -> bool:
-        """Whether it was opened for reading."""
+        """Tell whether it was opened for reading."""
         return self.flags & os.O_ACCMODE != os.O_WRONLY
 
     @property
     def writes(self) -> bool:
-        """Whether it was opened for writing."""
+        """Tell whether it was opened for writing."""
         return self.flags & os.O_ACCMODE != os.O_RDONLY
 
     def dispose(self) -> None:
@@ -47,12 +47,12 @@ class OpenFile(Description):
         self.file_system.close(self.inode)
 
     def live(self) -> Inode:
-        """What is open, unless it is gone for the node."""
+        """Return what is open, unless it is gone for the node."""
         self.file_system.check_open(self.inode, self.node)
         return self.inode
 
     def file(self, to_read: bool = False, to_write: bool = False) -> File:
-        """The file, if it was opened for that."""
+        """Return the file, if it was opened for that."""
         if (to_read and not self.reads) or (to_write and not self.writes):
             raise failure(errno.EBADF)
         inode = self.live()
@@ -67,7 +67,7 @@ class OpenFile(Description):
 
 
 class Map(np.ndarray):  # type: ignore[type-arg]
-    """A memory map: an array of the file's own memory, with the methods of ``mmap.mmap``."""
+    """Imitate ``mmap.mmap``: an array of the file's own memory, with the methods of a map."""
 
     def __getitem__(self, key: Any) -> Any:
         found = np.asarray(self)[key]
@@ -81,10 +81,10 @@ class Map(np.ndarray):  # type: ignore[type-arg]
         return True
 
     def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
-        """A hint."""
+        """Take a hint, and do nothing."""
 
     def close(self) -> None:
-        """The memory goes with its last user."""
+        """Do nothing: the memory goes with its last user."""
 
 
 def map_file(opened: OpenFile, length: int, prot: int = mmap.PROT_READ | mmap.PROT_WRITE, offset: int = 0) -> Map:

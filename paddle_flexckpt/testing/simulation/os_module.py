@@ -26,12 +26,12 @@ _CPUS = 2
 
 
 def constants(module: ModuleType) -> dict[str, Any]:
-    """The numbers that a module names."""
+    """Return the numbers that a module names."""
     return {name: value for name, value in vars(module).items() if name.isupper() and isinstance(value, int)}
 
 
 class Environ(MutableMapping):  # type: ignore[type-arg]
-    """``os.environ``, of which each process has its own."""
+    """Imitate ``os.environ``, of which each process has its own."""
 
     def __init__(self, calls: NameCalls) -> None:
         self._calls = calls
@@ -57,7 +57,7 @@ class Environ(MutableMapping):  # type: ignore[type-arg]
 
 
 def os_module(calls: NameCalls) -> Namespace:
-    """``os`` for the processes of a calls."""
+    """Return ``os`` for the processes of a calls."""
     scheduler, environ, path = calls.scheduler, Environ(calls), path_module(calls)
 
     def make_directories(name: Any, mode: int = 0o777, exist_ok: bool = False) -> None:

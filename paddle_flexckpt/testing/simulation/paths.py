@@ -21,7 +21,7 @@ _TEXT = (
 
 
 def path_module(calls: NameCalls) -> Namespace:
-    """``os.path`` for the processes of a calls."""
+    """Return ``os.path`` for the processes of a calls."""
 
     def status(path: Any, follow: bool = True) -> os.stat_result | None:
         try:
@@ -53,7 +53,7 @@ def path_module(calls: NameCalls) -> Namespace:
 
 
 def path_class(calls: NameCalls) -> type[PurePosixPath]:
-    """``pathlib.Path`` for the processes of a calls."""
+    """Return ``pathlib.Path`` for the processes of a calls."""
 
     class Path(PurePosixPath):
         __slots__ = ()

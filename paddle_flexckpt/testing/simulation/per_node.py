@@ -38,7 +38,7 @@ _NOTHING = re.compile(r"has no checkpoint|does not exist|is not a checkpoint: th
 
 
 class NodeScript(Script):
-    """One rank's run from its start to its end."""
+    """Do one rank's run from its start to its end."""
 
     def _run(self) -> None:
         scenario, job = self.scenario, self.job
@@ -99,11 +99,11 @@ class NodeLedger(Ledger):
     directories: tuple[str, ...] = ()
 
     def found_nothing(self, script: Script) -> None:
-        """A rank was told that there is no checkpoint."""
+        """Note that a rank was told that there is no checkpoint."""
         self._check_newest(script, -1.0, "nothing")
 
     def restored(self, script: Script, step: int, versions: set[int], skipped: dict[int, str]) -> None:
-        """A rank has restored a step, and has values of these versions."""
+        """Note that a rank has restored a step, and has values of these versions."""
         version = next(iter(versions), None)
         super().restored(script, step, versions, skipped)
         if version in self.attempts:
@@ -119,7 +119,7 @@ class NodeLedger(Ledger):
             self.violate("latest() goes back only after damage", f"{newer[-1]} is done; a restore found {what}")
 
     def appeared(self, path: str, process: Process | None) -> None:
-        """A file is there under this name, whole."""
+        """Note that a file is there under this name, whole."""
         match = _MANIFEST.fullmatch(path)
         if match is not None:
             self._publish(match[1], match[3])
@@ -127,7 +127,7 @@ class NodeLedger(Ledger):
             self.changed(path, process, "replaced")
 
     def changed(self, path: str, process: Process | None, how: str) -> None:
-        """A file was written, cut, replaced or removed."""
+        """Note that a file was written, cut, replaced or removed."""
         key = self._owners.get(path)
         if key is not None:
             known = self.committed[key]
@@ -181,7 +181,7 @@ class NodeLedger(Ledger):
         return Committed(attempt, tuple(paths), None)
 
     def look_again(self, directories: list[str]) -> None:
-        """After a loss of power: what was reported done is there, and what is there is whole."""
+        """Check after a loss of power that what was reported done is there, and that what is there is whole."""
         before = self.committed
         self.committed, self._owners = {}, {}
         for directory in self.directories:
@@ -211,7 +211,7 @@ class NodeLedger(Ledger):
                 self.violate("what was reported done is there", f"{known.attempt} has lost {lost} with the power")
 
     def check_left(self) -> None:
-        """After the last save nothing is left but checkpoints."""
+        """Check that after the last save nothing is left but checkpoints."""
         kept = {path for each in self.committed.values() for path in each.files}
         for directory in self.directories:
             left = [name for name in self.names(directory) if f"{directory}/{name}" not in kept]

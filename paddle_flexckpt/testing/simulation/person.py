@@ -55,7 +55,7 @@ class Person:
         return f" {what} {self._count}"
 
     def knows(self, name: str) -> bool:
-        """Whether a file or directory of the root is the person's."""
+        """Tell whether a file or directory of the root is the person's."""
         return " copy " in name or " moved " in name
 
     made = knows

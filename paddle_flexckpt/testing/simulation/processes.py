@@ -28,7 +28,7 @@ _START_SECONDS = (0.1, 2.0)
 
 
 class Popen:
-    """``subprocess.Popen``, of the one program that the library starts: its writer process."""
+    """Imitate ``subprocess.Popen``, of the one program that the library starts: its writer process."""
 
     _scheduler: Scheduler
 
@@ -99,7 +99,7 @@ class Popen:
 
 
 class Processes:
-    """The simulated modules for one scheduler."""
+    """Hold the simulated modules for one scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -152,7 +152,7 @@ class Processes:
         return self._scheduler.random.getrandbits(8 * count).to_bytes(count, "little")
 
     def _own_random(self) -> random.Random:
-        """The generator of the process's script, whose state is saved; what the library draws is the world's."""
+        """Return the generator of the process's script, whose state is saved; what the library draws is the world's."""
         process = self._scheduler.process
         generator: random.Random = process.state.setdefault("random", random.Random(process.pid))
         return generator
@@ -192,13 +192,13 @@ class Processes:
 
 
 def exit_now(scheduler: Scheduler, status: int) -> None:
-    """``os._exit``."""
+    """Imitate ``os._exit``."""
     scheduler.process.exit(status)
     raise Killed
 
 
 def no_such(name: str) -> Any:
-    """A function that the simulation must not reach."""
+    """Return a function that the simulation must not reach."""
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise StuckError(f"{name} is not simulated")

@@ -45,12 +45,12 @@ _PLAIN = (bytes, str, int, float, bool, type(None))
 
 
 class _Unknown(Exception):
-    """An argument that cannot be compared by what it holds."""
+    """Signal an argument that cannot be compared by what it holds."""
 
 
 @functools.cache
 def _fields(kind: Any) -> tuple[str, ...] | None:
-    """The fields of a frozen dataclass; None of another type."""
+    """Return the fields of a frozen dataclass; None of another type."""
     parameters = getattr(kind, "__dataclass_params__", None)
     if parameters is None or not parameters.frozen:
         return None
@@ -58,7 +58,7 @@ def _fields(kind: Any) -> tuple[str, ...] | None:
 
 
 class Memory:
-    """Answers, by function and by what its arguments hold.
+    """Hold answers, by function and by what its arguments hold.
 
     Attributes:
         is_on: Whether answers are given; else each is computed.
@@ -71,7 +71,7 @@ class Memory:
         self._kept: dict[int, int] = {}
 
     def key(self, value: Any) -> Any:
-        """What is equal for two arguments only if they hold the same."""
+        """Return what is equal for two arguments only if they hold the same."""
         kind: Any = type(value)
         if kind in _PLAIN:
             return kind, value
@@ -90,7 +90,7 @@ class Memory:
         return (kind, *[self.key(getattr(value, name)) for name in names])
 
     def of(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with a memory."""
+        """Return the function, with a memory."""
         answers: OrderedDict[Any, Any] = OrderedDict()
 
         def call(*args: Any, **keywords: Any) -> Any:

@@ -22,7 +22,7 @@ HOUR = 3600.0
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run: its jobs, where it saves, and how.
+    """Describe a run: its jobs, where it saves, and how.
 
     Attributes:
         seed: Of all choices that the simulated world makes.
@@ -66,7 +66,7 @@ class Scenario:
 
     @property
     def seconds(self) -> float:
-        """How long the job takes if nothing happens, without its saves."""
+        """Return how long the job takes if nothing happens, without its saves."""
         return self.steps * self.step_seconds
 
     def time_of(self, step: int) -> float:
@@ -82,7 +82,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault.
+    """Describe one fault.
 
     Attributes:
         kind: One of :data:`KINDS`.
@@ -114,7 +114,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Case:
-    """A scenario and its schedule; and what it once violated, if that is known."""
+    """Hold a scenario and its schedule; and what it once violated, if that is known."""
 
     scenario: Scenario
     faults: tuple[Fault, ...] = ()
@@ -243,7 +243,7 @@ def _saver(choose: random.Random, scenario: Scenario, share: float = 0.7) -> str
 
 
 def _late_decision(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
-    """Who decides is held up, and another dies, or is held up as well."""
+    """Draw that who decides is held up, and another dies, or is held up as well."""
     who = _saver(choose, scenario)
     moments = ["manifest begun", "manifest put in place", "fsync", "part", "listing", "lease", "any call"]
     seconds = choose.choice([0.5, 5.0, 40.0, 300.0, 2500.0])
@@ -265,7 +265,7 @@ def _late_decision(choose: random.Random, scenario: Scenario, begin: float) -> l
 
 
 def _late_and_cut(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
-    """Who decides is held up, and its node is cut off from another."""
+    """Draw that who decides is held up, and its node is cut off from another."""
     moment = _moment(choose, ["manifest begun", "manifest put in place", "fsync", "listing"])
     held = Fault("slow_call", begin, f"{_saver(choose, scenario)}:0", moment, 1, choose.choice([5.0, 15.0, 100.0]))
     other, moment = choose.randrange(1, scenario.nodes), choose.choice(["part", "manifest begun"])
@@ -273,7 +273,7 @@ def _late_and_cut(choose: random.Random, scenario: Scenario, begin: float) -> li
 
 
 def _death_beside_commit(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
-    """A commit takes long, and a rank that comes to a certain place and no further dies meanwhile."""
+    """Draw that a commit takes long, and a rank that comes to a certain place and no further dies meanwhile."""
     held = Fault("slow_call", begin, f"{_saver(choose, scenario)}:0", "manifest put in place", 1, 20.0)
     target = f"rank:{choose.randrange(1, max(scenario.world_sizes))}"
     stopped = Fault("stop_rank", begin, target, "send", choose.randint(1, 12), 200.0)
@@ -281,7 +281,7 @@ def _death_beside_commit(choose: random.Random, scenario: Scenario, begin: float
 
 
 def _lost_power(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
-    """Who decides is held up right after the commit, or before it; then its node, or all of them, lose power."""
+    """Draw that who decides is held up right after the commit, or before it; then its node, or all, lose power."""
     moment = choose.choice(["after manifest put in place"] * 2 + ["manifest put in place", "fsync", "after data"])
     held = Fault("slow_call", begin, f"{_saver(choose, scenario, 0.9)}:0", moment, 1, 200.0)
     kind = choose.choice(["power_loss", "kill_node"])
@@ -290,7 +290,7 @@ def _lost_power(choose: random.Random, scenario: Scenario, begin: float) -> list
 
 
 def _failed_sync(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
-    """A write or an fsync fails, and soon after the power does, or not."""
+    """Draw that a write or an fsync fails, and soon after the power does, or not."""
     target = f"{_saver(choose, scenario)}:{choose.randrange(max(scenario.world_sizes))}"
     moment = choose.choice(["fsync", "fsync", "data"])
     failed = Fault("io_error", begin, target, moment, choose.randint(1, 6), amount=5.0)
@@ -299,7 +299,7 @@ def _failed_sync(choose: random.Random, scenario: Scenario, begin: float) -> lis
 
 
 def _trouble_of_one(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
-    """A job is killed, and when it starts again one of its ranks cannot read something."""
+    """Draw that a job is killed, and when it starts again one of its ranks cannot read something."""
     target = f"rank:{choose.randrange(max(scenario.world_sizes))}"
     killed = Fault("kill_job", begin + choose.choice([10.0, 1000.0]), "job")
     moment = choose.choice(["any call", "reading", "reading"])
@@ -307,13 +307,13 @@ def _trouble_of_one(choose: random.Random, scenario: Scenario, begin: float) -> 
 
 
 def _slow_holder(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
-    """The first save takes long, and another job comes."""
+    """Draw that the first save takes long, and another job comes."""
     moment, seconds = choose.choice(["data", "part", "manifest begun", "fsync"]), choose.choice([10.0, 100.0])
     return [Fault("slow_call", begin, "storage", moment, choose.randint(1, 3), seconds)]
 
 
 def _slow_reader(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
-    """A reader takes long, and savers go on meanwhile."""
+    """Draw that a reader takes long, and savers go on meanwhile."""
     moment, count = choose.choice([("any call", choose.randint(1, 60)), ("data", choose.randint(1, 6))])
     seconds = choose.uniform(0.5, 1.5) * scenario.save_every * scenario.step_seconds
     return [Fault("slow_call", begin, "reader", moment, count, seconds)]

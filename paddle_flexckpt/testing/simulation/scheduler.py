@@ -23,7 +23,7 @@ _FIRST_PID = 100
 
 
 class Node:
-    """A host: its name, its clocks, and whether it is up.
+    """Stand for a host: its name, its clocks, and whether it is up.
 
     Attributes:
         offset: Seconds by which its wall clock is ahead.
@@ -38,17 +38,17 @@ class Node:
         self._since = (0.0, 1000.0)
 
     def monotonic(self) -> float:
-        """Seconds since the host was started."""
+        """Return the seconds since the host was started."""
         since, then = self._since
         return then + (self.scheduler.now - since) * self._rate
 
     def time(self) -> float:
-        """The wall clock."""
+        """Return what the wall clock shows."""
         return EPOCH + self.monotonic() + self.offset
 
     @property
     def rate(self) -> float:
-        """How many of its seconds pass in a second of the world."""
+        """Return how many of its seconds pass in a second of the world."""
         return self._rate
 
     @rate.setter
@@ -94,14 +94,14 @@ class Scheduler:
 
     @property
     def current(self) -> Task:
-        """The task that runs."""
+        """Return the task that runs."""
         if self.running is None:
             raise StuckError("a simulated call from outside of the simulated processes")
         return self.running
 
     @property
     def process(self) -> Process:
-        """The process whose task runs."""
+        """Return the process whose task runs."""
         running = self.running
         return self.current.process if running is None else running.process
 
@@ -245,7 +245,7 @@ class Scheduler:
 
     @property
     def next_event(self) -> float | None:
-        """When something is due next; None if nothing is."""
+        """Return when something is due next; None if nothing is."""
         return self._queue[0][0] if self._queue else None
 
     def _push(self, when: float, item: Any, generation: int) -> None:

@@ -21,7 +21,7 @@ from paddle_flexckpt.testing.simulation.threads import Namespace
 
 
 class Socket:
-    """``socket.socket``."""
+    """Imitate ``socket.socket``."""
 
     _network: Network
 
@@ -216,7 +216,7 @@ class Socket:
 
 
 class Selector:
-    """``selectors.DefaultSelector``."""
+    """Imitate ``selectors.DefaultSelector``."""
 
     _network: Network
 
@@ -286,7 +286,7 @@ class Selector:
 
 
 class Sockets:
-    """The simulated modules for one network."""
+    """Hold the simulated modules for one network."""
 
     def __init__(self, network: Network) -> None:
         scheduler = network.scheduler

@@ -19,7 +19,7 @@ from paddle_flexckpt.testing.simulation.threads import Namespace
 
 
 class System(NameCalls):
-    """The operating systems of all nodes, as far as files are concerned.
+    """Stand for the operating systems of all nodes, as far as files are concerned.
 
     Attributes:
         os: What stands for ``os``.

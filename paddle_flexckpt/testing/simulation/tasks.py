@@ -16,15 +16,15 @@ import greenlet
 
 
 class Killed(BaseException):
-    """The process is dead. Not an Exception, so that nobody mistakes it for an error to be handled."""
+    """Signal that the process is dead. Not an Exception, so that nobody mistakes it for an error to be handled."""
 
 
 class StuckError(RuntimeError):
-    """Simulated code waits for what cannot come, or does more than it may."""
+    """Signal that simulated code waits for what cannot come, or does more than it may."""
 
 
 class Description:
-    """What a descriptor stands for. Several descriptors, also of different processes, may stand for one."""
+    """Hold what a descriptor stands for. Several descriptors, also of different processes, may stand for one."""
 
     def __init__(self) -> None:
         self.references = 0
@@ -42,7 +42,7 @@ class Description:
 
 
 class Task:
-    """A thread of a process.
+    """Stand for a thread of a process.
 
     Attributes:
         error: What it ended with, if that was not meant.
@@ -86,7 +86,7 @@ class Task:
 
 
 class Process:
-    """A simulated process.
+    """Stand for a simulated process.
 
     Attributes:
         descriptors: The table of its descriptors.
@@ -233,7 +233,7 @@ class Process:
             self._finish(task)
 
     def _call_at_exit(self, function: Callable[[], Any]) -> None:
-        """As the interpreter does: what it raises is printed, and the other functions are called."""
+        """Do as the interpreter does: what it raises is printed, and the other functions are called."""
         try:
             function()
         except Exception:
@@ -242,7 +242,7 @@ class Process:
             self.scheduler.main_errors.append((self.scheduler.current, text))
 
     def _finish(self, task: Task) -> None:
-        """As the interpreter does: wait for threads that are no daemons, then call what ``atexit`` has."""
+        """Do as the interpreter does: wait for threads that are no daemons, then call what ``atexit`` has."""
         status = 0
         if isinstance(task.error, SystemExit):
             code = task.error.code

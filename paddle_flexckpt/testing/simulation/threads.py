@@ -21,14 +21,14 @@ from paddle_flexckpt.testing.simulation.tasks import StuckError, Task
 
 
 class Namespace(SimpleNamespace):
-    """What stands for a module: it has the names that it was given, and says which one is missing."""
+    """Stand for a module: it has the names that it was given, and says which one is missing."""
 
     def __getattr__(self, name: str) -> Any:
         raise StuckError(f"{self.__dict__.get('__name__')}.{name} is not simulated")
 
 
 class _Thread:
-    """A thread of the process that starts it."""
+    """Imitate ``threading.Thread``: a thread of the process that starts it."""
 
     _scheduler: Scheduler
 
@@ -69,7 +69,7 @@ class _Thread:
 
 
 class _Local:
-    """``threading.local``."""
+    """Imitate ``threading.local``."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.__dict__["_scheduler"] = scheduler
@@ -130,7 +130,7 @@ class _Queue:
 
 
 class Threads:
-    """The simulated modules for one scheduler."""
+    """Hold the simulated modules for one scheduler."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -188,7 +188,7 @@ class Threads:
         return thread
 
     def replacement(self, value: Any) -> Any:
-        """A simulated lock for a real one that a module holds; None if the value is no lock."""
+        """Return a simulated lock for a real one that a module holds; None if the value is no lock."""
         of: Any = type(value)
         kind = _lock_kind(of)
         return None if kind is None else getattr(self.threading, kind)()
@@ -204,5 +204,5 @@ _LOCKS = {
 
 @functools.cache
 def _lock_kind(of: Any) -> str | None:
-    """What of ``threading`` makes such an object, if it is a lock."""
+    """Return what of ``threading`` makes such an object, if it is a lock."""
     return next((kind for kind, each in _LOCKS.items() if issubclass(of, each)), None)

@@ -47,12 +47,15 @@ _POLICIES: dict[str, Callable[[int], KeepPolicy]] = {
 
 
 def shapes_of(habits: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """The tensors of a job."""
+    """Return the shapes of a job's tensors."""
     return SHAPES | LARGE if "large" in habits else SHAPES
 
 
 def values(version: int, key: str) -> np.ndarray:
-    """The whole tensor of a version: each element tells version, tensor and place; of a large one the place is cut."""
+    """Return the whole tensor of a version.
+
+    Each element tells version, tensor and place; of a large one the place is cut.
+    """
     all_shapes = SHAPES | LARGE
     shape = all_shapes[key]
     number = (version << _KEY_BITS) + list(all_shapes).index(key)
@@ -61,17 +64,17 @@ def values(version: int, key: str) -> np.ndarray:
 
 
 def version_of(element: int) -> int:
-    """The version that an element is of."""
+    """Return the version that an element is of."""
     return int(element) >> (_KEY_BITS + _INDEX_BITS)
 
 
 def all_versions_of(elements: np.ndarray) -> set[int]:
-    """The versions that elements are of."""
+    """Return the versions that elements are of."""
     return set(np.unique(elements >> (_KEY_BITS + _INDEX_BITS)).tolist())
 
 
 def policies_of(keep: Sequence[str]) -> tuple[KeepPolicy, ...]:
-    """The policies that a scenario names."""
+    """Return the policies that a scenario names."""
     found = []
     for each in keep:
         name, _, number = each.partition(":")
@@ -82,7 +85,7 @@ def policies_of(keep: Sequence[str]) -> tuple[KeepPolicy, ...]:
 def shards(
     rank: int, size: int, layout: int, version: int | None, shapes: Mapping[str, tuple[int, ...]] = SHAPES
 ) -> dict[str, ShardedWeight]:
-    """What a rank holds; zeros without a version. Layouts cut along other axes."""
+    """Return what a rank holds; zeros without a version. Layouts cut along other axes."""
     found = {}
     for key, shape in shapes.items():
         whole = np.zeros(shape, dtype=np.int64) if version is None else values(version, key)
@@ -101,7 +104,7 @@ def shards(
 
 
 def versions_in(state: Mapping[str, ShardedWeight], rank: int, size: int, layout: int) -> set[int]:
-    """The versions that a rank's shards are of; -1 stands for values that no version has."""
+    """Return the versions that a rank's shards are of; -1 stands for values that no version has."""
     versions: set[int] = set()
     for key, shard in state.items():
         for element in np.asarray(shard.local_tensor).reshape(-1)[:1]:
@@ -112,7 +115,7 @@ def versions_in(state: Mapping[str, ShardedWeight], rank: int, size: int, layout
 
 
 class Store:
-    """The job's key-value store, which rank 0's process keeps. Its clients wait as long as TCP does."""
+    """Stand for the job's key-value store, which rank 0's process keeps. Its clients wait as long as TCP does."""
 
     _PATIENCE_SECONDS = 900.0
 
@@ -150,7 +153,7 @@ class Store:
 
 
 class ChannelCommunicator(Communicator):
-    """The ranks of a job, as on a device backend: over the host channel, with the job's store."""
+    """Connect the ranks of a job, as on a device backend: over the host channel, with the job's store."""
 
     def __init__(self, store: Store, name: str, size: int, rank: int) -> None:
         super().__init__(tuple(range(size)), rank)
@@ -165,7 +168,7 @@ class ChannelCommunicator(Communicator):
 
 
 class Script:
-    """One rank's run from its start to its end.
+    """Do one rank's run from its start to its end.
 
     Attributes:
         stage: What it is doing, for the errors of all ranks to be compared.
@@ -181,7 +184,7 @@ class Script:
         self._tries: dict[int, int] = {}
 
     def tries(self, step: int) -> int:
-        """How often this step has been saved since the start."""
+        """Return how often this step has been saved since the start."""
         return self._tries.get(step, 0)
 
     def run(self) -> None:

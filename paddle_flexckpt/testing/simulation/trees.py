@@ -36,7 +36,7 @@ def fill(file_system: FileSystem, tree: Mapping[str, bytes | None]) -> None:
 
 
 def tree_of(file_system: FileSystem, durable: bool = False) -> Tree:
-    """All files by path, without a slash before it; only what is durable for certain, if that is asked for."""
+    """Return all files by path, without a slash before it; only what is durable for certain, if that is asked for."""
     found: Tree = {}
 
     def visit(directory: Directory, above: str) -> None:

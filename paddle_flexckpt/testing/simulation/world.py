@@ -45,7 +45,7 @@ Changed = Callable[[str, Any, str], None]
 
 
 class World:
-    """Everything that processes of a scenario have around them.
+    """Hold everything that processes of a scenario have around them.
 
     Attributes:
         disks: The shared file system, if the jobs save to one. On a single node it is that node's own disk.
@@ -83,7 +83,7 @@ class World:
 
     @property
     def node_directories(self) -> tuple[str, ...]:
-        """The root on each node, where each has a disk of its own: what they call it past all processes."""
+        """Return the root on each node, where each has a disk of its own: as it is called past all processes."""
         return tuple(f"/{name}{ROOT[len(_MOUNT) :]}" for name in self._mounts if f"/{name}" != _MOUNT)
 
     def _make_store(self, on_call: OnCall) -> ObjectStore:
@@ -110,7 +110,7 @@ class World:
         network.deliver = called  # type: ignore[method-assign]
 
     def location(self) -> Any:
-        """What a job gives as its root; called by its processes."""
+        """Return what a job gives as its root; called by its processes."""
         habits = self.scenario.habits
         scheme = "" if self.store is None else "gs:/" if "gs" in habits else "s3:/"
         options = storage_options(habits) if scheme else {}
@@ -171,7 +171,7 @@ class World:
             self.store.conduct = self._conduct
 
     def lose_node(self, node: Node) -> None:
-        """A node loses power: what it has not made durable goes, and what it has sent."""
+        """Take power from a node: what it has not made durable goes, and what it has sent."""
         self.network.forget(node)
         for disk in self.disks:
             if disk.is_shared:
@@ -182,7 +182,7 @@ class World:
     # Storage, past all processes.
 
     def read(self, path: str) -> bytes | None:
-        """The bytes of a file; None if there is none."""
+        """Return the bytes of a file; None if there is none."""
         if self.store is not None:
             stored = self.store.objects.get(path.lstrip("/"))
             return None if stored is None else stored.data
@@ -190,7 +190,7 @@ class World:
         return found.content.read(0, found.size) if isinstance(found, File) else None
 
     def names(self, directory: str) -> list[str]:
-        """The files in a directory, without those below."""
+        """Return the names of the files in a directory, without those below."""
         if self.store is not None:
             return [name for name in self._below(directory) if "/" not in name]
         found = self._find(directory)
@@ -199,7 +199,7 @@ class World:
         return sorted(name for name, inode in found.entries.items() if not isinstance(inode, Directory))
 
     def directories(self) -> list[str]:
-        """The directories in the root that have something."""
+        """Return the directories in the root that have something."""
         if self.store is not None:
             return sorted({f"{ROOT}/{name.partition('/')[0]}" for name in self._below(ROOT) if "/" in name})
         found = self._find(ROOT)
@@ -208,7 +208,7 @@ class World:
         return sorted(f"{ROOT}/{name}" for name, inode in found.entries.items() if isinstance(inode, Directory))
 
     def tree(self, directory: str) -> dict[str, bytes]:
-        """The files of a directory, by name."""
+        """Return the files of a directory, by name."""
         return {name: self.read(f"{directory}/{name}") or b"" for name in self.names(directory)}
 
     def put_tree(self, directory: str, tree: dict[str, bytes]) -> None:

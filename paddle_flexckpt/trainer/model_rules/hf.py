@@ -117,7 +117,7 @@ _Statement = tuple[tuple[str, ...], str]
 
 
 def _renames(model_class: Any, config: Any, tied: bool) -> Iterable[_Statement]:
-    """From every name of the checkpoint to the model's, before fusing."""
+    """Yield statements from every name of the checkpoint to the model's, before fusing."""
     try:
         mappings = model_class._get_name_mappings(config)
     except (AttributeError, NotImplementedError) as error:
@@ -167,7 +167,7 @@ def _tags(fused: dict[str, FusedLayer], target: str) -> str:
 
 
 def _fusions(model_class: Any, config: Any) -> Iterable[_Statement]:
-    """From the model's names of single parameters to those of fused ones."""
+    """Yield statements from the model's names of single parameters to those of fused ones."""
     if not hasattr(model_class, "_get_fuse_or_split_param_mappings"):
         return
     try:
