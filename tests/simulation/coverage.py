@@ -28,6 +28,7 @@ TESTS = (
     "test_library_background.py",
     "test_library_manager.py",
     "test_library_native.py",
+    "test_library_media.py",
 )
 
 
