@@ -24,7 +24,7 @@ _FIRST_PORT = 40000
 
 
 class End(Description):
-    """One end of a stream: what has arrived, and what of the other end is known."""
+    """Hold one end of a stream: what has arrived, and what of the other end is known."""
 
     def __init__(self, network: Network, node: Node, address: Any = None) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class End(Description):
         return len(data)
 
     def _answer_with_reset(self) -> None:
-        """The other end is closed: whoever sends to it learns that from what comes back."""
+        """Answer for an end that is closed: whoever sends to it learns that from what comes back."""
         other = self.other
         if other is not None and self.is_open:
 
@@ -153,7 +153,7 @@ class End(Description):
 
 
 class Listener(Description):
-    """A socket that listens."""
+    """Stand for a socket that listens."""
 
     def __init__(self, network: Network, node: Node, address: Any, backlog: int) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Listener(Description):
 
 
 class Network:
-    """Connections between the processes of a world.
+    """Hold the connections between the processes of a world.
 
     Attributes:
         listeners: Sockets that listen, by node and address.
@@ -243,7 +243,7 @@ class Network:
             self.deliver(source, target, arrive)
 
     def forget(self, node: Node) -> None:
-        """A node has lost power: what was under way to it or from it is lost, and nobody hears of that."""
+        """Lose what was under way to or from a node that has lost power; nobody hears of that."""
         self._held = [each for each in self._held if node not in (each[0].node, each[1].node)]
 
     def new_port(self) -> int:
@@ -251,7 +251,7 @@ class Network:
         return self._port
 
     def pair(self, one: Node, other: Node) -> tuple[End, End]:
-        """Two ends that are connected."""
+        """Return two ends that are connected."""
         ends = End(self, one), End(self, other)
         ends[0].other, ends[1].other = ends[1], ends[0]
         return ends
