@@ -19,7 +19,7 @@ from paddle_flexckpt.testing.simulation.threads import Namespace, Threads
 
 
 class Store:
-    """A key-value store that every process reaches."""
+    """Imitate a key-value store that every process reaches."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -42,7 +42,7 @@ class Store:
 
 
 class World:
-    """Two nodes and the modules of their processes, without files."""
+    """Hold two nodes and the modules of their processes, without files."""
 
     def __init__(self, seed: int = 0) -> None:
         self.scheduler = scheduler = Scheduler(seed)
