@@ -28,6 +28,7 @@ TESTS = (
     "test_library_background.py",
     "test_library_manager.py",
     "test_library_native.py",
+    "test_library_media.py",
 )
 
 
@@ -62,7 +63,9 @@ def run_part(part: int, options: argparse.Namespace, directory: Path) -> str:
         for case in sorted(FOUND.glob("*.json")):
             totals.add(simulate(Case.from_json(case.read_text(encoding="utf-8"))))
         here = Path(__file__).parent
-        pytest.main(["-q", "--no-header", "-p", "no:cacheprovider", *(str(here / name) for name in TESTS)])
+        pytest.main(
+            ["-q", "--no-header", "-m", "not slow", "-p", "no:cacheprovider", *(str(here / name) for name in TESTS)]
+        )
     measured.stop()
     measured.save()
     return f"part {part}: {totals.runs} runs, {totals.commits} commits, violations: {totals.violated}"

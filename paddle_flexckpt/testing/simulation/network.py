@@ -59,11 +59,14 @@ class End(Description):
     @property
     def room(self) -> int:
         other = self.other
-        return 0 if other is None else BUFFER_BYTES - len(other.data) - self.under_way
+        if other is None:
+            return 0
+        # What nobody will read takes no room: it is answered with a reset.
+        return BUFFER_BYTES - (len(other.data) if other.is_open else 0) - self.under_way
 
     @property
     def can_write(self) -> bool:
-        return self.is_reset or self.room > 0 or self.other is None or not self.other.is_open
+        return self.is_reset or self.is_shut or self.room > 0 or self.other is None
 
     def send(self, data: bytes, descriptions: Sequence[Description] = ()) -> int:
         """Send what there is room for; OSError if nobody will read it."""

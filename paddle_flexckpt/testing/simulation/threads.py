@@ -171,6 +171,7 @@ class Threads:
             threading.Event: self.threading.Event,
             threading.local: self.threading.local,
             queue.Queue: self.queue.Queue,
+            queue.SimpleQueue: self.queue.SimpleQueue,
         }
 
     def _current_thread(self) -> Any:
