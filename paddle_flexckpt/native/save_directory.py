@@ -182,7 +182,12 @@ class SaveDirectory(CompanionDirectory):
 
     def write_failure(self, save: SaveNames, rank: int, error: bytes) -> None:
         """Write why a rank cannot write, for the others, in place of what the rank said before."""
-        write_file(self.backend, save.failure_file(rank), error, "replace")
+        name = save.failure_file(rank)
+        write_file(self.backend, name, error, "replace")
+        # A rank that was stopped for long may come after all others have ended, and who cleans up has been there.
+        with contextlib.suppress(OSError):
+            if not self.sees(save):
+                self.backend.remove(name)
 
     def decide(self, save: SaveNames, coordinator: int, verdict: bytes) -> bytes:
         """Decide about a save, once for all ranks; return what is decided: this verdict, or an earlier one.

@@ -76,6 +76,16 @@ def test_so_it_is_on_a_node(tmp_path, monkeypatch):
     assert node.known_saves() == before
 
 
+def test_a_failure_that_is_told_when_all_is_over_leaves_no_file(tmp_path):
+    """A rank was stopped right before; meanwhile the next save has cleaned up."""
+    dead = begin(tmp_path, 5)
+    remove_dead_saves(open_to_save(tmp_path))
+    before = names(tmp_path)
+    assert before == []
+    open_to_save(tmp_path).write_failure(dead, 1, b"why")
+    assert names(tmp_path) == before
+
+
 def names_of(ticket):
     return ["0_5.part", "0_5.safetensors", "1_5.safetensors", ticket.marker_file]
 

@@ -10,7 +10,7 @@ import pytest
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.live import host_channel
 from paddle_flexckpt.testing.simulation.modules import process_state, simulated
-from paddle_flexckpt.testing.simulation.network import Network
+from paddle_flexckpt.testing.simulation.network import BUFFER_BYTES, Network
 from paddle_flexckpt.testing.simulation.processes import Processes
 from paddle_flexckpt.testing.simulation.scheduler import Node, Scheduler
 from paddle_flexckpt.testing.simulation.sockets import Sockets
@@ -19,7 +19,7 @@ from paddle_flexckpt.testing.simulation.threads import Namespace, Threads
 
 
 class Store:
-    """A key-value store that every process reaches."""
+    """Imitate a key-value store that every process reaches."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -42,7 +42,7 @@ class Store:
 
 
 class World:
-    """Two nodes and the modules of their processes, without files."""
+    """Hold two nodes and the modules of their processes, without files."""
 
     def __init__(self, seed: int = 0) -> None:
         self.scheduler = scheduler = Scheduler(seed)
@@ -158,6 +158,31 @@ def test_what_is_cut_off_arrives_when_the_network_heals() -> None:
     outcome, world = run_job(1, disturb=disturb)
     assert len(outcome[0]) == 5
     assert 102 < world.scheduler.now < 110
+
+
+def test_who_sends_more_than_a_dead_receiver_takes_gets_an_error() -> None:
+    """Its buffer is full when it dies, and there is none any more for what follows."""
+    errors: list[type[OSError]] = []
+    with World() as world:
+        socket = world.sockets.socket
+
+        def receive() -> None:
+            with socket.create_server(("node0", 1)) as listener, listener.accept()[0]:
+                world.scheduler.sleep(1000.0)
+
+        def send() -> None:
+            with socket.create_connection(("node0", 1)) as connection:
+                connection.sendall(bytes(BUFFER_BYTES))
+                receiver.kill()  # it is not told yet
+                try:
+                    connection.sendall(b"more")
+                except OSError as error:
+                    errors.append(type(error))
+
+        receiver = world.start("receives", receive)
+        world.start("sends", send, 1)
+        world.scheduler.run(steps=10_000)
+    assert errors == [ConnectionResetError]
 
 
 def test_a_process_that_dies_in_a_condition_s_wait_has_no_error() -> None:

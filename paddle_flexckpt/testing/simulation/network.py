@@ -24,7 +24,7 @@ _FIRST_PORT = 40000
 
 
 class End(Description):
-    """One end of a stream: what has arrived, and what of the other end is known."""
+    """Hold one end of a stream: what has arrived, and what of the other end is known."""
 
     def __init__(self, network: Network, node: Node, address: Any = None) -> None:
         super().__init__()
@@ -59,11 +59,14 @@ class End(Description):
     @property
     def room(self) -> int:
         other = self.other
-        return 0 if other is None else BUFFER_BYTES - len(other.data) - self.under_way
+        if other is None:
+            return 0
+        # What nobody will read takes no room: it is answered with a reset.
+        return BUFFER_BYTES - (len(other.data) if other.is_open else 0) - self.under_way
 
     @property
     def can_write(self) -> bool:
-        return self.is_reset or self.room > 0 or self.other is None or not self.other.is_open
+        return self.is_reset or self.is_shut or self.room > 0 or self.other is None
 
     def send(self, data: bytes, descriptions: Sequence[Description] = ()) -> int:
         """Send what there is room for; OSError if nobody will read it."""
@@ -97,7 +100,7 @@ class End(Description):
         return len(data)
 
     def _answer_with_reset(self) -> None:
-        """The other end is closed: whoever sends to it learns that from what comes back."""
+        """Answer for an end that is closed: whoever sends to it learns that from what comes back."""
         other = self.other
         if other is not None and self.is_open:
 
@@ -153,7 +156,7 @@ class End(Description):
 
 
 class Listener(Description):
-    """A socket that listens."""
+    """Stand for a socket that listens."""
 
     def __init__(self, network: Network, node: Node, address: Any, backlog: int) -> None:
         super().__init__()
@@ -184,7 +187,7 @@ class Listener(Description):
 
 
 class Network:
-    """Connections between the processes of a world.
+    """Hold the connections between the processes of a world.
 
     Attributes:
         listeners: Sockets that listen, by node and address.
@@ -243,7 +246,7 @@ class Network:
             self.deliver(source, target, arrive)
 
     def forget(self, node: Node) -> None:
-        """A node has lost power: what was under way to it or from it is lost, and nobody hears of that."""
+        """Lose what was under way to or from a node that has lost power; nobody hears of that."""
         self._held = [each for each in self._held if node not in (each[0].node, each[1].node)]
 
     def new_port(self) -> int:
@@ -251,7 +254,7 @@ class Network:
         return self._port
 
     def pair(self, one: Node, other: Node) -> tuple[End, End]:
-        """Two ends that are connected."""
+        """Return two ends that are connected."""
         ends = End(self, one), End(self, other)
         ends[0].other, ends[1].other = ends[1], ends[0]
         return ends
