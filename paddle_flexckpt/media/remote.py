@@ -16,7 +16,7 @@ from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Locks, Mode,
 from paddle_flexckpt.media.file_names import check_member
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, Conditions, LeaseLocks, check_lease_seconds
 from paddle_flexckpt.media.medium import COMMIT_OF, COMMITS, Commit, Medium, commit_of
-from paddle_flexckpt.media.read_ahead import Budget
+from paddle_flexckpt.media.read_ahead import LEAST_REQUEST, Budget
 from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile, Windows
 from paddle_flexckpt.media.retrying import DEFAULT_RETRIES, Retrier
 from paddle_flexckpt.media.s3 import LEAST_PART_BYTES, MOST_PARTS, PROTOCOLS, S3Medium, s3_options
@@ -90,7 +90,12 @@ class FsspecBackend(Backend):
 
     def _check_settings(self) -> None:
         problems = []
-        least_of = {"retries": 0, "part_bytes": LEAST_PART_BYTES, "requests_at_once": 1, "bytes_at_once": 1}
+        least_of = {
+            "retries": 0,
+            "part_bytes": LEAST_PART_BYTES,
+            "requests_at_once": 1,
+            "bytes_at_once": LEAST_REQUEST,  # requests are cut to it
+        }
         for name, least in least_of.items():
             value = self._settings[name]
             if not isinstance(value, int) or isinstance(value, bool) or value < least:

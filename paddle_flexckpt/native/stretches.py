@@ -25,7 +25,7 @@ RUNS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Stretches(Columns):
-    """Contiguous bytes of items, and the contiguous memory where they go; all columns are int64 ``[n]``.
+    """Hold contiguous bytes of items, and the contiguous memory where they go; all columns are int64 ``[n]``.
 
     Attributes:
         item: Row of the manifest's catalog.
@@ -65,7 +65,7 @@ class Stretches(Columns):
 
 @dataclass(frozen=True, eq=False)
 class AlikeCopies:
-    """Strided copies of one form, each from an item to memory of its own.
+    """Hold strided copies of one form, each from an item to memory of its own.
 
     Attributes:
         copy: The form; both its bases are 0.

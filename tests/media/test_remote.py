@@ -147,7 +147,7 @@ def test_a_package_that_is_missing_is_named_with_the_command(monkeypatch, missin
 @pytest.mark.parametrize(
     "options",
     [
-        {"retries": -1}, {"retries": True}, {"part_bytes": 5 * MIB - 1}, {"commit": "move"}, {"lease_seconds": 0},
+        {"retries": -1}, {"retries": True}, {"part_bytes": 5 * MIB - 1}, {"bytes_at_once": (256 << 10) - 1}, {"commit": "move"}, {"lease_seconds": 0},
         {"lease_seconds": "30"},
     ],
 )  # fmt: skip
