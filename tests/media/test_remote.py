@@ -147,8 +147,8 @@ def test_a_package_that_is_missing_is_named_with_the_command(monkeypatch, missin
 @pytest.mark.parametrize(
     "options",
     [
-        {"retries": -1}, {"retries": True}, {"part_bytes": 5 * MIB - 1}, {"bytes_at_once": (256 << 10) - 1}, {"commit": "move"}, {"lease_seconds": 0},
-        {"lease_seconds": "30"},
+        {"retries": -1}, {"retries": True}, {"part_bytes": 5 * MIB - 1}, {"bytes_at_once": (256 << 10) - 1},
+        {"commit": "move"}, {"lease_seconds": 0}, {"lease_seconds": "30"},
     ],
 )  # fmt: skip
 def test_options_out_of_range(options):
