@@ -45,7 +45,7 @@ _TAKEN_OVER = re.compile(
 )
 _EARLIER = "an earlier save failed"
 # What a call was about to do when it failed.
-_WHAT = re.compile(r"^(?:cannot|the checkpoint of step) (?:[^':]|'[^']*')*: ")
+_WHAT = re.compile(r"^(?:cannot|the checkpoint of step|all saves in the background) (?:[^':]|'[^']*')*: ")
 # A segment of shared memory is a huge page at least. A pending save has one.
 _SEGMENT_BYTES = 2 << 20
 
