@@ -307,7 +307,7 @@ def _earlier_saves(known: list[dict[str, Any]]) -> tuple[set[str], set[str]]:
     """Return the tokens of earlier saves that a node has published, and of those that none can publish any more."""
     published = {token for each in known for token in each["published"]}
     aborted = set()
-    for token in {token for each in known for token in each["prepared"]} - published:
+    for token in sorted({token for each in known for token in each["prepared"]} - published):
         of = [each["begun"][token] for each in known if token in each["begun"]]
         if len(of) == of[0]:  # all that took part are here
             aborted.add(token)

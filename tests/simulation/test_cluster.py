@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -15,11 +16,13 @@ pytest.importorskip("paddle")
 pytest.importorskip("greenlet")
 
 from paddle_flexckpt.engine import verification
+from paddle_flexckpt.media import lease, retrying
 from paddle_flexckpt.native.verify import Verification
 from paddle_flexckpt.testing.simulation.cluster import Cluster, simulate
 from paddle_flexckpt.testing.simulation.faults import phase_of
 from paddle_flexckpt.testing.simulation.habits import HABITS
 from paddle_flexckpt.testing.simulation.scenario import DAY, KINDS, MOMENTS, Case, Fault, Scenario, draw
+from paddle_flexckpt.testing.simulation.tasks import StuckError
 from paddle_flexckpt.testing.simulation.world import ROOT
 from tests.simulation.mistakes import make
 from tests.simulation.run import FOUND
@@ -178,6 +181,40 @@ def test_a_fault_that_never_strikes_changes_nothing() -> None:
         faults = [Fault("kill_rank", 7_000.0 * count, "rank:99", "fsync") for count in range(20)]
         more = replace(case, faults=tuple(sorted([*case.faults, *faults], key=lambda fault: fault.at)))
         assert simulate(more).fingerprint == simulate(case).fingerprint
+
+
+CALLS = {
+    "random": lambda: retrying.random.random(),
+    "urandom": lambda: lease.os.urandom(16),
+    "sleep": lambda: retrying.time.sleep(1.0),
+    "getpid": lambda: lease.os.getpid(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_a_real_thread_that_was_left_running_changes_nothing(call) -> None:
+    """One of an earlier test, say, which goes on to call the library while its modules are simulated."""
+    scenario = Scenario(5, (2,), steps=2)
+    expected = simulate(Case(scenario)).fingerprint
+    cluster, refused = Cluster(Case(scenario)), []
+
+    def interfere() -> None:
+        try:
+            refused.append(call())
+        except StuckError as error:
+            refused.append(str(error))
+
+    def on_call(kind: str, where: str) -> float:
+        if kind == "rename" and not refused:
+            thread = threading.Thread(target=interfere, name="left")
+            thread.start()
+            thread.join()
+        return real(kind, where)
+
+    real = cluster.faults.on_call
+    cluster.faults.on_call = on_call  # type: ignore[method-assign]
+    assert cluster.run().fingerprint == expected
+    assert refused == ["a simulated call from the real thread 'left', which something else has left running"]
 
 
 def test_what_is_drawn() -> None:

@@ -118,7 +118,7 @@ def os_module(calls: NameCalls) -> Namespace:
         "getpriority": lambda which, who: calls.process.state.get("nice", 0),
         "cpu_count": lambda: _CPUS,
         "sched_getaffinity": lambda pid: set(range(_CPUS)),
-        "urandom": lambda size: scheduler.random.getrandbits(8 * size).to_bytes(size, "big") if size else b"",
+        "urandom": lambda size: scheduler.luck.getrandbits(8 * size).to_bytes(size, "big") if size else b"",
         "register_at_fork": lambda **functions: calls.process.kept.append(functions),
         "set_inheritable": inheritable,
         "posix_fadvise": lambda descriptor, offset, length, advice: calls.opened(descriptor) and None,

@@ -140,8 +140,8 @@ class Processes:
         )
         self.random = Namespace(
             __name__="random",
-            random=scheduler.random.random,
-            uniform=scheduler.random.uniform,
+            random=lambda: scheduler.luck.random(),
+            uniform=lambda low, high: scheduler.luck.uniform(low, high),
             Random=random.Random,
             getstate=lambda: self._own_random().getstate(),
             setstate=lambda state: self._own_random().setstate(state),
@@ -149,7 +149,7 @@ class Processes:
         self.names: dict[Any, Any] = {atexit.register: self._register, time.monotonic: self.time.monotonic}
 
     def random_bytes(self, count: int = 32) -> bytes:
-        return self._scheduler.random.getrandbits(8 * count).to_bytes(count, "little")
+        return self._scheduler.luck.getrandbits(8 * count).to_bytes(count, "little")
 
     def _own_random(self) -> random.Random:
         """Return the generator of the process's script, whose state is saved; what the library draws is the world's."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import heapq
 import random
+import threading
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import greenlet
@@ -78,7 +80,9 @@ class Scheduler:
         self.thread_errors: list[tuple[Task, str]] = []
         self.main_errors: list[tuple[Task, str]] = []
         self.switches = 0
-        self._numbers = 0
+        # Those of processes and tasks, and those of what is queued: a plan that changes nothing must not change pids.
+        self._numbers = self._entries = 0
+        self._thread = get_ident()
         self._queue: list[tuple[float, float, int, Any, int]] = []
         self._turn = self.random.random
         self._until = float("inf")
@@ -92,9 +96,22 @@ class Scheduler:
     def next_pid(self) -> int:
         return _FIRST_PID + self.next_number()
 
+    def check_thread(self) -> None:
+        """Refuse a simulated call of a real thread that is none of the simulation's, which would change the luck."""
+        if get_ident() != self._thread:
+            name = threading.current_thread().name
+            raise StuckError(f"a simulated call from the real thread {name!r}, which something else has left running")
+
+    @property
+    def luck(self) -> random.Random:
+        """Return what decides, for a simulated call that draws without letting time pass."""
+        self.check_thread()
+        return self.random
+
     @property
     def current(self) -> Task:
         """Return the task that runs."""
+        self.check_thread()
         if self.running is None:
             raise StuckError("a simulated call from outside of the simulated processes")
         return self.running
@@ -102,8 +119,7 @@ class Scheduler:
     @property
     def process(self) -> Process:
         """Return the process whose task runs."""
-        running = self.running
-        return self.current.process if running is None else running.process
+        return self.current.process
 
     def note(self, text: str, process: Process | None = None) -> None:
         """Add a line to the story."""
@@ -193,7 +209,7 @@ class Scheduler:
 
     def check_alive(self) -> None:
         """Raise :class:`Killed` in a process that is dead; call the handlers of signals that have come."""
-        running = self.running or self.current
+        running = self.current
         process = running.process
         if not process.alive:
             raise Killed
@@ -249,8 +265,8 @@ class Scheduler:
         return self._queue[0][0] if self._queue else None
 
     def _push(self, when: float, item: Any, generation: int) -> None:
-        self._numbers += 1
-        heapq.heappush(self._queue, (when, self._turn(), self._numbers, item, generation))
+        self._entries += 1
+        heapq.heappush(self._queue, (when, self._turn(), self._entries, item, generation))
 
     def _unwind(self, task: Task) -> None:
         if task.ended:
