@@ -249,7 +249,7 @@ class CheckpointManager:
             metrics: Numbers by which the best checkpoint is chosen, the same on every rank.
             blocking: Whether the checkpoint exists when this returns; None: unless the manager has ``async_save``.
             overwrite: Whether a checkpoint of this step may be replaced; it stays until the new one is complete. One
-                that a restore has found damaged may be replaced in any case.
+                that a restore of this manager has skipped for an older one may be replaced in any case.
             save_replicas: As in :func:`save_state_dict`, like ``check_replicas``.
 
         Returns:

@@ -441,8 +441,12 @@ def test_the_best_cannot_be_told_where_metrics_cannot_be_read(three):
     DAMAGES["manifest"](three, 1)
     DAMAGES["manifest"](three, 2)
     said = "all that could be restored is damaged or cannot be read: step 1: .*; step 2: .*; step 3: "
+    manager = manager_of(three, keep=KeepBest(1))
     with pytest.raises(fc.CorruptCheckpointError, match=said):
-        restore(manager_of(three, keep=KeepBest(1)), "best", fallback=True)
+        restore(manager, "best", fallback=True)
+    # The run has not gone back, and what is there may be all that is left of it.
+    with pytest.raises(fc.ValidationError, match="there is a checkpoint of step 1"):
+        save(manager, 1)
 
 
 def test_what_is_no_damage_does_not_fall_back(three):
