@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from paddle_flexckpt.background.presence import DeathWatch
 from paddle_flexckpt.background.protocol import WriteJob
-from paddle_flexckpt.catalog import CheckpointError, LostRankError
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, NotDurableError
 from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
@@ -57,8 +57,7 @@ class SaveOutcome:
     def agree_after_death(self, error: CheckpointError) -> Failure | None:
         """Return the outcome, as :meth:`agree`, when this rank's writer has died; called in the training process."""
         if self.directory.is_committed(self.job.names):
-            self._finish()
-            return None
+            return self._finish()
         written, _ = self.directory.progress(self.job.names, [self.job.rank])
         # With its part in place, a rank has done all that it owes the others; but nobody commits for the coordinator.
         is_done = bool(written) and not self.job.is_coordinator
@@ -122,9 +121,12 @@ class SaveOutcome:
                 return self._give_up(given_up)
             directory.commit(names, self.job.ranks)
         except (OSError, CheckpointError) as error:
+            own = combine([(self.job.rank, Failure.of(error))])
             if not directory.is_committed(names):
-                return self._give_up(combine([(self.job.rank, Failure.of(error))]))
-            # The other ranks see the manifest and call it a success; so it is one.
+                return self._give_up(own)
+            # The other ranks see the manifest. Each of them makes it durable for itself, or fails as this one does.
+            if isinstance(error, NotDurableError):
+                return own
             self.warnings.append(str(error))
         return None
 
@@ -151,8 +153,7 @@ class SaveOutcome:
         for pause in _pauses():
             try:
                 if self.directory.is_committed(job.names):
-                    self._finish()
-                    return None
+                    return self._finish()
                 written, failed = self.directory.progress(job.names, job.ranks)
                 if job.coordinator in failed:
                     return Failure.decode(failed[job.coordinator])
@@ -182,8 +183,7 @@ class SaveOutcome:
                 if given_up is not None and self.directory.is_committed(job.names):
                     # The coordinator's decision has been cleaned up since this rank looked.
                     self.directory.withdraw_decision(job.names, job.coordinator)
-                    self._finish()
-                    return None
+                    return self._finish()
                 if given_up is not None:
                     return self._give_up(given_up)
                 # It has begun to commit, so it lives, or did.
@@ -191,24 +191,27 @@ class SaveOutcome:
             time.sleep(0 if gone else pause)
         raise RuntimeError("pauses end")
 
-    def _finish(self) -> None:
+    def _finish(self) -> Failure | None:
         """Make the commit durable, and leave no part behind, of a save that the coordinator has committed.
 
-        The request that put this rank's part may have been made again after the coordinator had cleaned up.
+        The request that put this rank's part may have been made again after the coordinator had cleaned up. Return why
+        the commit is not durable, if it is not.
         """
-        self._make_durable()
+        failure = self._make_durable()
         part = self.job.names.part_file(self.job.rank)
         try:
             self.directory.backend.remove(part)
         except OSError as error:
             self.warnings.append(f"the checkpoint is complete, but {part} could not be removed: {error}")
+        return failure
 
-    def _make_durable(self) -> None:
+    def _make_durable(self) -> Failure | None:
         """Make the coordinator's commit durable: it may not have come so far itself."""
         try:
             self.directory.backend.sync()
         except OSError as error:
-            self.warnings.append(f"the checkpoint is complete, but a loss of power now might take it back: {error}")
+            return combine([(self.job.rank, Failure.of(self.directory.not_durable(self.job.names, error)))])
+        return None
 
     def _watch(self) -> DeathWatch:
         return DeathWatch(dict(zip(self.job.ranks, self.job.presences)))

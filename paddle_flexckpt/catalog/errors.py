@@ -75,6 +75,10 @@ class UnreadableCheckpointError(CheckpointError):
     """Report that the storage did not let something be read now; what is stored may be whole."""
 
 
+class NotDurableError(CheckpointError):
+    """Report that a checkpoint is in place, and that storage has not made it durable: a loss of power may undo it."""
+
+
 class LostRankError(CheckpointError):
     """Tell that a rank has gone (killed, crashed, cut off) while the others were waiting for it."""
 
@@ -137,6 +141,7 @@ _KINDS: dict[str, type[CheckpointError]] = {
         CheckpointError,
         CorruptCheckpointError,
         UnreadableCheckpointError,
+        NotDurableError,
         LostRankError,
         StoppedExchangeError,
         UnsafePickleError,

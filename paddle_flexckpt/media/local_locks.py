@@ -72,6 +72,7 @@ class DirectoryLock(Flock, SaveLock):
 
         Raises:
             CheckpointError: Another save has it.
+            FileNotFoundError: There is no such directory, or another has taken its place meanwhile.
             OSError: The file system has no locks, by its number one of ``NO_LOCKS``; or another error.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -83,7 +84,10 @@ class DirectoryLock(Flock, SaveLock):
                     f"another save is writing to {path}. Remedy: wait until it has finished, or save elsewhere"
                 ) from error
             raise
-        return cls(descriptor)
+        lock = cls(descriptor)
+        if not lock.is_of(path):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        return lock
 
     def handover(self) -> tuple[dict[str, Any], int | None]:
         """Implement the base class."""

@@ -27,7 +27,13 @@ from functools import partial
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import (
+    Catalog,
+    CheckpointError,
+    CorruptCheckpointError,
+    NotDurableError,
+    ValidationError,
+)
 from paddle_flexckpt.media.backend import Location, Lock, Mode, SaveLock, map_files, publish, run_beside, write_file
 from paddle_flexckpt.native.companion import Companion, CompanionDirectory
 from paddle_flexckpt.native.data_file import write_data_file
@@ -39,9 +45,9 @@ from paddle_flexckpt.progress import SILENT, Meter
 
 logger = logging.getLogger("paddle_flexckpt")
 
-# A decision that is there, and gone when it is read, has been cleaned up. Seen again and again, the medium contradicts
-# itself.
-_DECISIONS = 10
+# How often a step is tried that another process may undo: a directory is made, and gone when it is to be locked; a
+# decision is there, and gone when it is read.
+_TRIES = 10
 
 
 class SaveDirectory(CompanionDirectory):
@@ -58,11 +64,21 @@ class SaveDirectory(CompanionDirectory):
         """Take the right to save here; make the directory.
 
         Raises:
-            CheckpointError: Another save has it.
+            CheckpointError: Another save has it, or another process removes the directory again and again.
             ValidationError: The path is not a directory.
         """
-        self.backend.make_directory()
-        return self.backend.locks.take()
+        for _ in range(_TRIES):
+            self.backend.make_directory()
+            try:
+                return self.backend.locks.take()
+            except FileNotFoundError:
+                # Another manager may have removed the directory, as an empty one, since it was made.
+                if not self.backend.has_path:
+                    raise
+        raise CheckpointError(
+            f"{self.path} was removed by another process each time a save was about to begin. Remedy: find out who "
+            "removes it, and save again"
+        )
 
     def open_save(self, unique_id: int | None, world_size: int = 1, names: Sequence[str] | None = None) -> SaveNames:
         """Choose the names of a new save (id None: after the highest) and mark it as begun. The caller has the lock.
@@ -197,7 +213,7 @@ class SaveDirectory(CompanionDirectory):
         """
         name = save.decision_file(coordinator)
         self._known.add(name)
-        for left in reversed(range(_DECISIONS)):
+        for left in reversed(range(_TRIES)):
             try:
                 write_file(self.backend, name, verdict, "new")
             except FileExistsError:
@@ -260,7 +276,8 @@ class SaveDirectory(CompanionDirectory):
         Raises:
             CheckpointError: A part or a data file is not there, or the directory is another one by now: nothing has
                 changed. Or the checkpoint is complete, but leftovers could not be removed.
-            OSError: The file system refused; :meth:`is_committed` tells whether that was before or after the commit.
+            NotDurableError: The checkpoint is in place; a loss of power may undo it.
+            OSError: The file system refused, before the commit.
         """
 
         known = parts or {}
@@ -333,17 +350,39 @@ class SaveDirectory(CompanionDirectory):
         """Put the manifest of a save in place: from then on the checkpoint exists.
 
         What one of the ``checks``, called right before, raises keeps the manifest from its place. Returns the lock of
-        the manifest that it has replaced; None if that is being read.
+        the manifest that it has replaced; None if that is being read. Errors are those of :meth:`commit`.
         """
         name = f"{save.unique_id}.manifest"
         replaced = self.backend.locks.claim(name)
         try:
             publish(self.backend, name, manifest, *checks)
-        except BaseException:
+        except BaseException as error:
             if replaced is not None:
                 replaced.release()
+            if isinstance(error, OSError):
+                raise self._refused(save, error) from error
             raise
         return replaced
+
+    def _refused(self, save: SaveNames, error: OSError) -> Exception:
+        """Return what to raise of a save when storage has refused something near its commit."""
+        try:
+            return self.not_durable(save, error) if self.is_committed(save) else error
+        except OSError:
+            return CheckpointError(
+                f"it is not known what became of the save to {self.path} (id {save.unique_id}): {error}. Remedy: look "
+                "whether the checkpoint is there when the storage answers again"
+            )
+
+    def not_durable(self, save: SaveNames, error: OSError) -> CheckpointError:
+        """Return what to raise of a save that is committed, when storage has refused to make that durable."""
+        where = f"the checkpoint in {self.path} (id {save.unique_id}) is"
+        if not self.backend.has_path:  # a store keeps what it shows
+            return CheckpointError(f"{where} complete, but its storage says that it failed: {error}")
+        return NotDurableError(
+            f"{where} in place, but may be undone by a loss of power, as its storage has failed: {error}. Remedy: look "
+            "into the storage, and save again"
+        )
 
     def finish(
         self,

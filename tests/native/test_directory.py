@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, NotDurableError, ValidationError
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.media import local, local_locks
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import CheckpointDirectory, SaveNames
@@ -102,6 +106,59 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
     for path in (tmp_path / "f", tmp_path / "f" / "g"):
         with pytest.raises(ValidationError, match="is not a directory, so nothing can be saved there"):
             open_to_save(path).open_save(None)
+
+
+@pytest.fixture
+def step(tmp_path, monkeypatch) -> Path:
+    """A step's directory, which another manager removes, since it is empty, whenever a save is about to lock it."""
+    path, lock = tmp_path / "step", local_locks._flock
+
+    def remove_and_lock(descriptor: int, *arguments: Any, **keywords: Any) -> None:
+        path.rmdir()
+        lock(descriptor, *arguments, **keywords)
+
+    monkeypatch.setattr(local_locks, "_flock", remove_and_lock)
+    return path
+
+
+def test_a_directory_that_somebody_else_removes_meanwhile_is_made_again(step, monkeypatch):
+    remove_and_lock = local_locks._flock
+
+    def once(*arguments: Any, **keywords: Any) -> None:
+        monkeypatch.undo()
+        remove_and_lock(*arguments, **keywords)
+
+    monkeypatch.setattr(local_locks, "_flock", once)
+    # It is the one that is there that is locked.
+    with open_to_save(step).lock(), pytest.raises(CheckpointError, match="another save is writing"):
+        open_to_save(step).lock()
+
+
+def test_a_directory_that_is_removed_again_and_again_is_an_error_that_says_so(step):
+    with pytest.raises(CheckpointError, match=r"step was removed by another process each time .* Remedy: "):
+        open_to_save(step).lock()
+
+
+@pytest.mark.parametrize("committed", [False, True])
+def test_an_fsync_that_fails_says_whether_the_checkpoint_is_there(tmp_path, monkeypatch, committed):
+    save(tmp_path)
+    sync = local.sync_path
+
+    def refuse(path: str) -> None:
+        if ("1.manifest" in os.listdir(path)) == committed:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), path)
+        sync(path)
+
+    monkeypatch.setattr(local, "sync_path", refuse)
+    if committed:
+        with pytest.raises(
+            NotDurableError, match=r"\(id 1\) is in place, but may be undone by a loss of power.*Remedy"
+        ):
+            save(tmp_path)
+    else:
+        with pytest.raises(OSError, match="Input/output error"):
+            save(tmp_path)
+    assert CheckpointDirectory(tmp_path).list_ids() == ([0, 1] if committed else [0])
 
 
 def test_the_order_of_a_commit(tmp_path):

@@ -26,7 +26,7 @@ from typing import Any
 
 from paddle_flexckpt.testing.simulation.cluster import Cluster, Outcome
 from paddle_flexckpt.testing.simulation.remembered import Memory, remembering
-from paddle_flexckpt.testing.simulation.scenario import DAY, draw
+from paddle_flexckpt.testing.simulation.scenario import DAY, Case, draw
 from paddle_flexckpt.testing.simulation.scheduler import Scheduler
 from paddle_flexckpt.testing.simulation.tasks import StuckError
 
@@ -122,13 +122,21 @@ class Totals:
 
 @dataclass(frozen=True)
 class Task:
-    """Hold what all workers of a campaign are told: to begin no run after ``until``, and how long one may take."""
+    """Hold what all workers of a campaign are told.
+
+    Attributes:
+        until: When the last run may begin.
+        stop: Whether the first violation ends the campaign.
+        run_seconds: How long a run may take.
+        wanted: Which cases are simulated. None: all.
+    """
 
     end: int
     stride: int
     until: float
     stop: bool
     run_seconds: float
+    wanted: Callable[[Case], bool] | None = None
 
 
 class Campaign:
@@ -223,7 +231,8 @@ def _work(connection: Connection, current: Any, task: Task, first: int) -> None:
     with interrupts(lambda: asked.append(True)), contextlib.nullcontext() if task.stop else remembering() as memory:
         for count, seed in enumerate(range(first, task.end, task.stride), 1):
             current.value = seed
-            simulate_one(seed, totals, task.run_seconds, memory)
+            if task.wanted is None or task.wanted(draw(seed)):
+                simulate_one(seed, totals, task.run_seconds, memory)
             is_last = bool(asked) or (task.stop and bool(totals.violated)) or time.monotonic() > task.until
             if is_last or count >= RUNS_OF_A_PROCESS or time.monotonic() > begin + _TELL_SECONDS:
                 totals.processor = time.process_time() - processor
@@ -317,7 +326,11 @@ def run_seeds(
     seconds: float | None = None,
     stop: bool = False,
     run_seconds: float = RUN_SECONDS,
+    wanted: Callable[[Case], bool] | None = None,
 ) -> Totals:
-    """Simulate seeds, in several processes; no more of them after some seconds, or after the first violation."""
+    """Simulate seeds, in several processes; no more of them after some seconds, or after the first violation.
+
+    Cases that are not wanted are passed over, and do not count as runs.
+    """
     until = float("inf") if seconds is None else time.monotonic() + seconds
-    return Campaign(Task(first + count, jobs, until, stop, run_seconds)).run(first)
+    return Campaign(Task(first + count, jobs, until, stop, run_seconds, wanted)).run(first)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_flexckpt.testing.simulation.modules import library_modules
+from paddle_flexckpt.testing.simulation.scenario import Case
 from paddle_flexckpt.undo import Undo
 from tests.simulation import wrong
 
@@ -30,12 +31,15 @@ class Mistake:
         what: What is wrong, and where it shows.
         changes: By "module:name" or "module:Class.name", what takes the place of what is there.
         world: Where it is looked for: ``cluster``, or ``store`` for savers that compete for an object store.
+        can_show: Whether it can make a difference in a case; others are counted as tried, and not simulated. None: in
+            every case.
     """
 
     name: str
     what: str
     changes: dict[str, Wrong]
     world: str = "cluster"
+    can_show: Callable[[Case], bool] | None = None
 
     @contextlib.contextmanager
     def made(self) -> Iterator[None]:
@@ -59,6 +63,25 @@ class Mistake:
             yield
         finally:
             undo.put_back()
+
+
+def _has(*kinds: str) -> Callable[[Case], bool]:
+    """Return a function that tells whether a case has a fault of one of these kinds."""
+    return lambda case: any(fault.kind.startswith(kinds) for fault in case.faults)
+
+
+def _loses_memory(case: Case) -> bool:
+    """Tell whether a node loses what it has not made durable on a file system."""
+    return case.scenario.storage != "object" and _has("power_loss", "kill_node")(case)
+
+
+def _has_pending_writers(case: Case) -> bool:
+    return case.scenario.is_async and max(case.scenario.world_sizes) > 1
+
+
+def _removes_what_is_read(case: Case) -> bool:
+    """Tell whether a policy removes steps where readers hold locks."""
+    return case.scenario.readers > 0 and bool(case.scenario.keep) and case.scenario.storage == "shared"
 
 
 MISTAKES = {
@@ -97,7 +120,10 @@ MISTAKES = {
             },
         ),
         Mistake(
-            "fsync-again", "an fsync that failed is tried again, and believed", {"media.local:fsync": wrong.sync_again}
+            "fsync-again",
+            "an fsync that failed is tried again, and believed",
+            {"media.local:fsync": wrong.sync_again},
+            can_show=lambda case: _loses_memory(case) and _has("io_error")(case),
         ),
         Mistake(
             "done-when-begun",
@@ -108,11 +134,17 @@ MISTAKES = {
             "follower-not-durable",
             "a rank that sees the manifest calls the save done, durable or not",
             {"background.outcome:SaveOutcome._make_durable": wrong.nothing},
+            can_show=lambda case: _has_pending_writers(case) and _loses_memory(case),
         ),
         Mistake(
             "no-lock", "nobody takes the right to save", {"native.save_directory:SaveDirectory.lock": wrong.no_lock}
         ),
-        Mistake("lease-not-renewed", "a lease is taken once", {"media.lease:LeaseLock._renew": wrong.never_renewed}),
+        Mistake(
+            "lease-not-renewed",
+            "a lease is taken once",
+            {"media.lease:LeaseLock._renew": wrong.never_renewed},
+            can_show=lambda case: case.scenario.storage in ("leased", "object"),
+        ),
         Mistake(
             "lease-at-once",
             "a lease is taken over without waiting for it to run out",
@@ -171,6 +203,7 @@ MISTAKES = {
             "silence-is-death",
             "a process whose host does not answer in time counts as dead",
             {"background.presence:_refuses": wrong.silence_is_death},
+            can_show=lambda case: _has_pending_writers(case) and case.scenario.nodes > 1,
         ),
         Mistake(
             "dead-writer-failed",
@@ -186,6 +219,7 @@ MISTAKES = {
             "newest-is-latest",
             "latest() gives the highest step, whole or not",
             {"native.listing:latest": wrong.newest_is_latest},
+            can_show=_has("person", "care"),
         ),
         Mistake(
             "retention-counts-begun",
@@ -201,6 +235,7 @@ MISTAKES = {
             "readers-not-asked",
             "what is being read is removed",
             {"media.local_locks:LocalLocks.claim": wrong.removes_read_ones},
+            can_show=_removes_what_is_read,
         ),
         Mistake(
             "periodic-counts",
@@ -216,6 +251,7 @@ MISTAKES = {
             "reader-holds-nothing",
             "a reader takes no lock on what it reads",
             {"native.directory:_lock_and_read": wrong.reads_without_a_lock},
+            can_show=_removes_what_is_read,
         ),
         Mistake(
             "lock-not-adopted",

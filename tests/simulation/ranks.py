@@ -29,8 +29,8 @@ from tests.simulation.test_library_files import Library
 ROOT = "/shared/run"
 DAY = 86400.0
 _MOST_SWITCHES = 200_000
-# What is said of a save of which a rank could not learn how it ended.
-UNKNOWN = "it is not known what became of the save"
+# What is said of a save of which a rank could not learn how it ended, or how long that lasts.
+_UNKNOWN = ("it is not known what became of the save", "may be undone by a loss of power")
 # What strikes at a call: it may raise what the call fails with, or return by how many seconds it takes longer.
 Strike = Callable[["Ranks"], float]
 
@@ -169,6 +169,11 @@ class Ranks(Library):
             return version
 
         return int(self.alone(read, "reader"))
+
+
+def is_unknown(text: str) -> bool:
+    """Tell whether an error leaves open whether the checkpoint is there, or stays."""
+    return any(each in text for each in _UNKNOWN)
 
 
 def _nothing(world: Ranks) -> float:

@@ -104,7 +104,7 @@ def _mistakes(options: argparse.Namespace) -> int:
 
 
 def _search(name: str, options: argparse.Namespace) -> tuple[int, str, str]:
-    """Make a mistake; return the seeds that were tried, in which world, and what was found, if it was."""
+    """Make a mistake; return how many seeds it took, or were tried, in which world, and what was found, if it was."""
     from tests.simulation.mistakes import MISTAKES
 
     world = MISTAKES[name].world
@@ -114,8 +114,12 @@ def _search(name: str, options: argparse.Namespace) -> tuple[int, str, str]:
 
             seeds, broken = seeds_until_broken(options.seeds, options.seconds)
             return seeds, world, broken and f"a committed checkpoint is whole: {broken}"
-        totals = run_seeds(options.first, options.seeds, options.jobs, options.seconds, stop=True)
-    return totals.runs, world, min(totals.violated)[1] if totals.violated else ""
+        wanted = MISTAKES[name].can_show
+        totals = run_seeds(options.first, options.seeds, options.jobs, options.seconds, stop=True, wanted=wanted)
+    if not totals.violated:
+        return options.seeds, world, ""
+    seed, found = min(totals.violated)
+    return seed + 1 - options.first, world, found
 
 
 def _one(case: Case, options: argparse.Namespace) -> int:

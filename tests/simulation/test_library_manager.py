@@ -33,7 +33,19 @@ from paddle_flexckpt.manager import (
 from paddle_flexckpt.parallel import uninstall
 from paddle_flexckpt.testing.simulation.training import versions_in
 from paddle_flexckpt.testing.simulation.trees import fill, tree_of
-from tests.simulation.ranks import DEAD, ROOT, UNKNOWN, Ranks, Strike, fail, fail_with, kill, lose_power, some_of, stop
+from tests.simulation.ranks import (
+    DEAD,
+    ROOT,
+    Ranks,
+    Strike,
+    fail,
+    fail_with,
+    is_unknown,
+    kill,
+    lose_power,
+    some_of,
+    stop,
+)
 
 SAVED = "saved"
 KEEPS = {"pages": True, "reports": True}
@@ -137,8 +149,7 @@ class Sweep:
             if SAVED in said:
                 assert not self.is_async or steps == [3, 4], where
             known = [text for text in texts if text not in is_complete and "step 4 is on its way, but" not in text]
-            # A save in the foreground whose commit could not be made durable raises what the storage said.
-            failed = [text for text in known if UNKNOWN not in text and (self.is_async or "OSError" not in text)]
+            failed = [text for text in known if not is_unknown(text)]
             if failed and DEAD not in said:
                 assert 4 not in steps, (where, said)
             self.ends.add((tuple(steps), SAVED if SAVED in said else "failed" if texts else "dead"))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest import mock
+
 import pytest
 
 pytest.importorskip("s3fs")
@@ -9,7 +12,7 @@ pytest.importorskip("greenlet")
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.media import remote
-from paddle_flexckpt.testing.simulation.object_store import Fate
+from paddle_flexckpt.testing.simulation.object_store import Fate, ServerError
 from paddle_flexckpt.testing.simulation.tasks import Process
 from tests.simulation.store_world import FAULTS, PART_BYTES, StoreWorld, compete, store_world
 
@@ -40,6 +43,27 @@ def test_the_same_seed_is_the_same_run():
             return [(when, f"{effect.kind} {effect.key}") for when, effect, _ in world.effects]
 
     assert story(5) == story(5) != story(6)
+
+
+def test_an_object_is_not_created_before_it_was_removed():
+    """Requests pass each other on their way; the server does not say that it has done what has no effect."""
+    with store_world() as world:
+        store, key, answers = world.store, "bucket/lease", []
+
+        def ask(action: Callable[[], object]) -> None:
+            try:
+                answers.append(store.request("ask", key, lambda: bool(action())))
+            except ServerError as error:
+                answers.append(error.status)
+
+        world.call(lambda: ask(lambda: store.put(key, b"1", new=True)))
+        latencies = iter((2.0, 0.5))  # what is asked last is done first
+        with mock.patch.object(world.scheduler.random, "uniform", lambda low, high: next(latencies)):
+            world.start(lambda: ask(lambda: store.put(key, b"2", new=True)))
+            world.scheduler.run(until=world.scheduler.now + 0.1)
+            world.call(lambda: ask(lambda: store.delete(key)))
+        assert answers == [True, True, 409]
+        assert not store.objects
 
 
 @pytest.mark.parametrize("fate", ["lost", "refused", "reset", "cut"])

@@ -36,9 +36,8 @@ _STEP = re.compile(r"/step_(\d{8,})$")
 # An outcome that says that it does not know.
 _UNKNOWN = re.compile(
     r"it is not known what became of|rank [\d, ]+ is lost|takes no part|is missing|though all of them are alive|"
-    r"closed since"
+    r"closed since|may be undone by a loss of power"
 )
-_REFUSED = "OSError: [Errno"
 _TAKEN_OVER = re.compile(
     r"has taken over the right to save|somebody else has changed the files of this save|the part of rank \d+ is not "
     r"visible"
@@ -48,6 +47,11 @@ _EARLIER = "an earlier save failed"
 _WHAT = re.compile(r"^(?:cannot|the checkpoint of step|all saves in the background) (?:[^':]|'[^']*')*: ")
 # A segment of shared memory is a huge page at least. A pending save has one.
 _SEGMENT_BYTES = 2 << 20
+
+
+def is_unknown(outcome: str) -> bool:
+    """Tell whether an error says no more than that something went wrong, maybe after the commit."""
+    return bool(_UNKNOWN.search(outcome))
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,6 @@ class Attempt:
     Attributes:
         outcomes: By rank, what the call or the handle said: None for done, or the error.
         is_committed: Whether its manifest has been in place.
-        is_blocking: Whether the call returns when it is over.
     """
 
     version: int
@@ -82,7 +85,6 @@ class Attempt:
     size: int
     outcomes: dict[int, str | None] = field(default_factory=dict)
     is_committed: bool = False
-    is_blocking: bool = False
 
     @property
     def is_acknowledged(self) -> bool:
@@ -153,14 +155,13 @@ class Ledger:
 
     # What scripts say.
 
-    def begin(self, script: Script, step: int, is_blocking: bool) -> int:
+    def begin(self, script: Script, step: int) -> int:
         """Note that a rank begins to save; return the version of the values."""
         job, tries = script.job, script.tries(step)
         version = ((job.number * 1000 + script.incarnation) * 10000 + step) * 10 + tries
         if version not in self.attempts:
             now = self._scheduler.now
-            attempt = Attempt(version, job.name, script.incarnation, step, now, script.size, is_blocking=is_blocking)
-            self.attempts[version] = attempt
+            self.attempts[version] = Attempt(version, job.name, script.incarnation, step, now, script.size)
         return version
 
     def _began(self, attempt: Attempt, script: Script, error: str) -> float:
@@ -182,22 +183,15 @@ class Ledger:
             if not attempt.is_committed:
                 self.violate("what was reported done is there", f"{attempt} was reported done, and is not committed")
             for rank, other in attempt.outcomes.items():
-                if other is not None and not self._is_unknown(attempt, other):
+                if other is not None and not is_unknown(other):
                     self.violate("one outcome", f"{attempt} is done for rank {script.rank}; for rank {rank}: {other}")
-        elif not self._is_unknown(attempt, error):
+        elif not is_unknown(error):
             self._scheduler.note(f"is told that step {attempt.step} is not saved: {error[:300]}")
             if attempt.is_committed:
                 self.violate(
                     "what was reported failed is not there",
                     f"{attempt} is committed; rank {script.rank} was told: {error}",
                 )
-
-    def _is_unknown(self, attempt: Attempt, outcome: str) -> bool:
-        """Tell whether a rank was told no more than that something went wrong, maybe after the commit.
-
-        A save in the foreground whose commit could not be made durable raises what the storage said.
-        """
-        return bool(_UNKNOWN.search(outcome)) or (attempt.is_blocking and _REFUSED in outcome)
 
     def failed(self, script: Script, error: CheckpointError) -> None:
         """Note that a call has raised on a rank."""
@@ -356,7 +350,7 @@ class Ledger:
         attempt, before = found.attempt, self.committed.get(directory)
         self._scheduler.note(f"commits {attempt}")
         for rank, outcome in attempt.outcomes.items():
-            if outcome is not None and not self._is_unknown(attempt, outcome):
+            if outcome is not None and not is_unknown(outcome):
                 self.violate(
                     "what was reported failed is not there",
                     f"{attempt} is committed after rank {rank} was told: {outcome}",

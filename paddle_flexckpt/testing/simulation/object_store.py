@@ -274,8 +274,11 @@ class ObjectStore:
         self._check_writable()
         if new and self.conduct.conditions == "refused":
             raise ServerError(501, "NotImplemented")
-        if new and self.conduct.conditions == "kept" and key in self.objects:
-            raise ServerError(412, "PreconditionFailed")
+        if new and self.conduct.conditions == "kept":
+            if key in self.objects:
+                raise ServerError(412, "PreconditionFailed")
+            if self._is_overtaken(key):
+                raise ServerError(409, "ConditionalRequestConflict")  # as S3 answers where a removal has come between
         stored = Stored(data, hashlib.md5(data, usedforsecurity=False).hexdigest())
         self._set(kind, key, stored)
         return stored
@@ -360,7 +363,7 @@ class ObjectStore:
         asker, memory = self._asker, max(self.conduct.stale_lists, self.conduct.stale_reads)
         if asker is None:
             raise RuntimeError("objects change by requests only")
-        if self._began < self._changed.get(key, 0.0) and not self.conduct.overtakes:
+        if self._is_overtaken(key):
             return
         self._changed[key] = self._began
         if memory:
@@ -373,6 +376,10 @@ class ObjectStore:
             self.objects[key] = stored
         for watcher in self.watchers:
             watcher(Effect(kind, key, None if stored is None else stored.data, asker))
+
+    def _is_overtaken(self, key: str) -> bool:
+        """Return whether a request that began later has changed an object, and this one has no effect any more."""
+        return self._began < self._changed.get(key, 0.0) and not self.conduct.overtakes
 
     def _seen(self, key: str, seconds: float) -> Stored | None:
         """Return an object as a request finds it that may be so many seconds behind."""

@@ -16,7 +16,7 @@ from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.lease import LEASE_FILE
-from paddle_flexckpt.testing.simulation.invariants import Committed, Ledger
+from paddle_flexckpt.testing.simulation.invariants import Committed, Ledger, is_unknown
 from paddle_flexckpt.testing.simulation.training import (
     UNKNOWN,
     ChannelCommunicator,
@@ -69,7 +69,7 @@ class NodeScript(Script):
         ledger, habits = self.ledger, self.scenario.habits
         self.stage = f"save {step}"
         self._tries[step] = self._tries.get(step, 0) + 1
-        version = ledger.begin(self, step, True)
+        version = ledger.begin(self, step)
         state = shards(self.rank, self.size, self.layout, version, self.shapes)
         try:
             save_state_dict(
@@ -142,7 +142,7 @@ class NodeLedger(Ledger):
         attempt, known = found.attempt, self.committed.get(number)
         self._scheduler.note(f"publishes {attempt}")
         for rank, outcome in attempt.outcomes.items():
-            if outcome is not None and not self._is_unknown(attempt, outcome):
+            if outcome is not None and not is_unknown(outcome):
                 self.violate(
                     "what was reported failed is not there", f"{attempt} is published; rank {rank} was told: {outcome}"
                 )
@@ -211,8 +211,16 @@ class NodeLedger(Ledger):
                 self.violate("what was reported done is there", f"{known.attempt} has lost {lost} with the power")
 
     def check_left(self) -> None:
-        """Check that after the last save nothing is left but checkpoints."""
+        """Check that after the last save nothing is left but checkpoints.
+
+        A node that was away may have one of its own, of an id that others have used again meanwhile.
+        """
         kept = {path for each in self.committed.values() for path in each.files}
+        for directory in self.directories:
+            for name in filter(re.compile(r"\d+\.manifest").fullmatch, self.names(directory)):
+                found = self._examine_nodes(directory, name.partition(".")[0])
+                if isinstance(found, Committed):
+                    kept.update(found.files)
         for directory in self.directories:
             left = [name for name in self.names(directory) if f"{directory}/{name}" not in kept]
             left = [name for name in left if name != LEASE_FILE and (name != PADDLE_METADATA or not kept)]

@@ -198,7 +198,21 @@ def draw(seed: int) -> Case:
     if choose.random() < 0.4:
         faults += draw_meeting(choose, scenario)
     faults += draw_care(seed, scenario)
-    return Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at)))
+    return _with_slow_reader(Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at))))
+
+
+def _with_slow_reader(case: Case) -> Case:
+    """Have a reader of some cases still read when its checkpoint is to be removed; drawn for itself, as habits are."""
+    scenario, choose = case.scenario, random.Random(f"reading {case.scenario.seed}")
+    if scenario.storage != "shared" or choose.random() > 0.04:
+        return case
+    save = scenario.save_every * scenario.step_seconds
+    scenario = replace(
+        scenario, keep=("latest:1",), readers=1, reader_seconds=choose.uniform(0.2, 0.6) * min(save, 6 * HOUR)
+    )
+    begin = save * choose.uniform(1.0, scenario.steps // scenario.save_every - 1.0)
+    slow = Fault("slow_call", begin, "reader", "data", choose.choice([1, 1, 2, 3]), 1.5 * save)
+    return Case(scenario, tuple(sorted((*case.faults, slow), key=lambda fault: fault.at)))
 
 
 def draw_care(seed: int, scenario: Scenario) -> list[Fault]:

@@ -296,7 +296,7 @@ class Script:
         self.stage = f"save {step}"
         is_blocking = not scenario.is_async or ("blocking" in scenario.habits and step % 2 == 0)
         self._tries[step] = self._tries.get(step, 0) + 1
-        version = ledger.begin(self, step, is_blocking)
+        version = ledger.begin(self, step)
         state = shards(self.rank, self.size, self.layout, version, self.shapes)
         metrics = {"loss": float((version * 7919) % 101)}
         try:
