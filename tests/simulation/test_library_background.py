@@ -196,23 +196,27 @@ LOSSES: dict[str, Callable[[], Sweep]] = {
 }
 
 
-def lose_power_after(kind: str, who: str, seeds: int) -> set[tuple[int, str]]:
-    """Have each fsync of a save fail, and the power go once the save is over; return how the saves ended."""
-    sweep = LOSSES[kind]()
-    calls = sweep.run(who, None, fail, 0).calls
-    for at, (_, call, _) in enumerate(calls):
-        if call == "fsync":
-            for seed in range(seeds):
-                sweep.run(who, at, fail, seed)
+def lose_power_after(kind: str, fails: Callable[[str], bool], seeds: int) -> set[tuple[int, str]]:
+    """Have calls of a save fail, one a run, and the power go once the save is over; return how the saves ended."""
+    sweep, who = LOSSES[kind](), "rank 0's writer" if "background" in kind else "rank 0"
+    for at, (_, call, _) in enumerate(sweep.run(who, None, fail, 0).calls):
+        for seed in range(seeds) if fails(call) else ():
+            sweep.run(who, at, fail, seed)
     return sweep.ends
 
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_what_is_said_to_be_saved_outlives_a_failed_fsync_and_the_power(kind):
-    ends = lose_power_after(kind, "rank 0's writer" if "background" in kind else "rank 0", 6)
+    ends = lose_power_after(kind, lambda call: call == "fsync", 6)
     assert ends <= ENDS
     # The last fsync makes the commit durable: without it the new checkpoint may stay, or go.
     assert {(1, "unknown"), (2, "unknown")} <= ends or kind == "in the background"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", LOSSES)
+def test_what_is_said_to_be_saved_outlives_any_failed_call_and_the_power(kind):
+    assert lose_power_after(kind, lambda call: True, 4) <= ENDS
 
 
 def test_a_small_machine(monkeypatch):
