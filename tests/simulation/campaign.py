@@ -55,6 +55,7 @@ class Totals:
     commits: int = 0
     restores: int = 0
     readings: int = 0
+    late_commits: int = 0
     kinds: Counter[int] = field(default_factory=Counter)
     struck: Counter[str] = field(default_factory=Counter)
     states: set[tuple[str, ...]] = field(default_factory=set)
@@ -69,6 +70,7 @@ class Totals:
         self.commits += outcome.commits
         self.restores += outcome.restores
         self.readings += outcome.readings
+        self.late_commits += outcome.late_commits
         self.kinds[len(outcome.struck)] += 1
         self.struck.update(outcome.struck)
         self.states |= outcome.states
@@ -82,7 +84,7 @@ class Totals:
 
     def merge(self, other: Totals) -> None:
         """Add another's counts."""
-        for name in ("runs", "seconds", "processor", "commits", "restores", "readings"):
+        for name in ("runs", "seconds", "processor", "commits", "restores", "readings", "late_commits"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.kinds.update(other.kinds)
         self.struck.update(other.struck)
@@ -109,6 +111,7 @@ class Totals:
             f"{self.runs} runs, {self.seconds / DAY:.0f} simulated days",
             f"{self.processor / 3600:.2f} hours of processor time ({each:.0f} ms each)",
             f"{self.commits} checkpoints committed, {self.restores} restores, {self.readings} readings by others",
+            f"{self.late_commits} commits by savers that were stopped after the last look at their lease",
             f"faults that struck: {struck} of {len(self.struck)} kinds; runs with 5 kinds or more: {many}",
             *(f"  {count:7d} {kind}" for kind, count in self.struck.most_common()),
             f"protocol states in which something struck: {len(self.states)}; by fault and phase of the coordinator: "

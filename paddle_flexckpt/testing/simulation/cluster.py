@@ -17,6 +17,7 @@ from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.media.lease import LEASE_FILE
+from paddle_flexckpt.native.directory import is_before, save_of
 from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.testing.simulation import older_checkpoint
 from paddle_flexckpt.testing.simulation.caretaker import Caretaker
@@ -163,6 +164,7 @@ class Outcome:
     commits: int
     restores: int
     readings: int
+    late_commits: int
     struck: dict[str, int]
     states: set[tuple[str, ...]]
     story: list[Line] = field(repr=False, default_factory=list)
@@ -243,6 +245,7 @@ class Cluster:
             self.ledger.commits,
             self.ledger.restores,
             self.ledger.readings,
+            self.ledger.late_commits,
             self.faults.struck,
             self.faults.states,
             self.scheduler.story,
@@ -338,12 +341,13 @@ class Cluster:
     def _load(self, path: str, step: int | None, since: float) -> None:
         ledger, state = self.ledger, shards(0, 1, 0, None, shapes_of(self.scenario.habits))
         directory = f"{ROOT}/{path.rpartition('/')[2]}"
-        known = ledger.committed.get(directory)
+        known, changes = ledger.committed.get(directory), ledger.manifests_of[directory]
         try:
             load_state_dict(state, path, SoloCommunicator(), unique_id=0, verify="full")
         except CorruptCheckpointError as error:
-            # Savers do not know of readers where there are no locks.
-            is_kept = self.scenario.storage == "shared" or (known and ledger.committed.get(directory) is known)
+            # Savers know of no readers where there are no locks. What was replaced stays until the next change.
+            is_kept = self.scenario.storage == "shared" and ledger.manifests_of[directory] < changes + 2
+            is_kept = is_kept or (known is not None and ledger.committed.get(directory) is known)
             if is_kept and since > ledger.troubled_until and not ledger.disturbed:
                 ledger.violate("a committed checkpoint is whole", f"a reader of {path}: {error}")
             return
@@ -410,6 +414,9 @@ class Cluster:
             kept = set(known.files) if known is not None else set()
             left = [name for name in self.world.names(directory) if f"{directory}/{name}" not in kept]
             left = [name for name in left if name != LEASE_FILE and (name != PADDLE_METADATA or not kept)]
+            if self.scenario.jobs > 1 or self.scenario.readers:
+                # What was replaced while it was read is left to the next save of this step.
+                left = [name for name in left if not is_before(save_of(name), 0, self._generation(kept))]
             if self.scenario.jobs > 1 and (self.scenario.storage != "shared" or self.scenario.is_async):
                 # A rank that is stopped for longer than its lease or timeout leaves what comes after another job's
                 # clean-up.
@@ -419,6 +426,11 @@ class Cluster:
         left = [name for name in self.world.names(ROOT) if not self.person.knows(name) and not self._goes_with(name)]
         if left:
             ledger.violate("clean-up is complete", f"the root still has {left}")
+
+    def _generation(self, paths: set[str]) -> int:
+        """Return how often a checkpoint of which these are the files has been replaced."""
+        saves = [save_of(path.rpartition("/")[2]) for path in paths]
+        return max((save[1] for save in saves if save is not None), default=0)
 
     def _goes_with(self, name: str) -> bool:
         """Return whether a page or report is of a step that is there, or that somebody has disturbed."""

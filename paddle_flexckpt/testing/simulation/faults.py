@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from paddle_flexckpt.testing.simulation.scheduler import Node
     from paddle_flexckpt.testing.simulation.tasks import Process
 
+# Files that are on no storage, which cannot fail.
+_IN_MEMORY = ("memfd:", "/proc/")
 _ON_NETWORK = frozenset(("send", "recv", "connect", "accept", "select"))
 
 
@@ -103,8 +105,10 @@ class Faults:
 
     def _meets(self, armed: Armed, process: Process, kind: str, where: str) -> bool:
         if armed.follows is not None:
-            return process is armed.follows
+            return process is armed.follows and not (armed.fault.kind == "io_error" and where.startswith(_IN_MEMORY))
         if not armed.is_call(kind, where) or not self._is_target(armed.fault, process):
+            return False
+        if armed.fault.kind == "io_error" and where.startswith(_IN_MEMORY):
             return False
         armed.left -= 1
         if armed.left > 0:

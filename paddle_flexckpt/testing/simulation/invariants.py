@@ -10,6 +10,7 @@ Tested in tests/simulation/test_cluster.py.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -44,7 +45,12 @@ _TAKEN_OVER = re.compile(
 )
 _EARLIER = "an earlier save failed"
 # What a call was about to do when it failed.
-_WHAT = re.compile(r"^(?:cannot|the checkpoint of step|all saves in the background) (?:[^':]|'[^']*')*: ")
+_WHAT = re.compile(
+    r"^(?:cannot|the checkpoint of step|all saves in the background) (?:nodes'|[^':]|'[^']*')*: "
+    r"(?:some nodes have published [^:]*: )?"
+)
+# A request that commits takes no longer.
+_REQUEST_SECONDS = 60.0
 # A segment of shared memory is a huge page at least. A pending save has one.
 _SEGMENT_BYTES = 2 << 20
 
@@ -113,6 +119,8 @@ class Ledger:
         disturbed: Directories in which a person has acted.
         troubled_until: Until when storage may not answer as it should.
         leases_until: Until when a live saver may lose its lease.
+        manifests_of: How often a directory's manifest was put in place or removed.
+        late_commits: Manifests that were put in place by a saver that was stopped after it had checked its lease.
     """
 
     def __init__(self, scheduler: Scheduler, scenario: Scenario) -> None:
@@ -122,7 +130,8 @@ class Ledger:
         self.committed: dict[str, Committed] = {}
         self.disturbed: set[str] = set()
         self.troubled_until = 0.0
-        self.commits = self.restores = self.readings = 0
+        self.commits = self.restores = self.readings = self.late_commits = 0
+        self.manifests_of: Counter[str] = Counter()
         # What reads a file, and lists a directory's files, past all processes; the cluster sets them.
         self.read: Callable[[str], bytes | None] = lambda path: None
         self.names: Callable[[str], list[str]] = lambda path: []
@@ -178,6 +187,8 @@ class Ledger:
         if error is not None and _TAKEN_OVER.search(error) and self._began(attempt, script, error) > self.leases_until:
             self.violate("who lives keeps the right to save", f"rank {script.rank}, with {attempt}, was told: {error}")
         attempt.outcomes[script.rank] = error
+        if any(directory.endswith(f"/step_{attempt.step:08d}") for directory in self.disturbed):
+            return
         if error is None:
             self._scheduler.note(f"is told that step {attempt.step} is saved")
             if not attempt.is_committed:
@@ -293,9 +304,24 @@ class Ledger:
         """Note that a file is there under this name, whole: it was renamed or put, or made empty."""
         directory, _, name = path.rpartition("/")
         if name == _MANIFEST and _STEP.search(directory):
-            self._committed(directory)
+            self.manifests_of[directory] += 1
+            if process is not None and self._is_late(process):
+                self.late_commits += 1
+                self.disturb(directory)
+            else:
+                self._committed(directory)
         elif path in self._owners:
             self.changed(path, process, "replaced")
+
+    def _is_late(self, process: Process) -> bool:
+        """Tell whether a saver was stopped for so long that its lease has run out, and went on with this request.
+
+        Between its last look at the lease and the request that commits nothing can stop it: docs/reliability.md.
+        """
+        since, until = process.suspended
+        has_lease = self._scenario.storage in ("leased", "object")
+        is_last = self._scheduler.now - until < _REQUEST_SECONDS
+        return has_lease and is_last and until - since >= self._scenario.lease_seconds / 2
 
     def changed(self, path: str, process: Process | None, how: str) -> None:
         """Note that a file was written, cut, replaced or removed."""
@@ -306,6 +332,7 @@ class Ledger:
         if process is not None and process.name.startswith("person"):
             self.disturb(directory)
         elif path.endswith("/" + _MANIFEST) and how == "removed":
+            self.manifests_of[directory] += 1
             self._scheduler.note(f"removes {known.attempt}")
             self._check_removal(directory, known)
             self._forget(directory)

@@ -93,6 +93,7 @@ class Process:
         environ: Its environment.
         status: How it ended, as ``subprocess`` says it: negative for a signal.
         stopped: Whether it is suspended, as by SIGSTOP.
+        suspended: When it was suspended last, and when it went on.
         handlers: What it does with signals; SIGTERM and others end it by default.
         state: What its modules hold for themselves, by name: module globals are one process's own.
     """
@@ -107,6 +108,7 @@ class Process:
         self.tasks: list[Task] = []
         self.main: Task | None = None
         self.alive, self.stopped = True, False
+        self.suspended = (-1e9, -1e9)
         self.status: int | None = None
         self.handlers: dict[int, Any] = {}
         self.exit_functions: list[Callable[[], Any]] = []
@@ -176,12 +178,14 @@ class Process:
         """Suspend the process."""
         if self.alive:
             self.stopped = True
+            self.suspended = (self.scheduler.now, self.scheduler.now)
             self.scheduler.note("is stopped", self)
 
     def resume(self) -> None:
         """Let a suspended process go on."""
         if self.alive and self.stopped:
             self.stopped = False
+            self.suspended = (self.suspended[0], self.scheduler.now)
             self.scheduler.note("goes on", self)
             for task in self._deferred:
                 self.scheduler.ready(task)
