@@ -35,29 +35,24 @@ from paddle_flexckpt.catalog import (
     ValidationError,
 )
 from paddle_flexckpt.media.backend import Location, Lock, Mode, SaveLock, map_files, publish, run_beside, write_file
-from paddle_flexckpt.native.companion import Companion, CompanionDirectory
+from paddle_flexckpt.native.companion import Companion
 from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import MANIFEST, SaveNames, is_before, marked_by, save_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
 from paddle_flexckpt.native.partitions import Partition, count_partitions
+from paddle_flexckpt.native.save_messages import TRIES, MessageDirectory
 from paddle_flexckpt.progress import SILENT, Meter
 
 logger = logging.getLogger("paddle_flexckpt")
 
-# How often a step is tried that another process may undo: a directory is made, and gone when it is to be locked; a
-# decision is there, and gone when it is read.
-_TRIES = 10
 
-
-class SaveDirectory(CompanionDirectory):
+class SaveDirectory(MessageDirectory):
     """Save checkpoints into one directory."""
 
     def __init__(self, location: Location, companion: Companion) -> None:
         """Open nothing yet: the directory need not exist."""
         super().__init__(location, companion)
-        # Files of the save that go with its end, whether they are listed or not.
-        self._known: set[str] = set()
         self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
 
     def lock(self) -> SaveLock:
@@ -67,7 +62,7 @@ class SaveDirectory(CompanionDirectory):
             CheckpointError: Another save has it, or another process removes the directory again and again.
             ValidationError: The path is not a directory.
         """
-        for _ in range(_TRIES):
+        for _ in range(TRIES):
             self.backend.make_directory()
             try:
                 return self.backend.locks.take()
@@ -143,13 +138,6 @@ class SaveDirectory(CompanionDirectory):
                     self.remove_save_files([], save.marker_file)
             raise
 
-    def sees(self, save: SaveNames) -> bool:
-        """Return whether this is the directory in which a save has been marked as begun."""
-        try:
-            return save.token.encode() in self.backend.read(save.marker_file)
-        except FileNotFoundError:
-            return False
-
     def _is_taken(self, save: SaveNames) -> bool:
         """Return whether another save has the names of this one, by the marker.
 
@@ -191,53 +179,6 @@ class SaveDirectory(CompanionDirectory):
         part = write_data_file(self.backend, items, data, info, meter)
         meter.finish()
         return part
-
-    def write_part(self, save: SaveNames, rank: int, part: Manifest) -> None:
-        """Write a rank's part; its data file is durable already."""
-        write_file(self.backend, save.part_file(rank), part.encode(), "replace")
-
-    def write_failure(self, save: SaveNames, rank: int, error: bytes) -> None:
-        """Write why a rank cannot write, for the others, in place of what the rank said before."""
-        name = save.failure_file(rank)
-        write_file(self.backend, name, error, "replace")
-        # A rank that was stopped for long may come after all others have ended, and who cleans up has been there.
-        with contextlib.suppress(OSError):
-            if not self.sees(save):
-                self.backend.remove(name)
-
-    def decide(self, save: SaveNames, coordinator: int, verdict: bytes) -> bytes:
-        """Decide about a save, once for all ranks; return what is decided: this verdict, or an earlier one.
-
-        An earlier one that is still being written is returned as far as it is there. One that has been cleaned up since
-        does not count: the caller looks whether the save is committed.
-        """
-        name = save.decision_file(coordinator)
-        self._known.add(name)
-        for left in reversed(range(_TRIES)):
-            try:
-                write_file(self.backend, name, verdict, "new")
-            except FileExistsError:
-                try:
-                    return self.backend.read(name)
-                except FileNotFoundError:
-                    if not left:
-                        raise
-            else:
-                break
-        return verdict
-
-    def withdraw_decision(self, save: SaveNames, coordinator: int) -> None:
-        """Remove what was decided about a save that had been committed before, and cleaned up."""
-        # It does no harm where it cannot be removed.
-        with contextlib.suppress(OSError):
-            self.backend.remove(save.decision_file(coordinator))
-
-    def progress(self, save: SaveNames, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
-        """Return the ranks whose parts are here, and what those say that failed."""
-        names = set(self.backend.names())
-        written = {rank for rank in ranks if save.part_file(rank) in names}
-        failed = {rank: save.failure_file(rank) for rank in ranks if save.failure_file(rank) in names}
-        return written, {rank: self.backend.read(name) for rank, name in failed.items()}
 
     def write_partition(self, save: SaveNames, number: int, count: int, rows: Manifest) -> Partition:
         """Write all rows of some keys as a partition of the manifest, durably; any rank may do so.

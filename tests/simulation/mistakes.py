@@ -197,7 +197,7 @@ MISTAKES = {
         Mistake(
             "decided-twice",
             "who commits and who gives up do not exclude each other",
-            {"native.save_directory:SaveDirectory.decide": wrong.decided_twice},
+            {"native.save_messages:MessageDirectory.decide": wrong.decided_twice},
         ),
         Mistake(
             "silence-is-death",

@@ -38,6 +38,7 @@ def write_test(case: Case, violated: str, text: str) -> Path:
     """Keep a case as a regression test."""
     name = re.sub(r"[^a-z0-9]+", "_", violated.lower()).strip("_")
     path = FOUND / f"{name}_{case.scenario.seed}.json"
+    text = text.replace(f"{Path(__file__).parents[2]}/", "")  # of a traceback
     path.write_text(replace(case, violated=text).to_json() + "\n", encoding="utf-8")
     return path
 

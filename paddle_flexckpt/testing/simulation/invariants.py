@@ -11,19 +11,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
-from paddle_flexckpt.engine.step_record import RECORD, StepRecord
+from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.manager.policies import steps_to_remove
-from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.partition_files import decode_partition, merge_rows
 from paddle_flexckpt.testing.simulation.scenario import HOUR
-from paddle_flexckpt.testing.simulation.training import all_versions_of, policies_of, shapes_of
+from paddle_flexckpt.testing.simulation.stored import MANIFEST, STEP, Attempt, Committed, StoredCheckpoints
+from paddle_flexckpt.testing.simulation.training import policies_of
 
 if TYPE_CHECKING:
     from paddle_flexckpt.native.listing import CheckpointInfo
@@ -32,8 +27,6 @@ if TYPE_CHECKING:
     from paddle_flexckpt.testing.simulation.tasks import Process
     from paddle_flexckpt.testing.simulation.training import Script
 
-_MANIFEST = "0.manifest"
-_STEP = re.compile(r"/step_(\d{8,})$")
 # An outcome that says that it does not know.
 _UNKNOWN = re.compile(
     r"it is not known what became of|rank [\d, ]+ is lost|takes no part|is missing|though all of them are alive|"
@@ -74,43 +67,7 @@ class Violation:
         return f"{self.invariant}: {self.text} (at {self.time:.3f} s{who})"
 
 
-@dataclass
-class Attempt:
-    """Describe one save of one step.
-
-    Attributes:
-        outcomes: By rank, what the call or the handle said: None for done, or the error.
-        is_committed: Whether its manifest has been in place.
-    """
-
-    version: int
-    job: str
-    incarnation: int
-    step: int
-    begun: float
-    size: int
-    outcomes: dict[int, str | None] = field(default_factory=dict)
-    is_committed: bool = False
-
-    @property
-    def is_acknowledged(self) -> bool:
-        """Tell whether a rank was told that it is done."""
-        return None in self.outcomes.values()
-
-    def __str__(self) -> str:
-        return f"the save of step {self.step} by start {self.incarnation} of job {self.job}"
-
-
-@dataclass
-class Committed:
-    """Describe a checkpoint on storage."""
-
-    attempt: Attempt
-    files: tuple[str, ...]
-    record: StepRecord | None
-
-
-class Ledger:
+class Ledger(StoredCheckpoints):
     """Know what was saved, said and stored, and note what must not be.
 
     Attributes:
@@ -124,17 +81,14 @@ class Ledger:
     """
 
     def __init__(self, scheduler: Scheduler, scenario: Scenario) -> None:
-        self._scheduler, self._scenario = scheduler, scenario
+        super().__init__(scenario)
+        self._scheduler = scheduler
         self.violations: list[Violation] = []
-        self.attempts: dict[int, Attempt] = {}
         self.committed: dict[str, Committed] = {}
         self.disturbed: set[str] = set()
         self.troubled_until = 0.0
         self.commits = self.restores = self.readings = self.late_commits = 0
         self.manifests_of: Counter[str] = Counter()
-        # What reads a file, and lists a directory's files, past all processes; the cluster sets them.
-        self.read: Callable[[str], bytes | None] = lambda path: None
-        self.names: Callable[[str], list[str]] = lambda path: []
         self._owners: dict[str, str] = {}
         self._errors: dict[tuple[str, int, str], dict[int, tuple[str, str]]] = {}
         self._restored: dict[tuple[str, int], tuple[int, int]] = {}
@@ -303,7 +257,7 @@ class Ledger:
     def appeared(self, path: str, process: Process | None) -> None:
         """Note that a file is there under this name, whole: it was renamed or put, or made empty."""
         directory, _, name = path.rpartition("/")
-        if name == _MANIFEST and _STEP.search(directory):
+        if name == MANIFEST and STEP.search(directory):
             self.manifests_of[directory] += 1
             if process is not None and self._is_late(process):
                 self.late_commits += 1
@@ -331,7 +285,7 @@ class Ledger:
         known = self.committed[directory]
         if process is not None and process.name.startswith("person"):
             self.disturb(directory)
-        elif path.endswith("/" + _MANIFEST) and how == "removed":
+        elif path.endswith("/" + MANIFEST) and how == "removed":
             self.manifests_of[directory] += 1
             self._scheduler.note(f"removes {known.attempt}")
             self._check_removal(directory, known)
@@ -397,78 +351,15 @@ class Ledger:
         for path in found.files:
             self._owners[path] = directory
 
-    def examine(self, directory: str) -> Committed | str:
-        """Read a checkpoint as it is on storage; return it, or what is wrong with it."""
-        manifest = self._decode(directory, _MANIFEST)
-        if isinstance(manifest, str):
-            return manifest
-        content: dict[str, bytes] = {}
-        for name, size in manifest.sizes.items():
-            stored = self.read(f"{directory}/{name}")
-            if stored is None or len(stored) != size:
-                return f"{name} has {None if stored is None else len(stored)} bytes, not {size}"
-            content[name] = stored
-        values = self._values(manifest, content)
-        if isinstance(values, str):
-            return values
-        attempt, record = values
-        if attempt.step != int(_STEP.search(directory)[1]):  # type: ignore[index]
-            return f"it has values of {attempt}"
-        files = tuple(f"{directory}/{name}" for name in (*manifest.files, _MANIFEST))
-        return Committed(attempt, files, record)
-
-    def _decode(self, directory: str, name: str) -> Manifest | str:
-        """Read a manifest with its partitions; return it, or what is wrong with it."""
-        data = self.read(f"{directory}/{name}")
-        if data is None:
-            return "there is no manifest"
-        try:
-            manifest = Manifest.decode(data, directory)
-            read = [
-                decode_partition(self.read(f"{directory}/{each.file}") or b"", each.file, manifest, number)
-                for number, each in enumerate(manifest.partitions)
-            ]
-            return merge_rows(manifest, read)
-        except (CorruptCheckpointError, ValidationError) as error:
-            return str(error)
-
-    def _values(self, manifest: Manifest, content: dict[str, bytes]) -> tuple[Attempt, StepRecord | None] | str:
-        """Return which save the values of a checkpoint's data files are of, and its record; or what is wrong."""
-        catalog, seen = manifest.catalog, set()
-        record: StepRecord | None = None
-        shapes = shapes_of(self._scenario.habits)
-        counts = dict.fromkeys(shapes, 0)
-        for row in range(len(catalog)):
-            key, name = catalog.keys[int(catalog.key[row])], catalog.file_name(row) or ""
-            begin = int(catalog.byte_offset[row])
-            stored = content[name][begin : begin + int(catalog.byte_length[row])]
-            if key == RECORD:
-                try:
-                    record = StepRecord.decode(np.frombuffer(stored, dtype=np.uint8))
-                except CorruptCheckpointError as error:
-                    return str(error)
-            elif key in shapes:
-                numbers = np.frombuffer(stored, dtype="<i8")
-                counts[key] += len(numbers)
-                seen |= all_versions_of(numbers)
-        missing = [key for key, shape in shapes.items() if counts[key] < int(np.prod(shape))]
-        if missing:
-            return f"{missing} are not whole"
-        if len(seen) != 1:
-            return f"it is a mixture of versions {sorted(seen)}"
-        version = seen.pop()
-        attempt = self.attempts.get(version)
-        return f"it has values of {version}" if attempt is None else (attempt, record)
-
     def look_again(self, directories: list[str]) -> None:
         """Check after a loss of power that what was reported done is there, and that what is there is whole."""
         before = self.committed
         self.committed, self._owners = {}, {}
         for directory in directories:
-            if directory in self.disturbed or not _STEP.search(directory):
+            if directory in self.disturbed or not STEP.search(directory):
                 continue
             known = before.get(directory)
-            if self.read(f"{directory}/{_MANIFEST}") is None:
+            if self.read(f"{directory}/{MANIFEST}") is None:
                 if known is not None and known.attempt.is_acknowledged:
                     self.violate("what was reported done is there", f"{known.attempt} is gone after a loss of power")
                 continue

@@ -16,7 +16,8 @@ from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.lease import LEASE_FILE
-from paddle_flexckpt.testing.simulation.invariants import Committed, Ledger, is_unknown
+from paddle_flexckpt.testing.simulation.invariants import Ledger, is_unknown
+from paddle_flexckpt.testing.simulation.stored import Committed
 from paddle_flexckpt.testing.simulation.training import (
     UNKNOWN,
     ChannelCommunicator,
