@@ -93,7 +93,8 @@ class Faults:
         process, more = self._cluster.scheduler.process, 0.0
         if self._armed:
             for armed in list(self._armed):
-                if self._meets(armed, process, kind, where):
+                # What another fault has ended makes calls too while its frames are left, and may have met this one.
+                if armed in self._armed and self._meets(armed, process, kind, where):
                     self._armed.remove(armed)
                     self._strike(armed.fault, process, kind, where)
                     if armed.fault.kind == "slow_call":

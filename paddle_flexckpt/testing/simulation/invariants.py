@@ -385,11 +385,10 @@ class Ledger(StoredCheckpoints):
             if (name, number) != (job, incarnation) or culprits is None:
                 continue
             # Ranks may notice a loss in different exchanges: what each of them was about to do may differ.
-            texts = {
-                (kind, _WHAT.sub("", text) if kind == LostRankError.__name__ else text)
-                for kind, text in errors.values()
-            }
-            if len(texts) > 1:
+            lost = {_WHAT.sub("", text) for kind, text in errors.values() if kind == LostRankError.__name__}
+            # And who is lost may have sent to some ranks, which hear of another failure then, and not to others.
+            told = {(kind, text) for kind, text in errors.values() if kind != LostRankError.__name__}
+            if len(lost) > 1 or len(told) > 1:
                 shown = "; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in sorted(errors.items()))
                 self.violate("one error text on all survivors", f"{stage}: {shown}")
             for rank, (kind, text) in errors.items():
