@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
-from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, NotDurableError, ValidationError
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.options import GROUP, encode_options, same_on_all_ranks, takes
@@ -249,7 +249,8 @@ class CheckpointManager:
             metrics: Numbers by which the best checkpoint is chosen, the same on every rank.
             blocking: Whether the checkpoint exists when this returns; None: unless the manager has ``async_save``.
             overwrite: Whether a checkpoint of this step may be replaced; it stays until the new one is complete. One
-                that a restore of this manager has skipped for an older one may be replaced in any case.
+                that a restore of this manager has skipped for an older one, or of which a save of it has raised
+                NotDurableError, may be replaced in any case.
             save_replicas: As in :func:`save_state_dict`, like ``check_replicas``.
 
         Returns:
@@ -273,7 +274,7 @@ class CheckpointManager:
             more = check_extra(extra)
             contents.shards.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **more))
             if self._comm.position == 0:
-                self._steps.prepare(step, overwrite or step in self._damaged)
+                self._steps.prepare(step, overwrite or step in self._damaged | self._pending.not_durable)
             also = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).agreed}
             head = encode_options(CheckpointManager.save, options, **also, **given(options))
             return contents, join((head, contents.describe_metrics()))
@@ -296,8 +297,11 @@ class CheckpointManager:
                 staging_bytes=self._staging_bytes if background else None,
             )
         except CheckpointError as error:
+            if isinstance(error, NotDurableError):
+                self._pending.not_durable.add(step)
             self._steps.give_up(step, error, bool(self._keep))
             raise
+        self._pending.not_durable.discard(step)
         if isinstance(report, SaveHandle):
             self._pending.add(step, report, optimizer)
         else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from paddle_flexckpt.background import SaveHandle
-from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog import CheckpointError, NotDurableError
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.sliced_saves import SlicedSave
 from paddle_flexckpt.report import SaveReport
@@ -16,11 +16,16 @@ _RUNNING, _ENDED, _FAILED = range(3)
 
 
 class PendingSteps:
-    """Track the saves in the background. Every rank has the same ones. Two methods communicate, and say so."""
+    """Track the saves in the background. Every rank has the same ones. Two methods communicate, and say so.
+
+    Attributes:
+        not_durable: Steps whose checkpoint is there, and could not be made durable.
+    """
 
     def __init__(self, comm: Communicator) -> None:
         """Take the ranks that save."""
         self._comm = comm
+        self.not_durable: set[int] = set()
         self._saves: list[tuple[int, SaveHandle]] = []
         # By step, the reports of those that have ended well.
         self._reports: dict[int, SaveReport] = {}
@@ -89,11 +94,15 @@ class PendingSteps:
         for (step, handle), seen in zip(self._saves, states):
             if seen == {_ENDED} and handle.error is None:
                 self._reports[step] = handle.result()
-        failed = [handle for (_, handle), seen in zip(self._saves, states) if _FAILED in seen]
+        failed = {step: handle for (step, handle), seen in zip(self._saves, states) if _FAILED in seen}
         self._saves = [save for save, seen in zip(self._saves, states) if _RUNNING in seen and _FAILED not in seen]
         if failed:
             # It has ended on one rank, so it soon will on the others.
-            self._comm.together(lambda: (None, _raise(failed)), f"{context}: an earlier save failed")
+            try:
+                self._comm.together(lambda: (None, _raise([*failed.values()])), f"{context}: an earlier save failed")
+            except NotDurableError:
+                self.not_durable |= failed.keys()
+                raise
 
 
 def _state(handle: SaveHandle) -> int:

@@ -17,7 +17,13 @@ pytest.importorskip("greenlet")
 import paddle
 
 from paddle_flexckpt.background import BackgroundWriter
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
+from paddle_flexckpt.catalog import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NotDurableError,
+    UnreadableCheckpointError,
+    ValidationError,
+)
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.live.saver import save_state_dict
@@ -202,6 +208,37 @@ def test_a_save_and_its_removals_struck_at_some_of_their_calls(kind, name):
 @pytest.mark.parametrize(("kind", "name"), EACH)
 def test_a_save_and_its_removals_struck_at_many_of_their_calls(kind, name):
     assert SWEEPS[kind]().some(*STRIKES[name], 40, 1000) <= ENDS
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_step_that_is_not_durable_may_be_saved_again(is_async):
+    """Its checkpoint is there, and the error says to save again: that needs no permission to overwrite."""
+
+    def work(world: Ranks, comm: Communicator) -> str:
+        with manager_of(comm, async_save=is_async) as manager:
+            try:
+                save(world, manager, comm, 1)
+                manager.wait()
+            except NotDurableError:
+                save(world, manager, comm, 1)
+                manager.wait()
+                return "again"
+        return SAVED
+
+    said, calls = set(), 1000
+    for at in range(1000):
+        world = Ranks()
+        world.shared.is_shared = False  # a disk of one node's own: there names have to be made durable
+        with world:
+            world.arm("rank 0's writer" if is_async else "rank 0", at, fail)
+            (outcome,) = world.job(lambda comm, world=world: work(world, comm), 1)
+            said.add(str(outcome))
+            calls = len(world.calls)
+            world.disarm()
+            assert outcome not in (SAVED, "again") or assert_whole(world) == [1]
+        if "again" in said or at >= calls:
+            break
+    assert "again" in said, said
 
 
 # -- two processes -----------------------------------------------------------------------------------------------------
