@@ -126,12 +126,13 @@ class Managed(RuleBasedStateMachine):
 
     def doomed(self, newest: int | None) -> list[int]:
         """What a retention removes."""
+        busy = self.pending[0] if self.pending else None
+        records = [record for record in self.records()[0] if record.step != busy]
         return [
             step
-            for step in steps_to_remove(self.records()[0], self.keep, newest)
+            for step in steps_to_remove(records, self.keep, newest)
             if self.stored[step].damage != "manifest"
             and not (step in self.held and self.held[step][0] is self.stored[step])
-            and not (self.pending and self.pending[0] == step)
         ]
 
     def retain(self, newest: int | None) -> None:

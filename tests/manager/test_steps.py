@@ -56,6 +56,14 @@ def test_what_need_not_be_kept_is_gone_with_its_directory(tmp_path):
     assert manager.all_steps() == [10, 20, 25]
 
 
+@pytest.mark.parametrize("busy, left", [(1, [1, 3]), (2, [2, 3]), (3, [2, 3])])
+def test_a_save_on_its_way_neither_goes_nor_counts(tmp_path, busy, left):
+    """It may be committed, and not be durable yet, or not be known to all ranks."""
+    run_of(tmp_path, 1, 2, 3)
+    StepDirectories(tmp_path).retain([KeepLatest(1)], None, {busy})
+    assert manager_of(tmp_path).all_steps() == left
+
+
 def test_a_clock_that_goes_back(tmp_path, monkeypatch):
     manager = manager_of(tmp_path, keep=KeepLatest(1))
     for step, now in ((5, 100.0), (3, 50.0)):

@@ -42,6 +42,8 @@ _WHAT = re.compile(
     r"^(?:cannot|the checkpoint of step|all saves in the background) (?:nodes'|[^':]|'[^']*')*: "
     r"(?:some nodes have published [^:]*: )?"
 )
+# So long after storage has answered as it should again, a call may still meet what it did meanwhile.
+_CALM_SECONDS = 120.0
 # A request that commits takes no longer.
 _REQUEST_SECONDS = 60.0
 # A segment of shared memory is a huge page at least. A pending save has one.
@@ -165,8 +167,10 @@ class Ledger(StoredCheckpoints):
         key = script.job.name, script.incarnation, script.stage
         self._errors.setdefault(key, {})[script.rank] = type(error).__name__, text
 
-    def restored(self, script: Script, step: int, versions: set[int], skipped: dict[int, str]) -> None:
-        """Note that a rank has restored a step, and has values of these versions."""
+    def restored(
+        self, script: Script, step: int, versions: set[int], skipped: dict[int, str], since: float = 0.0
+    ) -> None:
+        """Note that a rank has restored a step, which began at ``since``, and has values of these versions."""
         self.restores += 1
         self._scheduler.note(f"has restored step {step}" + (f", skipped {sorted(skipped)}" if skipped else ""))
         if self.disturbed and "verify" not in self._scenario.habits:
@@ -190,7 +194,8 @@ class Ledger(StoredCheckpoints):
             self.violate(
                 "no mixture of two saves", f"ranks have restored steps and versions {known} and {(step, version)}"
             )
-        if skipped and not self.is_troubled and not self.disturbed:
+        # Storage may not have answered as it should, during the restore or a moment before it.
+        if skipped and since > self.troubled_until + _CALM_SECONDS and not self.disturbed:
             self.violate("a committed checkpoint is whole", f"a restore has skipped steps: {skipped}")
 
     def finished(self, script: Script) -> None:
@@ -237,11 +242,6 @@ class Ledger(StoredCheckpoints):
         damaged = [info for info in infos if not info.complete and info.step == floor]
         if damaged:
             self.violate("a committed checkpoint is whole", f"a job was told that {damaged} is not")
-
-    @property
-    def is_troubled(self) -> bool:
-        """Tell whether storage may not answer as it should, now or a moment ago."""
-        return self._scheduler.now <= self.troubled_until + 120.0
 
     @property
     def highest(self) -> int | None:

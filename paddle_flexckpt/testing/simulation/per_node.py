@@ -103,10 +103,12 @@ class NodeLedger(Ledger):
         """Note that a rank was told that there is no checkpoint."""
         self._check_newest(script, -1.0, "nothing")
 
-    def restored(self, script: Script, step: int, versions: set[int], skipped: dict[int, str]) -> None:
+    def restored(
+        self, script: Script, step: int, versions: set[int], skipped: dict[int, str], since: float = 0.0
+    ) -> None:
         """Note that a rank has restored a step, and has values of these versions."""
         version = next(iter(versions), None)
-        super().restored(script, step, versions, skipped)
+        super().restored(script, step, versions, skipped, since)
         if version in self.attempts:
             attempt = self.attempts[version]
             self._check_newest(script, attempt.begun, str(attempt))

@@ -261,7 +261,7 @@ class Script:
         self.stage = "latest_step"
         if manager.latest_step() is None:
             return 0
-        self.stage = "restore"
+        self.stage, since = "restore", self.job.cluster.scheduler.now
         state = shards(self.rank, self.size, self.layout, None, self.shapes)
         options = restore_options(self.scenario.habits, self.scenario.keep)
         try:
@@ -271,7 +271,8 @@ class Script:
                 raise
             self.ledger.failed(self, error)
             return 0  # somebody has damaged all there was: the run begins anew
-        self.ledger.restored(self, report.step, versions_in(state, self.rank, self.size, self.layout), report.skipped)
+        versions = versions_in(state, self.rank, self.size, self.layout)
+        self.ledger.restored(self, report.step, versions, report.skipped, since)
         self._ask(manager)
         return report.step
 
