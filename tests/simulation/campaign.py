@@ -111,7 +111,7 @@ class Totals:
             f"{self.runs} runs, {self.seconds / DAY:.0f} simulated days",
             f"{self.processor / 3600:.2f} hours of processor time ({each:.0f} ms each)",
             f"{self.commits} checkpoints committed, {self.restores} restores, {self.readings} readings by others",
-            f"{self.late_commits} commits by savers that were stopped after the last look at their lease",
+            f"{self.late_commits} commits without their files, by savers stopped after the last look at their lease",
             f"faults that struck: {struck} of {len(self.struck)} kinds; runs with 5 kinds or more: {many}",
             *(f"  {count:7d} {kind}" for kind, count in self.struck.most_common()),
             f"protocol states in which something struck: {len(self.states)}; by fault and phase of the coordinator: "

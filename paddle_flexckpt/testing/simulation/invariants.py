@@ -43,7 +43,7 @@ _WHAT = re.compile(
     r"(?:some nodes have published [^:]*: )?"
 )
 # So long after storage has answered as it should again, a call may still meet what it did meanwhile.
-_CALM_SECONDS = 120.0
+CALM_SECONDS = 120.0
 # A request that commits takes no longer.
 _REQUEST_SECONDS = 60.0
 # A segment of shared memory is a huge page at least. A pending save has one.
@@ -79,7 +79,8 @@ class Ledger(StoredCheckpoints):
         troubled_until: Until when storage may not answer as it should.
         leases_until: Until when a live saver may lose its lease.
         manifests_of: How often a directory's manifest was put in place or removed.
-        late_commits: Manifests that were put in place by a saver that was stopped after it had checked its lease.
+        late_commits: Manifests of files that had gone, put in place by a saver that was stopped after it had checked its
+            lease.
     """
 
     def __init__(self, scheduler: Scheduler, scenario: Scenario) -> None:
@@ -195,7 +196,7 @@ class Ledger(StoredCheckpoints):
                 "no mixture of two saves", f"ranks have restored steps and versions {known} and {(step, version)}"
             )
         # Storage may not have answered as it should, during the restore or a moment before it.
-        if skipped and since > self.troubled_until + _CALM_SECONDS and not self.disturbed:
+        if skipped and since > self.troubled_until + CALM_SECONDS and not self.disturbed:
             self.violate("a committed checkpoint is whole", f"a restore has skipped steps: {skipped}")
 
     def finished(self, script: Script) -> None:
@@ -259,11 +260,7 @@ class Ledger(StoredCheckpoints):
         directory, _, name = path.rpartition("/")
         if name == MANIFEST and STEP.search(directory):
             self.manifests_of[directory] += 1
-            if process is not None and self._is_late(process):
-                self.late_commits += 1
-                self.disturb(directory)
-            else:
-                self._committed(directory)
+            self._committed(directory, process)
         elif path in self._owners:
             self.changed(path, process, "replaced")
 
@@ -321,11 +318,14 @@ class Ledger(StoredCheckpoints):
                 "a policy removes what it may", f"step {step} of {steps} was removed; kept by {self._scenario.keep}"
             )
 
-    def _committed(self, directory: str) -> None:
+    def _committed(self, directory: str, process: Process | None) -> None:
         self.commits += 1
         found = self.examine(directory)
         if isinstance(found, str):
-            if directory not in self.disturbed:
+            if process is not None and self._is_late(process):
+                self.late_commits += 1
+                self.disturb(directory)
+            elif directory not in self.disturbed:
                 self.violate("a committed checkpoint is whole", f"{directory} was committed: {found}")
             return
         attempt, before = found.attempt, self.committed.get(directory)
