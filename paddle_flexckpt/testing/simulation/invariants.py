@@ -79,8 +79,8 @@ class Ledger(StoredCheckpoints):
         troubled_until: Until when storage may not answer as it should.
         leases_until: Until when a live saver may lose its lease.
         manifests_of: How often a directory's manifest was put in place or removed.
-        late_commits: Manifests of files that had gone, put in place by a saver that was stopped after it had checked its
-            lease.
+        late_commits: Manifests of files that had gone, put in place by a saver that was stopped after its last look at
+            its lease.
     """
 
     def __init__(self, scheduler: Scheduler, scenario: Scenario) -> None:
