@@ -224,9 +224,9 @@ class StepDirectories:
     def retain(self, policies: Sequence[KeepPolicy], newest: int | None, busy: Collection[int]) -> list[int]:
         """Remove what no policy keeps, and what dead saves and interrupted removals left behind.
 
-        A checkpoint that is being read, or that no manager saved, or that is damaged, is left alone. So are those that
-        are ``busy``, being saved in the background, and they keep no other one from being kept: a loss of power may
-        take them back until all ranks know that they are complete. Returned are the steps removed.
+        A checkpoint that is being read, or that no manager saved, or that is damaged, is left alone, and so are those
+        that are ``busy``: being saved in the background. A loss of power may take these back until all ranks know that
+        they are complete, so what goes may go with them and without them. Returned are the steps removed.
 
         Raises:
             CheckpointError: Something could not be removed; all that could be has been.
@@ -253,7 +253,9 @@ class StepDirectories:
         # Nobody was told of these, as they may be read the next time.
         problems += [f"step {step} {why}" for step, why in damaged.items() if why.startswith(_UNREADABLE)]
         complete = [record for record in records if record.step not in busy]
-        removed = [step for step in steps_to_remove(complete, policies, newest) if attempt(self._remove, step)]
+        with_busy = steps_to_remove(records, policies, newest)
+        useless = [step for step in steps_to_remove(complete, policies, newest) if step in with_busy]
+        removed = [step for step in useless if attempt(self._remove, step)]
         if problems:
             raise CheckpointError("; ".join(dict.fromkeys(problems)))
         return removed

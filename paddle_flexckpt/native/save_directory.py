@@ -300,15 +300,16 @@ class SaveDirectory(MessageDirectory):
         except BaseException as error:
             if replaced is not None:
                 replaced.release()
-            if isinstance(error, OSError):
-                raise self._refused(save, error) from error
+            known = self._what_became(save, error) if isinstance(error, OSError) else None
+            if known is not None:
+                raise known from error
             raise
         return replaced
 
-    def _refused(self, save: SaveNames, error: OSError) -> Exception:
-        """Return what to raise of a save when storage has refused something near its commit."""
+    def _what_became(self, save: SaveNames, error: OSError) -> CheckpointError | None:
+        """Return what to raise of a save when storage has refused something near its commit; None before the commit."""
         try:
-            return self.not_durable(save, error) if self.is_committed(save) else error
+            return self.not_durable(save, error) if self.is_committed(save) else None
         except OSError:
             return CheckpointError(
                 f"it is not known what became of the save to {self.path} (id {save.unique_id}): {error}. Remedy: look "

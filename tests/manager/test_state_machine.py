@@ -127,11 +127,13 @@ class Managed(RuleBasedStateMachine):
     def doomed(self, newest: int | None) -> list[int]:
         """What a retention removes."""
         busy = self.pending[0] if self.pending else None
-        records = [record for record in self.records()[0] if record.step != busy]
+        records = self.records()[0]
+        without = steps_to_remove([record for record in records if record.step != busy], self.keep, newest)
         return [
             step
             for step in steps_to_remove(records, self.keep, newest)
-            if self.stored[step].damage != "manifest"
+            if step in without
+            and self.stored[step].damage != "manifest"
             and not (step in self.held and self.held[step][0] is self.stored[step])
         ]
 

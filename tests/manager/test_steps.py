@@ -57,7 +57,7 @@ def test_what_need_not_be_kept_is_gone_with_its_directory(tmp_path):
 
 
 @pytest.mark.parametrize("busy, left", [(1, [1, 3]), (2, [2, 3]), (3, [2, 3])])
-def test_a_save_on_its_way_neither_goes_nor_counts(tmp_path, busy, left):
+def test_a_save_on_its_way_does_not_go_and_nothing_goes_for_its_sake(tmp_path, busy, left):
     """It may be committed, and not be durable yet, or not be known to all ranks."""
     run_of(tmp_path, 1, 2, 3)
     StepDirectories(tmp_path).retain([KeepLatest(1)], None, {busy})
