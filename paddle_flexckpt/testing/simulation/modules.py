@@ -33,7 +33,7 @@ class PerProcess(MutableSequence):  # type: ignore[type-arg]
         self._scheduler = scheduler
 
     def _list(self) -> list[Any]:
-        found: list[Any] = self._scheduler.process.state.setdefault(id(self), [])
+        found: list[Any] = self._scheduler.process.state.setdefault(self, [])
         return found
 
     def __getitem__(self, place: Any) -> Any:

@@ -75,7 +75,7 @@ class _Local:
         self.__dict__["_scheduler"] = scheduler
 
     def _values(self) -> dict[str, Any]:
-        values: dict[str, Any] = self._scheduler.current.local.setdefault(id(self), {})
+        values: dict[str, Any] = self._scheduler.current.local.setdefault(self, {})
         return values
 
     def __getattr__(self, name: str) -> Any:
