@@ -224,7 +224,10 @@ MISTAKES = {
         Mistake(
             "retention-counts-begun",
             "what is kept is counted with saves that are not committed",
-            {"manager.steps:StepDirectories.records": wrong.counts_uncommitted},
+            {
+                "manager.steps:StepDirectories.records": wrong.counts_uncommitted,
+                "manager.steps:StepDirectories.retain": wrong.nothing_is_busy,
+            },
         ),
         Mistake(
             "retention-first",

@@ -344,6 +344,10 @@ def counts_uncommitted(right: Any) -> Any:
     return records
 
 
+def nothing_is_busy(right: Any) -> Any:
+    return lambda self, policies, newest, busy: right(self, policies, newest, ())
+
+
 def removes_before_saving(right: Any) -> Any:
     def prepare(self: Any, step: int, replace: bool) -> None:
         right(self, step, replace)
