@@ -39,8 +39,8 @@ _SHOWN, _SHOWN_CHARACTERS, _KEPT_CHARACTERS = 5, 600, 50_000
 _FINGERPRINTS = 4
 # Of each task's stack, in what is said of a run that does not end.
 _FRAMES = 25
-# Each of so many seeds is simulated without a memory too.
-_REPEATED = 250
+# One of so many seeds is simulated without a memory too.
+REPEATED = 250
 # So many processes that end at their first seed are no accident.
 _MOST_FAILED = 5
 
@@ -56,6 +56,7 @@ class Totals:
     restores: int = 0
     readings: int = 0
     late_commits: int = 0
+    repeated: int = 0
     kinds: Counter[int] = field(default_factory=Counter)
     struck: Counter[str] = field(default_factory=Counter)
     states: set[tuple[str, ...]] = field(default_factory=set)
@@ -84,7 +85,7 @@ class Totals:
 
     def merge(self, other: Totals) -> None:
         """Add another's counts."""
-        for name in ("runs", "seconds", "processor", "commits", "restores", "readings", "late_commits"):
+        for name in ("runs", "seconds", "processor", "commits", "restores", "readings", "late_commits", "repeated"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.kinds.update(other.kinds)
         self.struck.update(other.struck)
@@ -111,6 +112,7 @@ class Totals:
             f"{self.runs} runs, {self.seconds / DAY:.0f} simulated days",
             f"{self.processor / 3600:.2f} hours of processor time ({each:.0f} ms each)",
             f"{self.commits} checkpoints committed, {self.restores} restores, {self.readings} readings by others",
+            f"{self.repeated} runs simulated a second time, without what was remembered",
             f"{self.late_commits} commits without their files, by savers stopped after the last look at their lease",
             f"faults that struck: {struck} of {len(self.struck)} kinds; runs with 5 kinds or more: {many}",
             *(f"  {count:7d} {kind}" for kind, count in self.struck.most_common()),
@@ -131,6 +133,7 @@ class Task:
         until: When the last run may begin.
         stop: Whether the first violation ends the campaign.
         run_seconds: How long a run may take.
+        repeated: One of so many seeds is simulated without a memory too.
         wanted: Which cases are simulated. None: all.
     """
 
@@ -139,6 +142,7 @@ class Task:
     until: float
     stop: bool
     run_seconds: float
+    repeated: int = REPEATED
     wanted: Callable[[Case], bool] | None = None
 
 
@@ -235,7 +239,7 @@ def _work(connection: Connection, current: Any, task: Task, first: int) -> None:
         for count, seed in enumerate(range(first, task.end, task.stride), 1):
             current.value = seed
             if task.wanted is None or task.wanted(draw(seed)):
-                simulate_one(seed, totals, task.run_seconds, memory)
+                simulate_one(seed, totals, task.run_seconds, memory, task.repeated)
             is_last = bool(asked) or (task.stop and bool(totals.violated)) or time.monotonic() > task.until
             if is_last or count >= RUNS_OF_A_PROCESS or time.monotonic() > begin + _TELL_SECONDS:
                 totals.processor = time.process_time() - processor
@@ -247,16 +251,23 @@ def _work(connection: Connection, current: Any, task: Task, first: int) -> None:
         connection.send((totals, task.end, True))
 
 
-def simulate_one(seed: int, totals: Totals, run_seconds: float = RUN_SECONDS, memory: Memory | None = None) -> None:
+def simulate_one(
+    seed: int,
+    totals: Totals,
+    run_seconds: float = RUN_SECONDS,
+    memory: Memory | None = None,
+    repeated: int = REPEATED,
+) -> None:
     """Simulate a seed.
 
     What is seen with a memory counts if it is seen without one too; of runs in which nothing is, some are repeated so.
     """
     found = _run(seed, run_seconds)
-    if memory is not None and isinstance(found, Outcome) and (found.violations or seed % _REPEATED == 0):
+    if memory is not None and isinstance(found, Outcome) and (found.violations or seed % repeated == 0):
         memory.is_on = False
         again = _run(seed, run_seconds)
         memory.is_on = True
+        totals.repeated += 1
         if isinstance(again, Outcome) and again.fingerprint != found.fingerprint:
             totals.violate(seed, f"with what is remembered it is another story: {found.violations}")
         found = again
@@ -329,6 +340,7 @@ def run_seeds(
     seconds: float | None = None,
     stop: bool = False,
     run_seconds: float = RUN_SECONDS,
+    repeated: int = REPEATED,
     wanted: Callable[[Case], bool] | None = None,
 ) -> Totals:
     """Simulate seeds, in several processes; no more of them after some seconds, or after the first violation.
@@ -336,4 +348,4 @@ def run_seeds(
     Cases that are not wanted are passed over, and do not count as runs.
     """
     until = float("inf") if seconds is None else time.monotonic() + seconds
-    return Campaign(Task(first + count, jobs, until, stop, run_seconds, wanted)).run(first)
+    return Campaign(Task(first + count, jobs, until, stop, run_seconds, repeated, wanted)).run(first)

@@ -9,6 +9,7 @@ have no simulated form. Saves are synchronous, to a shared file system.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -122,6 +123,7 @@ def main() -> int:
                         *map(str, (arguments.first + job, arguments.seeds, arguments.jobs)),
                     ],
                     cwd=tree,
+                    env={**os.environ, "PYTHONHASHSEED": "0"},  # as of `run`
                 )
                 for job in range(arguments.jobs)
             ]

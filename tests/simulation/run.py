@@ -20,7 +20,7 @@ from paddle_flexckpt.testing.simulation.cluster import simulate
 from paddle_flexckpt.testing.simulation.scenario import Case, draw
 from paddle_flexckpt.testing.simulation.shrink import shrink
 from paddle_flexckpt.testing.simulation.story import timeline
-from tests.simulation.campaign import run_seeds
+from tests.simulation.campaign import REPEATED, run_seeds
 
 FOUND = Path(__file__).parent / "found"
 
@@ -61,6 +61,9 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--seconds", type=float, help="begin no more after so many seconds")
+    parser.add_argument(
+        "--repeat-every", type=int, default=REPEATED, help="simulate one of so many seeds twice (default %(default)s)"
+    )
     parser.add_argument("--seed", type=int, help="simulate this one alone")
     parser.add_argument("--case", type=Path, help="simulate the case in this file")
     parser.add_argument("--story", action="store_true", help="tell what happened")
@@ -83,7 +86,7 @@ def main() -> int:
 
 
 def _many(options: argparse.Namespace) -> int:
-    totals = run_seeds(options.first, options.seeds, options.jobs, options.seconds)
+    totals = run_seeds(options.first, options.seeds, options.jobs, options.seconds, repeated=options.repeat_every)
     print(totals.summary())
     return 1 if totals.violated else 0
 

@@ -120,3 +120,22 @@ def test_seeds_are_shared_out(strike) -> None:
     alone, together = run_seeds(5, 4), run_seeds(5, 4, 2)
     assert alone.fingerprint() == together.fingerprint()
     assert (alone.runs, alone.commits, alone.states) == (together.runs, together.commits, together.states)
+
+
+def test_some_seeds_are_simulated_twice_and_another_story_is_a_violation(strike, monkeypatch) -> None:
+    strike(lambda: None)
+    totals = run_seeds(0, SEEDS, 1, repeated=2)
+    assert (totals.runs, totals.repeated, totals.violated) == (SEEDS, SEEDS // 2, [])
+    calls: list[int] = []
+    # A step more in each second run.
+    monkeypatch.setattr(campaign, "draw", lambda seed: Case(Scenario(seed, (1,), steps=len(calls) % 2 + 1)))
+    begin = campaign.Cluster.run
+
+    def run(cluster: campaign.Cluster) -> object:
+        calls.append(0)
+        return begin(cluster)
+
+    monkeypatch.setattr(campaign.Cluster, "run", run)
+    found = run_seeds(0, 2, 1, repeated=1).violated
+    assert [seed for seed, _ in found] == [0, 1]
+    assert all("another story" in text for _, text in found)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,11 +21,13 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
+from paddle_flexckpt.media import local
 from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulation.modules import process_state, simulated
 from paddle_flexckpt.testing.simulation.processes import Processes
 from paddle_flexckpt.testing.simulation.sockets import Sockets
+from paddle_flexckpt.testing.simulation.tasks import Process
 from paddle_flexckpt.testing.simulation.threads import Threads
 from paddle_flexckpt.testing.simulation.trees import fill, tree_of
 from tests.simulation.test_system import World
@@ -92,6 +97,70 @@ class Library(World):
 def library() -> Iterator[Library]:
     with Library() as world:
         yield world
+
+
+def leave_a_file(path: str, how: Callable[[], None]) -> None:
+    """End, while a frame that only the collector of cycles finds has a file to remove."""
+
+    def hold() -> Iterator[None]:
+        try:
+            yield
+        finally:
+            local.os.unlink(path)
+
+    frame = hold()
+    next(frame)
+    cycle: list[Any] = [frame]
+    cycle.append(cycle)
+    how()
+
+
+def collect() -> None:
+    """Make so many objects that the collector, if it runs, has looked at all that there were."""
+    for _ in range(200_000):
+        [[]].append([])
+    kept = [[number] for number in range(200_000)]
+    assert len(kept) == 200_000
+
+
+def write_file(path: str) -> None:
+    with local.LocalOutputFile(path) as file:
+        file.write(b"what others need")
+        file.finish()
+
+
+def test_what_a_dead_process_leaves_is_not_removed_by_others(library):
+    def fail() -> None:
+        raise OSError("as a test asks")
+
+    library.run(lambda: write_file("/file"))
+    for how in (lambda: library.os.kill(library.os.getpid(), 9), fail):
+        with contextlib.suppress(OSError):
+            library.run(lambda how=how: leave_a_file("/file", how))
+        library.run(collect)
+        assert "file" in tree_of(library.disks[0])
+
+
+def test_what_one_world_leaves_is_not_removed_in_another_one_nor_in_the_real_one(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"real")
+
+    def fail() -> None:
+        raise OSError("as a test asks")
+
+    with Library() as world:
+        world.run(functools.partial(world.os.makedirs, str(tmp_path)))
+        process = Process(world.scheduler, world.nodes[0], "p")
+        process.start(lambda: leave_a_file(str(path), fail))
+        world.scheduler.run()
+    with Library() as other:
+        other.run(lambda: other.os.makedirs(str(tmp_path)))
+        other.run(lambda: write_file(str(path)))
+        del world, process
+        other.run(collect)
+        assert other.run(lambda: other.os.path.exists(path))
+    gc.collect()
+    assert path.exists()
 
 
 def test_a_save_is_read_back_and_is_on_disk(library):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,9 @@ from tests.simulation.mistakes import MISTAKES, make
 from tests.simulation.store_world import seeds_until_broken
 
 SEEDS = 400
+ROOT = Path(__file__).parents[2]
+# It finds the loss at an older commit, alone.
+LOSING_SEED = "286"
 
 
 def parts(where: str) -> Any:
@@ -25,6 +31,18 @@ def parts(where: str) -> Any:
     for each in classes:
         owner = getattr(owner, each)
     return vars(owner)[name]
+
+
+def test_the_loss_at_an_older_commit_is_found():
+    pytest.importorskip("paddle")
+    from tests.simulation.older import COMMIT
+
+    if subprocess.run(["git", "cat-file", "-e", f"{COMMIT}^{{commit}}"], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip(f"SKIPPED: this copy has no commit {COMMIT}")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.simulation.older", "--jobs", "1"]
+    found = subprocess.run([*command, "--first", LOSING_SEED, "--seeds", "1"], cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 1, found.stdout + found.stderr
+    assert f"seed {LOSING_SEED}, run 1 " in found.stdout and "a committed checkpoint is whole" in found.stdout
 
 
 def test_there_are_enough_mistakes():

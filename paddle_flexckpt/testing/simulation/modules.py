@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import pkgutil
 import sys
+import traceback
 from collections.abc import Callable, Iterator, MutableSequence
 from types import ModuleType
 from typing import Any
@@ -117,9 +119,36 @@ def simulated(
                 undo.set(module, "open", modules["open"])
         for key, value in overrides.items():
             undo.set(owners[key], key[1], value)
-        yield
+        with finalizing_at_the_end(scheduler):
+            yield
     finally:
         undo.put_back()
+
+
+@contextlib.contextmanager
+def finalizing_at_the_end(scheduler: Scheduler) -> Iterator[None]:
+    """Keep the collector of cycles from running frames of one process while another one runs, or another world.
+
+    A frame that is left in a cycle, as of a ``with`` statement in a generator, is ended when the collector finds it.
+    What it calls then would be done by whoever runs: files removed, descriptors closed. So the collector runs once, in
+    the end, while nobody does.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # each call of theirs is refused
+        try:
+            for error in [task.error for process in scheduler.processes for task in process.tasks]:
+                while error is not None:
+                    traceback.clear_frames(error.__traceback__)
+                    error = error.__context__
+            gc.collect(0)  # where all is that was made meanwhile
+        finally:
+            sys.unraisablehook = hook
+            if was_enabled:
+                gc.enable()
 
 
 def process_state(scheduler: Scheduler) -> dict[tuple[str, str], Any]:
