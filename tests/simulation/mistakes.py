@@ -84,6 +84,10 @@ def _removes_what_is_read(case: Case) -> bool:
     return case.scenario.readers > 0 and bool(case.scenario.keep) and case.scenario.storage == "shared"
 
 
+def _saves_to_nodes(case: Case) -> bool:
+    return case.scenario.storage == "per_node"
+
+
 MISTAKES = {
     mistake.name: mistake
     for mistake in (
@@ -305,6 +309,42 @@ MISTAKES = {
             "removal-not-noted",
             "a removal that was interrupted is not carried through",
             {"media.backend:write_file": wrong.removal_is_not_noted},
+        ),
+        Mistake(
+            "node-publishes-alone",
+            "a node publishes its manifest before the others have prepared theirs",
+            {"native.node_directory:NodeDirectory.prepare_save": wrong.publishes_alone},
+            can_show=_saves_to_nodes,
+        ),
+        Mistake(
+            "node-prepared-dead",
+            "what a dead save had prepared goes, though a node that is away may have published it",
+            {"live.node_saves:_earlier_saves": wrong.prepared_is_dead},
+            can_show=lambda case: _saves_to_nodes(case) and "copies" in case.scenario.habits,
+        ),
+        Mistake(
+            "node-prepared-stays",
+            "nobody publishes what a dead save had prepared, though another node has published it",
+            {"native.node_directory:NodeDirectory.publish_prepared": wrong.nothing},
+            can_show=_saves_to_nodes,
+        ),
+        Mistake(
+            "node-published-discarded",
+            "a save that one node could not publish is removed, though others have published it",
+            {"live.node_saves:NodeSave.discard": wrong.discards_published},
+            can_show=_saves_to_nodes,
+        ),
+        Mistake(
+            "node-survivors-discard",
+            "a rank that outlives another removes its files, though nodes may have published them",
+            {"live.node_saves:NodeSave.lose_rank": wrong.survivors_discard_here},
+            can_show=_saves_to_nodes,
+        ),
+        Mistake(
+            "node-any-order",
+            "of two saves of one id on different nodes, it is not known which is newer",
+            {"live.node_files:_read": wrong.any_order},
+            can_show=_saves_to_nodes,
         ),
     )
 }

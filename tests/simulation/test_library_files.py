@@ -99,8 +99,8 @@ def library() -> Iterator[Library]:
         yield world
 
 
-def leave_a_file(path: str, how: Callable[[], None]) -> None:
-    """End, while a frame that only the collector of cycles finds has a file to remove."""
+def leave_a_file(path: str, how: Callable[[], None], kept: dict[Any, Any] | None = None) -> None:
+    """End, while a frame that only the collector of cycles finds has a file to remove; ``kept`` may hold it first."""
 
     def hold() -> Iterator[None]:
         try:
@@ -112,6 +112,8 @@ def leave_a_file(path: str, how: Callable[[], None]) -> None:
     next(frame)
     cycle: list[Any] = [frame]
     cycle.append(cycle)
+    if kept is not None:
+        kept["frame"] = cycle
     how()
 
 
@@ -141,7 +143,8 @@ def test_what_a_dead_process_leaves_is_not_removed_by_others(library):
         assert "file" in tree_of(library.disks[0])
 
 
-def test_what_one_world_leaves_is_not_removed_in_another_one_nor_in_the_real_one(tmp_path):
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_what_one_world_leaves_is_not_removed_in_another_one_nor_in_the_real_one(tmp_path, is_kept):
     path = tmp_path / "file"
     path.write_bytes(b"real")
 
@@ -151,7 +154,7 @@ def test_what_one_world_leaves_is_not_removed_in_another_one_nor_in_the_real_one
     with Library() as world:
         world.run(functools.partial(world.os.makedirs, str(tmp_path)))
         process = Process(world.scheduler, world.nodes[0], "p")
-        process.start(lambda: leave_a_file(str(path), fail))
+        process.start(functools.partial(leave_a_file, str(path), fail, process.state if is_kept else None))
         world.scheduler.run()
     with Library() as other:
         other.run(lambda: other.os.makedirs(str(tmp_path)))

@@ -370,3 +370,50 @@ def periodic_save_counts(right: Any) -> Any:
         self._saved_since_stop = self._saved_since_stop or saved
 
     return note
+
+
+# Disks of nodes.
+
+
+def publishes_alone(right: Any) -> Any:
+    def prepare_save(self: Any, save: Any, rank: int, manifest: Any, node: str) -> None:
+        right(self, save, rank, manifest, node)
+        lock = self.publish_save(save, rank)
+        if lock is not None:
+            lock.release()
+
+    return prepare_save
+
+
+def prepared_is_dead(right: Any) -> Any:
+    def earlier_saves(known: Any) -> tuple[set[str], set[str]]:
+        published, _ = right(known)
+        return published, {token for each in known for token in each["prepared"]} - published
+
+    return earlier_saves
+
+
+def discards_published(right: Any) -> Any:
+    def discard(self: Any) -> None:
+        self._is_removable = True
+        right(self)
+
+    return discard
+
+
+def survivors_discard_here(right: Any) -> Any:
+    def lose_rank(self: Any, error: Any) -> None:
+        self._is_removable = True
+        self.discard()
+
+    return lose_rank
+
+
+def any_order(right: Any) -> Any:
+    def read(directory: Any, unique_id: int, held: Any) -> tuple[Any, dict[str, Any]]:
+        manifest, about = right(directory, unique_id, held)
+        if "save" in about:
+            about["save"][0] = 0
+        return manifest, about
+
+    return read

@@ -17,7 +17,6 @@ from typing import Any
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.native.listing import is_complete
-from paddle_flexckpt.testing.simulation.invariants import CALM_SECONDS
 from paddle_flexckpt.testing.simulation.tasks import Process
 
 _MANIFEST = "0.manifest"
@@ -117,7 +116,7 @@ class Caretaker:
             return
         report, is_whole = verify_checkpoint(location), is_complete(location)
         is_same = known is not None and ledger.committed.get(directory) is known
-        if is_same and since > ledger.troubled_until + CALM_SECONDS and not (report.ok and is_whole):
+        if is_same and since > ledger.troubled_until and not (report.ok and is_whole):
             problems = "; ".join(map(str, report.problems))[:300]
             ledger.violate("a committed checkpoint is whole", f"verifying {directory}: {problems or 'incomplete'}")
 

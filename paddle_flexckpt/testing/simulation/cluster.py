@@ -12,24 +12,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.live.communicator import SoloCommunicator
-from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.media.lease import LEASE_FILE
 from paddle_flexckpt.native.directory import is_before, save_of
-from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.testing.simulation import older_checkpoint
 from paddle_flexckpt.testing.simulation.caretaker import Caretaker
 from paddle_flexckpt.testing.simulation.faults import Faults
 from paddle_flexckpt.testing.simulation.invariants import Ledger, Violation
 from paddle_flexckpt.testing.simulation.per_node import NodeLedger, NodeScript
 from paddle_flexckpt.testing.simulation.person import Person
+from paddle_flexckpt.testing.simulation.readers import Readers
 from paddle_flexckpt.testing.simulation.scenario import HOUR, Case, Fault
 from paddle_flexckpt.testing.simulation.scheduler import Node
 from paddle_flexckpt.testing.simulation.story import Line, fingerprint
 from paddle_flexckpt.testing.simulation.tasks import Process, StuckError
-from paddle_flexckpt.testing.simulation.training import Script, Store, shapes_of, shards, versions_in
+from paddle_flexckpt.testing.simulation.training import Script, Store
 from paddle_flexckpt.testing.simulation.world import ROOT, World
 
 # How long a job may take, once nothing fails any more, beyond its steps: patience of writers and ranks, and restarts.
@@ -41,6 +38,8 @@ _MOST_SWITCHES = 2_000_000
 _AT_ONCE_SECONDS, _LONGEST_PAUSE_SECONDS = 900.0, 3600.0
 # Faults that delay neither a saver's thread that renews its lease, unless they strike at that, nor what it asks for.
 _HARMLESS_TO_LEASES = ("kill_rank", "kill_writer", "kill_job", "terminate", "clock", "slow_call", "slow_network")
+# Faults that may hold a saver up for longer than its lease or timeout.
+_DELAYS = ("stop", "slow", "partition", "disk_slow", "disk_gone", "store")
 # What ends a start of a job by itself leaves the others this long, if they do not end.
 _STRAGGLER_SECONDS = 2 * HOUR
 
@@ -52,6 +51,7 @@ class Job:
         incarnation: How often it was started again.
         processes: Of its ranks.
         deaths: Ranks that were killed since it was started, and not by the operator.
+        loses_writers: Whether a writer process was.
         others: Whether anything else happened to it: then nothing is expected of errors' texts.
     """
 
@@ -64,7 +64,7 @@ class Job:
         self.scripts: list[Script] = []
         self.on_nodes: list[Node] = []
         self.deaths: set[int] = set()
-        self.others = False
+        self.loses_writers = self.others = False
         self.is_done = False
         self._is_ending = False
         self._started, self._failures = 0.0, 0
@@ -83,7 +83,7 @@ class Job:
         self.on_nodes = up
         cluster.scheduler.note(f"starts job {self.name} with {size} ranks, start {self.incarnation}", cluster.operator)
         self.deaths, self.others, self._is_ending = set(), cluster.is_calm is False and bool(cluster.under_way), False
-        self.processes, self.scripts = [], []
+        self.processes, self.scripts, self.loses_writers = [], [], False
         for rank in range(size):
             node = up[rank * len(up) // size]
             environ = {"PADDLE_CURRENT_ENDPOINT": f"{node.name}:{6000 + rank}"}
@@ -119,7 +119,8 @@ class Job:
         cluster = self.cluster
         if incarnation != self.incarnation or self.is_done:
             return
-        cluster.ledger.compare_errors(self.name, incarnation, None if self.others else self.deaths)
+        is_all = len(cluster.jobs) == 1 and not self.loses_writers
+        cluster.ledger.compare_errors(self.name, incarnation, None if self.others else self.deaths, is_all)
         size = len(self.processes)
         if all((self.name, incarnation, rank) in cluster.ledger.finished_ranks for rank in range(size)):
             self.is_done = True
@@ -196,7 +197,7 @@ class Cluster:
         self.world.on_change(self.ledger.appeared, self.ledger.changed)
         self.operator = Process(self.scheduler, Node(self.scheduler, "operator"), "operator")
         self.person = Person(self)
-        self.caretaker = Caretaker(self)
+        self.caretaker, self.readers = Caretaker(self), Readers(self)
         if "upgrade" in self.scenario.habits:
             directory = f"{ROOT}/step_{older_checkpoint.STEP:08d}"
             self.world.put_tree(directory, older_checkpoint.files())
@@ -222,7 +223,10 @@ class Cluster:
         """Take note that a fault strikes: of anything but a death alone nothing is expected of errors' texts."""
         if not fault.kind.startswith(_HARMLESS_TO_LEASES) or LEASE_FILE in where:
             self.ledger.trouble_leases(fault.seconds)
-        if fault.kind not in ("kill_rank", "kill_writer"):
+        if fault.kind == "kill_writer":
+            for job in self.jobs:
+                job.loses_writers = True
+        elif fault.kind != "kill_rank":
             self.under_way.append(fault)
             for job in self.jobs:
                 job.others = True
@@ -255,8 +259,7 @@ class Cluster:
         scheduler, scenario = self.scheduler, self.scenario
         for job in self.jobs:
             scheduler.after(0.0, job.start)
-        for number in range(scenario.readers):
-            self._schedule_reader(number)
+        self.readers.begin()
         self._run_until(self.faults_end)
         self.is_calm = True
         scheduler.note("faults stop", self.operator)
@@ -313,52 +316,6 @@ class Cluster:
     def _left(self) -> list[Process]:
         return [each for each in self.scheduler.processes if each.alive and each is not self.operator]
 
-    # Readers.
-
-    def _schedule_reader(self, number: int) -> None:
-        self.scheduler.after(self.scenario.reader_seconds, lambda: self._start_reader(number))
-
-    def _start_reader(self, number: int) -> None:
-        if all(job.is_done for job in self.jobs):
-            return
-        node = self.nodes[-1]
-        if node.is_up:
-            Process(self.scheduler, node, f"reader {number}").start(self._read)
-        self._schedule_reader(number)
-
-    def _read(self) -> None:
-        """Do as a reader: look which checkpoint is the latest, and load it."""
-        ledger, since = self.ledger, self.scheduler.now
-        floor = ledger.highest
-        try:
-            found = latest(self.location())
-            ledger.looked(floor, found, since)
-            if found is not None:
-                self._load(found.path, found.step, since)
-        except CheckpointError as error:
-            self.scheduler.note(f"{type(error).__name__}: {str(error)[:200]}")
-
-    def _load(self, path: str, step: int | None, since: float) -> None:
-        ledger, state = self.ledger, shards(0, 1, 0, None, shapes_of(self.scenario.habits))
-        directory = f"{ROOT}/{path.rpartition('/')[2]}"
-        known, changes = ledger.committed.get(directory), ledger.manifests_of[directory]
-        try:
-            load_state_dict(state, path, SoloCommunicator(), unique_id=0, verify="full")
-        except CorruptCheckpointError as error:
-            # Savers know of no readers where there are no locks. What was replaced stays until the next change.
-            is_kept = self.scenario.storage == "shared" and ledger.manifests_of[directory] < changes + 2
-            is_kept = is_kept or (known is not None and ledger.committed.get(directory) is known)
-            if is_kept and since > ledger.troubled_until and not ledger.disturbed:
-                ledger.violate("a committed checkpoint is whole", f"a reader of {path}: {error}")
-            return
-        versions = versions_in(state, 0, 1, 0)
-        attempt = ledger.attempts.get(next(iter(versions)))
-        if len(versions) != 1 or attempt is None or attempt.step != step:
-            ledger.violate(
-                "no mixture of two saves", f"a reader of {path}, step {step}, got {attempt}, {sorted(versions)}"
-            )
-        self.scheduler.note(f"has read {attempt}")
-
     # Ends.
 
     def lose_node(self, node: Node, down_seconds: float) -> None:
@@ -403,7 +360,7 @@ class Cluster:
             ledger.check_left()
             return
         auditor = Process(self.scheduler, self.nodes[0], "auditor")
-        auditor.start(self._audit)
+        auditor.start(self.readers.read_all)
         self.scheduler.run(until=self.scheduler.now + HOUR, steps=_MOST_SWITCHES)
         if auditor.alive or auditor.status != 0:
             ledger.violate("a committed checkpoint is whole", f"the last reading has not ended well: {auditor.status}")
@@ -414,10 +371,11 @@ class Cluster:
             kept = set(known.files) if known is not None else set()
             left = [name for name in self.world.names(directory) if f"{directory}/{name}" not in kept]
             left = [name for name in left if name != LEASE_FILE and (name != PADDLE_METADATA or not kept)]
-            if self.scenario.jobs > 1 or self.scenario.readers:
-                # What was replaced while it was read is left to the next save of this step.
+            if self.scenario.storage == "shared" and (self.scenario.jobs > 1 or directory in ledger.read_meanwhile):
+                # What was replaced while it was read, maybe by another job's retention, is left to the next save.
                 left = [name for name in left if not is_before(save_of(name), 0, self._generation(kept))]
-            if self.scenario.jobs > 1 and (self.scenario.storage != "shared" or self.scenario.is_async):
+            has_leases = self.scenario.storage != "shared" or self.scenario.is_async
+            if self.scenario.jobs > 1 and has_leases and any(kind.startswith(_DELAYS) for kind in self.faults.struck):
                 # A rank that is stopped for longer than its lease or timeout leaves what comes after another job's
                 # clean-up.
                 left = [name for name in left if not name.endswith((".safetensors", ".part", ".failed", ".decided"))]
@@ -437,24 +395,6 @@ class Cluster:
         directory = f"{ROOT}/{name.partition('.')[0]}"
         known = directory in self.ledger.committed or directory in self.ledger.disturbed
         return known and name.endswith((".html", ".report.json"))
-
-    def _audit(self) -> None:
-        """Look at all that is there, with the library's reader."""
-        ledger = self.ledger
-        infos = {info.step: info for info in list_checkpoints(self.location()) if not self.person.made(info.path)}
-        steps = sorted(each.attempt.step for each in ledger.committed.values())
-        for step in steps:
-            info = infos.get(step)
-            if info is None or not info.complete:
-                ledger.violate("a committed checkpoint is whole", f"step {step} is committed; listed is {info}")
-                return
-        # Every one has been read past the library when it was committed.
-        for step in {*steps[-1:], *self.scheduler.random.sample(steps, min(1, len(steps)))}:
-            self._load(infos[step].path, step, self.scheduler.now)
-        found = latest(self.location())
-        ledger.looked(None, found, self.scheduler.now)
-        if not ledger.disturbed and (None if found is None else found.step) != ledger.highest:
-            ledger.violate("latest() names a complete one", f"latest() says {found}; committed are {steps}")
 
 
 @contextlib.contextmanager

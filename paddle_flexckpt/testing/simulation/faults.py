@@ -204,7 +204,7 @@ class Faults:
                 process.signal(signal.SIGTERM)
 
     def _kill_node(self, fault: Fault) -> None:
-        self._cluster.lose_node(self._node(fault.target), down_seconds=60.0)
+        self._cluster.lose_node(self._node(fault.target), down_seconds=fault.seconds or 60.0)
 
     def _stop(self, processes: list[Process], seconds: float) -> None:
         for process in processes:

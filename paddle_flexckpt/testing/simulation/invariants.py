@@ -42,8 +42,6 @@ _WHAT = re.compile(
     r"^(?:cannot|the checkpoint of step|all saves in the background) (?:nodes'|[^':]|'[^']*')*: "
     r"(?:some nodes have published [^:]*: )?"
 )
-# So long after storage has answered as it should again, a call may still meet what it did meanwhile.
-CALM_SECONDS = 120.0
 # A request that commits takes no longer.
 _REQUEST_SECONDS = 60.0
 # A segment of shared memory is a huge page at least. A pending save has one.
@@ -79,6 +77,8 @@ class Ledger(StoredCheckpoints):
         troubled_until: Until when storage may not answer as it should.
         leases_until: Until when a live saver may lose its lease.
         manifests_of: How often a directory's manifest was put in place or removed.
+        readers: Processes of no job that read checkpoints.
+        read_meanwhile: Directories whose manifest changed last while one of those lived.
         late_commits: Manifests of files that had gone, put in place by a saver that was stopped after its last look at
             its lease.
     """
@@ -92,6 +92,8 @@ class Ledger(StoredCheckpoints):
         self.troubled_until = 0.0
         self.commits = self.restores = self.readings = self.late_commits = 0
         self.manifests_of: Counter[str] = Counter()
+        self.readers: list[Process] = []
+        self.read_meanwhile: set[str] = set()
         self._owners: dict[str, str] = {}
         self._errors: dict[tuple[str, int, str], dict[int, tuple[str, str]]] = {}
         self._restored: dict[tuple[str, int], tuple[int, int]] = {}
@@ -195,8 +197,7 @@ class Ledger(StoredCheckpoints):
             self.violate(
                 "no mixture of two saves", f"ranks have restored steps and versions {known} and {(step, version)}"
             )
-        # Storage may not have answered as it should, during the restore or a moment before it.
-        if skipped and since > self.troubled_until + CALM_SECONDS and not self.disturbed:
+        if skipped and since > self.troubled_until and not self.disturbed:
             self.violate("a committed checkpoint is whole", f"a restore has skipped steps: {skipped}")
 
     def finished(self, script: Script) -> None:
@@ -259,10 +260,18 @@ class Ledger(StoredCheckpoints):
         """Note that a file is there under this name, whole: it was renamed or put, or made empty."""
         directory, _, name = path.rpartition("/")
         if name == MANIFEST and STEP.search(directory):
-            self.manifests_of[directory] += 1
+            self._note_change(directory)
             self._committed(directory, process)
         elif path in self._owners:
             self.changed(path, process, "replaced")
+
+    def _note_change(self, directory: str) -> None:
+        """Note that a manifest is put in place or removed, and whether somebody may be reading what it named."""
+        self.manifests_of[directory] += 1
+        if any(reader.alive for reader in self.readers):
+            self.read_meanwhile.add(directory)
+        else:
+            self.read_meanwhile.discard(directory)
 
     def _is_late(self, process: Process) -> bool:
         """Tell whether a saver was stopped for so long that its lease has run out, and went on with this request.
@@ -283,7 +292,7 @@ class Ledger(StoredCheckpoints):
         if process is not None and process.name.startswith("person"):
             self.disturb(directory)
         elif path.endswith("/" + MANIFEST) and how == "removed":
-            self.manifests_of[directory] += 1
+            self._note_change(directory)
             self._scheduler.note(f"removes {known.attempt}")
             self._check_removal(directory, known)
             self._forget(directory)
@@ -376,10 +385,11 @@ class Ledger(StoredCheckpoints):
 
     # At the end of a start of a job, and of the run.
 
-    def compare_errors(self, job: str, incarnation: int, culprits: set[int] | None) -> None:
+    def compare_errors(self, job: str, incarnation: int, culprits: set[int] | None, is_all: bool) -> None:
         """Check that all ranks that saw a call fail saw the same text.
 
-        It names who has gone, if that is all that happened.
+        It names who has gone, if that is all that happened. ``is_all`` says that nothing but deaths of ranks can have
+        made a call fail.
         """
         for (name, number, stage), errors in self._errors.items():
             if (name, number) != (job, incarnation) or culprits is None:
@@ -388,7 +398,7 @@ class Ledger(StoredCheckpoints):
             lost = {_WHAT.sub("", text) for kind, text in errors.values() if kind == LostRankError.__name__}
             # And who is lost may have sent to some ranks, which hear of another failure then, and not to others.
             told = {(kind, text) for kind, text in errors.values() if kind != LostRankError.__name__}
-            if len(lost) > 1 or len(told) > 1:
+            if len(lost) > 1 or len(told) > 1 or (is_all and lost and told):
                 shown = "; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in sorted(errors.items()))
                 self.violate("one error text on all survivors", f"{stage}: {shown}")
             for rank, (kind, text) in errors.items():

@@ -14,7 +14,6 @@ import gc
 import importlib
 import pkgutil
 import sys
-import traceback
 from collections.abc import Callable, Iterator, MutableSequence
 from types import ModuleType
 from typing import Any
@@ -140,10 +139,8 @@ def finalizing_at_the_end(scheduler: Scheduler) -> Iterator[None]:
     finally:
         hook, sys.unraisablehook = sys.unraisablehook, lambda _: None  # each call of theirs is refused
         try:
-            for error in [task.error for process in scheduler.processes for task in process.tasks]:
-                while error is not None:
-                    traceback.clear_frames(error.__traceback__)
-                    error = error.__context__
+            for process in scheduler.processes:
+                process.forget()
             gc.collect(0)  # where all is that was made meanwhile
         finally:
             sys.unraisablehook = hook

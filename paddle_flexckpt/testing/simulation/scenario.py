@@ -198,7 +198,7 @@ def draw(seed: int) -> Case:
     if choose.random() < 0.4:
         faults += draw_meeting(choose, scenario)
     faults += draw_care(seed, scenario)
-    return _with_slow_reader(Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at))))
+    return _with_lost_publisher(_with_slow_reader(Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at)))))
 
 
 def _with_slow_reader(case: Case) -> Case:
@@ -213,6 +213,22 @@ def _with_slow_reader(case: Case) -> Case:
     begin = save * choose.uniform(1.0, scenario.steps // scenario.save_every - 1.0)
     slow = Fault("slow_call", begin, "reader", "data", choose.choice([1, 1, 2, 3]), 1.5 * save)
     return Case(scenario, tuple(sorted((*case.faults, slow), key=lambda fault: fault.at)))
+
+
+def _with_lost_publisher(case: Case) -> Case:
+    """Have the first node of some cases publish a save alone, and then be away while others go on with copies."""
+    scenario, choose = case.scenario, random.Random(f"publishing {case.scenario.seed}")
+    if scenario.storage != "per_node" or "copies" not in scenario.habits or choose.random() > 0.25:
+        return case
+    save = scenario.save_every * scenario.step_seconds
+    begin = save * choose.randint(1, scenario.steps // scenario.save_every - 1) - 1.0
+    size = scenario.world_size(0)
+    nodes = [rank * scenario.nodes // size for rank in range(size)]
+    first = [nodes.index(node) for node in range(1, scenario.nodes)]
+    held = [Fault("slow_call", begin, f"rank:{rank}", "manifest put in place", 1, 20.0) for rank in first]
+    lost = Fault("kill_node", begin, "node:0", "after manifest put in place", seconds=choose.uniform(0.5, 1.5) * save)
+    killed = Fault("kill_job", begin + 10.0, "job")
+    return Case(scenario, tuple(sorted((*case.faults, *held, lost, killed), key=lambda fault: fault.at)))
 
 
 def draw_care(seed: int, scenario: Scenario) -> list[Fault]:

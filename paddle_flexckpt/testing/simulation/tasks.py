@@ -84,6 +84,15 @@ class Task:
         for waiter in self.waiters:
             self.scheduler.wake(waiter)
 
+    def forget(self) -> None:
+        """Let go of the frames that it has left, and of what they hold."""
+        error = self.error
+        while error is not None:
+            traceback.clear_frames(error.__traceback__)
+            error = error.__context__
+        self._function, self.greenlet = lambda: None, greenlet.greenlet(lambda: None)
+        self.local.clear()
+
 
 class Process:
     """Stand for a simulated process.
@@ -173,6 +182,15 @@ class Process:
         self._deferred.clear()
         for watcher in list(self.watchers):
             watcher(self)
+
+    def forget(self) -> None:
+        """Let go of all that its modules and frames have held."""
+        self.state.clear()
+        self.kept.clear()
+        self.exit_functions.clear()
+        self.handlers.clear()
+        for task in self.tasks:
+            task.forget()
 
     def stop(self) -> None:
         """Suspend the process."""
