@@ -157,6 +157,9 @@ class SaveOutcome:
                 written, failed = self.directory.progress(job.names, job.ranks)
                 if job.coordinator in failed:
                     return Failure.decode(failed[job.coordinator])
+                # Its part stays until the save is over: then there is nothing to wait for.
+                if own is None and job.rank not in written and self._is_replaced():
+                    return self._leave()
             except OSError as error:
                 # The outcome is there or not, whether this rank can see it now or not.
                 if time.monotonic() >= deadline:
@@ -173,9 +176,8 @@ class SaveOutcome:
             if time.monotonic() >= deadline:
                 if commits:
                     return combine([(job.coordinator, self._unfinished())])
-                if not self.directory.sees(job.names) and not self.directory.is_committed(job.names):
-                    self.directory.discard(job.names, job.rank)
-                    return combine([(job.rank, _replaced())])
+                if self._is_replaced():
+                    return self._leave()
                 missing = sorted({*job.ranks} - written | {job.coordinator})
                 failure = combine([(rank, self._missing(rank)) for rank in missing])
                 # Should the coordinator live and only be late, it finds that the save is given up.
@@ -190,6 +192,15 @@ class SaveOutcome:
                 deadline, commits = time.monotonic() + patience, True
             time.sleep(0 if gone else pause)
         raise RuntimeError("pauses end")
+
+    def _is_replaced(self) -> bool:
+        """Return whether the save is over, and neither its marker nor its manifest is there."""
+        return not self.directory.sees(self.job.names) and not self.directory.is_committed(self.job.names)
+
+    def _leave(self) -> Failure:
+        """Leave no file of this rank behind, of a save that is over; return that nobody knows how it has ended."""
+        self.directory.discard(self.job.names, self.job.rank)
+        return combine([(self.job.rank, _replaced())])
 
     def _finish(self) -> Failure | None:
         """Make the commit durable, and leave no part behind, of a save that the coordinator has committed.
@@ -233,8 +244,9 @@ class SaveOutcome:
 
 def _replaced() -> Failure:
     return _lost_rank(
-        "it is not known what became of the save: another one to this directory has begun since, and has removed what "
-        "this one left. Remedy: look which checkpoint is there; give each job a directory of its own"
+        "it is not known what became of the save: its files are not there any more. Another save to this directory has "
+        "replaced them, or somebody has removed them. Remedy: look which checkpoint is there; give each job its own "
+        "directory"
     )
 
 

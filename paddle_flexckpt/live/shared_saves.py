@@ -72,9 +72,7 @@ class SharedSave:
         """
         if not self.is_coordinator:
             return None, b""
-        self.lock = self.directory.lock()
-        self._before = self.directory.backend.names()
-        self.names = self.directory.open_save(self._unique_id, self._comm.size, self._before)
+        self.lock, self._before, self.names = self.directory.begin_save(self._unique_id, self._comm.size)
         self._is_removable = True
         return self.names, b""
 

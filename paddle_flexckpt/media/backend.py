@@ -182,6 +182,10 @@ class Locks:
         """Take over a lock from another process, by what :meth:`SaveLock.handover` returned there."""
         return SaveLock()
 
+    def is_here(self) -> bool:
+        """Return whether the path leads to the directory of which the right to save was taken."""
+        return True
+
     def check(self) -> None:
         """Make sure, right before a commit, that the right to save is still held.
 

@@ -125,10 +125,17 @@ class LocalLocks(LeaseLocks):
         """Implement the base class."""
         return super().adopt(token, None) if descriptor is None else DirectoryLock(descriptor)
 
+    def is_here(self) -> bool:
+        """Implement the base class."""
+        try:
+            return self.identity in (None, self._found_identity())
+        except FileNotFoundError:
+            return False
+
     def check(self) -> None:
         """Make sure of the lease, and that the path still leads to the directory that the save has begun in."""
         super().check()
-        if self.identity not in (None, self._found_identity()):
+        if not self.is_here():
             raise CheckpointError(
                 f"{self._backend.path} is another directory than when the save began: it was renamed, removed or "
                 "mounted over meanwhile. Nothing was committed. Remedy: save again"

@@ -70,10 +70,39 @@ class SaveDirectory(MessageDirectory):
                 # Another manager may have removed the directory, as an empty one, since it was made.
                 if not self.backend.has_path:
                     raise
-        raise CheckpointError(
+        raise self._always_removed()
+
+    def _always_removed(self) -> CheckpointError:
+        return CheckpointError(
             f"{self.path} was removed by another process each time a save was about to begin. Remedy: find out who "
             "removes it, and save again"
         )
+
+    def begin_save(self, unique_id: int | None, world_size: int) -> tuple[SaveLock, list[str], SaveNames]:
+        """Take the right to save here, and mark a save as begun, as :meth:`lock` and :meth:`open_save` do.
+
+        Until the marker is there another manager may remove the directory, as an empty one; it is made again, and
+        nobody has the right to save there. Then all is done again.
+
+        Returns:
+            The right, the names of the files that were here before, and the names of the save.
+        """
+        for _ in range(TRIES):
+            lock = self.lock()
+            try:
+                before = self.backend.names()
+                save = self.open_save(unique_id, world_size, before)
+                if self.backend.locks.is_here():
+                    return lock, before, save
+                if self.sees(save):
+                    self.backend.remove(save.marker_file)
+            except BaseException as error:
+                lock.release()
+                if not isinstance(error, FileNotFoundError) or not self.backend.has_path:
+                    raise
+            else:
+                lock.release()
+        raise self._always_removed()
 
     def open_save(self, unique_id: int | None, world_size: int = 1, names: Sequence[str] | None = None) -> SaveNames:
         """Choose the names of a new save (id None: after the highest) and mark it as begun. The caller has the lock.

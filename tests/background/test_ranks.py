@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -374,5 +375,23 @@ def test_a_save_that_another_has_cleaned_up_is_not_called_a_failure(tmp_path, mo
     (tmp_path / job.names.part_file(1)).write_bytes(b"late")
     other = WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())})
     failure = SaveOutcome(other, open_to_save(str(tmp_path))).agree(None)
-    assert failure.problems[0].startswith("[rank 1] it is not known what became of the save: another one to this")
+    assert failure.problems[0].startswith("[rank 1] it is not known what became of the save: its files are not there")
     assert not [name for name in os.listdir(tmp_path) if directory.list_ids() or job.names.owns(name)]
+
+
+@pytest.mark.parametrize("what", ["files", "directory", "everything of another save"])
+def test_a_save_whose_files_are_gone_is_not_waited_for(tmp_path, monkeypatch, what):
+    """Another job has replaced it before this rank saw the commit, or somebody has removed it."""
+    path = tmp_path / "step"
+    job, directory, _ = job_of(path, rank=0, ranks=(0, 1), timeout=3600.0)
+    monkeypatch.setattr(outcome.time, "sleep", lambda _: pytest.fail("it waits"))
+    shutil.rmtree(path)
+    if what != "directory":
+        path.mkdir()
+    if what.startswith("everything"):
+        directory.open_save(0)
+    before = sorted(os.listdir(path)) if path.exists() else None
+    other = WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())})
+    failure = SaveOutcome(other, open_to_save(str(path))).agree(None)
+    assert failure.problems[0].startswith("[rank 1] it is not known what became of the save: its files are not there")
+    assert before == (sorted(os.listdir(path)) if path.exists() else None)

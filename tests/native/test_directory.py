@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from paddle_flexckpt.media import local, local_locks
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import CheckpointDirectory, SaveNames
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from tests.crash.file_system import FileSystem
 from tests.crash.job import Job
 from tests.native.samples import items_of, values_of, whole
@@ -137,6 +140,52 @@ def test_a_directory_that_somebody_else_removes_meanwhile_is_made_again(step, mo
 def test_a_directory_that_is_removed_again_and_again_is_an_error_that_says_so(step):
     with pytest.raises(CheckpointError, match=r"step was removed by another process each time .* Remedy: "):
         open_to_save(step).lock()
+
+
+def remove_after_lock(monkeypatch, times: int, then: Callable[[str], object] = lambda path: None) -> None:
+    """Have somebody else remove the directory of a save, as a manager does with empty ones, when it is locked."""
+    lock, left = SaveDirectory.lock, [times]
+
+    def lock_and_lose(self: SaveDirectory) -> Any:
+        taken = lock(self)
+        if left[0]:
+            left[0] -= 1
+            shutil.rmtree(self.path)
+            then(self.path)
+        return taken
+
+    monkeypatch.setattr(SaveDirectory, "lock", lock_and_lose)
+
+
+def test_a_save_has_the_right_to_the_directory_that_is_there(tmp_path, monkeypatch):
+    """Else others take it for dead, and remove its files."""
+    remove_after_lock(monkeypatch, 2)
+    right, _, save = open_to_save(tmp_path / "step").begin_save(None, 1)
+    assert names(tmp_path / "step") == [save.marker_file]
+    with right, pytest.raises(CheckpointError, match="another save is writing"):
+        open_to_save(tmp_path / "step").lock()
+
+
+def test_a_save_does_not_begin_where_another_one_has_come_meanwhile(tmp_path, monkeypatch):
+    others: list[Any] = []
+
+    def come(path: str) -> None:
+        monkeypatch.undo()
+        others.append(open_to_save(path).begin_save(None, 1))
+
+    remove_after_lock(monkeypatch, 1, come)
+    with pytest.raises(CheckpointError, match="another save is writing"):
+        open_to_save(tmp_path / "step").begin_save(None, 1)
+    assert names(tmp_path / "step") == [others[0][2].marker_file]
+    others[0][0].release()
+
+
+def test_a_save_that_loses_its_directory_each_time_says_so_and_has_no_right_left(tmp_path, monkeypatch):
+    remove_after_lock(monkeypatch, 1000)
+    with pytest.raises(CheckpointError, match=r"step was removed by another process each time .* Remedy: "):
+        open_to_save(tmp_path / "step").begin_save(None, 1)
+    monkeypatch.undo()
+    open_to_save(tmp_path / "step").lock().release()
 
 
 @pytest.mark.parametrize("committed", [False, True])
