@@ -318,14 +318,19 @@ class Cluster:
 
     # Ends.
 
-    def lose_node(self, node: Node, down_seconds: float) -> None:
-        """Take power from a node: its processes are lost, and what it had not written to storage for good."""
+    def lose_node(self, node: Node, down_seconds: float, loses_disk: bool = False) -> None:
+        """Take power from a node: its processes are lost, and what it had not written to storage for good.
+
+        With its disk goes all that it had written there; it comes back with another one.
+        """
         if not node.is_up:
             return
         node.is_up = False
         self.world.lose_node(node)
         for process in [each for each in self.scheduler.processes if each.alive and each.node is node]:
             process.kill()
+        if loses_disk and isinstance(self.ledger, NodeLedger):
+            self.ledger.lose_disk(self.world.replace_disk(node))
         self.ledger.look_again(self.world.directories())
 
         def up() -> None:

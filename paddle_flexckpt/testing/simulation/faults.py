@@ -206,6 +206,9 @@ class Faults:
     def _kill_node(self, fault: Fault) -> None:
         self._cluster.lose_node(self._node(fault.target), down_seconds=fault.seconds or 60.0)
 
+    def _lose_disk(self, fault: Fault) -> None:
+        self._cluster.lose_node(self._node(fault.target), down_seconds=60.0, loses_disk=True)
+
     def _stop(self, processes: list[Process], seconds: float) -> None:
         for process in processes:
             process.stop()

@@ -9,6 +9,7 @@ Tested in tests/simulation/test_cluster.py.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
@@ -27,6 +28,8 @@ from paddle_flexckpt.testing.simulation.training import (
 )
 
 if TYPE_CHECKING:
+    from paddle_flexckpt.testing.simulation.scenario import Scenario
+    from paddle_flexckpt.testing.simulation.scheduler import Scheduler
     from paddle_flexckpt.testing.simulation.tasks import Process
 
 _MANIFEST = re.compile(r"(.*/(node\d+)/.*)/(\d+)\.manifest")
@@ -95,9 +98,26 @@ class NodeScript(Script):
 
 
 class NodeLedger(Ledger):
-    """Know what was saved on which node. A checkpoint is there when the first node has published it."""
+    """Know what was saved on which node. A checkpoint is there when the first node has published it.
+
+    Attributes:
+        directories: The root on each node.
+        lost: By root, when its node has lost the disk. Of older saves other nodes have copies.
+    """
 
     directories: tuple[str, ...] = ()
+
+    def __init__(self, scheduler: Scheduler, scenario: Scenario) -> None:
+        super().__init__(scheduler, scenario)
+        self.lost: dict[str, float] = {}
+
+    def lose_disk(self, directory: str) -> None:
+        """Note that a node has lost its disk."""
+        self.lost[directory] = self._scheduler.now
+        for number, known in self.committed.items():
+            left = tuple(path for path in known.files if path.rpartition("/")[0] != directory)
+            self.committed[number] = replace(known, files=left)
+        self._owners = {path: key for path, key in self._owners.items() if path.rpartition("/")[0] != directory}
 
     def found_nothing(self, script: Script) -> None:
         """Note that a rank was told that there is no checkpoint."""
@@ -165,11 +185,15 @@ class NodeLedger(Ledger):
         if isinstance(manifest, str):
             return manifest
         content: dict[str, bytes] = {}
+        lost: list[str] = []
         paths = [f"{directory}/{name}" for name in (f"{number}.manifest", *(each.file for each in manifest.partitions))]
         for place, names in manifest.nodes.items():
             (where,) = (each for each in self.directories if f"({each.split('/')[1]}:" in place)
             for name in names:
                 data, size = self.read(f"{where}/{name}"), manifest.sizes[name]
+                if data is None and where in self.lost:
+                    lost.append(where)
+                    continue
                 if data is None or len(data) != size:
                     return f"{name} has {None if data is None else len(data)} bytes on {place}, not {size}"
                 if content.setdefault(name, data) != data:
@@ -179,6 +203,8 @@ class NodeLedger(Ledger):
         if isinstance(found, str):
             return found
         attempt, _ = found
+        if any(attempt.begun > self.lost[where] for where in lost):
+            return f"not all of {attempt} is on {lost[0]}, which lost its disk before"
         if attempt.step != manifest.step:
             return f"it has values of {attempt}"
         return Committed(attempt, tuple(paths), None)

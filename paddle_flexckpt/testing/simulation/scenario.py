@@ -180,8 +180,10 @@ _STORAGE = ("disk_full", "disk_slow", "disk_read_only", "disk_gone", "io_error",
 _OBJECTS = ("store_errors", "store_lost_answers", "store_stale", "store_slow", "slow_call")
 _PERSON = ("person_copies", "person_moves", "person_deletes", "person_restores", "person_damages")
 _CARE = ("care_damage", "care_look")
+# A node has another, empty disk when it comes back; where each saves to its own, with copies.
+_DISK = ("lose_disk",)
 KINDS = tuple(
-    dict.fromkeys((*_ENDS, *_STOPS, *_NETWORK, *_CLOCKS, *_STORAGE, *_OBJECTS, "power_loss", *_PERSON, *_CARE))
+    dict.fromkeys((*_ENDS, *_STOPS, *_NETWORK, *_CLOCKS, *_STORAGE, *_OBJECTS, "power_loss", *_PERSON, *_CARE, *_DISK))
 )
 # Errors of calls on files: EIO, ENOSPC, EDQUOT, ESTALE.
 _ERRORS = (5, 5, 28, 122, 116)
@@ -198,7 +200,8 @@ def draw(seed: int) -> Case:
     if choose.random() < 0.4:
         faults += draw_meeting(choose, scenario)
     faults += draw_care(seed, scenario)
-    return _with_lost_publisher(_with_slow_reader(Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at)))))
+    case = Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at)))
+    return _with_lost_disk(_with_lost_publisher(_with_slow_reader(case)))
 
 
 def _with_slow_reader(case: Case) -> Case:
@@ -229,6 +232,17 @@ def _with_lost_publisher(case: Case) -> Case:
     lost = Fault("kill_node", begin, "node:0", "after manifest put in place", seconds=choose.uniform(0.5, 1.5) * save)
     killed = Fault("kill_job", begin + 10.0, "job")
     return Case(scenario, tuple(sorted((*case.faults, *held, lost, killed), key=lambda fault: fault.at)))
+
+
+def _with_lost_disk(case: Case) -> Case:
+    """Have a node of some cases with copies lose its disk."""
+    scenario, choose = case.scenario, random.Random(f"losing {case.scenario.seed}")
+    if scenario.storage != "per_node" or "copies" not in scenario.habits or choose.random() > 0.4:
+        return case
+    begin, target = choose.uniform(0.0, scenario.seconds), f"node:{choose.randrange(scenario.nodes)}"
+    moment = _moment(choose, ["manifest put in place", "manifest put in place", "removal", "data", "fsync", "reading"])
+    lost = Fault("lose_disk", begin, target, choose.choice(["", moment]), choose.choice([1, 1, 2, 3]))
+    return Case(scenario, tuple(sorted((*case.faults, lost), key=lambda fault: fault.at)))
 
 
 def draw_care(seed: int, scenario: Scenario) -> list[Fault]:
