@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -267,14 +268,15 @@ def meet_nodes(
         )
     saves = [seen[committer]["save"] for committer in committers]
     chosen = max(save[0] for save in saves)
-    published, aborted = _earlier_saves([seen[committer]["known"] for committer in committers])
+    node_names = [f"{number} ({seen[committer]['place']})" for number, committer in enumerate(committers)]
+    published, aborted = _earlier_saves([seen[committer]["known"] for committer in committers], node_names)
     return NodeSave(
         comm,
         open_directory(),
         context,
         SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen), saves[0][2]),
         [[p for p in range(comm.size) if seen[p]["committer"] == committer] for committer in committers],
-        [f"{number} ({seen[committer]['place']})" for number, committer in enumerate(committers)],
+        node_names,
         published,
         aborted,
         options.node_copies,
@@ -303,15 +305,23 @@ def _look(
     return None, json.dumps(seen).encode()
 
 
-def _earlier_saves(known: list[dict[str, Any]]) -> tuple[set[str], set[str]]:
+def _earlier_saves(known: list[dict[str, Any]], node_names: Sequence[str]) -> tuple[set[str], set[str]]:
     """Return the tokens of earlier saves that a node has published, and of those that none can publish any more."""
     published = {token for each in known for token in each["published"]}
-    aborted = set()
-    for token in sorted({token for each in known for token in each["prepared"]} - published):
+    prepared = {token: names for each in known for token, names in each["prepared"].items()}
+    here, aborted = Counter(map(_place, node_names)), set()
+    for token in sorted(prepared.keys() - published):
         of = [each["begun"][token] for each in known if token in each["begun"]]
-        if len(of) == of[0]:  # all that took part are here
+        # All that took part are here. One may know of nothing: it has lost its disk, or has replaced that save since.
+        places = Counter(map(_place, prepared[token]))
+        if len(of) == of[0] or (places and places <= here):
             aborted.add(token)
     return published, aborted
+
+
+def _place(node_name: str) -> str:
+    """Return host and path of a node; its number is another in another job."""
+    return node_name.partition(" ")[2]
 
 
 def _remove(backend: Backend, name: str) -> None:

@@ -30,12 +30,13 @@ class NodeSaves(NamedTuple):
     Attributes:
         published: Tokens of those that are checkpoints.
         begun: Of those whose marker is here, the number of nodes by token.
-        prepared: Tokens of those of the latter that are prepared here, and not published here.
+        prepared: Of those of the latter that are prepared here, and not published here, the nodes' names by token;
+            none if they cannot be read.
     """
 
     published: list[str]
     begun: dict[str, int]
-    prepared: list[str]
+    prepared: dict[str, list[str]]
 
 
 class NodeDirectory(SaveDirectory):
@@ -52,12 +53,17 @@ class NodeDirectory(SaveDirectory):
 
     def known_saves(self) -> NodeSaves:
         """Return the saves of which this node knows."""
-        begun, prepared = {}, []
+        begun: dict[str, int] = {}
+        prepared: dict[str, list[str]] = {}
         for _, save, nodes in find_saves(self):
-            if save is not None:
-                begun[save.token] = nodes
-                if find_prepared(self, save):
-                    prepared.append(save.token)
+            if save is None:
+                continue
+            begun[save.token] = nodes
+            for name in find_prepared(self, save)[:1]:
+                prepared[save.token] = []
+                with contextlib.suppress(CorruptCheckpointError):
+                    manifest = Manifest.decode(self.backend.read(name), self.backend.where(name))
+                    prepared[save.token] = list(manifest.nodes)
         return NodeSaves(list(self.tokens().values()), begun, prepared)
 
     def publish_prepared(self, published: set[str]) -> None:

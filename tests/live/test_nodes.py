@@ -313,6 +313,34 @@ def test_a_save_that_no_node_has_published_is_removed_by_a_save_of_all_its_nodes
     assert [load([a, b], unique_id=unique_id)[1] for unique_id in (0, 2)] == [1, 4]
 
 
+@pytest.mark.parametrize("published", [False, True])
+def test_what_a_save_prepared_goes_when_the_other_node_is_back_with_an_empty_disk(saved, monkeypatch, published):
+    """Its marker is lost, so it cannot say that it took part; its path says so. What it alone had published is lost."""
+    a, b, other = saved
+    with monkeypatch.context() as context:
+        stop_publishing(context, *([b] if published else [a, b]))
+        one_error(save([a, a, b, b], 2, unique_id=0))
+    save([b, other], 3)
+    assert {"2_0.1.safetensors", "3_0.1.safetensors", "2_0.1.prepared", "0.1.saving"} < set(os.listdir(b)), "a is away"
+    shutil.rmtree(a)
+    save([a, b], 4)
+    assert not [name for path in (a, b) for name in os.listdir(path) if ".1." in name]
+    assert load([a, b])[1] == 4
+
+
+def test_what_is_prepared_and_cannot_be_read_stays(saved, monkeypatch):
+    a, b, _ = saved
+    with monkeypatch.context() as context:
+        stop_publishing(context, a, b)
+        one_error(save([a, a, b, b], 2, unique_id=0))
+    prepared = os.path.join(b, "2_0.1.prepared")
+    with open(prepared, "r+b") as file:
+        file.truncate(10)
+    shutil.rmtree(a)
+    save([a, b], 3)
+    assert os.path.exists(prepared)
+
+
 def test_a_node_that_cannot_prepare_leaves_all_as_it_was(saved, monkeypatch):
     a, b, _ = saved
     before = sorted(os.listdir(a)), sorted(os.listdir(b))

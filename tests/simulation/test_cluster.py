@@ -158,6 +158,20 @@ def test_the_loss_by_survivors_is_seen() -> None:
     assert all("1_0.safetensors has None bytes" in each.text for each in found)
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_a_disk_that_a_node_loses_costs_what_has_no_copy(copies) -> None:
+    habits = ("copies",) if copies else ()
+    scenario = Scenario(5, (3,), nodes=3, storage="per_node", steps=3, step_seconds=1000.0, grace=100.0, habits=habits)
+    outcome = simulate(Case(scenario, (Fault("lose_disk", 2500.0, "node:1"),)))
+    restored = {text for _, _, text in outcome.story if text.startswith("has restored step")}
+    if copies:
+        assert not outcome.violations
+        assert restored == {"has restored step 2", "has restored step 3"}
+    else:
+        assert outcome.violations[0].invariant == "a committed checkpoint is whole"
+        assert "is on no node" in outcome.violations[0].text
+
+
 def test_a_file_that_goes_is_seen() -> None:
     cluster = Cluster(Case(Scenario(7, steps=2)))
 

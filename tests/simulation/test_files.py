@@ -353,3 +353,13 @@ def test_a_map_stays_where_it_is_while_the_file_grows():
     content.truncate(1)
     content.truncate(4)
     assert content.read(0, 9) == b"a\0\0\0" == bytes(mapped[:4])
+
+
+def test_another_disk_is_empty_and_can_be_written() -> None:
+    files = FileSystem(capacity=100)
+    fill(files, DURABLE)
+    files.lose_all()
+    assert tree_of(files) == tree_of(files, durable=True) == {}
+    assert files.used == 0
+    fill(files, {"new": bytes(90)})
+    assert tree_of(files) == {"new": bytes(90)}

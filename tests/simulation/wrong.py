@@ -220,8 +220,8 @@ def dead_are_failures(right: Any) -> Any:
 
 
 def publishes_what_is_prepared(right: Any) -> Any:
-    def earlier_saves(known: Any) -> tuple[set[str], set[str]]:
-        published, _ = right(known)
+    def earlier_saves(known: Any, node_names: Any) -> tuple[set[str], set[str]]:
+        published, _ = right(known, node_names)
         return published | {token for each in known for token in each["prepared"]}, set()
 
     return earlier_saves
@@ -386,8 +386,8 @@ def publishes_alone(right: Any) -> Any:
 
 
 def prepared_is_dead(right: Any) -> Any:
-    def earlier_saves(known: Any) -> tuple[set[str], set[str]]:
-        published, _ = right(known)
+    def earlier_saves(known: Any, node_names: Any) -> tuple[set[str], set[str]]:
+        published, _ = right(known, node_names)
         return published, {token for each in known for token in each["prepared"]} - published
 
     return earlier_saves

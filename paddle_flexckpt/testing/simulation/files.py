@@ -430,6 +430,13 @@ class FileSystem:
         self._spare_numbers.clear()
         self._tell_path("lose", "/", self.root)
 
+    def lose_all(self) -> None:
+        """Be empty, as another disk is that takes the place of this one."""
+        for inode in self._reachable():
+            inode.names.clear()
+        self.root.entries, self.root.changes, self.used = {}, [], 0
+        self.root.names[self.root, ""] = None
+
     def lose_client(self, writer: Any, random: Random) -> None:
         """Keep of the bytes that one node wrote and did not sync what the model allows; nothing else is lost."""
         for inode in sorted(self._reachable(), key=lambda inode: inode.number):

@@ -110,13 +110,16 @@ class NodeLedger(Ledger):
     def __init__(self, scheduler: Scheduler, scenario: Scenario) -> None:
         super().__init__(scheduler, scenario)
         self.lost: dict[str, float] = {}
+        self._has_forked = False
 
     def lose_disk(self, directory: str) -> None:
         """Note that a node has lost its disk."""
         self.lost[directory] = self._scheduler.now
-        for number, known in self.committed.items():
+        for number, known in list(self.committed.items()):
             left = tuple(path for path in known.files if path.rpartition("/")[0] != directory)
             self.committed[number] = replace(known, files=left)
+            if not left:  # a job on this node alone has no copies
+                del self.committed[number]
         self._owners = {path: key for path, key in self._owners.items() if path.rpartition("/")[0] != directory}
 
     def found_nothing(self, script: Script) -> None:
@@ -134,11 +137,12 @@ class NodeLedger(Ledger):
             self._check_newest(script, attempt.begun, str(attempt))
 
     def _check_newest(self, script: Script, begun: float, what: str) -> None:
-        if len(script.job.on_nodes) < len(self.directories):
-            return  # what is on the others may be newer
         done = [each.attempt for each in self.committed.values() if each.attempt.is_acknowledged]
         newer = [attempt for attempt in done if attempt.begun > begun]
-        if newer:
+        if len(script.job.on_nodes) < len(self.directories):
+            # What is on the others may be newer. Then there are two histories, and their saves cannot be compared.
+            self._has_forked = self._has_forked or bool(newer)
+        elif newer and not self._has_forked:
             self.violate("latest() goes back only after damage", f"{newer[-1]} is done; a restore found {what}")
 
     def appeared(self, path: str, process: Process | None) -> None:
@@ -199,6 +203,9 @@ class NodeLedger(Ledger):
                 if content.setdefault(name, data) != data:
                     return f"{name} is another on {place}"
                 paths.append(f"{where}/{name}")
+        missing = sorted({*manifest.catalog.files} - content.keys())
+        if missing:
+            return f"{missing[0]} is on no node"
         found = self._values(manifest, content)
         if isinstance(found, str):
             return found
@@ -208,6 +215,14 @@ class NodeLedger(Ledger):
         if attempt.step != manifest.step:
             return f"it has values of {attempt}"
         return Committed(attempt, tuple(paths), None)
+
+    def _named_here(self, directory: str, name: str) -> list[str]:
+        """Return what a manifest names in its own directory, and the manifest."""
+        manifest = self._decode(directory, name)
+        if isinstance(manifest, str):
+            return []
+        own = [names for place, names in manifest.nodes.items() if f"({directory.split('/')[1]}:" in place]
+        return [f"{directory}/{each}" for each in (name, *(part.file for part in manifest.partitions), *sum(own, ()))]
 
     def look_again(self, directories: list[str]) -> None:
         """Check after a loss of power that what was reported done is there, and that what is there is whole."""
@@ -250,6 +265,8 @@ class NodeLedger(Ledger):
                 found = self._examine_nodes(directory, name.partition(".")[0])
                 if isinstance(found, Committed):
                     kept.update(found.files)
+                elif self.lost:  # the other node's part may be gone, and its names may have been used again
+                    kept.update(self._named_here(directory, name))
         for directory in self.directories:
             left = [name for name in self.names(directory) if f"{directory}/{name}" not in kept]
             left = [name for name in left if name != LEASE_FILE and (name != PADDLE_METADATA or not kept)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from paddle_flexckpt.media.opening import open_storage
@@ -109,11 +110,8 @@ class World:
         network.deliver = called  # type: ignore[method-assign]
 
     def replace_disk(self, node: Node) -> str:
-        """Give a node an empty disk of its own, in place of the one that it had; return its root there."""
-        self._mounts[node.name].watchers.clear()
-        self.disks.remove(self._mounts[node.name])
-        self._make_disk(node.name, [node], "flock")
-        self._watch(node.name)
+        """Give a node without power an empty disk in place of its own; return its root there."""
+        self._mounts[node.name].lose_all()
         return f"/{node.name}{ROOT[len(_MOUNT) :]}"
 
     def location(self) -> Any:
@@ -272,14 +270,8 @@ class World:
         if self.store is not None:
             self.store.watchers.append(lambda effect: self._object_changed(effect, appeared, changed))
             return
-        self._heard = appeared, changed
-        for name in self._mounts:
-            self._watch(name)
 
-    def _watch(self, name: str) -> None:
-        appeared, changed = self._heard
-
-        def watch(what: str, path: str, inode: Inode) -> None:
+        def watch(name: str, what: str, path: str, inode: Inode) -> None:
             if what in _HOW:
                 running = self.scheduler.running
                 process, path = None if running is None else running.process, f"/{name}{path}"
@@ -288,7 +280,8 @@ class World:
                 if what == "rename":
                     appeared(path, process)
 
-        self._mounts[name].on_change(watch)
+        for name, disk in self._mounts.items():
+            disk.on_change(partial(watch, name))
 
     @staticmethod
     def _object_changed(effect: Effect, appeared: Appeared, changed: Changed) -> None:
