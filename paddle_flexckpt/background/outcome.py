@@ -3,7 +3,8 @@
 1. A rank that has written its data leaves a part; one that could not leaves a failure.
 2. The coordinator's writer looks for both and decides. It commits when all parts are there. It gives the save up when
    there is a failure, when a part does not come in time, or when its rank has died; its own failure file says why.
-3. The other writers wait for the manifest or that file. So the outcome is the same on every rank, to the word.
+3. The other writers wait for the manifest or that file. With the manifest they wait until the coordinator has made it
+   durable, and has removed the marker, or says that it could not. So the outcome is the same on every rank.
 4. Who waits in vain gives the save up, and a coordinator may be late. So whoever commits or gives up first makes a file
    that can be made once: it says what is decided, and all others keep to it.
 
@@ -28,6 +29,8 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
 # The coordinator gives up at the timeout; the others see that a little later.
 _GRACE_SECONDS = 2 * _LONGEST_PAUSE_SECONDS
 _COMMIT = b"commit"
+# So long the others wait for the coordinator's word on its commit. Then each of them makes it durable itself.
+_WORD_SECONDS = 10.0
 # A look that falls into the writing of the decision sees a part of it.
 _READS = 10
 
@@ -124,11 +127,22 @@ class SaveOutcome:
             own = combine([(self.job.rank, Failure.of(error))])
             if not directory.is_committed(names):
                 return self._give_up(own)
-            # The other ranks see the manifest. Each of them makes it durable for itself, or fails as this one does.
             if isinstance(error, NotDurableError):
+                self._tell(own)
                 return own
             self.warnings.append(str(error))
+            self._tell(None)
         return None
+
+    def _tell(self, failure: Failure | None) -> None:
+        """Tell the others, who see the manifest, whether it is durable, where the marker does not go."""
+        if len(self.job.ranks) == 1:
+            return
+        said = _COMMIT if failure is None else failure.encode()
+        try:
+            self.directory.write_failure(self.job.names, self.job.rank, said)
+        except (OSError, CheckpointError) as error:
+            self.warnings.append(f"the other ranks could not be told whether the checkpoint is durable: {error}")
 
     def _give_up(self, failure: Failure) -> Failure:
         try:
@@ -203,18 +217,40 @@ class SaveOutcome:
         return combine([(self.job.rank, _replaced())])
 
     def _finish(self) -> Failure | None:
-        """Make the commit durable, and leave no part behind, of a save that the coordinator has committed.
+        """See to it that the coordinator's commit is durable, and leave no part behind; return why it is not, if so.
 
-        The request that put this rank's part may have been made again after the coordinator had cleaned up. Return why
-        the commit is not durable, if it is not.
+        The request that put this rank's part may have been made again after the coordinator had cleaned up.
         """
-        failure = self._make_durable()
+        if self.job.is_coordinator:
+            failure = self._make_durable()
+            self._tell(failure)
+        else:
+            failure = self._await_durable()
         part = self.job.names.part_file(self.job.rank)
         try:
             self.directory.backend.remove(part)
         except OSError as error:
             self.warnings.append(f"the checkpoint is complete, but {part} could not be removed: {error}")
         return failure
+
+    def _await_durable(self) -> Failure | None:
+        """Wait for the coordinator to make its commit durable; if it says nothing, make it durable here."""
+        job, watch = self.job, self._watch()
+        deadline = time.monotonic() + min(job.timeout, _WORD_SECONDS)
+        for pause in _pauses() if self.directory.backend.has_path else ():
+            try:
+                if not self.directory.sees(job.names):
+                    return None
+                said = self.directory.progress(job.names, [job.coordinator])[1].get(job.coordinator)
+            except OSError as error:
+                self.warnings.append(f"rank {job.rank} could not see whether the checkpoint is durable: {error}")
+                break
+            if said is not None:
+                return None if said == _COMMIT else Failure.decode(said)
+            if time.monotonic() >= deadline or watch.look([job.coordinator]):
+                break
+            time.sleep(pause)
+        return self._make_durable()
 
     def _make_durable(self) -> Failure | None:
         """Make the coordinator's commit durable: it may not have come so far itself."""

@@ -14,7 +14,7 @@ import pytest
 from paddle_flexckpt.background import outcome
 from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.protocol import WriteJob
-from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, NotDurableError, ValidationError
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.saver import save_state_dict
@@ -366,6 +366,48 @@ def test_a_rank_that_gives_up_after_the_commit_sees_it(tmp_path, monkeypatch):
 
     assert agree_late(tmp_path, delay, timeout=1e-9) == ([None, None], [0])
     assert not [name for name in os.listdir(tmp_path) if name.endswith((".decided", ".failed"))]
+
+
+def raising(error):
+    def call(*args, **options):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("kind", [NotDurableError, CheckpointError])
+def test_all_ranks_hear_how_a_commit_has_ended(tmp_path, kind):
+    """Of one that is not durable; and of one whose clean-up failed, so that its marker stays."""
+
+    def fail(ranks):
+        ranks[0].directory.finish = raising(kind("as a test asks"))
+        ranks[1].directory.backend.sync = raising(AssertionError("it makes the commit durable itself"))
+
+    (first, second), ids = agree_late(tmp_path, fail, timeout=PATIENCE_SECONDS)
+    assert ids == [0]
+    assert first == second
+    assert (first is None) == (kind is CheckpointError)
+    if first is not None:
+        assert (first.kind, first.problems) == ("NotDurableError", ("[rank 0] as a test asks",))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_commit_of_which_the_coordinator_says_nothing_is_made_durable_by_the_others(tmp_path, monkeypatch, fails):
+    monkeypatch.setattr(outcome, "_WORD_SECONDS", 0.01)
+    over, synced = threading.Event(), []
+
+    def hold(ranks):
+        ranks[0].directory.finish = after(over, ranks[0].directory.finish)
+        directory = ranks[1].directory
+        sync = raising(OSError(5, "Input/output error")) if fails else directory.backend.sync
+        directory.backend.sync = lambda: synced.append(sorted(os.listdir(tmp_path))) or sync()
+        real = ranks[1]._finish
+        ranks[1]._finish = and_then(over, real)
+
+    (first, second), _ = agree_late(tmp_path, hold, timeout=PATIENCE_SECONDS)
+    assert first is None
+    assert (second is None) != fails
+    assert "0.manifest" in synced[0]
 
 
 def test_a_save_that_another_has_cleaned_up_is_not_called_a_failure(tmp_path, monkeypatch):

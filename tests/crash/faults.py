@@ -86,9 +86,7 @@ def _judge(bench: Bench, call: Call, run: Run, failing: Failing) -> None:
         Violation: It is not what it must be.
     """
     failed = [error is not None for error in run.errors]
-    # Each background writer makes the commit durable for itself.
-    is_one = any(failed) == all(failed) or {type(error) for error in run.errors} == {NotDurableError, type(None)}
-    if run.struck is None or not is_one:
+    if run.struck is None or any(failed) != all(failed):
         raise Violation(f"struck {run.struck}; ranks do not agree: {run.outcomes}")
     if run.open_files:
         raise Violation(f"left open: {run.open_files}")

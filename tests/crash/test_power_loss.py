@@ -82,7 +82,7 @@ def test_a_step_that_lost_its_marker_goes_with_the_next_save(bench):
 def test_a_writer_that_takes_the_manifest_for_durable_is_found_out(bench, monkeypatch):
     """A rank that sees the manifest of an asynchronous save says so at once: before the coordinator's fsync, maybe."""
     monkeypatch.setattr(explore, "ENOUGH", 1)
-    monkeypatch.setattr(SaveOutcome, "_make_durable", lambda self: None)
+    monkeypatch.setattr(SaveOutcome, "_await_durable", lambda self: None)
     # In some orders of the ranks the coordinator is first.
     scenario = find("asynchronous: overwrite, 2 ranks")
     found = (text for seed in range(1, 9) for text in losses(bench(scenario), seed=seed, limit=32).violations)

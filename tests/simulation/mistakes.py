@@ -137,7 +137,7 @@ MISTAKES = {
         Mistake(
             "follower-not-durable",
             "a rank that sees the manifest calls the save done, durable or not",
-            {"background.outcome:SaveOutcome._make_durable": wrong.nothing},
+            {"background.outcome:SaveOutcome._await_durable": wrong.nothing},
             can_show=lambda case: _has_pending_writers(case) and _loses_memory(case),
         ),
         Mistake(
