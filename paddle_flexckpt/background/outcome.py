@@ -169,6 +169,8 @@ class SaveOutcome:
                 if self.directory.is_committed(job.names):
                     return self._finish()
                 written, failed = self.directory.progress(job.names, job.ranks)
+                if failed.get(job.coordinator) == _COMMIT:  # since the look before
+                    return self._finish()
                 if job.coordinator in failed:
                     return Failure.decode(failed[job.coordinator])
                 # Its part stays until the save is over: then there is nothing to wait for.

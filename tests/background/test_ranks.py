@@ -391,6 +391,20 @@ def test_all_ranks_hear_how_a_commit_has_ended(tmp_path, kind):
         assert (first.kind, first.problems) == ("NotDurableError", ("[rank 0] as a test asks",))
 
 
+def test_a_rank_that_looks_before_the_commit_and_after_it_hears_that_it_is_one(tmp_path):
+    told = threading.Event()
+
+    def fail(ranks):
+        ranks[0].directory.finish = raising(CheckpointError("as a test asks"))
+        ranks[0]._tell = and_then(told, ranks[0]._tell)
+        directory, looks = ranks[1].directory, iter([False])
+        real = directory.is_committed
+        directory.is_committed = lambda names: next(looks, None) is None and real(names)
+        directory.progress = after(told, directory.progress)
+
+    assert agree_late(tmp_path, fail, timeout=PATIENCE_SECONDS) == ([None, None], [0])
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_commit_of_which_the_coordinator_says_nothing_is_made_durable_by_the_others(tmp_path, monkeypatch, fails):
     monkeypatch.setattr(outcome, "_WORD_SECONDS", 0.01)
