@@ -337,7 +337,7 @@ MISTAKES = {
         Mistake(
             "node-survivors-discard",
             "a rank that outlives another removes its files, though nodes may have published them",
-            {"live.node_saves:NodeSave.lose_rank": wrong.survivors_discard_here},
+            {"live.node_saves:NodeSave.lose_rank": wrong.survivors_discard},
             can_show=_saves_to_nodes,
         ),
         Mistake(

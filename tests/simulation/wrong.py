@@ -219,24 +219,6 @@ def dead_are_failures(right: Any) -> Any:
     return agree_after_death
 
 
-def publishes_what_is_prepared(right: Any) -> Any:
-    def earlier_saves(known: Any, node_names: Any) -> tuple[set[str], set[str]]:
-        published, _ = right(known, node_names)
-        return published | {token for each in known for token in each["prepared"]}, set()
-
-    return earlier_saves
-
-
-def commits_one_node(right: Any) -> Any:
-    def prepare_save(self: Any, save: Any, rank: int, manifest: Any, node: str) -> None:
-        right(self, save, rank, manifest, node)
-        lock = self.publish_save(save, rank)
-        if lock is not None:
-            lock.release()
-
-    return prepare_save
-
-
 def commit_believed(right: Any) -> Any:
     def commit(self: Any) -> None:
         right(self)
@@ -399,14 +381,6 @@ def discards_published(right: Any) -> Any:
         right(self)
 
     return discard
-
-
-def survivors_discard_here(right: Any) -> Any:
-    def lose_rank(self: Any, error: Any) -> None:
-        self._is_removable = True
-        self.discard()
-
-    return lose_rank
 
 
 def any_order(right: Any) -> Any:
