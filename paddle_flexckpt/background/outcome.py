@@ -140,7 +140,8 @@ class SaveOutcome:
             return
         said = _COMMIT if failure is None else failure.encode()
         try:
-            self.directory.write_failure(self.job.names, self.job.rank, said)
+            if self.directory.sees(self.job.names):
+                self.directory.write_failure(self.job.names, self.job.rank, said)
         except (OSError, CheckpointError) as error:
             self.warnings.append(f"the other ranks could not be told whether the checkpoint is durable: {error}")
 

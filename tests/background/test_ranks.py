@@ -405,6 +405,17 @@ def test_a_rank_that_looks_before_the_commit_and_after_it_hears_that_it_is_one(t
     assert agree_late(tmp_path, fail, timeout=PATIENCE_SECONDS) == ([None, None], [0])
 
 
+def test_a_coordinator_whose_writer_died_after_all_was_done_writes_nothing(tmp_path):
+    """A loss of power could bring back what is written and removed, and no marker speaks of it."""
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0,), timeout=PATIENCE_SECONDS)
+    items = items_of([whole(key, "float32", (2,), 0) for key in ("a", "b")], job.names.data_file(0))
+    directory.write_share(job.names, 0, items, [np.zeros(8, dtype=np.uint8)] * 2, world_size=1)
+    directory.commit(job.names, [0])
+    mine = SaveOutcome(WriteJob(**{**vars(job), "ranks": (0, 1), "presences": ((), ())}), open_to_save(str(tmp_path)))
+    mine.directory.write_failure = raising(AssertionError("it writes"))
+    assert mine.agree_after_death(CheckpointError("it died")) is None
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_commit_of_which_the_coordinator_says_nothing_is_made_durable_by_the_others(tmp_path, monkeypatch, fails):
     monkeypatch.setattr(outcome, "_WORD_SECONDS", 0.01)
