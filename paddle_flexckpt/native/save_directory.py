@@ -86,6 +86,10 @@ class SaveDirectory(MessageDirectory):
 
         Returns:
             The right, the names of the files that were here before, and the names of the save.
+
+        Raises:
+            CheckpointError: As of :meth:`lock`.
+            ValidationError: As of :meth:`open_save`.
         """
         for _ in range(TRIES):
             lock = self.lock()
