@@ -28,7 +28,7 @@ from paddle_flexckpt.background.waves import WaveReceiver
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.progress import Meter, Progress, ProgressCallback
 

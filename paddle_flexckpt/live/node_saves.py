@@ -28,8 +28,8 @@ from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.save_plan import Share, Written
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.backend import Backend, Lock, write_file
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
 

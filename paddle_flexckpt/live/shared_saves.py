@@ -23,8 +23,8 @@ from paddle_flexckpt.live.save_plan import Share, Written
 from paddle_flexckpt.live.staging import Staging, blocks_of
 from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.native.checksums import Checksums, hash_block
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.report import SaveReport

@@ -26,8 +26,8 @@ from paddle_flexckpt.media.backend import Backend, Location, exists, map_files, 
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import reopen
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
 from paddle_flexckpt.report import SaveReport

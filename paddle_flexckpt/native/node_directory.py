@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.media.backend import Lock
-from paddle_flexckpt.native.dead_saves import find_prepared, find_saves
 from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.native.leftovers import find_prepared, find_saves
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
 from paddle_flexckpt.native.save_directory import SaveDirectory
 

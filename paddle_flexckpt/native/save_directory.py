@@ -19,11 +19,9 @@ import contextlib
 import json
 import logging
 import os
-import re
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from functools import partial
 
 import numpy as np
 
@@ -34,26 +32,21 @@ from paddle_flexckpt.catalog import (
     NotDurableError,
     ValidationError,
 )
-from paddle_flexckpt.media.backend import Location, Lock, Mode, SaveLock, map_files, publish, run_beside, write_file
-from paddle_flexckpt.native.companion import Companion
+from paddle_flexckpt.media.backend import Lock, Mode, SaveLock, map_files, publish, write_file
 from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import MANIFEST, SaveNames, is_before, marked_by, save_of
+from paddle_flexckpt.native.leftovers import LeftoverDirectory
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
 from paddle_flexckpt.native.partitions import Partition, count_partitions
-from paddle_flexckpt.native.save_messages import TRIES, MessageDirectory
+from paddle_flexckpt.native.save_messages import TRIES
 from paddle_flexckpt.progress import SILENT, Meter
 
 logger = logging.getLogger("paddle_flexckpt")
 
 
-class SaveDirectory(MessageDirectory):
+class SaveDirectory(LeftoverDirectory):
     """Save checkpoints into one directory."""
-
-    def __init__(self, location: Location, companion: Companion) -> None:
-        """Open nothing yet: the directory need not exist."""
-        super().__init__(location, companion)
-        self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
 
     def lock(self) -> SaveLock:
         """Take the right to save here; make the directory.
@@ -167,19 +160,9 @@ class SaveDirectory(MessageDirectory):
             raise
         except OSError:
             with contextlib.suppress(OSError):
-                if not self._is_taken(save):
+                if not self.is_taken(save):
                     self.remove_save_files([], save.marker_file)
             raise
-
-    def _is_taken(self, save: SaveNames) -> bool:
-        """Return whether another save has the names of this one, by the marker.
-
-        Who goes on after its lease has run out may have chosen the names that the next holder chooses.
-        """
-        try:
-            return str(json.loads(self.backend.read(save.marker_file))["token"]) != save.token
-        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
-            return False  # there is none, or it is not whole
 
     def write_share(
         self,
@@ -406,87 +389,3 @@ class SaveDirectory(MessageDirectory):
             self.update_companion(manifest)
         finally:
             lock.release()
-
-    def discard(self, save: SaveNames, rank: int, partitions: Sequence[str] | None = None) -> None:
-        """Remove what a rank wrote in a save that cannot be committed any more; the caller knows that.
-
-        The marker goes with the last file of the save. ``partitions`` are those that this rank wrote; None: all.
-        """
-        # What cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
-        with contextlib.suppress(OSError):
-            if self.is_committed(save) or self._is_taken(save):
-                return
-            kept = self.named_files(save.unique_id)
-            own = (save.prepared_file(rank), save.data_file(rank), save.part_file(rank), *(partitions or ()))
-            for name in own:
-                if name not in kept:
-                    self.backend.remove(name)
-            left = [name for name in self.backend.names() if save.owns(name) and name not in kept]
-            if partitions is None:
-                # Every rank removes them, and the last one to look sees nothing else.
-                for name in filter(save.owns_partition, left):
-                    self.backend.remove(name)
-                left = [name for name in left if not save.owns_partition(name)]
-            if not left:
-                self.remove_uploads(save)
-                # If a loss of power brought the files back without the marker, nobody would know whose they are.
-                self.backend.sync()
-                self.remove_save_files([], save.marker_file)
-
-    def named_files(self, unique_id: int) -> set[str]:
-        """Return the files that the manifest in place names; none if it is not there, or cannot be read.
-
-        A save that has chosen its names by a listing that was out of date has those of a checkpoint.
-        """
-        try:
-            return set(self.read_committed(unique_id, ()).files)
-        except (FileNotFoundError, CorruptCheckpointError, ValidationError):
-            return set()
-
-    def find_useless(
-        self, save: SaveNames, names: Iterable[str], being_read: bool = False, manifest: Manifest | None = None
-    ) -> list[str]:
-        """Return the files that a finished or dead save leaves without a use; its marker is not among them.
-
-        What it has replaced is left to the next save of its id where that is being read. ``manifest`` is that of the
-        save, if the caller has just committed it; None reads it, if it is the one in place.
-
-        Raises:
-            CorruptCheckpointError: It was committed, and the manifest is damaged.
-        """
-        committed = manifest is not None or self.is_committed(save)
-        if committed:
-            keep = set((manifest or self.read_committed(save.unique_id, ())).files)
-        else:
-            keep = self.named_files(save.unique_id)
-        useless = []
-        for name in names:
-            other, temporary = save_of(name), self._temporary.fullmatch(name)
-            unfinished = temporary is not None and temporary[1] in (None, str(save.unique_id))
-            # What is older than a committed save of its id has been replaced by it.
-            older = not being_read and is_before(other, save.unique_id, save.generation)
-            if unfinished or ((save.owns(name) or (committed and older)) and name not in keep):
-                useless.append(name)
-        return useless
-
-    def remove_temporaries(self, names: Iterable[str]) -> list[str]:
-        """Remove those of the files that are manifests or companions never put in place, and return their names."""
-        names = sorted(filter(self._temporary.fullmatch, names))
-        map_files(self.backend, self.backend.remove, names)
-        return names
-
-    def remove_uploads(self, save: SaveNames) -> None:
-        """Remove what a dead save had begun to send to a remote store."""
-        try:
-            self.backend.remove_unfinished(save.owns)
-        except OSError as error:
-            # Not every store lets everybody ask; nothing depends on it but its bill.
-            logger.warning(f"what a dead save had begun to send could not be looked for: {error}")
-
-    def remove_save_files(self, names: Sequence[str], marker: str, beside: Callable[[], object] = lambda: None) -> None:
-        """Remove files of a save, and its marker once they are gone for good; ``beside`` is called with the latter."""
-        map_files(self.backend, self.backend.remove, names)
-        if names:
-            self.backend.sync()
-        self.remove_refusal(marker)
-        run_beside(self.backend, partial(self.backend.remove, marker), beside)

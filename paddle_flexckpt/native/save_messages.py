@@ -8,6 +8,7 @@ Tested in tests/native/test_directory.py and tests/background/test_ranks.py.
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Sequence
 
 from paddle_flexckpt.media.backend import Location, write_file
@@ -35,6 +36,16 @@ class MessageDirectory(CompanionDirectory):
             return save.token.encode() in self.backend.read(save.marker_file)
         except FileNotFoundError:
             return False
+
+    def is_taken(self, save: SaveNames) -> bool:
+        """Return whether another save has the names of this one, by the marker.
+
+        Who goes on after its lease has run out may have chosen the names that the next holder chooses.
+        """
+        try:
+            return str(json.loads(self.backend.read(save.marker_file))["token"]) != save.token
+        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
+            return False  # there is none, or it is not whole
 
     def write_part(self, save: SaveNames, rank: int, part: Manifest) -> None:
         """Write a rank's part; its data file is durable already."""

@@ -16,7 +16,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
+from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, _digest
 from tests.native.samples import store, whole

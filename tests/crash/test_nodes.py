@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_flexckpt.native import dead_saves, node_directory
+from paddle_flexckpt.native import leftovers, node_directory
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from tests.crash.file_system import Fault
 from tests.crash.harness import Violation
@@ -24,7 +24,7 @@ def _publish_at_once(monkeypatch):
 
 def _forget_prepared(monkeypatch):
     """Count what is prepared as dead."""
-    for module in (dead_saves, node_directory):
+    for module in (leftovers, node_directory):
         monkeypatch.setattr(module, "find_prepared", lambda directory, save, names=None: [])
 
 

@@ -33,7 +33,7 @@ from tests.manager.samples import (
 )
 from tests.manager.test_pending import Save
 from tests.media.faults import FaultyFiles
-from tests.native.test_dead_saves import begin
+from tests.native.test_leftovers import begin
 
 
 def all_files_of(*steps: int) -> list[str]:

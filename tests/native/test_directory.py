@@ -19,8 +19,8 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.media import local, local_locks
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.native.dead_saves import remove_dead_saves
 from paddle_flexckpt.native.directory import CheckpointDirectory, SaveNames
+from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from tests.crash.file_system import FileSystem
 from tests.crash.job import Job

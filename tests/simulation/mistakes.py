@@ -99,7 +99,7 @@ MISTAKES = {
         Mistake(
             "discards-committed",
             "a failed save removes its files without a look whether it was committed",
-            {"native.save_directory:SaveDirectory.discard": wrong.discards_whatever},
+            {"native.leftovers:LeftoverDirectory.discard": wrong.discards_whatever},
             "store",
         ),
         Mistake(
@@ -180,13 +180,13 @@ MISTAKES = {
         Mistake(
             "names-believed",
             "files go by their names, though a listing out of date has let a save take a checkpoint's names",
-            {"native.save_directory:SaveDirectory.named_files": wrong.names_nothing},
+            {"native.leftovers:LeftoverDirectory.named_files": wrong.names_nothing},
             "store",
         ),
         Mistake(
             "own-save-dead",
             "a save takes its own marker for that of a dead one",
-            {"native.dead_saves:remove_dead_saves": wrong.removes_live_saves},
+            {"native.leftovers:remove_dead_saves": wrong.removes_live_saves},
         ),
         Mistake(
             "one-rank-trusted",
@@ -268,12 +268,12 @@ MISTAKES = {
         Mistake(
             "marker-before-files",
             "the marker of a dead save goes before its files",
-            {"native.save_directory:SaveDirectory.remove_save_files": wrong.marker_goes_before_files},
+            {"native.leftovers:LeftoverDirectory.remove_save_files": wrong.marker_goes_before_files},
         ),
         Mistake(
             "dead-saves-stay",
             "nobody looks for what dead saves have left",
-            {"native.dead_saves:remove_dead_saves": wrong.nothing_removed},
+            {"native.leftovers:remove_dead_saves": wrong.nothing_removed},
         ),
         Mistake(
             "commit-believed",

@@ -1,0 +1,207 @@
+"""Remove the files of saves that failed, died or have been replaced.
+
+A marker says which files are of a save that has not ended. Other files stay, unless they are manifests, or companion
+files, that were never put in place.
+
+Tested in tests/native/test_leftovers.py and tests/native/test_directory.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.media.backend import Location, map_files, run_beside
+from paddle_flexckpt.native.companion import Companion
+from paddle_flexckpt.native.directory import MARKER, CheckpointDirectory, SaveNames, is_before, save_of
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.save_messages import MessageDirectory
+
+logger = logging.getLogger("paddle_flexckpt")
+
+
+class LeftoverDirectory(MessageDirectory):
+    """Remove what saves have left in their directory."""
+
+    def __init__(self, location: Location, companion: Companion) -> None:
+        """Open nothing yet: the directory need not exist."""
+        super().__init__(location, companion)
+        self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
+
+    def discard(self, save: SaveNames, rank: int, partitions: Sequence[str] | None = None) -> None:
+        """Remove what a rank wrote in a save that cannot be committed any more; the caller knows that.
+
+        The marker goes with the last file of the save. ``partitions`` are those that this rank wrote; None: all.
+        """
+        # What cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
+        with contextlib.suppress(OSError):
+            if self.is_committed(save) or self.is_taken(save):
+                return
+            kept = self.named_files(save.unique_id)
+            own = (save.prepared_file(rank), save.data_file(rank), save.part_file(rank), *(partitions or ()))
+            for name in own:
+                if name not in kept:
+                    self.backend.remove(name)
+            left = [name for name in self.backend.names() if save.owns(name) and name not in kept]
+            if partitions is None:
+                # Every rank removes them, and the last one to look sees nothing else.
+                for name in filter(save.owns_partition, left):
+                    self.backend.remove(name)
+                left = [name for name in left if not save.owns_partition(name)]
+            if not left:
+                self.remove_uploads(save)
+                # If a loss of power brought the files back without the marker, nobody would know whose they are.
+                self.backend.sync()
+                self.remove_save_files([], save.marker_file)
+
+    def named_files(self, unique_id: int) -> set[str]:
+        """Return the files that the manifest in place names; none if it is not there, or cannot be read.
+
+        A save that has chosen its names by a listing that was out of date has those of a checkpoint.
+        """
+        try:
+            return set(self.read_committed(unique_id, ()).files)
+        except (FileNotFoundError, CorruptCheckpointError, ValidationError):
+            return set()
+
+    def find_useless(
+        self, save: SaveNames, names: Iterable[str], being_read: bool = False, manifest: Manifest | None = None
+    ) -> list[str]:
+        """Return the files that a finished or dead save leaves without a use; its marker is not among them.
+
+        What it has replaced is left to the next save of its id where that is being read. ``manifest`` is that of the
+        save, if the caller has just committed it; None reads it, if it is the one in place.
+
+        Raises:
+            CorruptCheckpointError: It was committed, and the manifest is damaged.
+        """
+        committed = manifest is not None or self.is_committed(save)
+        if committed:
+            keep = set((manifest or self.read_committed(save.unique_id, ())).files)
+        else:
+            keep = self.named_files(save.unique_id)
+        useless = []
+        for name in names:
+            other, temporary = save_of(name), self._temporary.fullmatch(name)
+            unfinished = temporary is not None and temporary[1] in (None, str(save.unique_id))
+            # What is older than a committed save of its id has been replaced by it.
+            older = not being_read and is_before(other, save.unique_id, save.generation)
+            if unfinished or ((save.owns(name) or (committed and older)) and name not in keep):
+                useless.append(name)
+        return useless
+
+    def remove_temporaries(self, names: Iterable[str]) -> list[str]:
+        """Remove those of the files that are manifests or companions never put in place, and return their names."""
+        names = sorted(filter(self._temporary.fullmatch, names))
+        map_files(self.backend, self.backend.remove, names)
+        return names
+
+    def remove_uploads(self, save: SaveNames) -> None:
+        """Remove what a dead save had begun to send to a remote store."""
+        try:
+            self.backend.remove_unfinished(save.owns)
+        except OSError as error:
+            # Not every store lets everybody ask; nothing depends on it but its bill.
+            logger.warning(f"what a dead save had begun to send could not be looked for: {error}")
+
+    def remove_save_files(self, names: Sequence[str], marker: str, beside: Callable[[], object] = lambda: None) -> None:
+        """Remove files of a save, and its marker once they are gone for good; ``beside`` is called with the latter."""
+        map_files(self.backend, self.backend.remove, names)
+        if names:
+            self.backend.sync()
+        self.remove_refusal(marker)
+        run_beside(self.backend, partial(self.backend.remove, marker), beside)
+
+
+def find_saves(
+    directory: CheckpointDirectory, names: Sequence[str] | None = None
+) -> Iterator[tuple[str, SaveNames | None, int]]:
+    """Yield each marker that says that a save has begun: its name, the save, and how many nodes it goes to.
+
+    The save is None if it died before the marker was whole, so before any other file.
+    """
+    names = directory.backend.names() if names is None else names
+    for marker in sorted(filter(MARKER.fullmatch, names)):
+        try:
+            said = json.loads(directory.backend.read(marker))
+            save = SaveNames(int(said["unique_id"]), int(said["generation"]), str(said["token"]))
+            nodes = int(said.get("nodes", 1))
+        except FileNotFoundError:
+            continue  # a rank of a save that has just failed has removed it, after that save's files
+        except (ValueError, KeyError, TypeError, RecursionError):
+            yield marker, None, 1
+        else:
+            yield marker, (save if save.marker_file == marker else None), nodes
+
+
+def find_prepared(directory: CheckpointDirectory, save: SaveNames, names: Sequence[str] | None = None) -> list[str]:
+    """Return the files that say that a save is complete here and perhaps published elsewhere; none if it is here."""
+    names = directory.backend.names() if names is None else names
+    names = [name for name in names if save.owns(name) and name.endswith(".prepared")]
+    return [] if not names or directory.is_committed(save) else names
+
+
+def remove_dead_saves(
+    directory: LeftoverDirectory,
+    current: SaveNames | None = None,
+    aborted: Collection[str] = (),
+    names: Sequence[str] | None = None,
+) -> list[str]:
+    """Remove what saves left behind that died: those whose marker is here. The caller has the lock.
+
+    Files that no marker speaks of are left alone, whether a manifest names them or not: it may be the manifest that was
+    lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody, nor are partitions
+    that a repair did without. What is prepared stays: another node may have published its part of that save.
+
+    ``current`` is the save that is being made, ``aborted`` has the tokens of prepared saves that no node has published.
+    ``names`` are the directory's files as the caller has listed them since it has the lock; None lists them here.
+    Returns the names of the files removed.
+    """
+    names = directory.backend.names() if names is None else names
+    removed = directory.remove_temporaries(names)
+    removed += _remove_repaired_partitions(directory, names)
+    ours = "" if current is None else current.marker_file
+    for marker, save, _ in find_saves(directory, [name for name in names if name != ours]):
+        if save is None:
+            directory.remove_save_files([], marker)
+            removed.append(marker)
+            continue
+        if save.token not in aborted and find_prepared(directory, save, names):
+            continue
+        try:
+            useless = directory.find_useless(save, names)
+        except CorruptCheckpointError:
+            continue  # whose files these are cannot be told
+        # Whoever has taken the lease over meanwhile has a marker here too.
+        directory.backend.locks.recheck()
+        directory.remove_uploads(save)
+        if directory.is_committed(save):
+            directory.update_companion()  # it may have died before that
+        directory.remove_save_files(useless, marker)
+        removed += [*useless, marker]
+    return removed
+
+
+def _is_partition(name: str) -> bool:
+    return name.endswith(".partition")
+
+
+def _remove_repaired_partitions(directory: LeftoverDirectory, names: Sequence[str]) -> list[str]:
+    """Remove partitions of manifests that repairs have replaced, and return their names."""
+
+    def find(unique_id: int) -> list[str]:
+        try:
+            return directory.repaired_partitions(directory.read_committed(unique_id, ()), names)
+        except (FileNotFoundError, CorruptCheckpointError, ValidationError):
+            return []  # whose partitions these are cannot be told
+
+    ids = sorted({save[0] for save in map(save_of, filter(_is_partition, names)) if save})
+    removed = list(itertools.chain.from_iterable(map_files(directory.backend, find, ids)))
+    map_files(directory.backend, directory.backend.remove, removed)
+    return removed
