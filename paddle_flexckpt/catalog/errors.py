@@ -63,6 +63,11 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return ", ".join(map(printable, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
+def without_remedy(error: Exception) -> str:
+    """Return an error's text up to its remedy, for an error that has another one."""
+    return str(error).partition(". Remedy: ")[0]
+
+
 class CheckpointError(RuntimeError):
     """Base class of every error that this library raises about a checkpoint or a state."""
 

@@ -16,6 +16,7 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
     validate_shards,
 )
+from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
@@ -103,7 +104,7 @@ def _manifest_problems(directory: CheckpointDirectory, unique_id: int, error: Co
         problems = []
     return problems or [
         Problem(
-            f"the manifest is damaged: {error}",
+            f"the manifest is damaged: {without_remedy(error)}",
             file=directory.manifest_file(unique_id),
             remedy="restore the file from a copy, or rebuild it with repair_manifest(path, unique_id, overwrite=True)",
         )

@@ -296,7 +296,9 @@ def read_container(data: bytes, file: str) -> tuple[dict[str, str], dict[str, np
             name: np.frombuffer(data[each.begin : each.end], dtype=_TYPES[each.code]).reshape(each.shape)
             for name, each in tensors.items()
         }
-    except (CorruptCheckpointError, ValueError, KeyError) as error:
+    except CorruptCheckpointError:
+        raise  # it says what is wrong with the file, and what to do
+    except (ValueError, KeyError) as error:
         raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
     if info.get("format") != "flexckpt" or "format_version" not in info:
         got = info.get("format")

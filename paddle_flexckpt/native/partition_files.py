@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, concat
+from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.column_checks import check_columns
@@ -174,8 +175,7 @@ def partition_problems(backend: Backend, manifest: Manifest) -> list[Problem]:
         try:
             read_partition(backend, manifest, number)
         except (CorruptCheckpointError, OSError) as error:
-            what = str(error).partition(" Remedy: ")[0]
-            return Problem(what, file=backend.where(manifest.partitions[number].file), remedy=_REMEDY)
+            return Problem(without_remedy(error), file=backend.where(manifest.partitions[number].file), remedy=_REMEDY)
         return None
 
     return [each for each in map_files(backend, problem, range(len(manifest.partitions))) if each is not None]

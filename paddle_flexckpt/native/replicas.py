@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ReplicaGroups, group_replicas
+from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.row_files import DamagedCopy
@@ -115,7 +116,7 @@ class ReplicaChoice:
     def _describe(self, row: int, error: Exception) -> str:
         """Return what is wrong with a copy, without a remedy."""
         if isinstance(error, CorruptCheckpointError):
-            return str(error).partition(". Remedy: ")[0]
+            return without_remedy(error)
         what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         return f"{self._where(row)}: {what}"
 

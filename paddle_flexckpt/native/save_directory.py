@@ -32,6 +32,7 @@ from paddle_flexckpt.catalog import (
     NotDurableError,
     ValidationError,
 )
+from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.media.backend import Lock, Mode, SaveLock, map_files, publish, write_file
 from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import MANIFEST, SaveNames, is_before, marked_by, save_of
@@ -297,10 +298,9 @@ class SaveDirectory(LeftoverDirectory):
         try:
             self.check_complete(manifest)
         except CorruptCheckpointError as error:
-            what = str(error).partition(" Remedy:")[0]
             raise CheckpointError(
-                f"nothing was committed, as somebody else has changed the files of this save: {what} Remedy: find "
-                "out who removes files there, and save again"
+                f"nothing was committed, as somebody else has changed the files of this save: {without_remedy(error)}. "
+                "Remedy: find out who removes files there, and save again"
             ) from error
 
     def publish(self, save: SaveNames, manifest: bytes, *checks: Callable[[], object]) -> Lock | None:

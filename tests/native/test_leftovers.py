@@ -289,4 +289,4 @@ def test_a_checkpoint_is_complete_only_with_its_own_files(tmp_path):
     (tmp_path / "a" / "0.manifest").write_bytes(b"no manifest")
     (info,) = list_checkpoints(tmp_path / "a")
     assert not info.complete
-    assert "damaged or not a manifest" in info.problem
+    assert "is damaged or not a safetensors file" in info.problem
