@@ -187,6 +187,8 @@ class SaveOutcome:
                 # The coordinator's own patience begins now.
                 deadline, has_written = time.monotonic() + patience, True
             if gone:
+                if self._is_replaced():
+                    return self._leave()
                 # It had gone before this look at what it left: it has not decided, and nobody else may.
                 return self._give_up(combine([(job.coordinator, _gone())]))
             gone = watch.look([job.coordinator])

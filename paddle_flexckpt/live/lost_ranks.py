@@ -175,28 +175,45 @@ def _answers(presence: tuple[str, int]) -> bool:
 
 def describe_lost_ranks(missing: Missing | None, error: Exception) -> str:
     """Return what to tell the user of missing ranks; where none is known to be lost, of the backend's error."""
-    remedy = "Remedy: look into its log (killed? out of memory? host or network down?), and restart the job"
+    remedy = "Remedy: look into {its} log (killed? out of memory? host or network down?), and restart the job"
     if missing is None:
-        return f"rank 0 is lost: the job's key-value store, which it keeps, does not answer. {remedy}"
+        return f"rank 0 is lost: the job's key-value store, which it keeps, does not answer. {remedy.format(its='its')}"
     if missing.lost:
-        return f"rank {_listed(missing.lost)} is lost: it has gone, or does not answer. {remedy}"
+        return _of(missing.lost, "{rank} {is} lost: {it} {has} gone, or {does} not answer. " + remedy)
     if missing.unknown:
-        return (
-            f"rank {_listed(missing.unknown)} is missing: it has gone before its first call of this library, or has "
-            f"not come to it yet. {remedy}"
+        text = (
+            "{rank} {is} missing: {it} {has} gone before {its} first call of this library, or {has} not come to it yet"
         )
-    reason = (str(error).splitlines() or [""])[0]
+        return _of(missing.unknown, f"{text}. {remedy}")
+    reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if missing.silent:
-        return (
-            f"rank {_listed(missing.silent)} takes no part in an exchange between ranks, though it is alive: it "
-            "hangs, was interrupted, or is in another call. Remedy: look into its log and at its stack, and restart "
-            f"the job. What this rank saw: {type(error).__name__}: {reason}"
+        text = (
+            "{rank} {takes} no part in an exchange between ranks, though {it} {is} alive: {it} {hangs}, {was} "
+            "interrupted, or {is} in another call. Remedy: look into {its} log and at {its} stack, and restart the "
+            "job. What this rank saw: "
         )
-    return f"an exchange between ranks failed, though all of them are alive: {type(error).__name__}: {reason}"
+        return _of(missing.silent, text) + reason
+    return f"an exchange between ranks failed, though all of them are alive: {reason}"
 
 
-def _listed(ranks: Sequence[int]) -> str:
-    return ", ".join(map(str, ranks))
+_ONE = {
+    "is": "is",
+    "it": "it",
+    "its": "its",
+    "has": "has",
+    "does": "does",
+    "takes": "takes",
+    "hangs": "hangs",
+    "was": "was",
+}
+_SEVERAL = dict(zip(_ONE, ("are", "they", "their", "have", "do", "take", "hang", "were")))
+
+
+def _of(ranks: Sequence[int], text: str) -> str:
+    """Return a text about one rank, or several, with their numbers."""
+    if len(ranks) == 1:
+        return text.format(rank=f"rank {ranks[0]}", **_ONE)
+    return text.format(rank=f"ranks {', '.join(map(str, ranks))}", **_SEVERAL)
 
 
 def default_store() -> Any:

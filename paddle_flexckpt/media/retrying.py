@@ -47,6 +47,12 @@ _TRANSIENT_TYPES = frozenset(
     "HTTPClientError IncompleteRead IncompleteReadError ProtocolError ReadTimeoutError ResponseParserError "
     "ResponseStreamingError ServerDisconnectedError ServiceRequestError ServiceResponseError TransportError".split()
 )
+# Of gateways and servers that may have passed a request on before they failed.
+_UNSURE_STATUS = frozenset({500, 502, 504})
+# A connection was never made.
+_UNSENT_TYPES = frozenset(
+    "ClientConnectorError ConnectTimeoutError ConnectionRefusedError EndpointConnectionError".split()
+)
 # One class from Python 3.11 on.
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, socket.timeout)
 # They say what they are; more tries do not change it.
@@ -113,6 +119,21 @@ def _passes(error: BaseException) -> bool:
     return any(kind.__name__ in _TRANSIENT_TYPES for kind in type(error).__mro__)
 
 
+def _may_be_done(error: BaseException) -> bool:
+    """Return whether a request that failed may have been carried out, or may be later: there was no clear answer."""
+    if not is_transient(error):
+        return False
+    status = status_of(error)
+    if status is not None:
+        return status in _UNSURE_STATUS
+    return not any(kind.__name__ in _UNSENT_TYPES for each in causes(error) for kind in type(each).__mro__)
+
+
+def is_unanswered(error: OSError) -> bool:
+    """Return whether a request that a :class:`Retrier` gave up may have been carried out, or may be later."""
+    return bool(getattr(error, "is_unanswered", False))
+
+
 def pause_seconds(attempt: int) -> float:
     """Return how long to wait after an attempt that failed, counted from 1."""
     longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** (attempt - 1))
@@ -142,28 +163,30 @@ class Retrier:
         its answer was lost. What it gives back, if not None, is the result.
 
         Raises:
-            OSError: The last error; FileNotFoundError, FileExistsError and PermissionError where it is one.
+            OSError: The last error; FileNotFoundError, FileExistsError and PermissionError where it is one. Of it
+                :func:`is_unanswered` can be asked.
         """
         begin = time.monotonic()
-        attempt = 0
+        attempt, unanswered = 0, False
         while True:
             attempt += 1
             try:
                 return function(*arguments, **keywords)
             # Whatever an fsspec file system raises: their errors have no common base.
             except Exception as error:
+                unanswered = unanswered or _may_be_done(error)
                 result = again(error) if attempt > 1 and again is not None else None
                 if result is not None:
                     return result
                 if attempt > self._retries or not is_transient(error):
                     tries = f" ({attempt} attempts in {time.monotonic() - begin:.1f} s)" if attempt > 1 else ""
-                    raise self._translated(error, where, tries) from self._presentable(error)
+                    raise self._translated(error, where, tries, unanswered) from self._presentable(error)
                 if stop is not None and stop.wait(pause_seconds(attempt)):
-                    raise self._translated(error, where, " (given up)") from self._presentable(error)
+                    raise self._translated(error, where, " (given up)", unanswered) from self._presentable(error)
             if stop is None:
                 time.sleep(pause_seconds(attempt))
 
-    def _translated(self, error: Exception, where: str, tries: str) -> OSError:
+    def _translated(self, error: Exception, where: str, tries: str, unanswered: bool) -> OSError:
         text = (error.strerror if isinstance(error, OSError) else None) or str(error)
         text = self._secrets.hide(text).strip() or type(error).__name__
         if not isinstance(error, OSError):
@@ -174,6 +197,8 @@ class Retrier:
         if status is not None:
             # For where the cause is not to be shown.
             translated.status = status  # type: ignore[attr-defined]
+        if unanswered:
+            translated.is_unanswered = True  # type: ignore[attr-defined]
         return translated
 
     def _presentable(self, error: Exception) -> Exception | None:

@@ -34,6 +34,7 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.media.backend import Lock, Mode, SaveLock, map_files, publish, write_file
+from paddle_flexckpt.media.retrying import is_unanswered
 from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import MANIFEST, SaveNames, is_before, marked_by, save_of
 from paddle_flexckpt.native.leftovers import LeftoverDirectory
@@ -324,13 +325,19 @@ class SaveDirectory(LeftoverDirectory):
 
     def _what_became(self, save: SaveNames, error: OSError) -> CheckpointError | None:
         """Return what to raise of a save when storage has refused something near its commit; None before the commit."""
+        # A request without an answer may still be on its way.
+        is_known = not is_unanswered(error)
         try:
-            return self.not_durable(save, error) if self.is_committed(save) else None
+            if self.is_committed(save):
+                return self.not_durable(save, error)
         except OSError:
-            return CheckpointError(
-                f"it is not known what became of the save to {self.path} (id {save.unique_id}): {error}. Remedy: look "
-                "whether the checkpoint is there when the storage answers again"
-            )
+            is_known = False
+        if is_known:
+            return None
+        return CheckpointError(
+            f"it is not known what became of the save to {self.path} (id {save.unique_id}): {error}. Remedy: look "
+            "whether the checkpoint is there when the storage answers again"
+        )
 
     def not_durable(self, save: SaveNames, error: OSError) -> CheckpointError:
         """Return what to raise of a save that is committed, when storage has refused to make that durable."""

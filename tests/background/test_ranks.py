@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from paddle_flexckpt.background import outcome
+from paddle_flexckpt.background import outcome, presence
 from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, NotDurableError, ValidationError
@@ -435,12 +435,16 @@ def test_a_commit_of_which_the_coordinator_says_nothing_is_made_durable_by_the_o
     assert "0.manifest" in synced[0]
 
 
-def test_a_save_that_another_has_cleaned_up_is_not_called_a_failure(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_save_that_another_has_cleaned_up_is_not_called_a_failure(tmp_path, monkeypatch, is_gone):
+    """Its coordinator may have gone with the job, while it was stopped until another start had saved the step."""
     monkeypatch.setattr(outcome, "_GRACE_SECONDS", 0.0)
-    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=0.05)
+    monkeypatch.setattr(presence, "FIRST_LOOK_SECONDS", 0.0)
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=PATIENCE_SECONDS if is_gone else 0.05)
+    presences = (presence.address_of(presence.open_presence()),) if is_gone else ()
     os.unlink(tmp_path / job.names.marker_file)
     (tmp_path / job.names.part_file(1)).write_bytes(b"late")
-    other = WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())})
+    other = WriteJob(**{**vars(job), "rank": 1, "presences": (presences, ())})
     failure = SaveOutcome(other, open_to_save(str(tmp_path))).agree(None)
     assert failure.problems[0].startswith("[rank 1] it is not known what became of the save: its files are not there")
     assert not [name for name in os.listdir(tmp_path) if directory.list_ids() or job.names.owns(name)]

@@ -206,11 +206,17 @@ def test_a_rank_says_once_where_it_is():
 def test_what_is_said():
     error = RuntimeError("TIMEOUT self_rank = 0\nmore")
     assert describe_lost_ranks(None, error).startswith("rank 0 is lost: the job's key-value store")
-    assert describe_lost_ranks(Missing([3, 5], [], []), error).startswith("rank 3, 5 is lost: it has gone")
+    assert describe_lost_ranks(Missing([3, 5], [], []), error) == (
+        "ranks 3, 5 are lost: they have gone, or do not answer. Remedy: look into their log (killed? out of memory? "
+        "host or network down?), and restart the job"
+    )
+    assert describe_lost_ranks(Missing([], [], [2, 4]), error).startswith(
+        "ranks 2, 4 are missing: they have gone before their first call of this library, or have not come to it yet. "
+    )
     assert describe_lost_ranks(Missing([], [], []), error) == (
         "an exchange between ranks failed, though all of them are alive: RuntimeError: TIMEOUT self_rank = 0"
     )
     silent = describe_lost_ranks(Missing([], [4, 6], []), error)
-    assert silent.startswith("rank 4, 6 takes no part in an exchange between ranks, though it is alive")
+    assert silent.startswith("ranks 4, 6 take no part in an exchange between ranks, though they are alive: they hang, ")
     assert silent.endswith("What this rank saw: RuntimeError: TIMEOUT self_rank = 0")
     assert describe_lost_ranks(Missing([3], [4], [5]), error).startswith("rank 3 is lost")

@@ -135,6 +135,7 @@ class Task:
         run_seconds: How long a run may take.
         repeated: One of so many seeds is simulated without a memory too.
         wanted: Which cases are simulated. None: all.
+        cases: The case of a seed. None: as it is drawn.
     """
 
     end: int
@@ -144,6 +145,7 @@ class Task:
     run_seconds: float
     repeated: int = REPEATED
     wanted: Callable[[Case], bool] | None = None
+    cases: Callable[[int], Case] | None = None
 
 
 class Campaign:
@@ -238,8 +240,9 @@ def _work(connection: Connection, current: Any, task: Task, first: int) -> None:
     with interrupts(lambda: asked.append(True)), contextlib.nullcontext() if task.stop else remembering() as memory:
         for count, seed in enumerate(range(first, task.end, task.stride), 1):
             current.value = seed
-            if task.wanted is None or task.wanted(draw(seed)):
-                simulate_one(seed, totals, task.run_seconds, memory, task.repeated)
+            case = (task.cases or draw)(seed)
+            if task.wanted is None or task.wanted(case):
+                simulate_one(case, totals, task.run_seconds, memory, task.repeated)
             is_last = bool(asked) or (task.stop and bool(totals.violated)) or time.monotonic() > task.until
             if is_last or count >= RUNS_OF_A_PROCESS or time.monotonic() > begin + _TELL_SECONDS:
                 totals.processor = time.process_time() - processor
@@ -252,20 +255,20 @@ def _work(connection: Connection, current: Any, task: Task, first: int) -> None:
 
 
 def simulate_one(
-    seed: int,
+    case: Case,
     totals: Totals,
     run_seconds: float = RUN_SECONDS,
     memory: Memory | None = None,
     repeated: int = REPEATED,
 ) -> None:
-    """Simulate a seed.
+    """Simulate a case.
 
     What is seen with a memory counts if it is seen without one too; of runs in which nothing is, some are repeated so.
     """
-    found = _run(seed, run_seconds)
+    seed, found = case.scenario.seed, _run(case, run_seconds)
     if memory is not None and isinstance(found, Outcome) and (found.violations or seed % repeated == 0):
         memory.is_on = False
-        again = _run(seed, run_seconds)
+        again = _run(case, run_seconds)
         memory.is_on = True
         totals.repeated += 1
         if isinstance(again, Outcome) and again.fingerprint != found.fingerprint:
@@ -278,9 +281,9 @@ def simulate_one(
         totals.violate(seed, found)
 
 
-def _run(seed: int, run_seconds: float) -> Outcome | str:
-    """Simulate a seed; return what is wrong, if it does not end in so many seconds or raises something."""
-    cluster = Cluster(draw(seed))
+def _run(case: Case, run_seconds: float) -> Outcome | str:
+    """Simulate a case; return what is wrong, if it does not end in so many seconds or raises something."""
+    cluster = Cluster(case)
     verdicts: list[str] = []
 
     def end(_: int, frame: Any) -> None:
@@ -342,10 +345,11 @@ def run_seeds(
     run_seconds: float = RUN_SECONDS,
     repeated: int = REPEATED,
     wanted: Callable[[Case], bool] | None = None,
+    cases: Callable[[int], Case] | None = None,
 ) -> Totals:
     """Simulate seeds, in several processes; no more of them after some seconds, or after the first violation.
 
     Cases that are not wanted are passed over, and do not count as runs.
     """
     until = float("inf") if seconds is None else time.monotonic() + seconds
-    return Campaign(Task(first + count, jobs, until, stop, run_seconds, repeated, wanted)).run(first)
+    return Campaign(Task(first + count, jobs, until, stop, run_seconds, repeated, wanted, cases)).run(first)

@@ -3,6 +3,7 @@
 ``--seed N --story`` tells what happened, ``--shrink`` finds a shorter case that fails alike, and ``--write-test`` keeps
 that in ``tests/simulation/found``, where ``test_cluster.py`` runs it. ``--mistake NAME`` puts one of the mistakes of
 ``mistakes.py`` into the library, and counts the seeds until it is found; several, or ``all``, give a table.
+``--neighbours`` simulates cases near those in ``found``: see ``neighbours.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,7 @@ from paddle_flexckpt.testing.simulation.scenario import Case, draw
 from paddle_flexckpt.testing.simulation.shrink import shrink
 from paddle_flexckpt.testing.simulation.story import timeline
 from tests.simulation.campaign import REPEATED, run_seeds
-
-FOUND = Path(__file__).parent / "found"
+from tests.simulation.neighbours import FOUND, draw_neighbour
 
 
 def fails_alike(violated: str) -> object:
@@ -65,6 +65,7 @@ def main() -> int:
         "--repeat-every", type=int, default=REPEATED, help="simulate one of so many seeds twice (default %(default)s)"
     )
     parser.add_argument("--seed", type=int, help="simulate this one alone")
+    parser.add_argument("--neighbours", action="store_true", help="simulate cases near those that failed once")
     parser.add_argument("--case", type=Path, help="simulate the case in this file")
     parser.add_argument("--story", action="store_true", help="tell what happened")
     parser.add_argument("--shrink", action="store_true", help="find a shorter case that fails alike")
@@ -81,12 +82,16 @@ def main() -> int:
     with mistaken(options.mistake[0] if options.mistake else None):
         if options.seed is None and options.case is None:
             return _many(options)
-        case = draw(options.seed) if options.case is None else Case.from_json(options.case.read_text())
-        return _one(case, options)
+        if options.case is not None:
+            return _one(Case.from_json(options.case.read_text()), options)
+        return _one((draw_neighbour if options.neighbours else draw)(options.seed), options)
 
 
 def _many(options: argparse.Namespace) -> int:
-    totals = run_seeds(options.first, options.seeds, options.jobs, options.seconds, repeated=options.repeat_every)
+    cases = draw_neighbour if options.neighbours else None
+    totals = run_seeds(
+        options.first, options.seeds, options.jobs, options.seconds, repeated=options.repeat_every, cases=cases
+    )
     print(totals.summary())
     return 1 if totals.violated else 0
 

@@ -13,6 +13,7 @@ pytest.importorskip("paddle")
 pytest.importorskip("greenlet")
 
 from paddle_flexckpt.testing.simulation import training
+from paddle_flexckpt.testing.simulation.cluster import Cluster
 from paddle_flexckpt.testing.simulation.scenario import Case, Scenario
 from tests.simulation import campaign
 from tests.simulation.campaign import run_seeds
@@ -127,15 +128,13 @@ def test_some_seeds_are_simulated_twice_and_another_story_is_a_violation(strike,
     totals = run_seeds(0, SEEDS, 1, repeated=2)
     assert (totals.runs, totals.repeated, totals.violated) == (SEEDS, SEEDS // 2, [])
     calls: list[int] = []
-    # A step more in each second run.
-    monkeypatch.setattr(campaign, "draw", lambda seed: Case(Scenario(seed, (1,), steps=len(calls) % 2 + 1)))
-    begin = campaign.Cluster.run
 
-    def run(cluster: campaign.Cluster) -> object:
+    def cluster(case: Case) -> Cluster:
+        """A step more in each second run."""
         calls.append(0)
-        return begin(cluster)
+        return Cluster(Case(Scenario(case.scenario.seed, (1,), steps=len(calls) % 2 + 1)))
 
-    monkeypatch.setattr(campaign.Cluster, "run", run)
+    monkeypatch.setattr(campaign, "Cluster", cluster)
     found = run_seeds(0, 2, 1, repeated=1).violated
     assert [seed for seed, _ in found] == [0, 1]
     assert all("another story" in text for _, text in found)

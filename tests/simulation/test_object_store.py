@@ -12,6 +12,7 @@ pytest.importorskip("greenlet")
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.media import remote
+from paddle_flexckpt.testing.simulation import object_store
 from paddle_flexckpt.testing.simulation.object_store import Fate, ServerError
 from paddle_flexckpt.testing.simulation.tasks import Process
 from tests.simulation.store_world import FAULTS, PART_BYTES, StoreWorld, compete, store_world
@@ -236,6 +237,36 @@ def test_each_try_to_put_the_manifest_in_place_needs_the_lease():
         assert len(tries) == 1
         assert "has taken over the right to save" in str(world.failed[2])
         assert world.call(lambda: world.load(URL)) == 3
+
+
+def test_a_manifest_that_may_still_arrive_is_not_called_a_failure():
+    found = set()
+    for seed in range(6):
+        with store_world(seed) as world:
+            world.call(lambda: world.save(URL, 1))
+            world.store.behave(late_seconds=600.0)
+            world.store.script = fates_of_manifests("late", *["refused"] * 5)
+            world.call(lambda: world.try_save(URL, 2))
+            assert "it is not known what became of the save to s3://bucket/run (id 0)" in str(world.failed[2])
+            world.scheduler.run(until=world.scheduler.now + 600)
+            found.add(world.call(lambda: world.load(URL)))
+    # What a dead process had sent may never be read.
+    assert found == {1, 2}
+
+
+@pytest.mark.parametrize(("refusal", "is_known"), [((503, "SlowDown"), True), ((500, "InternalError"), False)])
+def test_a_manifest_that_was_refused_is_a_failure(refusal, is_known):
+    """A server that has failed does not say whether it has done what was asked for."""
+    with store_world() as world, mock.patch.object(object_store, "_REFUSALS", (refusal,)):
+        world.store.script = fates_of_manifests(*["refused"] * 6)
+        world.call(lambda: world.try_save(URL, 1))
+        assert ("it is not known" not in str(world.failed[1])) == is_known
+
+
+def fates_of_manifests(*fates: Fate) -> Callable[[str, str, Process], Fate]:
+    """A script by which the requests that put a manifest in place have these fates, and all others go well."""
+    left = iter(fates)
+    return lambda operation, key, _: next(left) if operation == "put" and key.endswith(".manifest") else "done"
 
 
 def test_a_lease_that_was_renewed_after_it_had_run_out_is_not_believed():

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 # An outcome that says that it does not know.
 _UNKNOWN = re.compile(
-    r"it is not known what became of|rank [\d, ]+ is lost|takes no part|is missing|though all of them are alive|"
-    r"closed since|may be undone by a loss of power"
+    r"it is not known what became of|ranks? [\d, ]+ (?:is|are) lost|takes? no part|(?:is|are) missing|"
+    r"though all of them are alive|closed since|may be undone by a loss of power"
 )
 _TAKEN_OVER = re.compile(
     r"has taken over the right to save|somebody else has changed the files of this save|the part of rank \d+ is not "
@@ -42,6 +42,8 @@ _WHAT = re.compile(
     r"^(?:cannot|the checkpoint of step|all saves in the background) (?:nodes'|[^':]|'[^']*')*: "
     r"(?:some nodes have published [^:]*: )?"
 )
+# Ranks that are said to have gone, or not to answer.
+_GONE = re.compile(r"\branks? ([\d, ]+) (?:is|are|takes?) ")
 # A request that commits takes no longer.
 _REQUEST_SECONDS = 60.0
 # A segment of shared memory is a huge page at least. A pending save has one.
@@ -385,11 +387,13 @@ class Ledger(StoredCheckpoints):
 
     # At the end of a start of a job, and of the run.
 
-    def compare_errors(self, job: str, incarnation: int, culprits: set[int] | None, is_all: bool) -> None:
+    def compare_errors(
+        self, job: str, incarnation: int, culprits: set[int] | None, ended: set[int], is_all: bool
+    ) -> None:
         """Check that all ranks that saw a call fail saw the same text.
 
-        It names who has gone, if that is all that happened. ``is_all`` says that nothing but deaths of ranks can have
-        made a call fail.
+        It names who has gone, if that is all that happened; beside it perhaps those that ``ended`` well, as they had
+        no more to do. ``is_all`` says that nothing but deaths of ranks can have made a call fail.
         """
         for (name, number, stage), errors in self._errors.items():
             if (name, number) != (job, incarnation) or culprits is None:
@@ -402,7 +406,10 @@ class Ledger(StoredCheckpoints):
                 shown = "; ".join(f"rank {rank}: {kind}: {text}" for rank, (kind, text) in sorted(errors.items()))
                 self.violate("one error text on all survivors", f"{stage}: {shown}")
             for rank, (kind, text) in errors.items():
-                if kind == LostRankError.__name__ and len(culprits) == 1 and f"rank {min(culprits)} " not in text:
+                if kind != LostRankError.__name__ or len(culprits) != 1:
+                    continue
+                named = {int(each) for group in _GONE.findall(text) for each in group.split(", ")}
+                if not culprits <= named <= culprits | ended:
                     self.violate(
                         "the true culprit", f"rank {min(culprits)} had gone; {stage} said on rank {rank}: {text}"
                     )
