@@ -149,8 +149,15 @@ class SaveOutcome:
         try:
             self.directory.write_failure(self.job.names, self.job.rank, failure.encode())
         except (OSError, CheckpointError) as error:
-            return _unannounced(failure, error)
+            failure = _unannounced(failure, error)
+        self._discard_if_over()
         return failure
+
+    def _discard_if_over(self) -> None:
+        """Remove what this rank has written if the marker has gone: nobody else would look for it."""
+        with contextlib.suppress(OSError):
+            if not self.directory.sees(self.job.names):
+                self.directory.discard(self.job.names, self.job.rank)
 
     def _await_decision(self, own: Failure | None) -> Failure | None:
         """Say that this rank failed, if it did, and wait for what the coordinator decides: the other ranks' task."""
@@ -159,6 +166,7 @@ class SaveOutcome:
                 self.directory.write_failure(self.job.names, self.job.rank, own.encode())
             except (OSError, CheckpointError) as error:
                 # The others will miss this rank's part; that is no reason to wait for them.
+                self._discard_if_over()
                 return combine([(self.job.rank, _unannounced(own, error))])
         job, patience = self.job, self.job.timeout + _GRACE_SECONDS
         deadline, has_written, watch = time.monotonic() + patience, False, self._watch()

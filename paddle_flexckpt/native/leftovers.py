@@ -44,8 +44,8 @@ class LeftoverDirectory(MessageDirectory):
             if self.is_committed(save) or self.is_taken(save):
                 return
             kept = self.named_files(save.unique_id)
-            own = (save.prepared_file(rank), save.data_file(rank), save.part_file(rank), *(partitions or ()))
-            for name in own:
+            own = (save.prepared_file(rank), save.data_file(rank), save.part_file(rank), save.decision_file(rank))
+            for name in (*own, *(partitions or ())):
                 if name not in kept:
                     self.backend.remove(name)
             left = [name for name in self.backend.names() if save.owns(name) and name not in kept]

@@ -450,6 +450,20 @@ def test_a_save_that_another_has_cleaned_up_is_not_called_a_failure(tmp_path, mo
     assert not [name for name in os.listdir(tmp_path) if directory.list_ids() or job.names.owns(name)]
 
 
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_a_coordinator_of_a_save_that_is_over_leaves_nothing(tmp_path, is_refused):
+    """It was stopped until another start of the job had saved the step; perhaps it has no right to write any more."""
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=0.05)
+    os.unlink(tmp_path / job.names.marker_file)
+    for name in (job.names.part_file(0), job.names.data_file(0)):
+        (tmp_path / name).write_bytes(b"late")
+    if is_refused:
+        directory.write_failure = raising(CheckpointError("as a test asks"))
+    failure = SaveOutcome(job, directory).agree(None)
+    assert failure.problems[0].startswith("[rank 1] has written nothing within 0.05 s")
+    assert not [name for name in os.listdir(tmp_path) if job.names.owns(name)]
+
+
 @pytest.mark.parametrize("what", ["files", "directory", "everything of another save"])
 def test_a_save_whose_files_are_gone_is_not_waited_for(tmp_path, monkeypatch, what):
     """Another job has replaced it before this rank saw the commit, or somebody has removed it."""

@@ -120,7 +120,7 @@ class Job:
         if incarnation != self.incarnation or self.is_done:
             return
         is_all = len(cluster.jobs) == 1 and not self.loses_writers
-        ended = {rank for rank, process in enumerate(self.processes) if process.status == 0}
+        ended = {rank for rank, process in enumerate(self.processes) if (process.status or 0) >= 0}
         cluster.ledger.compare_errors(self.name, incarnation, None if self.others else self.deaths, ended, is_all)
         size = len(self.processes)
         if all((self.name, incarnation, rank) in cluster.ledger.finished_ranks for rank in range(size)):

@@ -40,7 +40,7 @@ _EARLIER = "an earlier save failed"
 # What a call was about to do when it failed.
 _WHAT = re.compile(
     r"^(?:cannot|the checkpoint of step|all saves in the background) (?:nodes'|[^':]|'[^']*')*: "
-    r"(?:some nodes have published [^:]*: )?"
+    r"(?:some nodes have published [^:]*: |an earlier save failed: )?"
 )
 # Ranks that are said to have gone, or not to answer.
 _GONE = re.compile(r"\branks? ([\d, ]+) (?:is|are|takes?) ")
@@ -392,8 +392,8 @@ class Ledger(StoredCheckpoints):
     ) -> None:
         """Check that all ranks that saw a call fail saw the same text.
 
-        It names who has gone, if that is all that happened; beside it perhaps those that ``ended`` well, as they had
-        no more to do. ``is_all`` says that nothing but deaths of ranks can have made a call fail.
+        It names who has gone, if that is all that happened; beside it perhaps those that ``ended`` by themselves,
+        after an exchange that went well for them. ``is_all`` says that nothing but deaths of ranks can have made a call fail.
         """
         for (name, number, stage), errors in self._errors.items():
             if (name, number) != (job, incarnation) or culprits is None:
