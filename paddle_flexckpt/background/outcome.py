@@ -31,6 +31,8 @@ _GRACE_SECONDS = 2 * _LONGEST_PAUSE_SECONDS
 _COMMIT = b"commit"
 # So long the others wait for the coordinator's word on its commit. Then each of them makes it durable itself.
 _WORD_SECONDS = 10.0
+# After so many looks, and some two seconds, a rank makes sure that the save is still being made.
+_LOOKS_UNTIL_SURE = 11
 # A look that falls into the writing of the decision sees a part of it.
 _READS = 10
 
@@ -150,14 +152,8 @@ class SaveOutcome:
             self.directory.write_failure(self.job.names, self.job.rank, failure.encode())
         except (OSError, CheckpointError) as error:
             failure = _unannounced(failure, error)
-        self._discard_if_over()
+        self.directory.discard_late(self.job.names, self.job.rank)
         return failure
-
-    def _discard_if_over(self) -> None:
-        """Remove what this rank has written if the marker has gone: nobody else would look for it."""
-        with contextlib.suppress(OSError):
-            if not self.directory.sees(self.job.names):
-                self.directory.discard(self.job.names, self.job.rank)
 
     def _await_decision(self, own: Failure | None) -> Failure | None:
         """Say that this rank failed, if it did, and wait for what the coordinator decides: the other ranks' task."""
@@ -166,14 +162,14 @@ class SaveOutcome:
                 self.directory.write_failure(self.job.names, self.job.rank, own.encode())
             except (OSError, CheckpointError) as error:
                 # The others will miss this rank's part; that is no reason to wait for them.
-                self._discard_if_over()
+                self.directory.discard_late(self.job.names, self.job.rank)
                 return combine([(self.job.rank, _unannounced(own, error))])
         job, patience = self.job, self.job.timeout + _GRACE_SECONDS
         deadline, has_written, watch = time.monotonic() + patience, False, self._watch()
         commits = False
         gone: list[int] = []
         written: set[int] = set()
-        for pause in _pauses():
+        for number, pause in enumerate(_pauses(), 1):
             try:
                 if self.directory.is_committed(job.names):
                     return self._finish()
@@ -182,9 +178,10 @@ class SaveOutcome:
                     return self._finish()
                 if job.coordinator in failed:
                     return Failure.decode(failed[job.coordinator])
-                # Its part stays until the save is over: then there is nothing to wait for.
-                if own is None and job.rank not in written and self._is_replaced():
-                    return self._leave()
+                # Its part stays until the save is over, unless it was written after that.
+                is_doubtful = number == _LOOKS_UNTIL_SURE or (own is None and job.rank not in written)
+                if is_doubtful and self._is_replaced():
+                    return self._leave() if own is None else self._give_up(combine([(job.rank, own)]))
             except OSError as error:
                 # The outcome is there or not, whether this rank can see it now or not.
                 if time.monotonic() >= deadline:
@@ -226,7 +223,7 @@ class SaveOutcome:
 
     def _leave(self) -> Failure:
         """Leave no file of this rank behind, of a save that is over; return that nobody knows how it has ended."""
-        self.directory.discard(self.job.names, self.job.rank)
+        self.directory.discard_late(self.job.names, self.job.rank)
         return combine([(self.job.rank, _replaced())])
 
     def _finish(self) -> Failure | None:

@@ -177,7 +177,10 @@ def describe_lost_ranks(missing: Missing | None, error: Exception) -> str:
     """Return what to tell the user of missing ranks; where none is known to be lost, of the backend's error."""
     remedy = "Remedy: look into {its} log (killed? out of memory? host or network down?), and restart the job"
     if missing is None:
-        return f"rank 0 is lost: the job's key-value store, which it keeps, does not answer. {remedy.format(its='its')}"
+        return (
+            "rank 0 is lost: the job's key-value store, which it keeps, does not answer, so it is not known which "
+            f"others have gone. {remedy.format(its='its')}"
+        )
     if missing.lost:
         return _of(missing.lost, "{rank} {is} lost: {it} {has} gone, or {does} not answer. " + remedy)
     if missing.unknown:

@@ -185,13 +185,9 @@ class NodeSave:
         return replace(merged, nodes={name: tuple(kept) for name, kept in files.items()})
 
     def discard(self) -> None:
-        """Remove what this rank wrote, unless the save may exist."""
-        if not self._is_removable:
-            return
-        for position in range(self.comm.size):
-            if self.comm.position in self._receivers(position):
-                _remove(self.directory.backend, self.names.data_file(self.comm.ranks[position]))
-        self.directory.discard(self.names, self.comm.rank)
+        """Remove what was written on this node, unless the save may exist: the task of who commits there."""
+        if self._is_removable and self.is_committer:
+            self.directory.discard(self.names, self.comm.ranks)
 
     def lose_rank(self, error: LostRankError) -> None:
         """Leave everything as it is: nobody knows how far the others are."""

@@ -89,13 +89,12 @@ class PartitionWriter:
     3. :meth:`manifest`: the coordinator puts the descriptions together.
 
     Attributes:
-        files: The partitions that this rank writes: of ``n`` ranks every ``n``-th.
+        count: How many partitions there are.
     """
 
     def __init__(self, comm: Communicator, directory: SaveDirectory, names: SaveNames, count: int) -> None:
         """Take the ranks, where the save goes, and in how many partitions."""
-        self._comm, self._directory, self._names, self._count = comm, directory, names, count
-        self.files = tuple(map(names.partition_file, range(comm.position, count, comm.size)))
+        self._comm, self._directory, self._names, self.count = comm, directory, names, count
         # Of all ranks: bytes of the data file, rows, and bytes of the latter's data.
         self._written = np.zeros((0, 3), dtype=np.int64)
 
@@ -104,7 +103,7 @@ class PartitionWriter:
         self._info = part.info
         sizes = np.asarray([part.file_bytes.sum(), len(part.catalog), part.data_bytes], dtype="<i8")
         messages: dict[int, dict[int, bytes]] = {}
-        for number, message in encode_part(part, self._count).items():
+        for number, message in encode_part(part, self.count).items():
             messages.setdefault(number % self._comm.size, {})[number] = message
         return sizes.tobytes(), {place: join(pack_by_position(each)) for place, each in messages.items()}
 
@@ -132,11 +131,11 @@ class PartitionWriter:
         def write(number: int) -> bytes:
             told = messages.get(number, {})
             part = decode_parts(told, comm.ranks, before, self._info, self._names.data_file)
-            written = self._directory.write_partition(self._names, number, self._count, part)
+            written = self._directory.write_partition(self._names, number, self.count, part)
             counts = written.nbytes, written.rows, written.keys, written.data_bytes
             return _DESCRIPTION.pack(number, written.digest >> 64, written.digest & _LOW, *counts)
 
-        return b"".join(map_files(self._directory.backend, write, range(comm.position, self._count, comm.size)))
+        return b"".join(map_files(self._directory.backend, write, range(comm.position, self.count, comm.size)))
 
     def _look_at(self, place: int) -> None:
         """Look at another rank's data file as everybody would see it: each is looked at by one rank."""
@@ -158,10 +157,10 @@ class PartitionWriter:
             found.append(Partition(self._names.partition_file(number), high << 64 | low, *counts))
         manifest = Manifest.of_partitions(self._info, self._sizes([*range(self._comm.size)]), found)
         _, rows, data_bytes = self._written.sum(axis=0).tolist()
-        if (len(found), manifest.rows, manifest.data_bytes) != (self._count, rows, data_bytes):
+        if (len(found), manifest.rows, manifest.data_bytes) != (self.count, rows, data_bytes):
             raise CheckpointError(
                 f"nothing was committed, as {len(found)} partitions of the manifest have {manifest.rows} rows of "
-                f"{manifest.data_bytes} bytes; ranks wrote {rows} of {data_bytes}, for {self._count} partitions. "
+                f"{manifest.data_bytes} bytes; ranks wrote {rows} of {data_bytes}, for {self.count} partitions. "
                 "Remedy: save again; if it stays so, report it as a defect of paddle_flexckpt"
             )
         return manifest

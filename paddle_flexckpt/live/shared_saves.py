@@ -160,10 +160,9 @@ class SharedSave:
         return None, b""
 
     def discard(self) -> None:
-        """Remove what this rank wrote, unless the save may exist; the marker goes with the last file."""
-        if self._is_removable:
-            own = () if self._partitions is None else self._partitions.files
-            self.directory.discard(self.names, self._comm.rank, own)
+        """Remove what all ranks wrote, unless the save may exist: the task of the coordinator, which has the lock."""
+        if self._is_removable and self.is_coordinator:
+            self.directory.discard(self.names, self._comm.ranks, self._partitions.count if self._partitions else 0)
 
     def lose_rank(self, error: LostRankError) -> None:
         """Leave everything as it is: nobody knows how far the others are."""

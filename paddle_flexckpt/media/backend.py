@@ -196,6 +196,9 @@ class Locks:
     def recheck(self) -> None:
         """Make sure again, if that was so long ago that it may have changed; errors as of :meth:`check`."""
 
+    def forget_lost(self) -> None:
+        """Forget the right to save if it has been lost: what follows is done as by one who never had it."""
+
     def confirm(self) -> None:
         """Ask what a release that follows soon would have to ask: beside another request it takes no time."""
 

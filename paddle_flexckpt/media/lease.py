@@ -341,6 +341,13 @@ class LeaseLocks(Locks):
         if self._lease is not None:
             self._lease.recheck()
 
+    def forget_lost(self) -> None:
+        """Implement the base class."""
+        try:
+            self.recheck()
+        except (OSError, CheckpointError):
+            self._lease = None
+
     def confirm(self) -> None:
         """Implement the base class."""
         if self._lease is not None:

@@ -220,7 +220,12 @@ class LocalBackend(Backend):
         return LocalOutputFile(self.where(name), mode)
 
     def remove(self, name: str) -> None:
-        """Implement the base class."""
+        """Implement the base class; it needs the lease, of a process that has taken one.
+
+        Raises:
+            CheckpointError: Somebody has taken the lease over, and may have files of this name by now.
+        """
+        self.locks.recheck()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.where(name))
 

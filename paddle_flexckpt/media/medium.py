@@ -241,10 +241,15 @@ class Medium:
             self.check_new(target, "exists, and this file system cannot replace a file at once")
         self.ask_once(target, self.file_system.mv, self.path(source), self.path(target))
 
-    def remove(self, name: str) -> None:
-        """Remove a file; one that is not there is fine."""
+    def remove(self, name: str, before: Callable[[], None] = lambda: None) -> None:
+        """Remove a file; one that is not there is fine. ``before`` is called as for :meth:`put`."""
+
+        def send() -> None:
+            before()
+            self.file_system.rm_file(self.path(name))
+
         with contextlib.suppress(FileNotFoundError):
-            self.ask(name, self.file_system.rm_file, self.path(name))
+            self.ask(name, send)
 
     def unfinished(self, start: str = "") -> list[tuple[str, str]]:
         """Return names, with a certain beginning, and ids of uploads that nobody has finished, if that can be told."""

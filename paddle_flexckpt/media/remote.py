@@ -173,8 +173,8 @@ class FsspecBackend(Backend):
         return RemoteOutputFile(self._medium, name, part_bytes, size, mode == "new", commit, before)
 
     def remove(self, name: str) -> None:
-        """Implement the base class."""
-        self._medium.remove(name)
+        """Implement the base class; each try needs the lease, of a process that has taken it."""
+        self._medium.remove(name, self.locks.recheck)
 
     def remove_unfinished(self, wanted: Callable[[str], bool]) -> None:
         """Implement the base class."""

@@ -292,9 +292,14 @@ class S3Medium(Medium):
         """Implement the base class."""
         return S3Upload(self, name, exclusive)
 
-    def remove(self, name: str) -> None:
+    def remove(self, name: str, before: Callable[[], None] = lambda: None) -> None:
         """Implement the base class."""
-        self.call("delete_object", name)
+
+        def send() -> dict[str, Any]:
+            before()
+            return self.request("delete_object", name)
+
+        self.ask(name, send)
 
     def make_directory(self) -> None:
         """Do nothing: a key needs no directory."""

@@ -16,9 +16,10 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
-from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Location, map_files, run_beside
 from paddle_flexckpt.native.companion import Companion
+from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.directory import MARKER, CheckpointDirectory, SaveNames, is_before, save_of
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_messages import MessageDirectory
@@ -34,31 +35,48 @@ class LeftoverDirectory(MessageDirectory):
         super().__init__(location, companion)
         self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
 
-    def discard(self, save: SaveNames, rank: int, partitions: Sequence[str] | None = None) -> None:
-        """Remove what a rank wrote in a save that cannot be committed any more; the caller knows that.
+    def discard(self, save: SaveNames, ranks: Sequence[int], partitions: int = 0) -> None:
+        """Remove the files of a save that cannot be committed any more, and its marker.
 
-        The marker goes with the last file of the save. ``partitions`` are those that this rank wrote; None: all.
+        The caller has the right to save, and none of the ``ranks`` that took part writes any more, nor any of so many
+        ``partitions``. Nobody else may remove them: who is stopped before it does so would remove those of a later save
+        that has the same names.
         """
         # What cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, CheckpointError):
             if self.is_committed(save) or self.is_taken(save):
                 return
-            kept = self.named_files(save.unique_id)
-            own = (save.prepared_file(rank), save.data_file(rank), save.part_file(rank), save.decision_file(rank))
-            for name in (*own, *(partitions or ())):
-                if name not in kept:
-                    self.backend.remove(name)
-            left = [name for name in self.backend.names() if save.owns(name) and name not in kept]
-            if partitions is None:
-                # Every rank removes them, and the last one to look sees nothing else.
-                for name in filter(save.owns_partition, left):
-                    self.backend.remove(name)
-                left = [name for name in left if not save.owns_partition(name)]
-            if not left:
-                self.remove_uploads(save)
-                # If a loss of power brought the files back without the marker, nobody would know whose they are.
-                self.backend.sync()
-                self.remove_save_files([], save.marker_file)
+            # A listing may not show all of them yet.
+            written = [name for rank in ranks for name in (save.data_file(rank), save.part_file(rank))]
+            written += map(save.partition_file, range(partitions))
+            files = {*written, *filter(save.owns, self.backend.names())} - self.named_files(save.unique_id)
+            self.remove_uploads(save)
+            self.remove_save_files(sorted(files), save.marker_file)
+
+    def discard_late(self, save: SaveNames, rank: int) -> None:
+        """Remove what a rank without the right to save has written, if the save is over: its marker has gone.
+
+        Nobody else would look for it. Another save may have the same names by now: what is not known to be this
+        save's is left alone.
+        """
+        with contextlib.suppress(OSError):
+            if self.sees(save) or self.is_committed(save) or self.is_taken(save):
+                return
+            own = [save.part_file(rank), save.decision_file(rank)]
+            if self._is_of(save, save.data_file(rank)):
+                own.append(save.data_file(rank))
+            self.backend.locks.forget_lost()
+            for name in own:
+                self.backend.remove(name)
+
+    def _is_of(self, save: SaveNames, name: str) -> bool:
+        """Return whether a data file is of a save, by its header; one that ends before it says so counts as well."""
+        try:
+            with self.backend.open(name) as file:
+                head = file.read(0, TOKEN_WINDOW)
+        except (FileNotFoundError, CorruptCheckpointError):
+            return False
+        return save.token.encode() in head or b"save_token" not in head
 
     def named_files(self, unique_id: int) -> set[str]:
         """Return the files that the manifest in place names; none if it is not there, or cannot be read.

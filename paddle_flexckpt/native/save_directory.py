@@ -376,7 +376,7 @@ class SaveDirectory(LeftoverDirectory):
                 # Of saves that were prepared here, and perhaps published elsewhere, no file is left now.
                 older = [name for name in names if is_before(marked_by(name), save.unique_id, save.generation)]
                 map_files(self.backend, self.backend.remove, older)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             raise CheckpointError(
                 f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self.companion.name} could "
                 f"not be written, or files that it does not need not be removed: {error}. Remedy: the next save here "

@@ -15,6 +15,7 @@ from paddle_flexckpt.background import outcome, presence
 from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, NotDurableError, ValidationError
+from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.saver import save_state_dict
@@ -448,6 +449,27 @@ def test_a_save_that_another_has_cleaned_up_is_not_called_a_failure(tmp_path, mo
     failure = SaveOutcome(other, open_to_save(str(tmp_path))).agree(None)
     assert failure.problems[0].startswith("[rank 1] it is not known what became of the save: its files are not there")
     assert not [name for name in os.listdir(tmp_path) if directory.list_ids() or job.names.owns(name)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_rank_that_has_written_after_the_save_was_over_does_not_wait_for_long(tmp_path, monkeypatch, fails):
+    job = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=3600.0)[0]
+    os.unlink(tmp_path / job.names.marker_file)
+    (tmp_path / job.names.part_file(1)).write_bytes(b"late")
+    pauses = []
+
+    def sleep(seconds):
+        pauses.append(seconds)
+        assert sum(pauses) < 3, "it waits"
+
+    monkeypatch.setattr(outcome.time, "sleep", sleep)
+    other = WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())})
+    own = Failure("CheckpointError", ("as a test asks",)) if fails else None
+    failure = SaveOutcome(other, open_to_save(str(tmp_path))).agree(own)
+    expected = "as a test asks" if fails else "it is not known what became of the save: its files are not there"
+    assert failure.problems[0].startswith(f"[rank 1] {expected}")
+    assert pauses
+    assert not [name for name in os.listdir(tmp_path) if job.names.owns(name)]
 
 
 @pytest.mark.parametrize("is_refused", [False, True])

@@ -157,7 +157,7 @@ def test_what_is_not_committed_is_refused(tmp_path):
     ticket = directory.open_save(0)
     (tmp_path / ticket.data_file(0)).write_bytes(b"")
     assert "no save here has been completed" in why_not(tmp_path)
-    directory.discard(ticket, 0)
+    directory.discard(ticket, [0])
     assert os.listdir(tmp_path) == []
 
 

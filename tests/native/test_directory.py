@@ -298,23 +298,51 @@ def test_a_part_of_an_earlier_save_is_refused(tmp_path):
     assert directory.list_ids() == []
 
 
-def test_discard_removes_a_ranks_files_and_keeps_a_committed_saves(tmp_path):
+def test_discard_removes_all_ranks_files_and_keeps_a_committed_saves(tmp_path):
     directory = open_to_save(tmp_path)
     ticket = directory.open_save(0)
     for name in (ticket.data_file(0), ticket.part_file(0), ticket.data_file(1)):
         (tmp_path / name).write_bytes(b"")
-    directory.discard(ticket, 0)
-    directory.discard(ticket, 5)
-    # The marker goes with the last file.
-    assert names(tmp_path) == ["0.saving", "1_0.safetensors"]
     assert PADDLE_METADATA in os.listdir(tmp_path)
-    directory.discard(ticket, 1)
+    directory.discard(ticket, [0, 1])
     assert os.listdir(tmp_path) == []
 
     (tmp_path / "0_0.safetensors").write_bytes(b"data")
     (tmp_path / "0.manifest").write_bytes(b"..." + ticket.token.encode())
-    directory.discard(ticket, 0)
+    directory.discard(ticket, [0])
     assert names(tmp_path) == ["0.manifest", "0_0.safetensors"]
+
+
+def test_discard_removes_files_that_a_listing_does_not_show_yet(tmp_path, monkeypatch):
+    directory = open_to_save(tmp_path)
+    ticket = directory.open_save(0)
+    for name in (ticket.data_file(1), ticket.part_file(1), ticket.partition_file(2)):
+        (tmp_path / name).write_bytes(b"")
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalBackend, "names", lambda self, *kind: [ticket.marker_file, PADDLE_METADATA])
+        directory.discard(ticket, [0, 1], partitions=3)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_rank_that_comes_late_removes_what_is_its_own_alone(tmp_path):
+    """Its save is over, and has been cleaned up; another one has taken the same names, or is about to."""
+    late = open_to_save(tmp_path)
+    ticket = late.open_save(0)
+    shard = whole("w", "float32", (5,))
+    files = {save.token: ticket.data_file(rank) for rank, save in enumerate((ticket, replace(ticket, token="other")))}
+    for rank, (token, name) in enumerate(files.items()):
+        late.write_data(
+            replace(ticket, token=token), items_of([shard], name), [values_of(shard, 1).view(np.uint8)], world_size=2
+        )
+        (tmp_path / ticket.part_file(rank)).write_bytes(b"")
+    (tmp_path / ticket.data_file(2)).write_bytes(b"torn")
+    for rank in range(3):
+        late.discard_late(ticket, rank)
+    assert len(names(tmp_path)) == 6, "its marker is there: it is not over"
+    (tmp_path / ticket.marker_file).unlink()
+    for rank in range(3):
+        late.discard_late(ticket, rank)
+    assert names(tmp_path) == [ticket.data_file(1)]
 
 
 @pytest.mark.parametrize("dies", [False, True])
@@ -332,7 +360,7 @@ def test_a_save_that_took_a_checkpoints_names_does_not_remove_its_files(tmp_path
     if dies:
         remove_dead_saves(open_to_save(tmp_path))
     else:
-        directory.discard(late, 0)
+        directory.discard(late, [0])
     assert names(tmp_path) == before
     directory.check_complete(directory.read_manifest(0))
 
@@ -348,7 +376,8 @@ def test_discard_leaves_a_save_alone_that_has_taken_the_same_names(tmp_path):
         taken, 0, items_of([share], taken.data_file(0)), [values_of(share, 1).view(np.uint8)], world_size=1
     )
     before = names(tmp_path)
-    late.discard(ticket, 0)
+    late.discard(ticket, [0])
+    late.discard_late(ticket, 0)
     assert names(tmp_path) == before
     other.commit(taken, [0])
 
@@ -412,20 +441,17 @@ def test_a_marker_that_cannot_be_written_does_not_take_another_s_along(tmp_path,
     assert names(tmp_path) == before
 
 
-@pytest.mark.parametrize("partitions", [None, ()])
-def test_discard_lists_the_directory_once(tmp_path, monkeypatch, partitions):
+def test_discard_lists_the_directory_once(tmp_path, monkeypatch):
     directory = open_to_save(tmp_path)
     ticket = directory.open_save(0)
     for name in (ticket.data_file(0), ticket.data_file(1), ticket.partition_file(0)):
         (tmp_path / name).write_bytes(b"")
+    # The companion is looked for once more.
     listings, list_names = [], LocalBackend.names
     monkeypatch.setattr(LocalBackend, "names", lambda self, *kind: listings.append(1) or list_names(self, *kind))
-    directory.discard(ticket, 0, partitions)
-    left = [ticket.partition_file(0)] if partitions == () else []
-    assert names(tmp_path) == sorted(["0.saving", "1_0.safetensors", *left])
-    assert len(listings) == 1
-    directory.discard(ticket, 1, partitions)
-    assert names(tmp_path) == (["0.saving", *left] if left else [])
+    directory.discard(ticket, [0, 1])
+    assert names(tmp_path) == []
+    assert len(listings) == 2
 
 
 def test_a_renamed_manifest_is_noticed(tmp_path):

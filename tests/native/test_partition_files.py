@@ -201,7 +201,7 @@ def test_ranks_that_give_a_save_up_remove_its_partitions(saved):
     directory = open_to_save(path)
     names = directory.open_save(None, WORLD)
     directory.write_partitions(names, replace(directory.read_committed(0), save_token=names.token))
-    directory.discard(names, 1)
+    directory.discard(names, range(WORLD))
     assert sorted(each.name for each in path.iterdir()) == before
 
 

@@ -25,8 +25,9 @@ from types import FrameType
 from typing import Any
 
 from paddle_flexckpt.testing.simulation.cluster import Cluster, Outcome
+from paddle_flexckpt.testing.simulation.drawing import draw
 from paddle_flexckpt.testing.simulation.remembered import Memory, remembering
-from paddle_flexckpt.testing.simulation.scenario import DAY, Case, draw
+from paddle_flexckpt.testing.simulation.scenario import DAY, Case
 from paddle_flexckpt.testing.simulation.scheduler import Scheduler
 from paddle_flexckpt.testing.simulation.tasks import StuckError
 

@@ -14,15 +14,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from paddle_flexckpt.testing.simulation.drawing import draw, draw_fault, draw_meeting
 from paddle_flexckpt.testing.simulation.habits import draw_habits
 from paddle_flexckpt.testing.simulation.scenario import (
     MOMENTS,
     Case,
     Fault,
     Scenario,
-    draw,
-    draw_fault,
-    draw_meeting,
 )
 
 FOUND = Path(__file__).parent / "found"

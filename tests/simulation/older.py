@@ -56,7 +56,7 @@ _DRIVER = """
 import sys, time
 from dataclasses import replace
 from paddle_flexckpt.testing.simulation.cluster import simulate
-from paddle_flexckpt.testing.simulation.scenario import draw
+from paddle_flexckpt.testing.simulation.drawing import draw
 from paddle_flexckpt.testing.simulation.story import timeline
 first, count, stride = map(int, sys.argv[1:])
 others = 0

@@ -18,7 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from paddle_flexckpt.testing.simulation.cluster import simulate
-from paddle_flexckpt.testing.simulation.scenario import Case, draw
+from paddle_flexckpt.testing.simulation.drawing import draw
+from paddle_flexckpt.testing.simulation.scenario import Case
 from paddle_flexckpt.testing.simulation.shrink import shrink
 from paddle_flexckpt.testing.simulation.story import timeline
 from tests.simulation.campaign import REPEATED, run_seeds

@@ -19,9 +19,10 @@ from paddle_flexckpt.engine import verification
 from paddle_flexckpt.media import lease, retrying
 from paddle_flexckpt.native.verify import Verification
 from paddle_flexckpt.testing.simulation.cluster import Cluster, simulate
+from paddle_flexckpt.testing.simulation.drawing import draw
 from paddle_flexckpt.testing.simulation.faults import phase_of
 from paddle_flexckpt.testing.simulation.habits import HABITS
-from paddle_flexckpt.testing.simulation.scenario import DAY, KINDS, MOMENTS, Case, Fault, Scenario, draw
+from paddle_flexckpt.testing.simulation.scenario import DAY, KINDS, MOMENTS, Case, Fault, Scenario
 from paddle_flexckpt.testing.simulation.tasks import StuckError
 from paddle_flexckpt.testing.simulation.world import ROOT
 from tests.simulation.mistakes import make

@@ -527,7 +527,8 @@ def test_a_state_that_changes_between_its_slices_is_not_saved():
                     state["moment"].local_tensor[...] += 1
                 with pytest.raises(ValidationError, match="'moment'.* changed while the save was staged in slices"):
                     handle.finish_staging()
-                assert world.names() == before
+                if comm.rank == 0:  # it removes what was begun
+                    assert world.names() == before
                 given_up = save_state_dict(state, ROOT, comm, **options)
                 given_up.give_up()
                 with pytest.raises(CheckpointError, match="was given up"):

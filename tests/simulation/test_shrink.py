@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paddle_flexckpt.testing.simulation.scenario import Case, Fault, Scenario, draw
+from paddle_flexckpt.testing.simulation.drawing import draw
+from paddle_flexckpt.testing.simulation.scenario import Case, Fault, Scenario
 from paddle_flexckpt.testing.simulation.shrink import shrink
 from paddle_flexckpt.testing.simulation.story import clock, fingerprint, timeline
 

@@ -108,19 +108,18 @@ def lock_is_not_adopted(right: Any) -> Any:
 
 def survivors_discard(right: Any) -> Any:
     def lose_rank(self: Any, error: Any) -> None:
-        self._is_removable = True
-        self.discard()
+        comm = self.comm if hasattr(self, "comm") else self._comm
+        if not self.directory.is_committed(self.names):
+            self.directory.backend.remove(self.names.data_file(comm.rank))
 
     return lose_rank
 
 
 def discards_whatever(right: Any) -> Any:
-    def discard(self: Any, save: Any, rank: int, partitions: Any = None) -> None:
+    def discard(self: Any, save: Any, ranks: Any, partitions: int = 0) -> None:
         with contextlib.suppress(OSError):
-            for name in (save.prepared_file(rank), save.data_file(rank), save.part_file(rank)):
-                self.backend.remove(name)
-            if not [*filter(save.owns, self.backend.names())]:
-                self.remove_save_files([], save.marker_file)
+            written = [name for rank in ranks for name in (save.data_file(rank), save.part_file(rank))]
+            self.remove_save_files(sorted({*written, *filter(save.owns, self.backend.names())}), save.marker_file)
 
     return discard
 

@@ -393,7 +393,8 @@ class Ledger(StoredCheckpoints):
         """Check that all ranks that saw a call fail saw the same text.
 
         It names who has gone, if that is all that happened; beside it perhaps those that ``ended`` by themselves,
-        after an exchange that went well for them. ``is_all`` says that nothing but deaths of ranks can have made a call fail.
+        after an exchange that went well for them. ``is_all`` says that nothing but deaths of ranks can have made a
+        call fail.
         """
         for (name, number, stage), errors in self._errors.items():
             if (name, number) != (job, incarnation) or culprits is None:
@@ -409,7 +410,8 @@ class Ledger(StoredCheckpoints):
                 if kind != LostRankError.__name__ or len(culprits) != 1:
                     continue
                 named = {int(each) for group in _GONE.findall(text) for each in group.split(", ")}
-                if not culprits <= named <= culprits | ended:
+                # Rank 0 keeps the store, which knows of the others; it may have ended well.
+                if not (culprits <= named or named == {0}) or not named <= culprits | ended:
                     self.violate(
                         "the true culprit", f"rank {min(culprits)} had gone; {stage} said on rank {rank}: {text}"
                     )
