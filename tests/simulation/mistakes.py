@@ -97,6 +97,18 @@ MISTAKES = {
             {"live.shared_saves:SharedSave.lose_rank": wrong.survivors_discard},
         ),
         Mistake(
+            "each-rank-discards",
+            "each rank of a failed save removes its own file, without the right to save",
+            {"live.shared_saves:SharedSave.discard": wrong.each_rank_discards},
+            can_show=lambda case: case.scenario.jobs > 1,
+        ),
+        Mistake(
+            "removes-without-lease",
+            "who has lost its lease goes on removing",
+            {"media.remote:FsspecBackend.remove": wrong.removes_without_lease},
+            "store",
+        ),
+        Mistake(
             "discards-committed",
             "a failed save removes its files without a look whether it was committed",
             {"native.leftovers:LeftoverDirectory.discard": wrong.discards_whatever},

@@ -115,6 +115,20 @@ def survivors_discard(right: Any) -> Any:
     return lose_rank
 
 
+def each_rank_discards(right: Any) -> Any:
+    def discard(self: Any) -> None:
+        with contextlib.suppress(OSError):
+            if self._is_removable and not self.directory.is_committed(self.names):
+                self.directory.backend.remove(self.names.data_file(self._comm.rank))
+        right(self)
+
+    return discard
+
+
+def removes_without_lease(right: Any) -> Any:
+    return lambda self, name: self._medium.remove(name)
+
+
 def discards_whatever(right: Any) -> Any:
     def discard(self: Any, save: Any, ranks: Any, partitions: int = 0) -> None:
         with contextlib.suppress(OSError):

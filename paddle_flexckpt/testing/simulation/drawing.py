@@ -43,7 +43,7 @@ def draw(seed: int) -> Case:
         faults += draw_meeting(choose, scenario)
     faults += draw_care(seed, scenario)
     case = Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at)))
-    return _with_lost_disk(_with_lost_publisher(_with_slow_reader(case)))
+    return _with_slow_removal(_with_lost_disk(_with_lost_publisher(_with_slow_reader(case))))
 
 
 def _with_slow_reader(case: Case) -> Case:
@@ -85,6 +85,21 @@ def _with_lost_disk(case: Case) -> Case:
     moment = _moment(choose, ["manifest put in place", "manifest put in place", "removal", "data", "fsync", "reading"])
     lost = Fault("lose_disk", begin, target, choose.choice(["", moment]), choose.choice([1, 1, 2, 3]))
     return Case(scenario, tuple(sorted((*case.faults, lost), key=lambda fault: fault.at)))
+
+
+def _with_slow_removal(case: Case) -> Case:
+    """Have a rank of some cases stop where it removes something of a failed save, while another job saves the step."""
+    scenario, choose = case.scenario, random.Random(f"removing {case.scenario.seed}")
+    if scenario.jobs == 1 or scenario.is_async or max(scenario.world_sizes) == 1 or choose.random() > 0.2:
+        return case
+    save = scenario.save_every * scenario.step_seconds
+    begin = save * choose.randint(1, scenario.steps // scenario.save_every) - 1.0
+    rank, seconds = f"rank:{choose.randrange(max(scenario.world_sizes))}", choose.choice([5.0, 30.0])
+    later = Fault("slow_call", begin, "b/rank:0", "any call", seconds=seconds)
+    failed = Fault("io_error", begin, rank, "data", amount=5.0)
+    stopped = Fault("stop_rank", begin, rank, "removal", choose.choice([1, 1, 2]), seconds=seconds + 20.0)
+    scenario = replace(scenario, grace=max(scenario.grace, 60.0))
+    return Case(scenario, tuple(sorted((*case.faults, later, failed, stopped), key=lambda fault: fault.at)))
 
 
 def draw_care(seed: int, scenario: Scenario) -> list[Fault]:
