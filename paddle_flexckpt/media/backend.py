@@ -280,7 +280,12 @@ class Backend(ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file; one that is not there is fine."""
+        """Remove a file; one that is not there is fine.
+
+        Raises:
+            CheckpointError: This process has lost the lease that it had here: another save may have the name by now.
+            OSError: That, or the medium refused.
+        """
 
     def remove_unfinished(self, wanted: Callable[[str], bool]) -> None:  # noqa: B027
         """Remove what a medium keeps of wanted files that were begun and not finished; :meth:`names` lists none."""
