@@ -196,8 +196,8 @@ class Save:
                 self._undo.pop_all()  # others may be writing already: the next save needs the marker
                 raise
             self._undo.pop_all()
-            # From here on a rank removes what it wrote if all were told of a failure: the coordinator cannot commit. If
-            # a rank is lost nobody knows how far the others are; the marker stays, and the next save removes the rest.
+            # From here on what was written is removed if all ranks were told of a failure: nobody can commit then. If a
+            # rank is lost nobody knows how far the others are; the marker stays, and the next save removes the rest.
             with self._tidying():
                 self.prepare(state, found if isinstance(found, SavePlan) else self.plan(state, found))
                 return self.commit(*self.write()) if self._options.slice_bytes is None else self.slice()

@@ -208,7 +208,7 @@ class StepDirectories:
     def give_up(self, step: int, error: CheckpointError, keeps: bool) -> None:
         """Remove the directory of a save that failed, and say more of a full disk where a policy says what is kept.
 
-        All ranks may call it. Each has removed its files, so the last one finds the directory empty.
+        All ranks may call it. The coordinator has removed the files of all, so it finds the directory empty.
 
         Raises:
             CheckpointError: The disk is full: what can be done.
