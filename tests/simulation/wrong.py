@@ -109,8 +109,9 @@ def lock_is_not_adopted(right: Any) -> Any:
 def survivors_discard(right: Any) -> Any:
     def lose_rank(self: Any, error: Any) -> None:
         comm = self.comm if hasattr(self, "comm") else self._comm
-        if not self.directory.is_committed(self.names):
-            self.directory.backend.remove(self.names.data_file(comm.rank))
+        with contextlib.suppress(OSError):
+            if not self.directory.is_committed(self.names):
+                self.directory.backend.remove(self.names.data_file(comm.rank))
 
     return lose_rank
 
