@@ -202,7 +202,12 @@ def remove_dead_saves(
         if directory.is_committed(save):
             directory.update_companion()  # it may have died before that
         directory.remove_save_files(useless, marker)
-        removed += [*useless, marker]
+        # Ranks of a dead save may live. One that has looked while the marker was there leaves its files to this.
+        late = [name for name in directory.find_useless(save, directory.backend.names()) if save.owns(name)]
+        if late:
+            map_files(directory.backend, directory.backend.remove, late)
+            directory.remove_refusal()
+        removed += [*useless, marker, *late]
     return removed
 
 

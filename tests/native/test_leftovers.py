@@ -279,6 +279,24 @@ def test_latest_looks_once_where_nothing_goes(tmp_path, monkeypatch):
     assert len(looks) == 1
 
 
+def test_what_a_rank_of_a_dead_save_writes_meanwhile_is_removed_too(tmp_path, monkeypatch):
+    """Its coordinator has died, and the rank has looked while the marker was there: it leaves its files to the next."""
+    ticket = open_to_save(tmp_path).open_save(0)
+    directory = open_to_save(tmp_path)
+    remove = directory.backend.remove
+
+    def write_and_remove(name):
+        if name == ticket.marker_file:
+            for late in (ticket.data_file(1), ticket.part_file(1)):
+                (tmp_path / late).write_bytes(b"late")
+        remove(name)
+
+    monkeypatch.setattr(directory.backend, "remove", write_and_remove)
+    removed = remove_dead_saves(directory)
+    assert sorted(removed) == sorted([ticket.marker_file, ticket.data_file(1), ticket.part_file(1)])
+    assert os.listdir(tmp_path) == []
+
+
 def test_a_checkpoint_is_complete_only_with_its_own_files(tmp_path):
     save(tmp_path / "a", 0)
     save(tmp_path / "b", 0, seed=3)

@@ -258,10 +258,11 @@ class Script:
         self._collect_handles()
 
     def _restore(self, manager: CheckpointManager) -> int:
-        self.stage = "latest_step"
+        # Another rank may come to the restore, and to an error of storage, before this one.
+        self.stage, since = "latest_step", self.job.cluster.scheduler.now
         if manager.latest_step() is None:
             return 0
-        self.stage, since = "restore", self.job.cluster.scheduler.now
+        self.stage = "restore"
         state = shards(self.rank, self.size, self.layout, None, self.shapes)
         options = restore_options(self.scenario.habits, self.scenario.keep)
         try:
