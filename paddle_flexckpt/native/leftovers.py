@@ -59,7 +59,8 @@ class LeftoverDirectory(MessageDirectory):
         Nobody else would look for it. Another save may have the same names by now: what is not known to be this
         save's is left alone.
         """
-        with contextlib.suppress(OSError):
+        # It does no harm if it stays, and must not hide why the save failed.
+        with contextlib.suppress(OSError, CheckpointError):
             if self.sees(save) or self.is_committed(save) or self.is_taken(save):
                 return
             own = [save.part_file(rank), save.decision_file(rank)]

@@ -382,6 +382,19 @@ def test_discard_leaves_a_save_alone_that_has_taken_the_same_names(tmp_path):
     other.commit(taken, [0])
 
 
+def test_a_late_rank_that_loses_its_lease_while_it_removes_says_nothing(tmp_path, monkeypatch):
+    """The failure that it is about to report must not be hidden."""
+    late = open_to_save(tmp_path)
+    ticket = late.open_save(0)
+    (tmp_path / ticket.marker_file).unlink()
+
+    def refuse(name: str) -> None:
+        raise CheckpointError("somebody has taken the right to save over")
+
+    monkeypatch.setattr(late.backend, "remove", refuse)
+    late.discard_late(ticket, 0)
+
+
 @pytest.mark.parametrize("times", [1, 1000])
 def test_a_decision_that_is_cleaned_up_before_it_is_read_is_none(tmp_path, monkeypatch, times):
     directory = open_to_save(tmp_path)
