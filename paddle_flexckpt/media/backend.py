@@ -121,7 +121,7 @@ class OutputFile(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Close and remove the file, as far as the medium lets it: another error is on its way."""
+        """Close the file, and remove it where it is known to be this one; another error is on its way."""
 
     def __enter__(self) -> OutputFile:
         return self

@@ -2,7 +2,7 @@
 
 Whatever becomes durable here goes through :func:`fsync`; :func:`sync_path` does it for the names of files.
 
-Tested in tests/media/test_destinations.py and tests/crash/test_faults.py.
+Tested in tests/media/test_local.py, tests/media/test_destinations.py and tests/crash/test_faults.py.
 """
 
 from __future__ import annotations
@@ -109,10 +109,8 @@ class LocalOutputFile(OutputFile):
     def finish(self) -> None:
         """Make the bytes durable, and then rename the file."""
         with naming(self._path):
-            try:
-                self.make_durable()
-            finally:
-                self._close()
+            self.make_durable()
+            self._close()
         if self._path != self._final:
             os.rename(self._path, self._final)
 
@@ -120,10 +118,21 @@ class LocalOutputFile(OutputFile):
         """Implement the base class; what was there before, and is overwritten, stays as it is by now."""
         # What cannot be removed does no harm, and must not hide why the file is aborted.
         with contextlib.suppress(OSError):
-            self._close()
-        if not self._overwrites:
-            with contextlib.suppress(OSError):
+            if self._is_own():
                 os.unlink(self._path)
+        with contextlib.suppress(OSError):
+            self._close()
+
+    def _is_own(self) -> bool:
+        """Return whether nobody else has made the file that has the name.
+
+        Of who was stopped for long the file may have been removed, and a later save may have the name.
+        """
+        if self._path != self._final:
+            return True
+        if self._overwrites or self._descriptor < 0:
+            return False
+        return os.path.samestat(os.fstat(self._descriptor), os.stat(self._path, follow_symlinks=False))
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1

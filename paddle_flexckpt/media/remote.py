@@ -167,10 +167,9 @@ class FsspecBackend(Backend):
         """
         # S3 takes a certain number of parts; this many are fine for everybody.
         part_bytes = max(self._settings["part_bytes"], -(-(size or 0) // MOST_PARTS))
-        commit = self._commit() if mode == "replace" else "put"
         # What replaces another file is replaced by who has the right to.
         before = self.locks.recheck if mode == "replace" else lambda: None
-        return RemoteOutputFile(self._medium, name, part_bytes, size, mode == "new", commit, before)
+        return RemoteOutputFile(self._medium, name, part_bytes, size, mode, self._commit(), before)
 
     def remove(self, name: str) -> None:
         """Implement the base class; each try needs the lease, of a process that has taken it."""

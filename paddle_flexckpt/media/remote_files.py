@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from paddle_flexckpt.media.backend import Buffer, InputFile, OutputFile
+from paddle_flexckpt.media.backend import Buffer, InputFile, Mode, OutputFile
 from paddle_flexckpt.media.medium import Commit, Medium, Upload
 from paddle_flexckpt.media.read_ahead import ReadAhead, Wanted, plan_requests
 
@@ -150,19 +150,19 @@ class RemoteOutputFile(OutputFile):
         name: str,
         part_bytes: int,
         size: int | None,
-        exclusive: bool,
+        mode: Mode,
         commit: Commit,
         before: Callable[[], None],
     ) -> None:
         """Send nothing yet.
 
-        ``exclusive`` makes it an error if there is one already. ``before`` is called before each try to write it whole
-        or to rename it.
+        ``commit`` is the medium's. ``before`` is called before each try to write it whole or to rename it.
         """
         self._before = before
         self._medium, self._target, self._commit = medium, name, commit
-        self._name = name if commit == "put" else f"{name}.{os.urandom(16).hex()}.tmp"
-        self._part_bytes, self._size, self._exclusive = part_bytes, size, exclusive or commit != "put"
+        is_renamed = mode == "replace" and commit != "put"
+        self._name = f"{name}.{os.urandom(16).hex()}.tmp" if is_renamed else name
+        self._part_bytes, self._size, self._exclusive = part_bytes, size, mode == "new" or is_renamed
         self._buffer, self._piece = bytearray(), b""
         self._upload: Upload | None = None
         self._whole = False
@@ -220,7 +220,8 @@ class RemoteOutputFile(OutputFile):
         self._buffer = bytearray()
         if self._upload is not None:
             self._upload.abort()
-        # What it was to replace stays.
-        if self._exclusive and self._is_there:
+        # What it was to replace stays. An object appears whole or not at all: what is there now may be another save's,
+        # which has the names of this one by now.
+        if self._exclusive and self._is_there and self._commit != "put":
             with contextlib.suppress(OSError):
                 self._medium.remove(self._name)

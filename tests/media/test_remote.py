@@ -31,6 +31,7 @@ from paddle_flexckpt.media.opening import open_backend, open_storage, reopen
 from paddle_flexckpt.media.remote import FsspecBackend
 from paddle_flexckpt.media.remote_files import RemoteInputFile, Windows
 from paddle_flexckpt.media.urls import redacted
+from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from tests.media.stores import KINDS, Disk
 from tests.native.test_directory import save as save_native
@@ -94,6 +95,7 @@ def test_paths_never_need_fsspec(tmp_path):
 import sys
 import numpy as np
 from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.cli.main import main
 open_to_save({str(tmp_path / "d")!r}).lock().release()
@@ -436,7 +438,32 @@ def test_a_file_that_is_cut_short_on_its_way_is_found_out(store, monkeypatch):
     text = f"{6 * MIB} bytes were written, and {6 * MIB - 1} are there"
     with pytest.raises(OSError, match=text), store.create("x") as file:
         file.write(bytes(6 * MIB))
-    assert disk.files == {}
+
+
+def test_who_fails_to_create_a_file_leaves_that_of_another(store):
+    """An object of this name may be of a save that came later: of the two, one was stopped for long."""
+    store = open_storage(f"{store.path}", commit="put", retries=0)
+    disk = disk_of(store)
+
+    def another_is_faster(number, operation, path):
+        if operation == "put":
+            disk.files[path] = b"of another"
+            return OSError("injected")
+
+    disk.fate = another_is_faster
+    with pytest.raises(OSError, match="injected"), store.create("x") as file:
+        file.write(b"own")
+    assert disk.files == {"d/run/x": b"of another"}
+
+
+def test_a_decision_stays_made_if_its_answer_is_lost(store):
+    """Else it could be made a second time, differently, after others have kept to it."""
+    disk, names = disk_of(store), SaveNames(0, 0, "token")
+    disk.fate = lambda number, operation, path: (OSError("lost"),) if operation == "put" else None
+    with pytest.raises(OSError, match="lost"):
+        open_to_save(store).decide(names, 0, b"given up")
+    disk.fate = None
+    assert open_to_save(store).decide(names, 0, b"commit") == b"given up"
 
 
 def test_an_exception_leaves_what_was_to_be_replaced(kind):
