@@ -62,6 +62,8 @@ class SaveOutcome:
     def agree_after_death(self, error: CheckpointError) -> Failure | None:
         """Return the outcome, as :meth:`agree`, when this rank's writer has died; called in the training process."""
         if self.directory.is_committed(self.job.names):
+            # The writer may have died while it was about to give up what it did not know to be committed.
+            self.directory.withdraw_decision(self.job.names, self.job.coordinator)
             return self._finish()
         written, _ = self.directory.progress(self.job.names, [self.job.rank])
         # With its part in place, a rank has done all that it owes the others; but nobody commits for the coordinator.
@@ -172,10 +174,10 @@ class SaveOutcome:
         for number, pause in enumerate(_pauses(), 1):
             try:
                 if self.directory.is_committed(job.names):
-                    return self._finish()
+                    return self._finish(own)
                 written, failed = self.directory.progress(job.names, job.ranks)
                 if failed.get(job.coordinator) == _COMMIT:  # since the look before
-                    return self._finish()
+                    return self._finish(own)
                 if job.coordinator in failed:
                     return Failure.decode(failed[job.coordinator])
                 # Its part stays until the save is over, unless it was written after that.
@@ -209,7 +211,7 @@ class SaveOutcome:
                 if given_up is not None and self.directory.is_committed(job.names):
                     # The coordinator's decision has been cleaned up since this rank looked.
                     self.directory.withdraw_decision(job.names, job.coordinator)
-                    return self._finish()
+                    return self._finish(own)
                 if given_up is not None:
                     return self._give_up(given_up)
                 # It has begun to commit, so it lives, or did.
@@ -226,21 +228,23 @@ class SaveOutcome:
         self.directory.discard_late(self.job.names, self.job.rank)
         return combine([(self.job.rank, _replaced())])
 
-    def _finish(self) -> Failure | None:
-        """See to it that the coordinator's commit is durable, and leave no part behind; return why it is not, if so.
+    def _finish(self, own: Failure | None = None) -> Failure | None:
+        """See to it that the coordinator's commit is durable, and leave no message; return why it is not, if so.
 
-        The request that put this rank's part may have been made again after the coordinator had cleaned up.
+        The request that put this rank's part may have been made again after the coordinator had cleaned up. And the
+        coordinator may have seen the part, and not that the rank has said that it failed (``own``).
         """
         if self.job.is_coordinator:
             failure = self._make_durable()
             self._tell(failure)
         else:
             failure = self._await_durable()
-        part = self.job.names.part_file(self.job.rank)
-        try:
-            self.directory.backend.remove(part)
-        except OSError as error:
-            self.warnings.append(f"the checkpoint is complete, but {part} could not be removed: {error}")
+        names, rank = self.job.names, self.job.rank
+        for name in [names.part_file(rank), *([] if own is None else [names.failure_file(rank)])]:
+            try:
+                self.directory.backend.remove(name)
+            except OSError as error:
+                self.warnings.append(f"the checkpoint is complete, but {name} could not be removed: {error}")
         return failure
 
     def _await_durable(self) -> Failure | None:

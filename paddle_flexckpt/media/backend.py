@@ -29,8 +29,9 @@ Result = TypeVar("Result")
 # How a new file comes to its name:
 #   new        There must be none of that name.
 #   replace    It appears whole when it is finished, instead of what is there then.
+#   publish    As replace; what another process puts there since a last look is not replaced, where a medium can tell.
 #   overwrite  It is written where it stands: for small files that may be seen half written.
-Mode = Literal["new", "replace", "overwrite"]
+Mode = Literal["new", "replace", "publish", "overwrite"]
 # What is listed: files without the lease; directories; or whatever is there.
 Kind = Literal["files", "directories", "any"]
 
@@ -115,6 +116,9 @@ class OutputFile(ABC):
     def make_durable(self) -> None:  # noqa: B027
         """Make the bytes durable where that can be done before :meth:`finish`, which then takes little time."""
 
+    def look(self) -> None:  # noqa: B027
+        """Look at what a published file would replace now, where a medium can keep it from replacing anything else."""
+
     @abstractmethod
     def finish(self) -> None:
         """Close the file; its bytes are durable when this returns."""
@@ -195,6 +199,11 @@ class Locks:
 
     def recheck(self) -> None:
         """Make sure again, if that was so long ago that it may have changed; errors as of :meth:`check`."""
+
+    @property
+    def can_run_out(self) -> bool:
+        """Return whether the right that was taken can be lost by who is stopped, and goes on without knowing it."""
+        return False
 
     def forget_lost(self) -> None:
         """Forget the right to save if it has been lost: what follows is done as by one who never had it."""
@@ -332,10 +341,10 @@ def publish(backend: Backend, name: str, data: bytes, *checks: Callable[[], obje
         OSError: The medium refused; what is there may be the old file or the new one.
     """
     backend.sync()
-    with backend.create(name, "replace", len(data)) as file:
+    with backend.create(name, "publish", len(data)) as file:
         file.write(data)
         file.make_durable()
-        run_beside(backend, backend.locks.check, *checks)
+        run_beside(backend, backend.locks.check, file.look, *checks)
         # The others may have taken long.
         backend.locks.recheck()
     backend.sync()

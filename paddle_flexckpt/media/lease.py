@@ -250,6 +250,11 @@ class LeaseLocks(Locks):
         # When the writing of the last claim was begun.
         self._wrote_at = -math.inf
 
+    @property
+    def can_run_out(self) -> bool:
+        """Implement the base class: a lease can, a lock of the kernel cannot."""
+        return self._lease is not None
+
     def take(self) -> SaveLock:
         """Take the right to save, after waiting for a lease that nobody renews to run out; errors as of the base class.
 

@@ -84,7 +84,7 @@ class LocalOutputFile(OutputFile):
     def __init__(self, path: str, mode: Mode = "new") -> None:
         """Begin the file; under another name if it is to replace what is there."""
         self._final = path
-        self._path = f"{path}.{os.urandom(16).hex()}.tmp" if mode == "replace" else path
+        self._path = f"{path}.{os.urandom(16).hex()}.tmp" if mode in ("replace", "publish") else path
         self._overwrites = mode == "overwrite"
         how = os.O_TRUNC if self._overwrites else os.O_EXCL
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o666)

@@ -222,6 +222,22 @@ class Medium:
 
         self.ask(name, send, again=is_ours)
 
+    def look(self, name: str) -> str:
+        """Return what :meth:`publish` replaces; empty if there is nothing, or the medium cannot tell."""
+        return ""
+
+    def publish(self, name: str, data: bytes | bytearray, replaced: str, before: Callable[[], None]) -> None:
+        """Write a whole file instead of what :meth:`look` has found.
+
+        What is another one by now is looked at again, and replaced if ``before`` still allows it, which is called
+        before each try as for :meth:`put`. Where the medium has no such condition, it is replaced in any case.
+        """
+        if self.exclusive:
+            with contextlib.suppress(FileExistsError):
+                self.put(name, data, True, before)
+                return
+        self.put(name, data, before=before)
+
     def check_new(self, name: str, text: str = "exists") -> None:
         """Raise FileExistsError if a file is there."""
         if self.exists(name):

@@ -168,7 +168,7 @@ class FsspecBackend(Backend):
         # S3 takes a certain number of parts; this many are fine for everybody.
         part_bytes = max(self._settings["part_bytes"], -(-(size or 0) // MOST_PARTS))
         # What replaces another file is replaced by who has the right to.
-        before = self.locks.recheck if mode == "replace" else lambda: None
+        before = self.locks.recheck if mode in ("replace", "publish") else lambda: None
         return RemoteOutputFile(self._medium, name, part_bytes, size, mode, self._commit(), before)
 
     def remove(self, name: str) -> None:

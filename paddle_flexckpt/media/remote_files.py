@@ -160,9 +160,10 @@ class RemoteOutputFile(OutputFile):
         """
         self._before = before
         self._medium, self._target, self._commit = medium, name, commit
-        is_renamed = mode == "replace" and commit != "put"
+        is_renamed = mode in ("replace", "publish") and commit != "put"
         self._name = f"{name}.{os.urandom(16).hex()}.tmp" if is_renamed else name
         self._part_bytes, self._size, self._exclusive = part_bytes, size, mode == "new" or is_renamed
+        self._is_published, self._replaced = mode == "publish" and not is_renamed, ""
         self._buffer, self._piece = bytearray(), b""
         self._upload: Upload | None = None
         self._whole = False
@@ -193,6 +194,11 @@ class RemoteOutputFile(OutputFile):
             chunk, self._buffer = self._buffer, bytearray()
             self._upload.send(chunk)
 
+    def look(self) -> None:
+        """Implement the base class."""
+        if self._is_published:
+            self._replaced = self._medium.look(self._name)
+
     def finish(self) -> None:
         """Send the rest, and give the file its name.
 
@@ -203,8 +209,12 @@ class RemoteOutputFile(OutputFile):
             self._send()
             self._upload.finish()
         else:
+            data = self._piece or self._buffer
             try:
-                self._medium.put(self._name, self._piece or self._buffer, self._exclusive, self._before)
+                if self._is_published:
+                    self._medium.publish(self._name, data, self._replaced, self._before)
+                else:
+                    self._medium.put(self._name, data, self._exclusive, self._before)
             except FileExistsError:
                 raise
             except BaseException:

@@ -20,6 +20,8 @@ PROTOCOLS = frozenset({"s3", "s3a"})
 # S3's limits.
 LEAST_PART_BYTES = 5 << 20
 MOST_PARTS = 10_000
+# Of a commit where the object is another one each time.
+_TRIES = 5
 # Connections that are kept; botocore's own bound is less than what may be under way.
 CONNECTIONS = 64
 
@@ -107,7 +109,7 @@ class S3Upload(Upload):
         self._size += len(chunk)
 
     def _send(self, number: int, data: bytearray) -> dict[str, Any]:
-        parameters = {"UploadId": self._id, "PartNumber": number, "Body": data}
+        parameters: dict[str, Any] = {"UploadId": self._id, "PartNumber": number, "Body": data}
         answer = self._s3.call("upload_part", self._name, stop=self._stop, **parameters)
         return {"PartNumber": number, "ETag": answer["ETag"]}
 
@@ -120,7 +122,7 @@ class S3Upload(Upload):
         while self._under_way:
             self._collect()
         self._pool.shutdown()
-        parts = {"UploadId": self._id, "MultipartUpload": {"Parts": self._parts}}
+        parts: dict[str, Any] = {"UploadId": self._id, "MultipartUpload": {"Parts": self._parts}}
         self._s3.conditional(self._exclusive, "complete_multipart_upload", self._name, again=self._is_done, **parts)
 
     def _is_done(self, error: Exception) -> dict[str, Any] | None:
@@ -151,15 +153,19 @@ class S3Medium(Medium):
         self.file_system.retries = 1
         self._bucket, key = self.file_system.split_path(self._root)[:2]
         self._start = f"{key}/" if key else ""
-        self._takes_conditions: bool | None = None
+        self._conditions: frozenset[str] | None = None
 
     @property
     def exclusive(self) -> bool:
         """Return whether the store takes conditions; some take them and do not keep them."""
-        if self._takes_conditions is None:
+        return self._takes("IfNoneMatch")
+
+    def _takes(self, condition: str) -> bool:
+        """Return whether the client knows a condition, and the store has not refused one."""
+        if self._conditions is None:
             model = self.file_system.s3.meta.service_model.operation_model("PutObject")
-            self._takes_conditions = "IfNoneMatch" in model.input_shape.members
-        return self._takes_conditions
+            self._conditions = frozenset({"IfNoneMatch", "IfMatch"} & set(model.input_shape.members))
+        return condition in self._conditions
 
     def request(self, operation: str, name: str, **parameters: Any) -> dict[str, Any]:
         """Make one try of a request about an object, by botocore's name of it; errors are s3fs's."""
@@ -167,9 +173,19 @@ class S3Medium(Medium):
         answer: dict[str, Any] = self.file_system.call_s3(operation, Bucket=bucket, Key=key, **parameters)
         return answer
 
-    def call(self, operation: str, name: str, **parameters: Any) -> dict[str, Any]:
-        """Make the same request, again where that may help; errors as of :meth:`ask`."""
-        answer: dict[str, Any] = self.ask(name, self.request, operation, name, **parameters)
+    def call(
+        self, operation: str, name: str, before: Callable[[], None] = lambda: None, **parameters: Any
+    ) -> dict[str, Any]:
+        """Make the same request, again where that may help; errors as of :meth:`ask`.
+
+        ``before`` is called before each try; what it raises ends them.
+        """
+
+        def send(**parameters: Any) -> dict[str, Any]:
+            before()
+            return self.request(operation, name, **parameters)
+
+        answer: dict[str, Any] = self.ask(name, send, **parameters)
         return answer
 
     def conditional(self, exclusive: bool, operation: str, name: str, **parameters: Any) -> None:
@@ -178,17 +194,22 @@ class S3Medium(Medium):
         Raises:
             FileExistsError: There is one.
         """
-        if exclusive and self.exclusive:
-            try:
-                self.call(operation, name, IfNoneMatch="*", **parameters)
-                return
-            except OSError as error:
-                if error.errno != errno.ENOSYS and status_of(error) != 501:
-                    raise
-                self._takes_conditions = False
+        if exclusive and self.exclusive and self._tried(operation, name, IfNoneMatch="*", **parameters):
+            return
         if exclusive:
             self.check_new(name)
         self.call(operation, name, **parameters)
+
+    def _tried(self, operation: str, name: str, **parameters: Any) -> bool:
+        """Make a request with a condition; return whether the store knows it, and otherwise use none any more."""
+        try:
+            self.call(operation, name, **parameters)
+        except OSError as error:
+            if error.errno != errno.ENOSYS and status_of(error) != 501:
+                raise
+            self._conditions = frozenset()
+            return False
+        return True
 
     def _pages(self, operation: str, following: dict[str, str], **parameters: Any) -> Iterator[dict[str, Any]]:
         """List something of the bucket page by page; ``following`` says what of a page asks for the next one."""
@@ -274,19 +295,33 @@ class S3Medium(Medium):
         self, name: str, data: bytes | bytearray, exclusive: bool = False, before: Callable[[], None] = lambda: None
     ) -> None:
         """Write a whole object as the base class does."""
+        self.conditional(exclusive, "put_object", name, before=before, again=self._is_put(name, data), Body=data)
 
-        def is_ours(error: Exception) -> dict[str, Any] | None:
-            """Tell whether an earlier try has created the object that is in the way now."""
-            return {} if exclusive and status_of(error) == 412 and self.read(name) == data else None
+    def _is_put(self, name: str, data: bytes | bytearray) -> Callable[[Exception], dict[str, Any] | None]:
+        """Return what tells whether an earlier try has written the object because of which a condition is not met."""
+        return lambda error: {} if status_of(error) == 412 and self.read(name) == data else None
 
-        def send() -> dict[str, Any]:
-            before()
-            return self.request("put_object", name, Body=data)
+    def look(self, name: str) -> str:
+        """Implement the base class."""
+        return (self.etag(name) or "") if self._takes("IfMatch") else ""
 
-        if exclusive:
-            self.conditional(exclusive, "put_object", name, Body=data, again=is_ours)
-        else:
-            self.ask(name, send)
+    def publish(self, name: str, data: bytes | bytearray, replaced: str, before: Callable[[], None]) -> None:
+        """Implement the base class."""
+        if not self._takes("IfMatch"):
+            super().publish(name, data, replaced, before)
+            return
+        parameters: dict[str, Any] = {"before": before, "again": self._is_put(name, data), "Body": data}
+        for left in reversed(range(_TRIES)):
+            condition: dict[str, Any] = {"IfMatch": replaced} if replaced else {"IfNoneMatch": "*"}
+            try:
+                if not self._tried("put_object", name, **condition, **parameters):
+                    break
+                return
+            except (FileExistsError, FileNotFoundError):  # it is another one, or gone
+                if not left:
+                    raise
+                replaced = self.look(name)
+        self.put(name, data, before=before)
 
     def upload(self, name: str, part_bytes: int, exclusive: bool) -> Upload:
         """Implement the base class."""
@@ -294,12 +329,7 @@ class S3Medium(Medium):
 
     def remove(self, name: str, before: Callable[[], None] = lambda: None) -> None:
         """Implement the base class."""
-
-        def send() -> dict[str, Any]:
-            before()
-            return self.request("delete_object", name)
-
-        self.ask(name, send)
+        self.call("delete_object", name, before=before)
 
     def make_directory(self) -> None:
         """Do nothing: a key needs no directory."""

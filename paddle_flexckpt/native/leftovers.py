@@ -50,7 +50,7 @@ class LeftoverDirectory(MessageDirectory):
             written = [name for rank in ranks for name in (save.data_file(rank), save.part_file(rank))]
             written += map(save.partition_file, range(partitions))
             files = {*written, *filter(save.owns, self.backend.names())} - self.named_files(save.unique_id)
-            self.remove_uploads(save)
+            self.remove_uploads(save.owns)
             self.remove_save_files(sorted(files), save.marker_file)
 
     def discard_late(self, save: SaveNames, rank: int) -> None:
@@ -115,16 +115,26 @@ class LeftoverDirectory(MessageDirectory):
                 useless.append(name)
         return useless
 
+    def may_commit_late(self, save: SaveNames, current: SaveNames) -> bool:
+        """Return whether a save that counts as dead may have its manifest put in place before the current one has.
+
+        Its process may be stopped, or its request be on its way. Without its files the manifest would stand for
+        nothing, in place of the one that is there now.
+        """
+        return self.backend.locks.can_run_out and is_before(
+            (save.unique_id, save.generation), current.unique_id, current.generation
+        )
+
     def remove_temporaries(self, names: Iterable[str]) -> list[str]:
         """Remove those of the files that are manifests or companions never put in place, and return their names."""
         names = sorted(filter(self._temporary.fullmatch, names))
         map_files(self.backend, self.backend.remove, names)
         return names
 
-    def remove_uploads(self, save: SaveNames) -> None:
-        """Remove what a dead save had begun to send to a remote store."""
+    def remove_uploads(self, wanted: Callable[[str], bool]) -> None:
+        """Remove what dead saves had begun to send to a remote store: files with wanted names."""
         try:
-            self.backend.remove_unfinished(save.owns)
+            self.backend.remove_unfinished(wanted)
         except OSError as error:
             # Not every store lets everybody ask; nothing depends on it but its bill.
             logger.warning(f"what a dead save had begun to send could not be looked for: {error}")
@@ -178,7 +188,8 @@ def remove_dead_saves(
     lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody, nor are partitions
     that a repair did without. What is prepared stays: another node may have published its part of that save.
 
-    ``current`` is the save that is being made, ``aborted`` has the tokens of prepared saves that no node has published.
+    ``current`` is the save that is being made. What may still be committed, and is replaced by it, is left to
+    :meth:`SaveDirectory.finish`. ``aborted`` has the tokens of prepared saves that no node has published.
     ``names`` are the directory's files as the caller has listed them since it has the lock; None lists them here.
     Returns the names of the files removed.
     """
@@ -193,13 +204,15 @@ def remove_dead_saves(
             continue
         if save.token not in aborted and find_prepared(directory, save, names):
             continue
+        if current is not None and directory.may_commit_late(save, current):
+            continue
         try:
             useless = directory.find_useless(save, names)
         except CorruptCheckpointError:
             continue  # whose files these are cannot be told
         # Whoever has taken the lease over meanwhile has a marker here too.
         directory.backend.locks.recheck()
-        directory.remove_uploads(save)
+        directory.remove_uploads(save.owns)
         if directory.is_committed(save):
             directory.update_companion()  # it may have died before that
         directory.remove_save_files(useless, marker)

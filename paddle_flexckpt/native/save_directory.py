@@ -371,17 +371,32 @@ class SaveDirectory(LeftoverDirectory):
             # A store may list a file too late, and without its marker nobody would look for it again.
             names = [*names, *sorted(self._known.difference(names))]
             useless = self.find_useless(save, names, being_read, manifest)
+            dead = [name for name in names if is_before(marked_by(name), save.unique_id, save.generation)]
+            if dead and not being_read:
+                useless = self._remove_replaced_saves(save, useless, dead)
             self.remove_save_files(useless, save.marker_file, self.backend.locks.confirm)
-            if self.backend.has_path and not being_read:
-                # Of saves that were prepared here, and perhaps published elsewhere, no file is left now.
-                older = [name for name in names if is_before(marked_by(name), save.unique_id, save.generation)]
-                map_files(self.backend, self.backend.remove, older)
         except (OSError, CheckpointError) as error:
             raise CheckpointError(
                 f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self.companion.name} could "
                 f"not be written, or files that it does not need not be removed: {error}. Remedy: the next save here "
                 "tries again"
             ) from error
+
+    def _remove_replaced_saves(self, save: SaveNames, files: Sequence[str], markers: Sequence[str]) -> list[str]:
+        """Remove files and markers of saves that died and that a commit has replaced: no manifest can name them now.
+
+        They were prepared here, and perhaps published elsewhere; or their processes were only stopped. Return what such
+        a process has written meanwhile: once it has seen that there is no marker, it removes that itself.
+        """
+
+        def is_older(name: str) -> bool:
+            return is_before(save_of(name), save.unique_id, save.generation)
+
+        map_files(self.backend, self.backend.remove, files)
+        self.backend.sync()
+        self.remove_uploads(is_older)
+        map_files(self.backend, self.backend.remove, markers)
+        return [name for name in self.backend.names() if is_older(name)]
 
     def write_manifest(self, manifest: Manifest) -> None:
         """Put a manifest in place, instead of the one that is there if there is one; touch no data file.

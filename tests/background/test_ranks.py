@@ -417,6 +417,29 @@ def test_a_coordinator_whose_writer_died_after_all_was_done_writes_nothing(tmp_p
     assert mine.agree_after_death(CheckpointError("it died")) is None
 
 
+@pytest.mark.parametrize("message", ["decided", "failed"])
+def test_a_rank_whose_writer_died_leaves_no_message_of_a_save_that_is_committed(tmp_path, message):
+    """The coordinator has cleaned up before, or did not see it there."""
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0,), timeout=PATIENCE_SECONDS)
+    items = items_of([whole(key, "float32", (2,), 0) for key in ("a", "b")], job.names.data_file(0))
+    directory.write_share(job.names, 0, items, [np.zeros(8, dtype=np.uint8)] * 2, world_size=1)
+    directory.commit(job.names, [0])
+    there = sorted(os.listdir(tmp_path))
+    mine = SaveOutcome(
+        WriteJob(**{**vars(job), "rank": 1, "ranks": (0, 1), "presences": ((), ())}), open_to_save(str(tmp_path))
+    )
+    if message == "decided":
+        directory.decide(job.names, 0, b"")  # the writer died at it
+    else:
+        looks = iter([False])
+        real = mine.directory.is_committed
+        mine.directory.is_committed = lambda names: next(looks, None) is None and real(names)
+        marks, sees = iter([True]), mine.directory.sees
+        mine.directory.sees = lambda names: next(marks, None) or sees(names)
+    assert mine.agree_after_death(CheckpointError("it died")) is None
+    assert sorted(os.listdir(tmp_path)) == there
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_commit_of_which_the_coordinator_says_nothing_is_made_durable_by_the_others(tmp_path, monkeypatch, fails):
     monkeypatch.setattr(outcome, "_WORD_SECONDS", 0.01)

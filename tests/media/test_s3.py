@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media import lease, remote, retrying
-from paddle_flexckpt.media.backend import exists, map_files, write_file
+from paddle_flexckpt.media.backend import exists, map_files, publish, write_file
 from paddle_flexckpt.media.opening import open_storage, reopen
 from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.sharded_weight import ShardedWeight
@@ -363,6 +364,70 @@ def test_a_file_is_created_once(server, monkeypatch):
     assert storage.read("y") == b"two"
 
 
+@pytest.mark.parametrize("there", [None, b"first"])
+@pytest.mark.parametrize("other", [None, b"other's", b"first"])
+@pytest.mark.parametrize("may", [True, False])
+def test_a_commit_replaces_what_was_seen_or_asks_again(server, monkeypatch, there, other, may):
+    """A saver that is stopped between its last look at the lease and its commit must not undo that of another."""
+    storage = server.storage(server.new_url())
+    elsewhere = reopen(storage.reopen_token())
+    if there is not None:
+        write_file(storage, "m", there)
+    asked: list[bool] = []
+
+    def ask() -> None:
+        asked.append(True)
+        if len(asked) > 1 and not may:
+            raise CheckpointError("somebody has taken over")
+
+    monkeypatch.setattr(storage.locks, "recheck", ask)
+    late = contextlib.nullcontext()
+    if other != there and not may:
+        late = pytest.raises(OSError, match="somebody has taken over")
+    with late, storage.create("m", "publish", 3) as file:
+        file.write(b"own")
+        file.look()
+        if other is None:
+            elsewhere.remove("m")
+        else:
+            write_file(elsewhere, "m", other)
+    # What is the same to the byte is the same.
+    expected = b"own" if may or other == there else other
+    assert (elsewhere.read("m") if expected is not None else elsewhere.names()) == (expected or [])
+    assert len(asked) == (1 if other == there else 2)
+
+
+def test_a_commit_whose_answer_is_lost_is_known_by_its_bytes(server, monkeypatch):
+    storage = server.storage(server.new_url())
+    for content in (b"one", b"two"):
+        fates = ["lost"]
+        with monkeypatch.context() as patch:
+            requests = Requests(patch, lambda number, method, name: fates.pop() if fates and method == "PUT" else None)  # noqa: B023
+            publish(storage, "m", content)
+        assert storage.read("m") == content
+        assert len(requests.of("PUT")) == 2
+
+
+def test_a_commit_to_an_object_that_changes_all_the_time_is_an_error(server, monkeypatch):
+    storage = server.storage(server.new_url())
+    elsewhere, count = reopen(storage.reopen_token()), iter(range(100))
+    monkeypatch.setattr(storage.locks, "recheck", lambda: write_file(elsewhere, "m", b"%d" % next(count)))
+    with pytest.raises(FileExistsError), storage.create("m", "publish", 3) as file:
+        file.write(b"own")
+    assert elsewhere.read("m") == b"4"
+
+
+@pytest.mark.parametrize("condition", ["IfMatch", "IfNoneMatch"])
+def test_a_client_that_does_not_know_a_condition_commits_without_it(server, monkeypatch, condition):
+    """Those of botocore before 1.35.69 know no IfMatch."""
+    storage = server.storage(server.new_url())
+    taken = storage._medium._takes
+    monkeypatch.setattr(storage._medium, "_takes", lambda name: taken(name) and condition == "IfMatch" == name)
+    for content in (b"one", b"two"):
+        publish(storage, "m", content)
+        assert storage.read("m") == content
+
+
 def test_a_store_without_conditional_writes(server, monkeypatch):
     """It says so, and savers are kept apart by the lease alone."""
     storage = server.storage(server.new_url(), lease_seconds=3.0)
@@ -402,11 +467,11 @@ class _WithoutConditions:
         real = aiobotocore.httpsession.AIOHTTPSession.send
 
         async def send(session, request):
-            if "If-None-Match" in request.headers:
+            for condition in {"If-None-Match", "If-Match"} & {*request.headers}:
                 self.asked += 1
                 if says_so:
                     return Refusal(request.url, 501)
-                del request.headers["If-None-Match"]
+                del request.headers[condition]
             return await real(session, request)
 
         monkeypatch.setattr(aiobotocore.httpsession.AIOHTTPSession, "send", send)

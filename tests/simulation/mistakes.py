@@ -103,9 +103,21 @@ MISTAKES = {
             can_show=lambda case: case.scenario.jobs > 1,
         ),
         Mistake(
-            "removes-without-lease",
-            "who has lost its lease goes on removing",
-            {"media.remote:FsspecBackend.remove": wrong.removes_without_lease},
+            "removes-by-name",
+            "who could not write an object removes what has its name",
+            {"media.remote_files:RemoteOutputFile.abort": wrong.removes_by_name},
+            "store",
+        ),
+        Mistake(
+            "commits-over-another",
+            "a manifest is put in place without the condition that nobody else has put one there",
+            {"media.s3:S3Medium.publish": wrong.publishes_whatever},
+            "store",
+        ),
+        Mistake(
+            "dead-save-first",
+            "the files of a dead save go before the next save of its id is committed, though its commit may come late",
+            {"native.leftovers:LeftoverDirectory.may_commit_late": wrong.nothing},
             "store",
         ),
         Mistake(

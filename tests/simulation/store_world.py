@@ -130,7 +130,10 @@ class StoreWorld:
 
 
 def compete(world: StoreWorld, url: str, pause: float = 20.0, **options: Any) -> None:
-    """Let three save one id again and again; of each, its process is killed or stopped at some time."""
+    """Let three save one id again and again; of each, its process is killed or stopped at some time.
+
+    Half of those that are stopped are stopped where it matters most: right before they commit or remove something.
+    """
     dice, count = world.scheduler.random, iter(range(1, 1000))
 
     def main() -> None:
@@ -139,16 +142,29 @@ def compete(world: StoreWorld, url: str, pause: float = 20.0, **options: Any) ->
             world.try_save(url, next(count), **options)
 
     def disturb(place: int) -> None:
-        if dice.random() < 0.5:
+        chance = dice.random()
+        if chance < 0.5:
             running[place].kill()
             world.scheduler.after(dice.uniform(1, 60), lambda: running.__setitem__(place, begin(place)))
+        elif chance < 0.75:
+            stop(running[place])
         else:
-            running[place].stop()
-            world.scheduler.after(dice.uniform(1, 60), running[place].resume)
+            waited[running[place]] = dice.choice(("put", "put", "delete"))
+
+    def stop(process: Process) -> None:
+        process.stop()
+        world.scheduler.after(dice.uniform(1, 60), process.resume)
+
+    def stop_there(operation: str, key: str, process: Process) -> None:
+        if waited.get(process) == operation and (operation == "delete" or key.endswith(".manifest")):
+            del waited[process]
+            stop(process)
 
     def begin(place: int) -> Process:
         return world.start(main, f"saver {place}", f"host {place}")
 
+    waited: dict[Process, str] = {}
+    world.store.listeners.append(stop_there)
     running = [begin(place) for place in range(3)]
     for place in range(3):
         world.scheduler.after(dice.uniform(0, 4 * pause), lambda place=place: disturb(place))

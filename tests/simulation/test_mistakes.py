@@ -142,6 +142,8 @@ def test_a_meeting_finds(name):
     "name",
     [
         None,
+        "commits-over-another",
+        "dead-save-first",
         "discards-committed",
         "lease-at-once",
         "lease-checked-once",
@@ -149,6 +151,7 @@ def test_a_meeting_finds(name):
         "names-believed",
         "no-lock",
         "old-first",
+        "removes-by-name",
     ],
 )
 def test_an_object_store_finds_mistakes_and_nothing_else(name, record_property):

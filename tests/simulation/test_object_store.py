@@ -254,6 +254,83 @@ def test_a_manifest_that_may_still_arrive_is_not_called_a_failure():
     assert found == {1, 2}
 
 
+@pytest.mark.parametrize("protocol", ["s3", "gs"])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_manifest_that_arrives_late_does_not_replace_that_of_a_later_save(protocol, is_first):
+    url = f"{protocol}://bucket/run"
+    if protocol == "gs" and not is_first:
+        pytest.skip("gcsfs has no condition but that there be no object")
+    for seed in range(6):  # what a dead process had sent may never be read
+        with store_world(seed) as world:
+            if not is_first:
+                world.call(lambda: world.save(url, 1))
+            world.store.behave(late_seconds=600.0, overtakes=True)
+            world.store.script = fates_of_manifests("late", *["refused"] * 5, *["done"] * 5)
+            world.start(lambda: world.try_save(url, 2))
+            world.scheduler.after(150, lambda: world.start(lambda: world.save(url, 3)))
+            world.scheduler.run(steps=500_000)
+            assert "it is not known what became of the save" in str(world.failed[2])
+            assert not world.broken
+            assert world.call(lambda: world.load(url)) == 3
+
+
+def test_a_saver_that_is_stopped_before_it_commits_does_not_replace_what_a_later_one_has_committed():
+    with store_world() as world:
+        world.call(lambda: world.save(URL, 1))
+        slow = world.start(lambda: world.try_save(URL, 2), "slow")
+        stops: list[float] = []
+
+        def script(operation: str, key: str, process: Process) -> Fate:
+            if process is slow and operation == "put" and key.endswith(".manifest") and not stops:
+                stops.append(world.scheduler.now)
+                slow.stop()
+                world.start(lambda: world.try_save(URL, 3), "other")
+                world.scheduler.after(100, slow.resume)
+            return "done"
+
+        world.store.script = script
+        world.scheduler.run(steps=500_000)
+        assert stops
+        assert world.done == [1, 3]
+        assert not world.broken
+        assert "has taken over the right to save" in str(world.failed[2])
+        assert world.call(lambda: world.load(URL)) == 3
+
+
+@pytest.mark.parametrize("other_dies", [False, True])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_a_late_commit_is_whole_while_another_save_has_not_committed_yet(other_dies, is_first):
+    """The other has begun, and counts the stopped one as dead; its files are left until their manifest is refused."""
+    with store_world() as world:
+        if not is_first:
+            world.call(lambda: world.save(URL, 1))
+        slow = world.start(lambda: world.try_save(URL, 2), "slow")
+        steps: list[str] = []
+
+        def script(operation: str, key: str, process: Process) -> Fate:
+            if process is slow and operation == "put" and key.endswith(".manifest") and not steps:
+                steps.append("stopped")
+                slow.stop()
+                world.scheduler.after(1, lambda: world.start(lambda: world.try_save(URL, 3), "other"))
+            if process.name == "other" and key.endswith(".safetensors") and len(steps) == 1 and operation != "delete":
+                steps.append("goes on")
+                world.scheduler.after(1, slow.resume)
+                if other_dies:
+                    world.scheduler.after(30, process.kill)
+                return "hung"
+            return "done"
+
+        world.store.script = script
+        world.scheduler.run(steps=500_000)
+        assert steps == ["stopped", "goes on"]
+        assert not world.broken
+        assert "is complete, but" in str(world.failed[2])
+        assert world.call(lambda: world.load(URL)) == (2 if other_dies else 3)
+        world.store.script = None
+        world.call(lambda: world.save(URL, 4))
+        assert len(world.names("bucket/run")) == 2, world.names("bucket/run")
+
+
 @pytest.mark.parametrize(("refusal", "is_known"), [((503, "SlowDown"), True), ((500, "InternalError"), False)])
 def test_a_manifest_that_was_refused_is_a_failure(refusal, is_known):
     """A server that has failed does not say whether it has done what was asked for."""

@@ -126,8 +126,18 @@ def each_rank_discards(right: Any) -> Any:
     return discard
 
 
-def removes_without_lease(right: Any) -> Any:
-    return lambda self, name: self._medium.remove(name)
+def removes_by_name(right: Any) -> Any:
+    def abort(self: Any) -> None:
+        right(self)
+        if self._exclusive:
+            with contextlib.suppress(OSError):
+                self._medium.remove(self._name)
+
+    return abort
+
+
+def publishes_whatever(right: Any) -> Any:
+    return lambda self, name, data, replaced, before: self.put(name, data, before=before)
 
 
 def discards_whatever(right: Any) -> Any:

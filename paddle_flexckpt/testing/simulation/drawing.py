@@ -42,8 +42,17 @@ def draw(seed: int) -> Case:
     if choose.random() < 0.4:
         faults += draw_meeting(choose, scenario)
     faults += draw_care(seed, scenario)
-    case = Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at)))
+    case = _with_many_faults(Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at))))
     return _with_slow_removal(_with_lost_disk(_with_lost_publisher(_with_slow_reader(case))))
+
+
+def _with_many_faults(case: Case) -> Case:
+    """Have many more faults in some cases: ten find a mistake twice as often as three do, in about the same time."""
+    choose = random.Random(f"many {case.scenario.seed}")
+    if choose.random() > 0.3:
+        return case
+    more = [draw_fault(choose, case.scenario) for _ in range(choose.randint(4, 12))]
+    return Case(case.scenario, tuple(sorted((*case.faults, *more), key=lambda fault: fault.at)))
 
 
 def _with_slow_reader(case: Case) -> Case:

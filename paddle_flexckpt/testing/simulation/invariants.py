@@ -97,6 +97,7 @@ class Ledger(StoredCheckpoints):
         self.readers: list[Process] = []
         self.read_meanwhile: set[str] = set()
         self._owners: dict[str, str] = {}
+        self._committed_at: dict[str, float] = {}
         self._errors: dict[tuple[str, int, str], dict[int, tuple[str, str]]] = {}
         self._restored: dict[tuple[str, int], tuple[int, int]] = {}
         self.finished_ranks: set[tuple[str, int, int]] = set()
@@ -285,6 +286,11 @@ class Ledger(StoredCheckpoints):
         is_last = self._scheduler.now - until < _REQUEST_SECONDS
         return has_lease and is_last and until - since >= self._scenario.lease_seconds / 2
 
+    def _undoes_another(self, directory: str, process: Process) -> bool:
+        """Tell whether a late commit to a store that keeps conditions replaces what was committed since the stop."""
+        is_later = self._committed_at.get(directory, -1e9) > process.suspended[0]
+        return self._scenario.storage == "object" and directory in self.committed and is_later
+
     def changed(self, path: str, process: Process | None, how: str) -> None:
         """Note that a file was written, cut, replaced or removed."""
         directory = self._owners.get(path)
@@ -333,7 +339,7 @@ class Ledger(StoredCheckpoints):
         self.commits += 1
         found = self.examine(directory)
         if isinstance(found, str):
-            if process is not None and self._is_late(process):
+            if process is not None and self._is_late(process) and not self._undoes_another(directory, process):
                 self.late_commits += 1
                 self.disturb(directory)
             elif directory not in self.disturbed:
@@ -359,6 +365,7 @@ class Ledger(StoredCheckpoints):
 
     def _remember(self, directory: str, found: Committed) -> None:
         self.committed[directory] = found
+        self._committed_at[directory] = self._scheduler.now
         for path in found.files:
             self._owners[path] = directory
 

@@ -128,6 +128,7 @@ class ObjectStore:
         objects: What is there, by key: bucket, slash, name.
         uploads: Uploads in parts that have been begun: key, and parts by number.
         watchers: Called with each change when it takes effect.
+        listeners: Called with each request, its key and its process before it is made.
         counts: How many requests there were, by operation and fate.
         unreachable: Names of nodes whose requests do not arrive.
         is_read_only: Whether the credentials allow no change.
@@ -139,6 +140,7 @@ class ObjectStore:
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, tuple[str, dict[int, bytes]]] = {}
         self.watchers: list[Callable[[Effect], None]] = []
+        self.listeners: list[Callable[[str, str, Process], None]] = []
         self.counts: Counter[tuple[str, str]] = Counter()
         self.unreachable: set[str] = set()
         self.is_read_only = False
@@ -207,6 +209,8 @@ class ObjectStore:
         scheduler, conduct, dice = self.scheduler, self.conduct, self.scheduler.random
         scheduler.check_alive()
         me, process = scheduler.current, scheduler.process
+        for listener in self.listeners:
+            listener(operation, key, process)
         fate = self._fate(operation, key, process)
         self.counts[operation, fate] += 1
         if fate != "done":
@@ -269,13 +273,17 @@ class ObjectStore:
             raise ServerError(404, "NoSuchKey")
         return found
 
-    def put(self, key: str, data: bytes, new: bool = False, kind: str = "put") -> Stored:
-        """Set an object; ``new`` is the condition that there be none."""
+    def put(self, key: str, data: bytes, new: bool = False, kind: str = "put", tag: str | None = None) -> Stored:
+        """Set an object; ``new`` is the condition that there be none, ``tag`` that there be one with this tag."""
         self._check_writable()
-        if new and self.conduct.conditions == "refused":
+        has_condition = new or tag is not None
+        if has_condition and self.conduct.conditions == "refused":
             raise ServerError(501, "NotImplemented")
-        if new and self.conduct.conditions == "kept":
-            if key in self.objects:
+        if has_condition and self.conduct.conditions == "kept":
+            there = self.objects.get(key)
+            if tag is not None and there is None:
+                raise ServerError(404, "NoSuchKey")
+            if there is not None and there.tag != tag:
                 raise ServerError(412, "PreconditionFailed")
             if self._is_overtaken(key):
                 raise ServerError(409, "ConditionalRequestConflict")  # as S3 answers where a removal has come between

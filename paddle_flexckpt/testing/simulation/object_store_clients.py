@@ -21,7 +21,7 @@ from fsspec.registry import _registry
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from s3fs.errors import translate_boto_error
 
-from paddle_flexckpt.testing.simulation.object_store import ObjectStore, ServerError, Unanswered
+from paddle_flexckpt.testing.simulation.object_store import ObjectStore, ServerError, Stored, Unanswered
 from paddle_flexckpt.undo import Undo
 
 _ENDPOINT = "https://store.simulated"
@@ -57,7 +57,7 @@ class S3(AbstractFileSystem):
     @property
     def s3(self) -> Any:
         """Return what tells which parameters the client knows."""
-        known = {"Body"} if self.store.conduct.conditions == "unknown" else {"Body", "IfNoneMatch"}
+        known = {"Body"} if self.store.conduct.conditions == "unknown" else {"Body", "IfNoneMatch", "IfMatch"}
         shape = SimpleNamespace(input_shape=SimpleNamespace(members=known))
         model = SimpleNamespace(operation_model=lambda operation: shape)
         return SimpleNamespace(meta=SimpleNamespace(service_model=model))
@@ -83,10 +83,15 @@ class S3(AbstractFileSystem):
                 raise ReadTimeoutError(endpoint_url=_ENDPOINT) from None
             raise ConnectionClosedError(endpoint_url=_ENDPOINT) from None
 
-    def _put_object(self, Bucket: str, Key: str, Body: Any, IfNoneMatch: str | None = None) -> dict[str, Any]:
+    def _put_object(
+        self, Bucket: str, Key: str, Body: Any, IfNoneMatch: str | None = None, IfMatch: str | None = None
+    ) -> dict[str, Any]:
         key, data = f"{Bucket}/{Key}", bytes(Body)
-        stored = self.store.request("put", key, lambda: self.store.put(key, data, IfNoneMatch == "*"), len(data))
-        return {"ETag": stored.tag}
+
+        def put() -> Stored:
+            return self.store.put(key, data, IfNoneMatch == "*", tag=IfMatch)
+
+        return {"ETag": self.store.request("put", key, put, len(data)).tag}
 
     def _get_object(self, Bucket: str, Key: str, Range: str = "") -> dict[str, Any]:
         key = f"{Bucket}/{Key}"
