@@ -17,7 +17,7 @@ from paddle_flexckpt.testing.simulation.scenario import Case, Fault, Scenario
 from tests.simulation.mistakes import MISTAKES, make
 from tests.simulation.store_world import seeds_until_broken
 
-SEEDS = 400
+SEEDS = 600
 ROOT = Path(__file__).parents[2]
 # It finds the loss at an older commit, alone.
 LOSING_SEED = "286"
