@@ -144,8 +144,7 @@ class SaveOutcome:
             return
         said = _COMMIT if failure is None else failure.encode()
         try:
-            if self.directory.sees(self.job.names):
-                self.directory.write_failure(self.job.names, self.job.rank, said)
+            self.directory.write_failure(self.job.names, self.job.rank, said)
         except (OSError, CheckpointError) as error:
             self.warnings.append(f"the other ranks could not be told whether the checkpoint is durable: {error}")
 
@@ -172,6 +171,8 @@ class SaveOutcome:
         gone: list[int] = []
         written: set[int] = set()
         for number, pause in enumerate(_pauses(), 1):
+            # Before the look: a rank that was stopped for long looks once more.
+            is_late = time.monotonic() >= deadline
             try:
                 if self.directory.is_committed(job.names):
                     return self._finish(own)
@@ -186,20 +187,20 @@ class SaveOutcome:
                     return self._leave() if own is None else self._give_up(combine([(job.rank, own)]))
             except OSError as error:
                 # The outcome is there or not, whether this rank can see it now or not.
-                if time.monotonic() >= deadline:
+                if is_late:
                     raise
                 gone = []
                 self.warnings.append(f"rank {job.rank} could not see for a while what became of the save: {error}")
             if not has_written and job.coordinator in written:
                 # The coordinator's own patience begins now.
-                deadline, has_written = time.monotonic() + patience, True
+                deadline, has_written, is_late = time.monotonic() + patience, True, False
             if gone:
                 if self._is_replaced():
                     return self._leave()
                 # It had gone before this look at what it left: it has not decided, and nobody else may.
                 return self._give_up(combine([(job.coordinator, _gone())]))
             gone = watch.look([job.coordinator])
-            if time.monotonic() >= deadline:
+            if is_late:
                 if commits:
                     return combine([(job.coordinator, self._unfinished())])
                 if self._is_replaced():

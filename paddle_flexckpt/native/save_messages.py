@@ -52,8 +52,13 @@ class MessageDirectory(CompanionDirectory):
         write_file(self.backend, save.part_file(rank), part.encode(), "replace")
 
     def write_failure(self, save: SaveNames, rank: int, error: bytes) -> None:
-        """Write why a rank cannot write, for the others, in place of what the rank said before."""
+        """Write why a rank cannot write, for the others, in place of what the rank said before.
+
+        Nothing if the save is over: nobody would read it, and a loss of power could bring it back after its removal.
+        """
         name = save.failure_file(rank)
+        if not self.sees(save):
+            return
         write_file(self.backend, name, error, "replace")
         # A rank that was stopped for long may come after all others have ended, and who cleans up has been there.
         with contextlib.suppress(OSError):

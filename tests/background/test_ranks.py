@@ -413,8 +413,16 @@ def test_a_coordinator_whose_writer_died_after_all_was_done_writes_nothing(tmp_p
     directory.write_share(job.names, 0, items, [np.zeros(8, dtype=np.uint8)] * 2, world_size=1)
     directory.commit(job.names, [0])
     mine = SaveOutcome(WriteJob(**{**vars(job), "ranks": (0, 1), "presences": ((), ())}), open_to_save(str(tmp_path)))
-    mine.directory.write_failure = raising(AssertionError("it writes"))
+    mine.directory.backend.create = raising(AssertionError("it writes"))
     assert mine.agree_after_death(CheckpointError("it died")) is None
+
+
+def test_a_rank_that_comes_late_does_not_say_that_it_failed(tmp_path):
+    """A loss of power could bring that back after it was removed."""
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0,), timeout=PATIENCE_SECONDS)
+    directory.discard(job.names, [0])
+    directory.backend.create = raising(AssertionError("it writes"))
+    directory.write_failure(job.names, 1, b"late")
 
 
 @pytest.mark.parametrize("message", ["decided", "failed"])
