@@ -48,7 +48,7 @@ _MOST_FAILED = 5
 
 @dataclass
 class Totals:
-    """Hold what many runs have shown."""
+    """Hold what many runs have shown; ``is_stopped`` tells that somebody has ended them."""
 
     runs: int = 0
     seconds: float = 0.0
@@ -58,6 +58,7 @@ class Totals:
     readings: int = 0
     late_commits: int = 0
     repeated: int = 0
+    is_stopped: bool = False
     kinds: Counter[int] = field(default_factory=Counter)
     struck: Counter[str] = field(default_factory=Counter)
     states: set[tuple[str, ...]] = field(default_factory=set)
@@ -179,7 +180,7 @@ class Campaign:
 
     def stop(self) -> None:
         """Begin no more runs."""
-        self.is_stopping = True
+        self.is_stopping = self.totals.is_stopped = True
         for worker in self._workers.values():
             worker.process.terminate()
 

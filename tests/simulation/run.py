@@ -105,6 +105,8 @@ def _mistakes(options: argparse.Namespace) -> int:
     missed = []
     for name in names:
         seeds, world, found = _search(name, options)
+        if seeds is None:
+            return 1  # stopped
         print(f"| `{name}` | {MISTAKES[name].what} | {world} | {seeds} | {found.partition(': ')[0]} |", flush=True)
         print(f"{name}: {found[:600] or 'not found'}", file=sys.stderr, flush=True)
         if not found:
@@ -113,8 +115,11 @@ def _mistakes(options: argparse.Namespace) -> int:
     return 1 if missed else 0
 
 
-def _search(name: str, options: argparse.Namespace) -> tuple[int, str, str]:
-    """Make a mistake; return how many seeds it took, or were tried, in which world, and what was found, if it was."""
+def _search(name: str, options: argparse.Namespace) -> tuple[int | None, str, str]:
+    """Make a mistake; return how many seeds it took, or were tried, in which world, and what was found, if it was.
+
+    Their number is None if somebody has stopped the search.
+    """
     from tests.simulation.mistakes import MISTAKES
 
     world = MISTAKES[name].world
@@ -127,7 +132,7 @@ def _search(name: str, options: argparse.Namespace) -> tuple[int, str, str]:
         wanted = MISTAKES[name].can_show
         totals = run_seeds(options.first, options.seeds, options.jobs, options.seconds, stop=True, wanted=wanted)
     if not totals.violated:
-        return options.seeds, world, ""
+        return None if totals.is_stopped else options.seeds, world, ""
     seed, found = min(totals.violated)
     return seed + 1 - options.first, world, found
 

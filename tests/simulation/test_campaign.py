@@ -110,6 +110,7 @@ def test_a_campaign_that_is_stopped_has_its_totals(strike, number, capfd) -> Non
     strike(tell_once)
     before = signal.getsignal(number)
     totals = run_seeds(BAD, MOST_SEEDS, 1)
+    assert totals.is_stopped
     assert 1 <= totals.runs < MOST_SEEDS
     assert not totals.violated
     assert f"--first {BAD + totals.runs} goes on" in capfd.readouterr().out
