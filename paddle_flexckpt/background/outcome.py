@@ -66,6 +66,8 @@ class SaveOutcome:
             self.directory.withdraw_decision(self.job.names, self.job.coordinator)
             return self._finish()
         written, _ = self.directory.progress(self.job.names, [self.job.rank])
+        if not written and self._is_replaced():
+            return self._leave()
         # With its part in place, a rank has done all that it owes the others; but nobody commits for the coordinator.
         is_done = bool(written) and not self.job.is_coordinator
         return self.agree(None if is_done else Failure.of(error))

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -415,6 +416,22 @@ def test_a_coordinator_whose_writer_died_after_all_was_done_writes_nothing(tmp_p
     mine = SaveOutcome(WriteJob(**{**vars(job), "ranks": (0, 1), "presences": ((), ())}), open_to_save(str(tmp_path)))
     mine.directory.backend.create = raising(AssertionError("it writes"))
     assert mine.agree_after_death(CheckpointError("it died")) is None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_was_committed_and_replaced_is_no_failure_of_who_has_died_since(tmp_path, rank):
+    """Its part was cleaned up, so it cannot be told whether it was written."""
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0,), timeout=PATIENCE_SECONDS)
+    for names in (job.names, replace(job.names, generation=1, token="another")):
+        directory.mark_save(names)
+        items = items_of([whole(key, "float32", (2,), 0) for key in ("a", "b")], names.data_file(0))
+        directory.write_share(names, 0, items, [np.zeros(8, dtype=np.uint8)] * 2, world_size=1)
+        directory.commit(names, [0])
+    mine = SaveOutcome(
+        WriteJob(**{**vars(job), "rank": rank, "ranks": (0, 1), "presences": ((), ())}), open_to_save(str(tmp_path))
+    )
+    failure = mine.agree_after_death(CheckpointError("it died"))
+    assert "it is not known what became of the save" in str(failure.problems)
 
 
 def test_a_rank_that_comes_late_does_not_say_that_it_failed(tmp_path):
