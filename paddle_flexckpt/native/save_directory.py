@@ -386,7 +386,7 @@ class SaveDirectory(LeftoverDirectory):
         """Remove files and markers of saves that died and that a commit has replaced: no manifest can name them now.
 
         They were prepared here, and perhaps published elsewhere; or their processes were only stopped. Return what such
-        a process has written meanwhile: once it has seen that there is no marker, it removes that itself.
+        a process has written meanwhile. What it writes later it removes itself, as it finds no marker.
         """
 
         def is_older(name: str) -> bool:
