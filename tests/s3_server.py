@@ -155,7 +155,15 @@ class Requests:
 class Refusal(AWSResponse):
     """An error as the server would send it."""
 
-    _CODES = {403: "AccessDenied", 404: "NoSuchKey", 500: "InternalError", 501: "NotImplemented", 503: "SlowDown"}
+    _CODES = {
+        400: "InvalidArgument",
+        403: "AccessDenied",
+        404: "NoSuchKey",
+        412: "PreconditionFailed",
+        500: "InternalError",
+        501: "NotImplemented",
+        503: "SlowDown",
+    }
 
     def __init__(self, url: str, status: int) -> None:
         super().__init__(url, status, {"Content-Type": "application/xml"}, None)

@@ -320,7 +320,13 @@ class S3Medium(Medium):
             except (FileExistsError, FileNotFoundError):  # it is another one, or gone
                 if not left:
                     raise
-                replaced = self.look(name)
+                seen, replaced = replaced, self.look(name)
+                if seen and seen == replaced:
+                    break  # a store that keeps no such condition, and refuses whatever has one
+            except OSError as error:
+                if not (replaced and status_of(error) == 400):
+                    raise
+                break  # a store that knows no such condition; what else is wrong the next request shows
         self.put(name, data, before=before)
 
     def upload(self, name: str, part_bytes: int, exclusive: bool) -> Upload:

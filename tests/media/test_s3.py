@@ -417,6 +417,15 @@ def test_a_commit_to_an_object_that_changes_all_the_time_is_an_error(server, mon
     assert elsewhere.read("m") == b"4"
 
 
+@pytest.mark.parametrize("status", [400, 412, 501])
+def test_a_store_that_refuses_whatever_has_a_condition_on_the_tag_is_committed_to(server, monkeypatch, status):
+    storage = server.storage(server.new_url())
+    _WithoutConditions(monkeypatch, says_so=status, conditions={"If-Match"})
+    for content in (b"one", b"two"):
+        publish(storage, "m", content)
+        assert storage.read("m") == content
+
+
 @pytest.mark.parametrize("condition", ["IfMatch", "IfNoneMatch"])
 def test_a_client_that_does_not_know_a_condition_commits_without_it(server, monkeypatch, condition):
     """Those of botocore before 1.35.69 know no IfMatch."""
@@ -431,7 +440,7 @@ def test_a_client_that_does_not_know_a_condition_commits_without_it(server, monk
 def test_a_store_without_conditional_writes(server, monkeypatch):
     """It says so, and savers are kept apart by the lease alone."""
     storage = server.storage(server.new_url(), lease_seconds=3.0)
-    store = _WithoutConditions(monkeypatch, says_so=True)
+    store = _WithoutConditions(monkeypatch, says_so=501)
     with storage.create("x") as file:
         file.write(b"first")
     with pytest.raises(FileExistsError), storage.create("x") as file:
@@ -448,7 +457,7 @@ def test_a_store_that_ignores_conditions_is_found_out(server, monkeypatch):
     storage = server.storage(server.new_url())
     storage.locks.take().release()
     assert clock.pauses == []
-    _WithoutConditions(monkeypatch, says_so=False)
+    _WithoutConditions(monkeypatch)
     storage = server.storage(server.new_url())
     storage.locks.take().release()
     assert clock.pauses == [3.0]
@@ -458,19 +467,19 @@ def test_a_store_that_ignores_conditions_is_found_out(server, monkeypatch):
 
 
 class _WithoutConditions:
-    """Takes the condition off every request, or refuses those that have one."""
+    """Takes conditions off every request, or refuses those that have one, with the status ``says_so``."""
 
-    def __init__(self, monkeypatch, says_so: bool) -> None:
+    def __init__(self, monkeypatch, says_so=0, conditions=frozenset({"If-None-Match", "If-Match"})) -> None:
         import aiobotocore.httpsession
 
         self.asked = 0
         real = aiobotocore.httpsession.AIOHTTPSession.send
 
         async def send(session, request):
-            for condition in {"If-None-Match", "If-Match"} & {*request.headers}:
+            for condition in conditions & {*request.headers}:
                 self.asked += 1
                 if says_so:
-                    return Refusal(request.url, 501)
+                    return Refusal(request.url, says_so)
                 del request.headers[condition]
             return await real(session, request)
 

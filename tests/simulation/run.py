@@ -3,13 +3,15 @@
 ``--seed N --story`` tells what happened, ``--shrink`` finds a shorter case that fails alike, and ``--write-test`` keeps
 that in ``tests/simulation/found``, where ``test_cluster.py`` runs it. ``--mistake NAME`` puts one of the mistakes of
 ``mistakes.py`` into the library, and counts the seeds until it is found; several, or ``all``, give a table.
-``--neighbours`` simulates cases near those in ``found``: see ``neighbours.py``.
+``--neighbours`` simulates cases near those in ``found``: see ``neighbours.py``. ``--store`` has savers compete for one
+object store, from seed 0 on: see ``store_world.py``.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import logging
 import os
 import re
 import sys
@@ -67,6 +69,7 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, help="simulate this one alone")
     parser.add_argument("--neighbours", action="store_true", help="simulate cases near those that failed once")
+    parser.add_argument("--store", action="store_true", help="have savers compete for one object store")
     parser.add_argument("--case", type=Path, help="simulate the case in this file")
     parser.add_argument("--story", action="store_true", help="tell what happened")
     parser.add_argument("--shrink", action="store_true", help="find a shorter case that fails alike")
@@ -80,6 +83,8 @@ def main() -> int:
             parser.error(f"there is no mistake {', '.join(unknown)}; there are: all, {', '.join(MISTAKES)}")
     if options.mistake and options.seed is None and options.case is None:
         return _mistakes(options)
+    if options.store:
+        return _compete(options)
     with mistaken(options.mistake[0] if options.mistake else None):
         if options.seed is None and options.case is None:
             return _many(options)
@@ -95,6 +100,15 @@ def _many(options: argparse.Namespace) -> int:
     )
     print(totals.summary())
     return 1 if totals.violated else 0
+
+
+def _compete(options: argparse.Namespace) -> int:
+    from tests.simulation.store_world import seeds_until_broken
+
+    logging.disable(logging.CRITICAL)  # each save says that it is done
+    seeds, broken = seeds_until_broken(options.seeds, options.seconds)
+    print(f"{seeds} seeds; {broken or 'each manifest had its files at any time'}")
+    return 1 if broken else 0
 
 
 def _mistakes(options: argparse.Namespace) -> int:
