@@ -327,6 +327,10 @@ class StepDirectories:
                         logger.warning(f"{note} cannot be understood, and is left alone: {error}")
                         return False
                     _remove_files(backend, files)
+                    # A loss of power may have brought back what had been removed before.
+                    directory = open_to_save(backend)
+                    remove_dead_saves(directory)
+                    directory.remove_refusal()
         self._end_removal(step)
         return True
 

@@ -234,6 +234,17 @@ def marker_of(root, step: int, files) -> None:
     (root / f"step_{step:08d}.removing").write_text(json.dumps({"files": files}))
 
 
+def test_a_removal_takes_along_what_a_loss_of_power_has_brought_back(tmp_path):
+    """A manifest that a save without its lease had begun and removed long ago."""
+    manager = run_of(tmp_path, 1, 2)
+    directory = tmp_path / "step_00000001"
+    marker_of(tmp_path, 1, [path.name for path in directory.iterdir() if path.suffix == ".safetensors"])
+    (directory / "0.manifest").unlink()
+    (directory / f"0.manifest.{'0' * 32}.tmp").write_bytes(b"begun")
+    save(manager, 3)
+    assert tree(tmp_path) == all_files_of(2, 3)
+
+
 def test_a_note_of_a_removal_that_never_began(tmp_path):
     manager = run_of(tmp_path, 1, 2)
     marker_of(tmp_path, 1, ["0_0.safetensors"])

@@ -383,8 +383,9 @@ class Cluster:
             has_leases = self.scenario.storage != "shared" or self.scenario.is_async
             if self.scenario.jobs > 1 and has_leases and any(kind.startswith(_DELAYS) for kind in self.faults.struck):
                 # A rank that is stopped for longer than its lease or timeout leaves what comes after another job's
-                # clean-up.
-                left = [name for name in left if not name.endswith((".safetensors", ".part", ".failed", ".decided"))]
+                # clean-up. Paddle's loader has to be kept from it.
+                late = [name for name in left if name.endswith((".safetensors", ".part", ".failed", ".decided"))]
+                left = [name for name in left if name not in late and not (late and name == PADDLE_METADATA)]
             if left:
                 ledger.violate("clean-up is complete", f"{directory} still has {left}")
         left = [name for name in self.world.names(ROOT) if not self.person.knows(name) and not self._goes_with(name)]
