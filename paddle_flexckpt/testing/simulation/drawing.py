@@ -47,7 +47,7 @@ def draw(seed: int) -> Case:
 
 
 def _with_many_faults(case: Case) -> Case:
-    """Have many more faults in some cases: ten find a mistake twice as often as three do, in about the same time."""
+    """Have many more faults in some cases, so that more of them meet."""
     choose = random.Random(f"many {case.scenario.seed}")
     if choose.random() > 0.3:
         return case
