@@ -11,7 +11,6 @@ from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.local_locks import DirectoryLock
 from paddle_flexckpt.native import save_directory
-from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from tests.crash import explore
 from tests.crash import scenario as scenarios
@@ -84,8 +83,8 @@ def _in_place(monkeypatch):
 
 
 def _one_generation(monkeypatch):
-    monkeypatch.setattr(SaveNames, "_stem", property(lambda self: str(self.unique_id)))
-    monkeypatch.setattr(SaveNames, "data_file", lambda self, rank: f"{rank}_{self.unique_id}.safetensors")
+    choose = SaveDirectory.choose_save
+    monkeypatch.setattr(SaveDirectory, "choose_save", lambda *arguments: (choose(*arguments)[0], 0))
     _in_place(monkeypatch)
 
 
