@@ -23,7 +23,7 @@ from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, NotDurableError
 from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.native.directory import SaveNames
-from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.native.save_directory import CleanUpError, SaveDirectory
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
 # The coordinator gives up at the timeout; the others see that a little later.
@@ -131,7 +131,8 @@ class SaveOutcome:
             directory.commit(names, self.job.ranks)
         except (OSError, CheckpointError) as error:
             own = combine([(self.job.rank, Failure.of(error))])
-            if not directory.is_committed(names):
+            # Another save may have replaced it by now.
+            if not isinstance(error, CleanUpError) and not directory.is_committed(names):
                 return self._give_up(own)
             if isinstance(error, NotDurableError):
                 self._tell(own)

@@ -47,6 +47,10 @@ from paddle_flexckpt.progress import SILENT, Meter
 logger = logging.getLogger("paddle_flexckpt")
 
 
+class CleanUpError(CheckpointError):
+    """Signal that a checkpoint is complete, and that files which it does not need could not be removed."""
+
+
 class SaveDirectory(LeftoverDirectory):
     """Save checkpoints into one directory."""
 
@@ -234,7 +238,8 @@ class SaveDirectory(LeftoverDirectory):
 
         Raises:
             CheckpointError: A part or a data file is not there, or the directory is another one by now: nothing has
-                changed. Or the checkpoint is complete, but leftovers could not be removed.
+                changed.
+            CleanUpError: The checkpoint is complete, but leftovers could not be removed.
             NotDurableError: The checkpoint is in place; a loss of power may undo it.
             OSError: The file system refused, before the commit.
         """
@@ -362,7 +367,7 @@ class SaveDirectory(LeftoverDirectory):
         ``names`` are those of the files that are here, if it knows. The lock is released right after.
 
         Raises:
-            CheckpointError: Something could not be written or removed.
+            CleanUpError: Something could not be written or removed.
         """
         try:
             # Durable before anything that it named is removed.
@@ -376,7 +381,7 @@ class SaveDirectory(LeftoverDirectory):
                 useless = self._remove_replaced_saves(save, useless, dead)
             self.remove_save_files(useless, save.marker_file, self.backend.locks.confirm)
         except (OSError, CheckpointError) as error:
-            raise CheckpointError(
+            raise CleanUpError(
                 f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self.companion.name} could "
                 f"not be written, or files that it does not need not be removed: {error}. Remedy: the next save here "
                 "tries again"

@@ -21,6 +21,7 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.save_directory import CleanUpError
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, Watch, kill, limit_file_size, load_shards, shards, stopped
 from tests.background.test_worker import job_of
@@ -416,6 +417,24 @@ def test_a_coordinator_whose_writer_died_after_all_was_done_writes_nothing(tmp_p
     mine = SaveOutcome(WriteJob(**{**vars(job), "ranks": (0, 1), "presences": ((), ())}), open_to_save(str(tmp_path)))
     mine.directory.backend.create = raising(AssertionError("it writes"))
     assert mine.agree_after_death(CheckpointError("it died")) is None
+
+
+def test_a_save_that_is_replaced_before_its_clean_up_has_failed_is_done(tmp_path):
+    """Its lease was lost meanwhile; another save has removed what is left, and the manifest."""
+
+    def lose(ranks):
+        directory = ranks[0].directory
+
+        def finish(save, *rest):
+            os.remove(tmp_path / "0.manifest")
+            raise CleanUpError("as a test asks")
+
+        directory.finish = finish
+
+    (first, second), _ = agree_late(tmp_path, lose)
+    assert first is None
+    # It has seen the manifest, or not.
+    assert second is None or "it is not known what became of the save" in str(second.problems)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
