@@ -321,8 +321,8 @@ class S3Medium(Medium):
                 if not left:
                     raise
                 seen, replaced = replaced, self.look(name)
-                if seen and seen == replaced:
-                    break  # a store that keeps no such condition, and refuses whatever has one
+                if seen == replaced and (seen or self.exists(name)):
+                    break  # a store that refuses whatever has such a condition, or an object without a tag
             except OSError as error:
                 if not (replaced and status_of(error) == 400):
                     raise

@@ -297,6 +297,15 @@ def test_a_saver_that_is_stopped_before_it_commits_does_not_replace_what_a_later
         assert world.call(lambda: world.load(URL)) == 3
 
 
+def test_a_manifest_without_a_tag_can_be_replaced():
+    with store_world() as world:
+        world.call(lambda: world.save(URL, 1))
+        key = "bucket/run/0.manifest"
+        world.store.objects[key] = world.store.objects[key]._replace(tag="")
+        world.call(lambda: world.save(URL, 2))
+        assert world.call(lambda: world.load(URL)) == 2
+
+
 @pytest.mark.parametrize("other_dies", [False, True])
 @pytest.mark.parametrize("is_first", [False, True])
 def test_a_late_commit_is_whole_while_another_save_has_not_committed_yet(other_dies, is_first):

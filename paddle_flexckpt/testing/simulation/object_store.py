@@ -78,6 +78,11 @@ class Stored(NamedTuple):
     data: bytes
     tag: str
 
+    @classmethod
+    def of(cls, data: bytes) -> Stored:
+        """Return an object of these bytes."""
+        return cls(data, hashlib.md5(data, usedforsecurity=False).hexdigest())
+
 
 class Effect(NamedTuple):
     """Describe a change of one object.
@@ -287,7 +292,7 @@ class ObjectStore:
                 raise ServerError(412, "PreconditionFailed")
             if self._is_overtaken(key):
                 raise ServerError(409, "ConditionalRequestConflict")  # as S3 answers where a removal has come between
-        stored = Stored(data, hashlib.md5(data, usedforsecurity=False).hexdigest())
+        stored = Stored.of(data)
         self._set(kind, key, stored)
         return stored
 

@@ -220,7 +220,7 @@ class World:
         """Make a directory with files, durably."""
         if self.store is not None:
             for name, data in tree.items():
-                self.store.objects[f"{directory}/{name}".lstrip("/")] = Stored(data, "")
+                self.store.objects[f"{directory}/{name}".lstrip("/")] = Stored.of(data)
         else:
             below = directory[len(_MOUNT) :]
             fill(self.disks[0], {below: None, **{f"{below}/{name}": data for name, data in tree.items()}})
