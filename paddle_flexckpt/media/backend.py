@@ -32,6 +32,7 @@ Result = TypeVar("Result")
 #   publish    As replace; what another process puts there since a last look is not replaced, where a medium can tell.
 #   overwrite  It is written where it stands: for small files that may be seen half written.
 Mode = Literal["new", "replace", "publish", "overwrite"]
+REPLACING: tuple[Mode, ...] = ("replace", "publish")
 # What is listed: files without the lease; directories; or whatever is there.
 Kind = Literal["files", "directories", "any"]
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.media.backend import Backend, Buffer, InputFile, Kind, Mode, OutputFile
+from paddle_flexckpt.media.backend import REPLACING, Backend, Buffer, InputFile, Kind, Mode, OutputFile
 from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS
 from paddle_flexckpt.media.local_locks import LocalLocks
@@ -84,7 +84,7 @@ class LocalOutputFile(OutputFile):
     def __init__(self, path: str, mode: Mode = "new") -> None:
         """Begin the file; under another name if it is to replace what is there."""
         self._final = path
-        self._path = f"{path}.{os.urandom(16).hex()}.tmp" if mode in ("replace", "publish") else path
+        self._path = f"{path}.{os.urandom(16).hex()}.tmp" if mode in REPLACING else path
         self._overwrites = mode == "overwrite"
         how = os.O_TRUNC if self._overwrites else os.O_EXCL
         self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | how | os.O_CLOEXEC, 0o666)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Locks, Mode, OutputFile, map_files
+from paddle_flexckpt.media.backend import REPLACING, Backend, InputFile, Kind, Locks, Mode, OutputFile, map_files
 from paddle_flexckpt.media.file_names import check_member
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, Conditions, LeaseLocks, check_lease_seconds
 from paddle_flexckpt.media.medium import COMMIT_OF, COMMITS, Commit, Medium, commit_of
@@ -168,7 +168,7 @@ class FsspecBackend(Backend):
         # S3 takes a certain number of parts; this many are fine for everybody.
         part_bytes = max(self._settings["part_bytes"], -(-(size or 0) // MOST_PARTS))
         # What replaces another file is replaced by who has the right to.
-        before = self.locks.recheck if mode in ("replace", "publish") else lambda: None
+        before = self.locks.recheck if mode in REPLACING else lambda: None
         return RemoteOutputFile(self._medium, name, part_bytes, size, mode, self._commit(), before)
 
     def remove(self, name: str) -> None:

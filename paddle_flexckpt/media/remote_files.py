@@ -10,7 +10,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 
-from paddle_flexckpt.media.backend import Buffer, InputFile, Mode, OutputFile
+from paddle_flexckpt.media.backend import REPLACING, Buffer, InputFile, Mode, OutputFile
 from paddle_flexckpt.media.medium import Commit, Medium, Upload
 from paddle_flexckpt.media.read_ahead import ReadAhead, Wanted, plan_requests
 
@@ -160,7 +160,7 @@ class RemoteOutputFile(OutputFile):
         """
         self._before = before
         self._medium, self._target, self._commit = medium, name, commit
-        is_renamed = mode in ("replace", "publish") and commit != "put"
+        is_renamed = mode in REPLACING and commit != "put"
         self._name = f"{name}.{os.urandom(16).hex()}.tmp" if is_renamed else name
         self._part_bytes, self._size, self._exclusive = part_bytes, size, mode == "new" or is_renamed
         self._is_published, self._replaced = mode == "publish" and not is_renamed, ""

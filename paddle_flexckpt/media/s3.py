@@ -320,9 +320,10 @@ class S3Medium(Medium):
             except (FileExistsError, FileNotFoundError):  # it is another one, or gone
                 if not left:
                     raise
-                seen, replaced = replaced, self.look(name)
-                if seen == replaced and (seen or self.exists(name)):
+                now = self.look(name)
+                if now == replaced and (now or self.exists(name)):
                     break  # a store that refuses whatever has such a condition, or an object without a tag
+                replaced = now
             except OSError as error:
                 if not (replaced and status_of(error) == 400):
                     raise
