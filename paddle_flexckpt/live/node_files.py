@@ -23,7 +23,7 @@ from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, save_of
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, generation_of
 from paddle_flexckpt.native.manifest import Manifest
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -156,8 +156,7 @@ def _read(
         manifest = held.enter_context(LockedManifest(directory, unique_id))
     except (CorruptCheckpointError, OSError) as error:
         return None, {"id": unique_id, "problem": str(error)}
-    generation = max((save[1] for save in map(save_of, manifest.catalog.files) if save), default=0)
-    return manifest, {"id": unique_id, "save": [generation, manifest.save_token]}
+    return manifest, {"id": unique_id, "save": [generation_of(manifest), manifest.save_token]}
 
 
 def _flags(directory: CheckpointDirectory, manifest: Manifest, has: bool) -> tuple[bytes, dict[str, str]]:

@@ -46,7 +46,7 @@ class NodeSave:
         names: What the save calls its files, the same on every rank.
         nodes: By node, the positions of its ranks, in rising order. The first of them commits there.
         node_names: By node, what manifests and errors call it.
-        published: Tokens of earlier saves that a node has published.
+        published: Tokens of earlier saves that a node has published, and that no node has replaced.
         aborted: Tokens of earlier saves that were prepared, and that no node has published.
         copies: On how many nodes each data file is to be.
     """
@@ -232,7 +232,9 @@ def meet_nodes(
     locks: contextlib.ExitStack,
     context: str,
 ) -> NodeSave:
-    """Find out which ranks see the same directory, and agree on one id and the names of a save. Two collectives.
+    """Find out which ranks see the same directory, and agree on one id and the names of a save.
+
+    Two collectives, and one more where a node has prepared a save that it has not published.
 
     ``locks`` takes the right to save, on the ranks that commit.
 
@@ -265,7 +267,10 @@ def meet_nodes(
     saves = [seen[committer]["save"] for committer in committers]
     chosen = max(save[0] for save in saves)
     node_names = [f"{number} ({seen[committer]['place']})" for number, committer in enumerate(committers)]
-    published, aborted = _earlier_saves([seen[committer]["known"] for committer in committers], node_names)
+    known = [seen[committer]["known"] for committer in committers]
+    published, aborted = _earlier_saves(known, node_names)
+    if any(each["prepared"] for each in known):
+        published = _newest(comm, open_directory(), comm.position in committers, context)
     return NodeSave(
         comm,
         open_directory(),
@@ -313,6 +318,18 @@ def _earlier_saves(known: list[dict[str, Any]], node_names: Sequence[str]) -> tu
         if len(of) == of[0] or (places and places <= here):
             aborted.add(token)
     return published, aborted
+
+
+def _newest(comm: Communicator, directory: NodeDirectory, is_committer: bool, context: str) -> set[str]:
+    """Return the tokens of saves that are published on a node, and that none has replaced. One collective."""
+
+    def show() -> tuple[None, bytes]:
+        return None, json.dumps(directory.generations() if is_committer else []).encode()
+
+    _, answers = comm.together(show, context)
+    found = [tuple(each) for answer in answers for each in json.loads(answer)]
+    newest = {unique_id: generation for unique_id, generation, _ in sorted(found)}
+    return {token for unique_id, generation, token in found if generation == newest[unique_id]}
 
 
 def _place(node_name: str) -> str:

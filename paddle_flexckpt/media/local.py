@@ -120,6 +120,8 @@ class LocalOutputFile(OutputFile):
         with contextlib.suppress(OSError):
             if self._is_own():
                 os.unlink(self._path)
+                # Its save may be over. Nobody would remove it if a loss of power brought it back.
+                sync_path(os.path.dirname(self._path))
         with contextlib.suppress(OSError):
             self._close()
 

@@ -177,7 +177,7 @@ class CheckpointDirectory:
     def files_of(self, manifest: Manifest) -> list[str]:
         """Return the names of a checkpoint's files but its manifest, and of those that it has replaced."""
         named = manifest.files
-        newest = _generation(manifest)
+        newest = generation_of(manifest)
         older = [name for name in self.backend.names() if is_before(save_of(name), manifest.unique_id, newest)]
         return named + sorted({*older, *self.repaired_partitions(manifest)} - set(named))
 
@@ -186,7 +186,7 @@ class CheckpointDirectory:
 
         ``names`` are the directory's, if they are known.
         """
-        own, named = SaveNames(manifest.unique_id, _generation(manifest), manifest.save_token), set(manifest.files)
+        own, named = SaveNames(manifest.unique_id, generation_of(manifest), manifest.save_token), set(manifest.files)
         names = self.backend.names() if names is None else names
         return [name for name in names if own.owns_partition(name) and name not in named]
 
@@ -227,7 +227,8 @@ class CheckpointDirectory:
         return [problems.get(name) == "" for name in sizes], {name: text for name, text in problems.items() if text}
 
 
-def _generation(manifest: Manifest) -> int:
+def generation_of(manifest: Manifest) -> int:
+    """Return the generation of a checkpoint: of two saves of an id the one with the higher one is the newer."""
     return max((save[1] for save in map(save_of, manifest.catalog.files) if save), default=0)
 
 

@@ -69,6 +69,7 @@ class LeftoverDirectory(MessageDirectory):
             self.backend.locks.forget_lost()
             for name in own:
                 self.backend.remove(name)
+            self.backend.sync()  # nobody would remove what a loss of power brought back
 
     def _is_of(self, save: SaveNames, name: str) -> bool:
         """Return whether a data file is of a save, by its header; one that ends before it says so counts as well."""

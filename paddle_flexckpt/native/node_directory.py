@@ -6,7 +6,8 @@ checkpoint exists, whole; and as every node's manifest has all of the catalog, a
 save replaces goes when all nodes have published.
 
 A node whose save died between these two steps cannot know whether another has published: what it has prepared stays
-until a save finds out.
+until a save finds out. What another node has replaced since is not published any more: that node has a newer
+checkpoint of the id, and need not keep the files of the older one.
 
 Tested in tests/live/test_nodes.py.
 """
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.media.backend import Lock
-from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.native.directory import SaveNames, generation_of
 from paddle_flexckpt.native.leftovers import find_prepared, find_saves
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
 from paddle_flexckpt.native.save_directory import SaveDirectory
@@ -51,6 +52,15 @@ class NodeDirectory(SaveDirectory):
                 found[unique_id] = read_save_token(file, self.backend.where(name))
         return found
 
+    def generations(self) -> list[tuple[int, int, str]]:
+        """Return id, generation and save token of the checkpoints whose manifest is here and can be read."""
+        found = []
+        for unique_id in self.list_ids():
+            with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
+                manifest = self.read_committed(unique_id, ())
+                found.append((unique_id, generation_of(manifest), manifest.save_token))
+        return found
+
     def known_saves(self) -> NodeSaves:
         """Return the saves of which this node knows."""
         begun: dict[str, int] = {}
@@ -67,7 +77,10 @@ class NodeDirectory(SaveDirectory):
         return NodeSaves(list(self.tokens().values()), begun, prepared)
 
     def publish_prepared(self, published: set[str]) -> None:
-        """Publish what is prepared here of saves that another node has published. The caller has the lock."""
+        """Publish what is prepared here of saves that another node has published.
+
+        The caller has the lock. None of the saves is one that a node has replaced since.
+        """
         for _, save, _ in list(find_saves(self)):
             if save is None or save.token not in published:
                 continue

@@ -328,6 +328,59 @@ def test_what_a_save_prepared_goes_when_the_other_node_is_back_with_an_empty_dis
     assert load([a, b])[1] == 4
 
 
+def refuse_after_clean_up(monkeypatch):
+    """Saves that clean up after others, and then cannot prepare anything."""
+
+    def refuse(self, *args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(NodeDirectory, "prepare_save", refuse)
+
+
+def test_a_node_does_not_publish_what_it_has_replaced_itself(saved, monkeypatch):
+    """It died while it removed what it had prepared; the older of two saves is published on another node."""
+    a, b, other = saved
+    with monkeypatch.context() as context:
+        stop_publishing(context, b)
+        one_error(save([a, a, b, b], 2, unique_id=0))
+    with monkeypatch.context() as context:
+        context.setattr(NodeDirectory, "finish", lambda self, *args, **keywords: None)
+        save([b, other], 3, unique_id=0, node_copies=2)
+    os.unlink(os.path.join(b, "0_0.2.prepared"))
+    assert load([a, b])[1] == 3
+    with monkeypatch.context() as context:
+        refuse_after_clean_up(context)
+        one_error(save([a, b], 4, unique_id=0))
+    assert load([a, b])[1] == 3, "b has published version 2 in place of version 3"
+    save([a, b, other], 5, unique_id=0)
+    assert load([other, b, a])[1] == 5
+    kinds = {name.rpartition(".")[2] for path in (a, b, other) for name in os.listdir(path)}
+    assert kinds == {"manifest", "safetensors", "metadata"}
+
+
+def test_a_node_does_not_publish_what_others_have_replaced(nodes, monkeypatch):
+    """It was away meanwhile, and what it has prepared names files that the others need not keep."""
+    a, b, c = nodes
+    save([a, b, c, c], 1)
+    with monkeypatch.context() as context:
+        stop_publishing(context, a, b)
+        one_error(save([a, b, c, c], 2, unique_id=0))
+    with monkeypatch.context() as context:
+        stop_publishing(context, b)
+        one_error(save([b, c], 3, unique_id=0))
+    first, second, third = (open_to_save(path).tokens()[0] for path in (a, b, c))
+    assert len({first, second, third}) == 3, "b has published version 2, as c had; c version 3"
+    with monkeypatch.context() as context:
+        refuse_after_clean_up(context)
+        one_error(save([a, b, c, c], 4, unique_id=0))
+    assert [open_to_save(path).tokens()[0] for path in (a, b, c)] == [first, third, third]
+    assert load([a, b, c, c])[1] == 3
+    save([a, b, c, c], 5, unique_id=0)
+    assert load([c, c, b, a])[1] == 5
+    kinds = {name.rpartition(".")[2] for path in nodes for name in os.listdir(path)}
+    assert kinds == {"manifest", "safetensors", "metadata"}
+
+
 def test_what_is_prepared_and_cannot_be_read_stays(saved, monkeypatch):
     a, b, _ = saved
     with monkeypatch.context() as context:

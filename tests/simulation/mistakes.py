@@ -370,6 +370,12 @@ MISTAKES = {
             {"live.node_files:_read": wrong.any_order},
             can_show=_saves_to_nodes,
         ),
+        Mistake(
+            "node-publishes-replaced",
+            "a node publishes what it had prepared, though others have replaced that save since",
+            {"native.node_directory:NodeDirectory.generations": wrong.all_as_new},
+            can_show=lambda case: _saves_to_nodes(case) and case.scenario.overwrites,
+        ),
     )
 }
 

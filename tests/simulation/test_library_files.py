@@ -17,11 +17,13 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
 from paddle_flexckpt.media import local
+from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulation.modules import process_state, simulated
@@ -193,6 +195,36 @@ def test_a_directory_that_a_dead_process_has_made_is_made_durable(library):
     library.run(lambda: save(1))
     assert_durable(library)
     library.run(lambda: save(2, "/run/b/c/d"))
+    assert_durable(library)
+
+
+@pytest.mark.parametrize("mode", ["new", "replace", "publish"])
+def test_a_loss_of_power_does_not_bring_back_a_file_that_was_given_up(library, mode):
+    """Where its save is over nobody would look for it again."""
+
+    def give_up() -> None:
+        backend = LocalBackend(RUN)
+        backend.make_directory()
+        with contextlib.suppress(KeyError), backend.create("x", mode) as file:
+            file.write(b"own")
+            backend.sync()  # as another file's commit does
+            raise KeyError
+
+    library.run(give_up)
+    assert_durable(library)
+
+
+def test_a_loss_of_power_does_not_bring_back_what_a_late_rank_has_removed(library):
+    def work() -> None:
+        directory = open_to_save(RUN)
+        ticket = directory.open_save(0)
+        directory.backend.remove(ticket.marker_file)
+        with directory.backend.create(ticket.data_file(0)) as file:
+            file.write(b"torn")
+        directory.backend.sync()
+        directory.discard_late(ticket, 0)
+
+    library.run(work)
     assert_durable(library)
 
 

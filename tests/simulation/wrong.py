@@ -415,3 +415,10 @@ def any_order(right: Any) -> Any:
         return manifest, about
 
     return read
+
+
+def all_as_new(right: Any) -> Any:
+    def generations(self: Any) -> list[tuple[int, int, str]]:
+        return [(unique_id, 0, token) for unique_id, _, token in right(self)]
+
+    return generations
