@@ -342,12 +342,17 @@ def publish(backend: Backend, name: str, data: bytes, *checks: Callable[[], obje
         OSError: The medium refused; what is there may be the old file or the new one.
     """
     backend.sync()
-    with backend.create(name, "publish", len(data)) as file:
-        file.write(data)
-        file.make_durable()
-        run_beside(backend, backend.locks.check, file.look, *checks)
-        # The others may have taken long.
-        backend.locks.recheck()
+    try:
+        with backend.create(name, "publish", len(data)) as file:
+            file.write(data)
+            file.make_durable()
+            run_beside(backend, backend.locks.check, file.look, *checks)
+            # The others may have taken long.
+            backend.locks.recheck()
+    except FileNotFoundError:
+        # Where a file is renamed, the next saver has removed it before. The lease says who that is.
+        backend.locks.check()
+        raise
     backend.sync()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import os
 import threading
 import time
 from dataclasses import asdict
@@ -21,7 +22,7 @@ from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.local_locks import DirectoryLock
 from paddle_flexckpt.native.listing import is_complete
 from paddle_flexckpt.native.save_directory import SaveDirectory
-from tests.native.two_ranks import load, save
+from tests.native.two_ranks import RANKS, load, save
 
 PATIENCE = 300
 
@@ -304,6 +305,29 @@ def test_a_save_whose_lease_is_taken_fails_on_every_rank(tmp_path, monkeypatch):
     assert all("has taken over the right to save" in str(outcome) for outcome in outcomes)
     assert load(tmp_path) == 1
     assert is_complete(tmp_path)
+
+
+def test_a_commit_that_comes_after_that_of_another_save_fails(tmp_path, monkeypatch):
+    """A saver is stopped right before it renames its manifest; the next one has removed the file meanwhile."""
+    real, done = os.rename, []
+
+    def rename(source, target):
+        if os.path.basename(target) == "0.manifest" and not done:
+            done.append(target)
+            (tmp_path / ".lease").unlink()  # it has run out
+            assert [report.unique_id for report in save(tmp_path, 2, 0)] == [0] * RANKS
+        real(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    outcomes = save(tmp_path, 1, 0)
+    assert all("has taken over the right to save" in str(outcome) for outcome in outcomes)
+    assert load(tmp_path) == 2
+    assert is_complete(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [
+        "0.manifest",
+        *(f"{rank}_0.1.safetensors" for rank in range(RANKS)),
+        PADDLE_METADATA,
+    ]
 
 
 def test_a_renewal_that_fails_fails_the_save(tmp_path):

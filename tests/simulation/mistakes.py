@@ -115,6 +115,11 @@ MISTAKES = {
             "store",
         ),
         Mistake(
+            "temporaries-stay",
+            "a manifest that a dead save was about to rename stays, so that it may come late",
+            {"native.leftovers:LeftoverDirectory.remove_temporaries": wrong.nothing_removed},
+        ),
+        Mistake(
             "dead-save-first",
             "the files of a dead save go before the next save of its id is committed, though its commit may come late",
             {"native.leftovers:LeftoverDirectory.may_commit_late": wrong.nothing},

@@ -43,7 +43,9 @@ def draw(seed: int) -> Case:
         faults += draw_meeting(choose, scenario)
     faults += draw_care(seed, scenario)
     case = _with_many_faults(Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at))))
-    return _with_slow_removal(_with_lost_disk(_with_lost_publisher(_with_slow_reader(case))))
+    return _with_torn_saves(
+        _with_late_commit(_with_slow_removal(_with_lost_disk(_with_lost_publisher(_with_slow_reader(case)))))
+    )
 
 
 def _with_many_faults(case: Case) -> Case:
@@ -104,11 +106,47 @@ def _with_slow_removal(case: Case) -> Case:
     save = scenario.save_every * scenario.step_seconds
     begin = save * choose.randint(1, scenario.steps // scenario.save_every) - 1.0
     rank, seconds = f"rank:{choose.randrange(max(scenario.world_sizes))}", choose.choice([5.0, 30.0])
-    later = Fault("slow_call", begin, "b/rank:0", "any call", seconds=seconds)
+    later = Fault("slow_call", begin, "b/rank:0", "lock" if scenario.storage == "shared" else "lease", seconds=seconds)
     failed = Fault("io_error", begin, rank, "data", amount=5.0)
     stopped = Fault("stop_rank", begin, rank, "removal", choose.choice([1, 1, 2]), seconds=seconds + 20.0)
     scenario = replace(scenario, grace=max(scenario.grace, 60.0))
     return Case(scenario, tuple(sorted((*case.faults, later, failed, stopped), key=lambda fault: fault.at)))
+
+
+def _with_late_commit(case: Case) -> Case:
+    """Have who commits in some cases stop right before, for longer than its lease, while another job saves the step."""
+    scenario, choose = case.scenario, random.Random(f"committing late {case.scenario.seed}")
+    if scenario.jobs == 1 or scenario.storage == "shared" or scenario.is_async or choose.random() > 0.5:
+        return case
+    save = scenario.save_every * scenario.step_seconds
+    begin = save * choose.randint(1, scenario.steps // scenario.save_every) - 1.0
+    later = Fault("slow_call", begin, "b/rank:0", "lease", seconds=choose.choice([5.0, 20.0]))
+    seconds = choose.uniform(1.5, 4.0) * scenario.lease_seconds + 20.0
+    stopped = Fault("stop_rank", begin, "rank:0", "manifest put in place", seconds=seconds)
+    return Case(scenario, tuple(sorted((*case.faults, later, stopped), key=lambda fault: fault.at)))
+
+
+def _with_torn_saves(case: Case) -> Case:
+    """Have several saves of some cases end near their commit, and nodes with disks of their own be away then."""
+    scenario, choose = case.scenario, random.Random(f"tearing {case.scenario.seed}")
+    own_disks = scenario.storage == "per_node"
+    if choose.random() > (0.5 if own_disks else 0.08):
+        return case
+    if own_disks and choose.random() < 0.5:
+        # Of three nodes two can go on with one id while the third is away.
+        sizes, habits = tuple(max(size, 3) for size in scenario.world_sizes), {*scenario.habits, "copies"} - {"rising"}
+        scenario = replace(scenario, nodes=3, world_sizes=sizes, habits=tuple(sorted(habits)))
+    save, torn = scenario.save_every * scenario.step_seconds, []
+    moments = ["after manifest put in place"] * 5 + ["manifest put in place", "manifest begun", "removal", "lock"]
+    for number in range(1, scenario.steps // scenario.save_every):
+        begin = number * save - 1.0
+        if choose.random() < 0.8:
+            torn.append(Fault("kill_job", begin, "job", choose.choice(moments), choose.choice([1, 1, 2, 2, 3])))
+        if own_disks and choose.random() < 0.6:
+            away = choose.uniform(0.2, 2.0) * save if choose.random() < 0.3 else choose.uniform(1.2, 1.9) * save
+            torn.append(Fault("kill_node", begin + 10.0, f"node:{choose.randrange(scenario.nodes)}", seconds=away))
+    others = case.faults if choose.random() < 0.5 else ()
+    return Case(scenario, tuple(sorted((*others, *torn), key=lambda fault: fault.at)))
 
 
 def draw_care(seed: int, scenario: Scenario) -> list[Fault]:

@@ -287,9 +287,8 @@ class Ledger(StoredCheckpoints):
         return has_lease and is_last and until - since >= self._scenario.lease_seconds / 2
 
     def _undoes_another(self, directory: str, process: Process) -> bool:
-        """Tell whether a late commit to a store that keeps conditions replaces what was committed since the stop."""
-        is_later = self._committed_at.get(directory, -1e9) > process.suspended[0]
-        return self._scenario.storage == "object" and directory in self.committed and is_later
+        """Tell whether a late commit replaces what was committed since the stop, which no medium here lets it do."""
+        return directory in self.committed and self._committed_at.get(directory, -1e9) > process.suspended[0]
 
     def changed(self, path: str, process: Process | None, how: str) -> None:
         """Note that a file was written, cut, replaced or removed."""

@@ -137,13 +137,13 @@ class NodeLedger(Ledger):
             self._check_newest(script, attempt.begun, str(attempt))
 
     def _check_newest(self, script: Script, begun: float, what: str) -> None:
-        done = [each.attempt for each in self.committed.values() if each.attempt.is_acknowledged]
-        newer = [attempt for attempt in done if attempt.begun > begun]
+        newer = [each.attempt for each in self.committed.values() if each.attempt.begun > begun]
+        done = [attempt for attempt in newer if attempt.is_acknowledged]
         if len(script.job.on_nodes) < len(self.directories):
             # What is on the others may be newer. Then there are two histories, and their saves cannot be compared.
             self._has_forked = self._has_forked or bool(newer)
-        elif newer and not self._has_forked:
-            self.violate("latest() goes back only after damage", f"{newer[-1]} is done; a restore found {what}")
+        elif done and not self._has_forked:
+            self.violate("latest() goes back only after damage", f"{done[-1]} is done; a restore found {what}")
 
     def appeared(self, path: str, process: Process | None) -> None:
         """Note that a file is there under this name, whole."""
