@@ -9,6 +9,7 @@ Tested in tests/simulation/test_cluster.py.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -164,7 +165,9 @@ class NodeLedger(Ledger):
     def _publish(self, directory: str, number: str) -> None:
         found = self._examine_nodes(directory, number)
         if isinstance(found, str):
-            self.violate("a committed checkpoint is whole", f"id {number} was published in {directory}: {found}")
+            away = {each for each in self.directories if not self._is_up(each)}
+            if not self._tokens(number, away) - self._tokens(number, {directory}):
+                self.violate("a committed checkpoint is whole", f"id {number} was published in {directory}: {found}")
             return
         attempt, known = found.attempt, self.committed.get(number)
         self._scheduler.note(f"publishes {attempt}")
@@ -216,6 +219,17 @@ class NodeLedger(Ledger):
             return f"it has values of {attempt}"
         return Committed(attempt, tuple(paths), None)
 
+    def _tokens(self, number: str, directories: Collection[str] | None = None) -> set[str]:
+        """Return which saves of an id are in place on nodes. Who has a newer one need not keep files of the others."""
+        among = self.directories if directories is None else directories
+        read = [self._decode(directory, f"{number}.manifest") for directory in among]
+        return {each.save_token for each in read if not isinstance(each, str)}
+
+    def _is_up(self, directory: str) -> bool:
+        """Tell whether processes run on the node of a root."""
+        node = directory.split("/")[1]
+        return any(process.alive and process.node.name == node for process in self._scheduler.processes)
+
     def _named_here(self, directory: str, name: str) -> list[str]:
         """Return what a manifest names in its own directory, and the manifest."""
         manifest = self._decode(directory, name)
@@ -236,7 +250,7 @@ class NodeLedger(Ledger):
                 found = self._examine_nodes(directory, number)
                 if isinstance(found, str):
                     known = before.get(number)
-                    if known is not None and f"{directory}/{name}" in known.files:
+                    if known is not None and f"{directory}/{name}" in known.files and len(self._tokens(number)) < 2:
                         self.violate("a committed checkpoint is whole", f"{directory}/{name}, after power: {found}")
                     continue
                 now = self.committed.get(number)
@@ -265,7 +279,8 @@ class NodeLedger(Ledger):
                 found = self._examine_nodes(directory, name.partition(".")[0])
                 if isinstance(found, Committed):
                     kept.update(found.files)
-                elif self.lost:  # the other node's part may be gone, and its names may have been used again
+                elif self.lost or len(self._tokens(name.partition(".")[0])) > 1:
+                    # The other node's part may be gone, and its names may have been used again.
                     kept.update(self._named_here(directory, name))
         for directory in self.directories:
             left = [name for name in self.names(directory) if f"{directory}/{name}" not in kept]
