@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.media.urls import Secrets
 
 Result = TypeVar("Result")
@@ -163,6 +164,7 @@ class Retrier:
         its answer was lost. What it gives back, if not None, is the result.
 
         Raises:
+            CheckpointError: The function has raised it, and no try before has been left without an answer.
             OSError: The last error; FileNotFoundError, FileExistsError and PermissionError where it is one. Of it
                 :func:`is_unanswered` can be asked.
         """
@@ -174,11 +176,13 @@ class Retrier:
                 return function(*arguments, **keywords)
             # Whatever an fsspec file system raises: their errors have no common base.
             except Exception as error:
+                if isinstance(error, CheckpointError) and not unanswered:
+                    raise  # no answer of the store: the right to ask it has run out
                 unanswered = unanswered or _may_be_done(error)
                 result = again(error) if attempt > 1 and again is not None else None
                 if result is not None:
                     return result
-                if attempt > self._retries or not is_transient(error):
+                if attempt > self._retries or isinstance(error, CheckpointError) or not is_transient(error):
                     tries = f" ({attempt} attempts in {time.monotonic() - begin:.1f} s)" if attempt > 1 else ""
                     raise self._translated(error, where, tries, unanswered) from self._presentable(error)
                 if stop is not None and stop.wait(pause_seconds(attempt)):

@@ -30,7 +30,7 @@ from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_backend, open_storage, reopen
 from paddle_flexckpt.media.remote import FsspecBackend
 from paddle_flexckpt.media.remote_files import RemoteInputFile, Windows
-from paddle_flexckpt.media.urls import redacted
+from paddle_flexckpt.media.urls import Secrets, redacted
 from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from tests.media.stores import KINDS, Disk
@@ -649,6 +649,26 @@ def test_an_error_that_stays_is_raised_at_once(store, clock):
     with pytest.raises(OSError, match="RuntimeError: a package's own kind of error"):
         store.read("x")
     assert clock.pauses == []
+
+
+def test_a_right_that_has_run_out_is_told_as_it_is_and_at_once(clock):
+    """The renewal of a lease may have failed with what would be tried again, had the store answered so."""
+    lost = caused_by(CheckpointError("somebody has taken over"), ConnectionResetError(104, "reset"))
+    fates = [lost]
+
+    def ask() -> None:
+        raise fates.pop(0)
+
+    retrier = retrying.Retrier(5, Secrets("s3://d/run", {}))
+    with pytest.raises(CheckpointError, match="^somebody has taken over$"):
+        retrier("s3://d/run/x", ask)
+    assert clock.pauses == []
+    # An earlier try may have been carried out: then it is not known what has become of the request.
+    fates[:] = [ConnectionResetError(104, "reset"), lost]
+    with pytest.raises(OSError, match="somebody has taken over") as caught:
+        retrier("s3://d/run/x", ask)
+    assert retrying.is_unanswered(caught.value)
+    assert len(clock.pauses) == 1
 
 
 def test_the_number_of_tries_can_be_chosen(store, clock):

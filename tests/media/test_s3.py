@@ -383,7 +383,7 @@ def test_a_commit_replaces_what_was_seen_or_asks_again(server, monkeypatch, ther
     monkeypatch.setattr(storage.locks, "recheck", ask)
     late = contextlib.nullcontext()
     if other != there and not may:
-        late = pytest.raises(OSError, match="somebody has taken over")
+        late = pytest.raises(CheckpointError, match="^somebody has taken over$")
     with late, storage.create("m", "publish", 3) as file:
         file.write(b"own")
         file.look()
