@@ -12,7 +12,7 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -221,7 +221,10 @@ class NodeSave:
             for other in range(self.comm.size)
             if files[other] in sizes and here in self._receivers(other)
         }
-        transport.exchange(list(self._addresses), outgoing, incoming)
+        with contextlib.ExitStack() as files_under_way:
+            for stream in (*outgoing.values(), *incoming.values()):
+                files_under_way.callback(stream.close)
+            transport.exchange(list(self._addresses), outgoing, incoming)
         return None, b""
 
 
@@ -351,7 +354,7 @@ def _is_there(backend: Backend, name: str) -> bool:
     return True
 
 
-def _read(backend: Backend, name: str) -> Iterator[np.ndarray]:
+def _read(backend: Backend, name: str) -> Generator[np.ndarray]:
     """Yield the bytes of a file; each array is used before the next is asked for."""
     with backend.open(name) as file:
         buffer = np.empty(min(CHUNK_BYTES, file.size), dtype=np.uint8)
@@ -362,7 +365,7 @@ def _read(backend: Backend, name: str) -> Iterator[np.ndarray]:
             yield part
 
 
-def _write(backend: Backend, name: str, size: int) -> Iterator[np.ndarray]:
+def _write(backend: Backend, name: str, size: int) -> Generator[np.ndarray]:
     """Yield buffers to be filled with the bytes of a new file; each is written when the next is asked for."""
     buffer = np.empty(min(CHUNK_BYTES, size), dtype=np.uint8)
     with backend.create(name, size=size) as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import shutil
 
@@ -15,6 +16,7 @@ from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -419,6 +421,22 @@ def test_what_a_rank_prepared_stays_if_another_is_lost_meanwhile(saved, monkeypa
     monkeypatch.setattr(NodeDirectory, "publish_save", lost)
     save([a, b], 2, unique_id=0)
     assert {"0.1.saving", "0_0.1.prepared", "0_0.1.safetensors"} < set(os.listdir(a))
+
+
+def test_a_copy_that_fails_is_given_up_at_once(nodes, monkeypatch):
+    """Not when the error has been forgotten: whoever comes next may have a file of that name."""
+    streams = []
+
+    def break_off(self, addresses, outgoing, incoming):
+        for stream in (*outgoing.values(), *incoming.values()):
+            next(stream)
+            streams.append(stream)
+        raise CheckpointError("the network is down")
+
+    monkeypatch.setattr(Transport, "exchange", break_off)
+    a, b, _ = nodes
+    assert "the network is down" in one_error(save([a, b], 1, node_copies=2))
+    assert [inspect.getgeneratorstate(stream) for stream in streams] == [inspect.GEN_CLOSED] * 4
 
 
 def test_verify_names_the_node_of_a_missing_file(saved):
