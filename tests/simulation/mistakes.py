@@ -116,8 +116,9 @@ MISTAKES = {
         ),
         Mistake(
             "temporaries-stay",
-            "a manifest that a dead save was about to rename stays, so that it may come late",
-            {"native.leftovers:LeftoverDirectory.remove_temporaries": wrong.nothing_removed},
+            "manifests that dead saves were about to rename stay, and may be renamed late",
+            {"native.leftovers:LeftoverDirectory.__init__": wrong.knows_no_temporaries},
+            can_show=lambda case: case.scenario.storage == "leased" and case.scenario.jobs > 1,
         ),
         Mistake(
             "dead-save-first",

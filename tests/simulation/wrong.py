@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
@@ -191,6 +192,14 @@ def marker_goes_before_files(right: Any) -> Any:
 
 def nothing_removed(right: Any) -> Any:
     return lambda *_, **__: []
+
+
+def knows_no_temporaries(right: Any) -> Any:
+    def __init__(self: Any, *arguments: Any) -> None:
+        right(self, *arguments)
+        self._temporary = re.compile(r"(?!)")
+
+    return __init__
 
 
 # Agreement.
