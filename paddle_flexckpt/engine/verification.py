@@ -155,12 +155,15 @@ def repair_manifest(
         ValidationError: A manifest is there, there are no such files, or they are damaged in a way that shows or do not
             make up a whole checkpoint of one save; nothing was written.
         CorruptCheckpointError: A data file changed while it was read; nothing was written.
+        CheckpointError: A save is being made there, or somebody has changed the checkpoint meanwhile; nothing was
+            written.
         OSError: The file system refused.
     """
     begin = time.perf_counter()
     directory = open_to_save(path)
+    replaced = directory.manifest_bytes(unique_id)
     rebuilt = rebuild_manifest(directory, unique_id, overwrite, save_token, fewer_files)
-    directory.write_manifest(rebuilt.manifest)
+    directory.write_manifest(rebuilt.manifest, replaced)
     catalog = rebuilt.manifest.catalog
     return RepairReport(
         path=directory.path,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,7 +34,7 @@ from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, Mode, SaveEve
 from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
 from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule
 from paddle_flexckpt.manager.step_pages import StepPages
-from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which
+from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which, is_full
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.listing import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
@@ -123,8 +124,6 @@ class CheckpointManager:
         self._async_save, self._slice_bytes, self._staging_bytes = async_save, slice_bytes, staging_bytes
         self._pending, self._writes_reports = PendingSteps(self._comm), reports
         self._closed = False
-        # Steps that a restore has found damaged: a save may replace them.
-        self._damaged: set[int] = set()
         self._signals = PreemptionSignals(())
 
         def open_root() -> tuple[None, bytes]:
@@ -274,7 +273,7 @@ class CheckpointManager:
             more = check_extra(extra)
             contents.shards.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **more))
             if self._comm.position == 0:
-                self._steps.prepare(step, overwrite or step in self._damaged | self._pending.not_durable)
+                self._steps.prepare(step, overwrite or step in self._pending.doubtful)
             also = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).agreed}
             head = encode_options(CheckpointManager.save, options, **also, **given(options))
             return contents, join((head, contents.describe_metrics()))
@@ -298,19 +297,22 @@ class CheckpointManager:
             )
         except CheckpointError as error:
             if isinstance(error, NotDurableError):
-                self._pending.not_durable.add(step)
+                self._pending.doubtful.add(step)
+            if self._comm.position == 0 and is_full(error):
+                # Else there might never be room for a save that could go well, after which this would be done.
+                with contextlib.suppress(CheckpointError):
+                    self._retain()
             self._steps.give_up(step, error, bool(self._keep))
             raise
-        self._pending.not_durable.discard(step)
         if isinstance(report, SaveHandle):
             self._pending.add(step, report, optimizer)
         else:
-            self._damaged.discard(step)
+            self._pending.note_complete(step)
         self._pages.add(step, report, contents.metrics)
         self._schedule.note(step, saved=True)
         state_of_new = "on its way" if background else "complete"
         reports = {step: report} if isinstance(report, SaveReport) else {}
-        self._follow_up(f"the checkpoint of step {step} is {state_of_new}", None if background else step, reports)
+        self._follow_up(f"the checkpoint of step {step} is {state_of_new}", reports)
         return report
 
     def stage_next(self) -> bool:
@@ -329,7 +331,7 @@ class CheckpointManager:
         self._check_open()
         if self._pending.steps or len(self._pages) or (self._writes_reports and self._pending.has_reports):
             self._pending.collect(f"cannot finish the saves in {self.path!r}", wait_for="all")
-            self._follow_up("all saves in the background are complete", None)
+            self._follow_up("all saves in the background are complete")
 
     def close(self) -> None:
         """Do as :meth:`wait`, and put the old signal handlers back. A second call does nothing.
@@ -345,7 +347,11 @@ class CheckpointManager:
             self._closed = True
             self._signals.close()
 
-    def _follow_up(self, done: str, newest: int | None, reports: Mapping[int, SaveReport] | None = None) -> None:
+    def _retain(self) -> None:
+        pending = self._pending
+        self._steps.retain(self._keep, pending.newest, pending.steps, pending.doubtful)
+
+    def _follow_up(self, done: str, reports: Mapping[int, SaveReport] | None = None) -> None:
         """Write pages and reports, and remove what may go; ``done`` is what has gone well, for the error."""
         ended = self._pages.take(self._pending.steps)
         if ended:
@@ -358,7 +364,7 @@ class CheckpointManager:
             if self._comm.position == 0:
                 for step, report in written.items():
                     self._steps.write_report(step, report)
-                self._steps.retain(self._keep, newest, self._pending.steps)
+                self._retain()
             return None, b""
 
         what = "a report could not be written, or what need not be kept" if written else "what need not be kept"
@@ -411,7 +417,7 @@ class CheckpointManager:
         order, damaged = agree_and_collect(answers, context)[0]
         candidates = [(each, self._steps.directory(each)) for each in order]
         report = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
-        self._damaged |= set(report.skipped)
+        self._pending.doubtful |= set(report.skipped)
         self._schedule.note(report.step, saved=False)
         return report
 

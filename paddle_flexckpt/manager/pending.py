@@ -11,21 +11,24 @@ from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.sliced_saves import SlicedSave
 from paddle_flexckpt.report import SaveReport
 
-# One byte for each save, in a message of each rank.
-_RUNNING, _ENDED, _FAILED = range(3)
+# One byte for each save, in a message of each rank. Of a failure the caller may have been told by the handle.
+_RUNNING, _ENDED, _FAILED, _TOLD = range(4)
 
 
 class PendingSteps:
     """Track the saves in the background. Every rank has the same ones. Two methods communicate, and say so.
 
     Attributes:
-        not_durable: Steps whose checkpoint is there, and could not be made durable.
+        doubtful: Steps whose checkpoint is there, and is damaged or could not be made durable. A save may replace it,
+            and retention does not count it.
+        newest: The step that was saved last and is known to be complete; None if this manager has saved none.
     """
 
     def __init__(self, comm: Communicator) -> None:
         """Take the ranks that save."""
         self._comm = comm
-        self.not_durable: set[int] = set()
+        self.doubtful: set[int] = set()
+        self.newest: int | None = None
         self._saves: list[tuple[int, SaveHandle]] = []
         # By step, the reports of those that have ended well.
         self._reports: dict[int, SaveReport] = {}
@@ -34,6 +37,11 @@ class PendingSteps:
     def has_reports(self) -> bool:
         """Return whether :meth:`take_reports` would return any."""
         return bool(self._reports)
+
+    def note_complete(self, step: int) -> None:
+        """Note that a step's checkpoint is complete."""
+        self.newest = step
+        self.doubtful.discard(step)
 
     def take_reports(self) -> dict[int, SaveReport]:
         """Return the reports, by step, of saves that :meth:`collect` has found committed since this was called."""
@@ -92,8 +100,11 @@ class PendingSteps:
         _, answers = self._comm.together(look, context)
         states = [set(column) for column in zip(*answers)]
         for (step, handle), seen in zip(self._saves, states):
-            if seen == {_ENDED} and handle.error is None:
+            if seen == {_ENDED}:
                 self._reports[step] = handle.result()
+                self.note_complete(step)
+            elif handle.done() and isinstance(handle.error, NotDurableError):
+                self.doubtful.add(step)
         failed = {step: handle for (step, handle), seen in zip(self._saves, states) if _FAILED in seen}
         self._saves = [save for save, seen in zip(self._saves, states) if _RUNNING in seen and _FAILED not in seen]
         if failed:
@@ -101,14 +112,16 @@ class PendingSteps:
             try:
                 self._comm.together(lambda: (None, _raise([*failed.values()])), f"{context}: an earlier save failed")
             except NotDurableError:
-                self.not_durable |= failed.keys()
+                self.doubtful |= failed.keys()
                 raise
 
 
 def _state(handle: SaveHandle) -> int:
     if not handle.done():
         return _RUNNING
-    return _FAILED if handle.error is not None and not handle.seen else _ENDED
+    if handle.error is None:
+        return _ENDED
+    return _TOLD if handle.seen else _FAILED
 
 
 def _raise(handles: Sequence[SaveHandle]) -> bytes:

@@ -123,7 +123,9 @@ def restore_checkpoint(
         load = load_state_dict(targets.shards, directory, comm, **options.keywords(LoadOptions))
 
         def put_back() -> tuple[ExtraStateReport, bytes]:
-            if save_token_in(directory) != token:
+            with reading(directory.path):
+                now = save_token_in(directory)
+            if now != token:
                 raise CheckpointError(
                     "another process has saved the same step meanwhile: targets come from both. Remedy: restore again"
                 )

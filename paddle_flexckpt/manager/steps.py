@@ -1,8 +1,8 @@
 """Look after the root directory: one directory for each step, what is known of it, and its removal.
 
 A removal is carried through whatever happens in between. First a file of the root, ``step_{step:08d}.removing``, says
-which files are to go; then the manifest goes, and with it the checkpoint; then the files, the directory, and last the
-file that told of them. What is found without its manifest but with that file is removed by whoever comes next. Nothing
+which files are to go; then the manifest goes, and with it the checkpoint; then the files, the file that told of them,
+and last the directory. What is found without its manifest but with that file is removed by whoever comes next. Nothing
 else is ever removed: not what is being saved or read, and no file that the checkpoint does not consist of.
 """
 
@@ -71,9 +71,15 @@ class StepDirectories:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, damaged or not, in rising order."""
-        steps = self._directories()
-        there = map_files(self._root, self._may_have_checkpoint, steps)
-        return [step for step, is_there in zip(steps, there) if is_there]
+        before: list[int] | None = None
+        while True:
+            steps = self._directories()
+            there = map_files(self._root, self._may_have_checkpoint, steps)
+            found = [step for step, is_there in zip(steps, there) if is_there]
+            # One that has been removed may have been replaced, after the listing or after the look at the new one.
+            if (all(there) and steps) or found == before:
+                return found
+            before = found
 
     def _may_have_checkpoint(self, step: int) -> bool:
         try:
@@ -121,7 +127,7 @@ class StepDirectories:
         except CorruptCheckpointError as error:
             return _Known("", None, str(error))
         known = self._known.get(step)
-        if known is not None and known.token == token:
+        if known is not None and known.token == token and not known.problem:
             return known
         try:
             with LockedManifest(SourceDirectory(directory), UNIQUE_ID, [RECORD]) as manifest:
@@ -132,7 +138,8 @@ class StepDirectories:
         except (CorruptCheckpointError, ValidationError) as error:
             if not _has_manifest(directory):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.where(_MANIFEST)) from error
-            logger.warning(f"the checkpoint of step {step} is damaged, and is left alone: {error}")
+            if known is None or known.problem != str(error):
+                logger.warning(f"the checkpoint of step {step} is damaged, and is left alone: {error}")
             return _Known(token, None, str(error))
 
     def order(self, which: Which, best: KeepBest | None, fallback: bool) -> tuple[list[int], dict[int, str]]:
@@ -191,7 +198,7 @@ class StepDirectories:
         if step in _interrupted(self._root.names()):
             self._finish_removal(step)
         directory = self.directory(step)
-        if _MANIFEST not in directory.names():
+        if not _has_manifest(directory):  # a listing may be out of date
             return
         if not replace:
             raise ValidationError(
@@ -215,18 +222,21 @@ class StepDirectories:
         """
         with contextlib.suppress(OSError):
             self.directory(step).remove_directory()
-        if keeps and any(text in str(error) for text in _FULL):
+        if keeps and is_full(error):
             raise CheckpointError(
                 f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to be "
                 "room for one more than is kept. Remedy: keep fewer, or make room"
             ) from error
 
-    def retain(self, policies: Sequence[KeepPolicy], newest: int | None, busy: Collection[int]) -> list[int]:
+    def retain(
+        self, policies: Sequence[KeepPolicy], newest: int | None, busy: Collection[int], doubtful: Collection[int] = ()
+    ) -> list[int]:
         """Remove what no policy keeps, and what dead saves and interrupted removals left behind.
 
         A checkpoint that is being read, or that no manager saved, or that is damaged, is left alone, and so are those
         that are ``busy``: being saved in the background. A loss of power may take these back until all ranks know that
-        they are complete, so what goes may go with them and without them. Returned are the steps removed.
+        they are complete, and ``doubtful`` ones may be of no use, so what goes may go with them and without them.
+        Returned are the steps removed.
 
         Raises:
             CheckpointError: Something could not be removed; all that could be has been.
@@ -252,7 +262,7 @@ class StepDirectories:
         records, damaged = self.records()
         # Nobody was told of these, as they may be read the next time.
         problems += [f"step {step} {why}" for step, why in damaged.items() if why.startswith(_UNREADABLE)]
-        complete = [record for record in records if record.step not in busy]
+        complete = [record for record in records if record.step not in {*busy, *doubtful}]
         with_busy = steps_to_remove(records, policies, newest)
         useless = [step for step in steps_to_remove(complete, policies, newest) if step in with_busy]
         removed = [step for step in useless if attempt(self._remove, step)]
@@ -305,38 +315,47 @@ class StepDirectories:
             backend.remove(_MANIFEST)
             backend.sync()
             _remove_files(backend, files)
-        self._end_removal(step)
+            self._end_removal(step)
+        backend.remove_directory()
         logger.info(f"removed the checkpoint of step {step}, {backend.path}")
         return True
 
     def _finish_removal(self, step: int) -> bool:
         """Carry an interrupted removal through; return whether that could be done now."""
         backend = self.directory(step)
+        # A store's listing may be out of date: there the note alone counts.
+        if backend.has_path and not exists(backend):
+            self._end_removal(step)
+            return True
         with contextlib.ExitStack() as stack:
-            if exists(backend):
-                if not try_lock(backend, stack):
-                    return False
-                # With a manifest it had not come so far as to remove anything, or the step has been saved again.
-                # A listing may be out of date.
-                if not _has_manifest(backend):
-                    try:
-                        names = json.loads(self._root.read(_marker_of(step)))["files"]
-                        files = [check_file_name(name) for name in names]
-                    except (ValueError, KeyError, TypeError, RecursionError) as error:
-                        note = self._root.where(_marker_of(step))
-                        logger.warning(f"{note} cannot be understood, and is left alone: {error}")
-                        return False
-                    _remove_files(backend, files)
-                    # A loss of power may have brought back what had been removed before.
-                    directory = open_to_save(backend)
-                    remove_dead_saves(directory)
-                    directory.remove_refusal()
-        self._end_removal(step)
+            if not try_lock(backend, stack):
+                return False
+            if _has_manifest(backend):
+                # It had not come so far as to remove anything, or the step has been saved again.
+                self._root.remove(_marker_of(step))
+                return True
+            try:
+                files = [check_file_name(name) for name in json.loads(self._root.read(_marker_of(step)))["files"]]
+            except FileNotFoundError:
+                return True  # another job's manager has just done it
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
+                note = self._root.where(_marker_of(step))
+                logger.warning(f"{note} cannot be understood, and is left alone: {error}")
+                return False
+            _remove_files(backend, files)
+            # A loss of power may have brought back what had been removed before.
+            directory = open_to_save(backend)
+            remove_dead_saves(directory)
+            directory.remove_refusal()
+            self._end_removal(step)
+        backend.remove_directory()
         return True
 
     def _end_removal(self, step: int) -> None:
-        """Remove the directory, unless something is in it, and then the note; the lock, too, may be a file in it."""
-        self.directory(step).remove_directory()
+        """Remove what is beside the directory, and then the note; in the directory is nothing of the checkpoint.
+
+        The caller has the right to save there, so that the files are not those of a later save.
+        """
         self._root.remove(page_of(step))
         self._root.remove(_report_of(step))
         self._root.sync()
@@ -361,6 +380,11 @@ class StepDirectories:
             directory.remove_refusal()
         backend.remove_directory()
         return bool(removed)
+
+
+def is_full(error: CheckpointError) -> bool:
+    """Return whether a save has failed because there was no room."""
+    return any(text in str(error) for text in _FULL)
 
 
 def _interrupted(names: Iterable[str]) -> list[int]:

@@ -39,6 +39,9 @@ _SETTLING = 10
 # How long after a renewal the lease is certain enough for what follows.
 _CERTAIN = 1 / 2
 _RECHECKS = 5
+# On Linux this clock alone counts the time that a suspended machine sleeps, in which others may take its lease. Who
+# watches a lease counts the time that it is awake.
+_CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 # A look that falls into the writing of the file sees a part of it.
 _READS = 10
 
@@ -88,7 +91,7 @@ class LeaseLock(SaveLock):
         Args:
             backend: The directory.
             claim: What its lease file says, or will say soon.
-            renewed_at: When the writing of it was begun at the latest, by this host's monotonic clock.
+            renewed_at: When the writing of it was begun at the latest, by this host's clock.
         """
         self._backend = backend
         self._claim = claim
@@ -115,12 +118,12 @@ class LeaseLock(SaveLock):
         """Renew the lease, if it is still held."""
         with self._renewing:
             self._raise_failure()
-            looked = time.monotonic()
+            looked = _now()
             self._check_file()
-            begin = time.monotonic()
+            begin = _now()
             self._claim = replace(self._claim, counter=self._claim.counter + 1)
             write_file(self._backend, LEASE_FILE, self._claim.encode())
-            now, settling = time.monotonic(), _settling_seconds(self._claim.seconds)
+            now, settling = _now(), _settling_seconds(self._claim.seconds)
             if now - self._renewed_at >= self._claim.seconds:
                 # It may have run out. Whoever took it over since the look finds this claim, if the look was just now.
                 if now - looked >= settling:
@@ -142,7 +145,7 @@ class LeaseLock(SaveLock):
     @property
     def _is_certain(self) -> bool:
         """Return whether the last renewal is so young that nobody can have taken the lease, or soon will."""
-        return time.monotonic() - self._renewed_at < self._claim.seconds * _CERTAIN
+        return _now() - self._renewed_at < self._claim.seconds * _CERTAIN
 
     def check(self) -> None:
         """Make sure that the lease is still held, and will be; do nothing once it has been given back.
@@ -177,7 +180,7 @@ class LeaseLock(SaveLock):
     def _check_file(self) -> None:
         claim = None
         for _ in range(_READS):
-            self._looked_at = time.monotonic()
+            self._looked_at = _now()
             found = _read(self._backend)
             claim = Claim.decode(found)
             if claim is not None or found is None:
@@ -192,7 +195,7 @@ class LeaseLock(SaveLock):
 
     def confirm(self) -> None:
         """Find out whether the lease is still held, so that a release that follows soon need not ask."""
-        now = time.monotonic()
+        now = _now()
         # The release asks where this could not.
         with contextlib.suppress(OSError):
             self._confirmed_at = now if self._is_held() else -math.inf
@@ -207,7 +210,7 @@ class LeaseLock(SaveLock):
             return
         self.detach()
         try:
-            age = time.monotonic() - self._confirmed_at
+            age = _now() - self._confirmed_at
             if age < self._claim.seconds / _RENEWALS or self._is_held():
                 self._backend.remove(LEASE_FILE)
         except OSError as error:
@@ -216,7 +219,7 @@ class LeaseLock(SaveLock):
 
     def handover(self) -> tuple[dict[str, Any], int | None]:
         """Implement the base class; there is no descriptor."""
-        return {"kind": "lease", "claim": asdict(self._claim)}, None
+        return {"kind": "lease", "claim": asdict(self._claim), "renewed_at": self._renewed_at}, None
 
     def detach(self) -> None:
         """Implement the base class."""
@@ -290,7 +293,7 @@ class LeaseLocks(Locks):
                 raise self._busy(other)
             elif now - since >= max(self._seconds, other.seconds if other else 0.0):
                 logger.warning(f"{self._backend.path}: a lease of {other} has run out and is taken over")
-                self._wrote_at = now
+                self._wrote_at = _now()
                 write_file(self._backend, LEASE_FILE, claim.encode())
                 return False
             time.sleep(self._seconds / _LOOKS)
@@ -308,7 +311,7 @@ class LeaseLocks(Locks):
 
     def _create(self, claim: Claim) -> bool:
         """Return whether there was no lease, so that there is this one now."""
-        self._wrote_at = time.monotonic()
+        self._wrote_at = _now()
         try:
             write_file(self._backend, LEASE_FILE, claim.encode(), "new")
         except FileExistsError:
@@ -328,12 +331,11 @@ class LeaseLocks(Locks):
             return super().adopt(token, descriptor)
         claim = Claim(**token["claim"])
         claim = replace(claim, host=socket.gethostname(), pid=os.getpid(), counter=claim.counter + 1)
-        # Who hands the lease over renews it until this returns; how lately is not known. A first request may take long,
-        # as it connects, so it is made before.
+        # A first request may take long, as it connects, so it is made before.
         with contextlib.suppress(OSError):
             _read(self._backend)
-        renewed_at = time.monotonic() - 2 * claim.seconds / _RENEWALS
-        self._lease = LeaseLock(self._backend, claim, renewed_at)
+        # Who hands it over, on the same host, may have renewed it since, or have died long ago.
+        self._lease = LeaseLock(self._backend, claim, float(token["renewed_at"]))
         return self._lease
 
     def check(self) -> None:
@@ -357,6 +359,10 @@ class LeaseLocks(Locks):
         """Implement the base class."""
         if self._lease is not None:
             self._lease.confirm()
+
+
+def _now() -> float:
+    return time.clock_gettime(_CLOCK)
 
 
 def _settling_seconds(seconds: float) -> float:

@@ -279,7 +279,8 @@ class LocalBackend(Backend):
         except FileNotFoundError:
             pass
         except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            # The last one: it is a link to one, which somebody has made.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
 
     def sync(self) -> None:

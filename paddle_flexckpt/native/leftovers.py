@@ -221,6 +221,7 @@ def remove_dead_saves(
         late = [name for name in directory.find_useless(save, directory.backend.names()) if save.owns(name)]
         if late:
             map_files(directory.backend, directory.backend.remove, late)
+            directory.backend.sync()  # nobody would remove what a loss of power brought back
             directory.remove_refusal()
         removed += [*useless, marker, *late]
     return removed

@@ -403,16 +403,28 @@ class SaveDirectory(LeftoverDirectory):
         map_files(self.backend, self.backend.remove, markers)
         return [name for name in self.backend.names() if is_older(name)]
 
-    def write_manifest(self, manifest: Manifest) -> None:
-        """Put a manifest in place, instead of the one that is there if there is one; touch no data file.
+    def manifest_bytes(self, unique_id: int) -> bytes | None:
+        """Return a manifest as it is, whole or not; None if there is none."""
+        try:
+            return self.backend.read(f"{unique_id}.manifest")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except CorruptCheckpointError:
+            return b""  # whatever it is that has its name
+
+    def write_manifest(self, manifest: Manifest, replaced: bytes | None = None) -> None:
+        """Put a manifest in place, instead of ``replaced`` (:meth:`manifest_bytes`); touch no data file.
 
         Raises:
-            CheckpointError: A save is being made here.
+            CheckpointError: A save is being made here; or one has been made, or the checkpoint removed, meanwhile.
             OSError: The file system refused; what was there before is still there.
         """
-        lock = self.lock()
-        try:
+        with self.backend.locks.take():
+            if self.manifest_bytes(manifest.unique_id) != replaced:
+                raise CheckpointError(
+                    f"{self.manifest_file(manifest.unique_id)} is not what it was before: somebody has saved, repaired "
+                    "or removed this checkpoint meanwhile. Nothing was written. Remedy: look at what is there now"
+                )
+            self.check_untouched(manifest)
             publish(self.backend, f"{manifest.unique_id}.manifest", manifest.encode())
             self.update_companion(manifest)
-        finally:
-            lock.release()

@@ -78,7 +78,7 @@ def make_old(path):
     directory = open_to_save(path)
     manifest = directory.read_manifest()
     old = Manifest(**{**vars(manifest), "catalog": manifest.catalog.with_orders({})})
-    directory.write_manifest(old)
+    directory.write_manifest(old, directory.manifest_bytes(manifest.unique_id))
 
 
 def warnings(caplog):

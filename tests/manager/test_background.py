@@ -5,10 +5,7 @@ The writer process is stopped where a save must not be complete yet.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -19,35 +16,10 @@ import paddle
 
 import paddle_flexckpt as fc
 import paddle_flexckpt.manager.manager as manager_module
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.sliced_saves import SlicedSave
 from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.report import SaveReport
 from tests.manager.samples import directory_of, empty, files_of, manager_of, restore, save, tree
-
-
-@pytest.fixture(scope="module")
-def writer(tmp_path_factory):
-    with fc.BackgroundWriter(nice=0) as made:
-        # Its process is there from now on.
-        path = tmp_path_factory.mktemp("first")
-        fc.save_state_dict({"w": np.zeros(1)}, path, SoloCommunicator(), async_save=made).result(60)
-        yield made
-
-
-@pytest.fixture
-def stopped(writer):
-    """A context in which the writer process does nothing."""
-
-    @contextlib.contextmanager
-    def stop():
-        os.kill(writer.pid, signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            os.kill(writer.pid, signal.SIGCONT)
-
-    return stop
 
 
 def fail(root, stopped, manager, step: int) -> fc.SaveHandle:

@@ -12,11 +12,9 @@ pytest.importorskip("paddle")
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.manager.steps import StepDirectories
-from tests.manager import test_background as background
 from tests.manager.samples import directory_of, files_of, manager_of, save, tree
+from tests.manager.test_background import fail
 from tests.pages.samples import check
-
-fail, stopped, writer = background.fail, background.stopped, background.writer
 
 
 def page_of(root, step: int) -> str:

@@ -37,6 +37,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def clock_gettime(self, clock: int) -> float:
+        return self.now
+
     def sleep(self, seconds: float) -> None:
         self.now += seconds
         self.meanwhile()
@@ -305,6 +308,33 @@ def test_a_save_whose_lease_is_taken_fails_on_every_rank(tmp_path, monkeypatch):
     assert all("has taken over the right to save" in str(outcome) for outcome in outcomes)
     assert load(tmp_path) == 1
     assert is_complete(tmp_path)
+
+
+def test_a_lease_that_ran_out_before_it_was_adopted_is_not_believed(tmp_path, clock):
+    """A writer was stopped, and its training process has died: somebody else has the right by now."""
+    lock = LocalBackend(str(tmp_path)).locks.take()
+    token, _ = lock.handover()
+    lock.detach()
+    clock.now += 60
+    put(tmp_path, token="other")
+    late = LocalBackend(str(tmp_path))
+    adopted = late.locks.adopt(token, None)
+    with pytest.raises(CheckpointError, match="process 77 on elsewhere has taken over"):
+        late.locks.recheck()
+    adopted.release()
+    assert said(tmp_path)["token"] == "other"
+
+
+def test_the_time_that_a_machine_is_suspended_counts(tmp_path, clock, monkeypatch):
+    """The monotonic clock of Linux stands still meanwhile."""
+    backend = LocalBackend(str(tmp_path))
+    backend.locks.take()
+    put(tmp_path, token="other")
+    backend.locks.recheck()  # its lease is young
+    monkeypatch.setattr(clock, "monotonic", lambda: 0.0)
+    clock.now += 3600
+    with pytest.raises(CheckpointError, match="has taken over"):
+        backend.locks.recheck()
 
 
 def test_a_commit_that_comes_after_that_of_another_save_fails(tmp_path, monkeypatch):

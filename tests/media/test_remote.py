@@ -50,6 +50,9 @@ class Clock:
     def monotonic(self) -> float:
         return self.now
 
+    def clock_gettime(self, clock: int) -> float:
+        return self.now
+
     def sleep(self, seconds: float) -> None:
         self.pauses.append(seconds)
         self.now += seconds

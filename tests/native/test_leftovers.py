@@ -209,9 +209,9 @@ def test_a_repair_waits_for_no_save(tmp_path):
     directory = open_to_save(tmp_path)
     lock = directory.lock()
     with pytest.raises(CheckpointError, match="another save"):
-        directory.write_manifest(manifest)
+        directory.write_manifest(manifest, directory.manifest_bytes(0))
     lock.release()
-    directory.write_manifest(manifest)
+    directory.write_manifest(manifest, directory.manifest_bytes(0))
 
 
 def test_the_list_of_checkpoints(tmp_path):

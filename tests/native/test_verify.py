@@ -247,7 +247,7 @@ def test_a_manifest_of_another_save_is_named(tmp_path):
     stored = checkpoint(tmp_path)
     checksums = replace(stored.manifest.checksums, values=stored.manifest.checksums.values ^ np.uint64(1))
     theirs = replace(stored.manifest, save_token="f" * 32, checksums=checksums)
-    open_to_save(str(tmp_path)).write_manifest(theirs)
+    (tmp_path / "0.manifest").write_bytes(theirs.encode())
     *others, doubt = verify(stored).problems
     assert [problem.file for problem in others] == [str(stored.file(0)), str(stored.file(1))]
     assert doubt.what == "no data file is of the save that this manifest belongs to"
@@ -348,7 +348,8 @@ def test_items_with_other_checksums_are_no_replicas(tmp_path):
     checksums = stored.manifest.checksums
     values = checksums.values.copy()
     values[checksums.first[1] :] ^= np.uint64(1)
-    open_to_save(str(tmp_path)).write_manifest(replace(stored.manifest, checksums=replace(checksums, values=values)))
+    manifest = replace(stored.manifest, checksums=replace(checksums, values=values))
+    (tmp_path / "0.manifest").write_bytes(manifest.encode())
     stored.file(0).unlink()
     report = verify(stored)
     assert not report.recoverable
@@ -398,7 +399,7 @@ def test_bytes_that_belong_to_no_shard_are_found(tmp_path):
         catalog=catalog.take(kept),
         checksums=replace(stored.manifest.checksums, values=stored.manifest.checksums.values[kept], first=np.arange(3)),
     )
-    open_to_save(str(tmp_path)).write_manifest(manifest)
+    (tmp_path / "0.manifest").write_bytes(manifest.encode())
     report = verify(stored)
     at = int(catalog.byte_offset[1])
     gap = next(problem for problem in report.problems if "belong to none" in problem.what)

@@ -127,6 +127,7 @@ class Processes:
             time=lambda: scheduler.process.node.time(),
             time_ns=lambda: int(scheduler.process.node.time() * 1e9),
             monotonic=lambda: scheduler.process.node.monotonic(),
+            clock_gettime=lambda clock: scheduler.process.node.monotonic(),
             perf_counter=lambda: scheduler.process.node.monotonic(),
             strftime=time.strftime,
             gmtime=time.gmtime,
