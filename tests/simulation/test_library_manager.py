@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 import json
+import os
 import signal
 from collections.abc import Callable
 from typing import Any
