@@ -23,7 +23,7 @@ from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, generation_of
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, generation_of, save_of
 from paddle_flexckpt.native.manifest import Manifest
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -68,12 +68,12 @@ def find_checkpoint(
 
     One collective tells, where all ranks have the same manifest; else two more for each save that there is of that id.
     ``head`` gives what ranks have to agree about, or raises; ``held`` takes the manifest's lock where there is one.
-    Where a save died after some nodes had published it in place of an older one, it is the newer if all of it can be
-    read, else the older.
+    Where a save died after some nodes had published it in place of an older one, it is the newer if all of it is here,
+    else the older.
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
-        CorruptCheckpointError: No rank can read its manifest.
+        CorruptCheckpointError: No rank can read its manifest, or one cannot that may have a newer one.
     """
     mine = contextlib.ExitStack()
     held.push(mine)
@@ -115,6 +115,13 @@ def find_checkpoint(
     problems = sorted({each["problem"] for each in said if "problem" in each})
     if not owners:
         raise CorruptCheckpointError(f"{context}: {'; '.join(problems)}")
+    # A rank whose manifest cannot be read may have the newest save: an older one is not taken for it.
+    unread = max((each["newest"] for each in said if "problem" in each), default=0)
+    if unread > max(owners)[0]:
+        raise CorruptCheckpointError(
+            f"{context}: which save of id {chosen} is the newest cannot be told: {'; '.join(problems)}. Remedy: look "
+            "into the storage of that node, and load again; without that node an older one is loaded"
+        )
     if problems and comm.position == 0:
         logger.warning(f"manifests of id {chosen} that cannot be read, while others can: {'; '.join(problems)}")
     if manifest is not None and len(owners) == 1 and all("save" in each for each in said):
@@ -122,7 +129,8 @@ def find_checkpoint(
     found = []
     for save, owner in sorted(owners.items(), reverse=True):
         found.append(_look(comm, directory, manifest, save[1], owner, context))
-        if not found[-1].lost.any():
+        # What is there and cannot be read is an error: an older save is not taken for it.
+        if not found[-1].lost.any() or found[-1].wrong:
             return found[-1]
     return found[0]
 
@@ -155,7 +163,9 @@ def _read(
     try:
         manifest = held.enter_context(LockedManifest(directory, unique_id))
     except (CorruptCheckpointError, OSError) as error:
-        return None, {"id": unique_id, "problem": str(error)}
+        saves = [save_of(name) for number, _, name in directory.data_files() if number == unique_id]
+        newest = max((save[1] for save in saves if save), default=0)
+        return None, {"id": unique_id, "problem": str(error), "newest": newest}
     return manifest, {"id": unique_id, "save": [generation_of(manifest), manifest.save_token]}
 
 

@@ -15,6 +15,8 @@ Tested in tests/live/test_nodes.py.
 from __future__ import annotations
 
 import contextlib
+import logging
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
@@ -23,6 +25,8 @@ from paddle_flexckpt.native.directory import SaveNames, generation_of
 from paddle_flexckpt.native.leftovers import find_prepared, find_saves
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
 from paddle_flexckpt.native.save_directory import SaveDirectory
+
+logger = logging.getLogger("paddle_flexckpt")
 
 
 class NodeSaves(NamedTuple):
@@ -51,6 +55,13 @@ class NodeDirectory(SaveDirectory):
             with contextlib.suppress(FileNotFoundError, CorruptCheckpointError), self.backend.open(name) as file:
                 found[unique_id] = read_save_token(file, self.backend.where(name))
         return found
+
+    def choose_save(self, unique_id: int | None, names: Sequence[str] | None = None) -> tuple[int, int]:
+        """Choose as the base class does; the manifest in place may name files of other nodes alone."""
+        chosen, generation = super().choose_save(unique_id, names)
+        with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
+            generation = max(generation, generation_of(self.read_committed(chosen, ())) + 1)
+        return chosen, generation
 
     def generations(self) -> list[tuple[int, int, str]]:
         """Return id, generation and save token of the checkpoints whose manifest is here and can be read."""
@@ -84,9 +95,15 @@ class NodeDirectory(SaveDirectory):
         for _, save, _ in list(find_saves(self)):
             if save is None or save.token not in published:
                 continue
-            names = find_prepared(self, save)
-            if names:
-                replaced = self.publish(save, self.backend.read(names[0]))
+            for name in find_prepared(self, save)[:1]:
+                data, where = self.backend.read(name), self.backend.where(name)
+                try:
+                    if Manifest.decode(data, where).save_token != save.token:
+                        raise CorruptCheckpointError(f"{where} is of another save")
+                except CorruptCheckpointError as error:
+                    logger.warning(f"what was prepared here of id {save.unique_id} is left alone: {error}")
+                    continue
+                replaced = self.publish(save, data)
                 if replaced is not None:
                     replaced.release()
 

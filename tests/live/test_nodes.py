@@ -17,6 +17,7 @@ from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.transport import Transport
+from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -381,6 +382,111 @@ def test_a_node_does_not_publish_what_others_have_replaced(nodes, monkeypatch):
     assert load([c, c, b, a])[1] == 5
     kinds = {name.rpartition(".")[2] for path in nodes for name in os.listdir(path)}
     assert kinds == {"manifest", "safetensors", "metadata"}
+
+
+@pytest.fixture
+def acknowledged(nodes):
+    """Version 1 is on a and c; c is away; version 2, acknowledged, is whole on a and on b; b is away and c is back."""
+    a, b, _ = nodes
+    c = f"{a}c"
+    save([a, c], 1, unique_id=0, node_copies=2)
+    assert not isinstance(save([a, b], 2, unique_id=0, node_copies=2)[0], Exception)
+    assert load([a, c])[1] == 2, "all of version 2 is on a"
+    return a, c
+
+
+@pytest.mark.parametrize("suffix", ["0.manifest", ".safetensors"])
+def test_an_older_save_is_not_loaded_because_of_one_io_error(acknowledged, monkeypatch, suffix):
+    a, c = acknowledged
+    original, left = LocalBackend.open, [1 if suffix == "0.manifest" else 2]
+
+    def trouble(self, name):
+        if self.path == a and name.endswith(suffix) and left[0]:
+            left[0] -= 1
+            raise OSError(5, "Input/output error")
+        return original(self, name)
+
+    with monkeypatch.context() as context:
+        context.setattr(LocalBackend, "open", trouble)
+        outcome = load([a, c])
+    assert not left[0]
+    # The job goes on from what it was given, and storage is well again.
+    if not isinstance(outcome[0], Exception):
+        given = outcome[1]
+        save([a, c], 100 + given, unique_id=0, node_copies=2)
+        assert given == 2, "version 2 was acknowledged, and is there, whole"
+
+
+def test_an_older_save_is_not_loaded_because_of_a_damaged_manifest(acknowledged):
+    a, c = acknowledged
+    os.truncate(f"{a}/0.manifest", 50)
+    outcome = load([a, c])
+    assert isinstance(outcome[0], Exception), f"version {outcome[1]}, and one warning of rank 0"
+
+
+def test_an_older_save_is_not_loaded_because_of_data_that_cannot_be_read(acknowledged, monkeypatch, caplog):
+    a, c = acknowledged
+    original = LocalBackend.open
+
+    def trouble(self, name):
+        if self.path == a and name.endswith(".safetensors"):
+            raise OSError(5, "Input/output error")
+        return original(self, name)
+
+    with monkeypatch.context() as context:
+        context.setattr(LocalBackend, "open", trouble)
+        outcome = load([a, c])
+    assert isinstance(outcome[0], Exception), f"version {outcome[1]}; said: {caplog.text!r}"
+
+
+def test_what_is_prepared_and_damaged_does_not_replace_a_good_manifest(nodes, monkeypatch):
+    a, b, empty = nodes
+    save([a, b], 1, node_copies=2)
+    with monkeypatch.context() as context:
+        stop_publishing(context, b)
+        one_error(save([a, b], 2, unique_id=0, node_copies=2))
+    path = os.path.join(b, "1_0.1.prepared")
+    with open(path, "r+b") as file:
+        file.seek(-9, 2)
+        byte = file.read(1)
+        file.seek(-9, 2)
+        file.write(bytes([byte[0] ^ 1]))
+    assert load([b, b])[1] == 1
+    with monkeypatch.context() as context:
+        refuse_after_clean_up(context)
+        one_error(save([a, b], 3, unique_id=0, node_copies=2))
+    shutil.rmtree(a)
+    outcome = load([empty, b])
+    assert not isinstance(outcome[0], Exception), outcome[0]
+    assert outcome[1] in (1, 2)
+
+
+def test_a_node_that_has_a_manifest_and_no_data_knows_its_generation(nodes):
+    a, b, _ = nodes
+
+    def tiny(paths, version, **options):
+        def job(comm):
+            return save_state_dict(
+                {"t": np.full(3, version)}, paths[comm.position], comm, storage="per_node", unique_id=0
+            )
+
+        return SimulatedWorld(len(paths)).run_all(job)
+
+    def has_data(path):
+        return any(name.endswith(".safetensors") for name in os.listdir(path))
+
+    version = 0
+    while version < 4 or has_data(b):
+        version += 1
+        assert not isinstance(tiny([a, b], version)[0], Exception)
+    tiny([b], version + 1)
+
+    def job(comm):
+        found = {"t": np.full(3, -1)}
+        load_state_dict(found, [a, b][comm.position], comm, storage="per_node")
+        return int(found["t"][0])
+
+    assert SimulatedWorld(2).run(job) == [version + 1] * 2
 
 
 def test_what_is_prepared_and_cannot_be_read_stays(saved, monkeypatch):
