@@ -64,10 +64,14 @@ class SaveOutcome:
         if self.directory.is_committed(self.job.names):
             # The writer may have died while it was about to give up what it did not know to be committed.
             self.directory.withdraw_decision(self.job.names, self.job.coordinator)
-            return self._finish()
+            return self._finish(Failure.of(error))
         written, _ = self.directory.progress(self.job.names, [self.job.rank])
         if not written and self._is_replaced():
             return self._leave()
+        # A save of one rank has no decision: it may have been committing once its data was there.
+        data_file, is_alone = self.job.names.data_file(self.job.rank), len(self.job.ranks) == 1
+        if is_alone and self._may_come_late() and data_file in self.directory.backend.names():
+            return self._give_up(combine([(self.job.rank, _unanswered())]))
         # With its part in place, a rank has done all that it owes the others; but nobody commits for the coordinator.
         is_done = bool(written) and not self.job.is_coordinator
         return self.agree(None if is_done else Failure.of(error))
@@ -95,12 +99,21 @@ class SaveOutcome:
         raise RuntimeError("pauses end")
 
     def _agreed_failure(self, failure: Failure) -> Failure:
-        """Return why the save is given up: for this, or for what another rank has said before the coordinator."""
+        """Return why the save is given up: for this, or for what another rank has said before the coordinator.
+
+        The coordinator's writer may have decided to commit, and died. It is not known then what becomes of its request.
+        """
         try:
             earlier = self._decide_once(failure.encode())
         except (OSError, CheckpointError):
             return failure  # the coordinator does not commit, whatever others think of it
+        if earlier is None and self._may_come_late():
+            return combine([(self.job.coordinator, _unanswered())])
         return earlier or failure
+
+    def _may_come_late(self) -> bool:
+        """Return whether the request of a process that has died may still be carried out."""
+        return not self.directory.backend.has_path
 
     def _decide_once(self, verdict: bytes) -> Failure | None:
         """Decide, unless somebody has; return why the save was given up, None if it is to be committed.
@@ -156,7 +169,7 @@ class SaveOutcome:
             self.directory.write_failure(self.job.names, self.job.rank, failure.encode())
         except (OSError, CheckpointError) as error:
             failure = _unannounced(failure, error)
-        self.directory.discard_late(self.job.names, self.job.rank)
+        self.directory.discard_late(self.job.names, self.job.rank, self.job.coordinator)
         return failure
 
     def _await_decision(self, own: Failure | None) -> Failure | None:
@@ -166,7 +179,7 @@ class SaveOutcome:
                 self.directory.write_failure(self.job.names, self.job.rank, own.encode())
             except (OSError, CheckpointError) as error:
                 # The others will miss this rank's part; that is no reason to wait for them.
-                self.directory.discard_late(self.job.names, self.job.rank)
+                self.directory.discard_late(self.job.names, self.job.rank, self.job.coordinator)
                 return combine([(self.job.rank, _unannounced(own, error))])
         job, patience = self.job, self.job.timeout + _GRACE_SECONDS
         deadline, has_written, watch = time.monotonic() + patience, False, self._watch()
@@ -200,8 +213,11 @@ class SaveOutcome:
             if gone:
                 if self._is_replaced():
                     return self._leave()
-                # It had gone before this look at what it left: it has not decided, and nobody else may.
-                return self._give_up(combine([(job.coordinator, _gone())]))
+                failure = combine([(job.coordinator, _gone())])
+                # It had gone before this look at what it left; it may have sent the manifest before.
+                if self._may_come_late() and self._decide_once(failure.encode()) is None:
+                    failure = combine([(job.coordinator, _unanswered())])
+                return self._give_up(failure)
             gone = watch.look([job.coordinator])
             if is_late:
                 if commits:
@@ -216,6 +232,9 @@ class SaveOutcome:
                     # The coordinator's decision has been cleaned up since this rank looked.
                     self.directory.withdraw_decision(job.names, job.coordinator)
                     return self._finish(own)
+                if given_up is not None and self._is_replaced():
+                    self.directory.withdraw_decision(job.names, job.coordinator)
+                    return self._leave()
                 if given_up is not None:
                     return self._give_up(given_up)
                 # It has begun to commit, so it lives, or did.
@@ -229,7 +248,7 @@ class SaveOutcome:
 
     def _leave(self) -> Failure:
         """Leave no file of this rank behind, of a save that is over; return that nobody knows how it has ended."""
-        self.directory.discard_late(self.job.names, self.job.rank)
+        self.directory.discard_late(self.job.names, self.job.rank, self.job.coordinator)
         return combine([(self.job.rank, _replaced())])
 
     def _finish(self, own: Failure | None = None) -> Failure | None:
@@ -294,6 +313,13 @@ class SaveOutcome:
             "it is not known what became of the save: it had decided to commit, and has not done so for "
             f"{self.job.timeout:g} s. Remedy: look whether the checkpoint is there when its host and storage answer"
         )
+
+
+def _unanswered() -> Failure:
+    return _lost_rank(
+        "it is not known what became of the save: its writer has died when it was committing, and the storage may "
+        "still carry the request out. Remedy: look whether the checkpoint is there"
+    )
 
 
 def _replaced() -> Failure:

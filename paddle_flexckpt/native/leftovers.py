@@ -53,17 +53,17 @@ class LeftoverDirectory(MessageDirectory):
             self.remove_uploads(save.owns)
             self.remove_save_files(sorted(files), save.marker_file)
 
-    def discard_late(self, save: SaveNames, rank: int) -> None:
+    def discard_late(self, save: SaveNames, rank: int, coordinator: int | None = None) -> None:
         """Remove what a rank without the right to save has written, if the save is over: its marker has gone.
 
         Nobody else would look for it. Another save may have the same names by now: what is not known to be this
-        save's is left alone.
+        save's is left alone. What was decided about the save has the name of its ``coordinator``.
         """
         # It does no harm if it stays, and must not hide why the save failed.
         with contextlib.suppress(OSError, CheckpointError):
             if self.sees(save) or self.is_committed(save) or self.is_taken(save):
                 return
-            own = [save.part_file(rank), save.decision_file(rank)]
+            own = [save.part_file(rank), save.decision_file(rank if coordinator is None else coordinator)]
             if self._is_of(save, save.data_file(rank)):
                 own.append(save.data_file(rank))
             self.backend.locks.forget_lost()

@@ -64,6 +64,7 @@ class MessageDirectory(CompanionDirectory):
         with contextlib.suppress(OSError):
             if not self.sees(save):
                 self.backend.remove(name)
+                self.backend.sync()  # nobody would remove what a loss of power brought back
 
     def decide(self, save: SaveNames, coordinator: int, verdict: bytes) -> bytes:
         """Decide about a save, once for all ranks; return what is decided: this verdict, or an earlier one.
@@ -91,6 +92,7 @@ class MessageDirectory(CompanionDirectory):
         # It does no harm where it cannot be removed.
         with contextlib.suppress(OSError):
             self.backend.remove(save.decision_file(coordinator))
+            self.backend.sync()
 
     def progress(self, save: SaveNames, ranks: Sequence[int]) -> tuple[set[int], dict[int, bytes]]:
         """Return the ranks whose parts are here, and what those say that failed."""

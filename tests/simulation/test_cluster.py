@@ -22,8 +22,9 @@ from paddle_flexckpt.testing.simulation.cluster import Cluster, simulate
 from paddle_flexckpt.testing.simulation.drawing import draw
 from paddle_flexckpt.testing.simulation.faults import phase_of
 from paddle_flexckpt.testing.simulation.habits import HABITS
+from paddle_flexckpt.testing.simulation.object_store import Fate
 from paddle_flexckpt.testing.simulation.scenario import DAY, KINDS, MOMENTS, Case, Fault, Scenario
-from paddle_flexckpt.testing.simulation.tasks import StuckError
+from paddle_flexckpt.testing.simulation.tasks import Process, StuckError
 from paddle_flexckpt.testing.simulation.world import ROOT
 from tests.simulation.mistakes import make
 from tests.simulation.run import FOUND
@@ -253,3 +254,25 @@ def test_phases() -> None:
     assert phase_of("", "") == "training"
     assert phase_of("rename", "/shared/run/step_00000001/0.manifest") == "manifest: rename"
     assert phase_of("select", "") == "between ranks"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("who", ["writer", "both"])
+def test_a_save_is_not_called_a_failure_while_its_manifest_is_on_its_way(who, ranks):
+    """Who has sent it to a store dies, and the request is carried out a minute later."""
+    if who == "both" and ranks == 1:
+        pytest.skip("nobody is left who would be told")
+    scenario = Scenario(1, (ranks,), storage="object", is_async=True, steps=3, step_seconds=300.0, on_error="continue")
+    cluster, sent = Cluster(Case(replace(scenario, grace=20.0))), []
+
+    def fate(operation: str, key: str, process: Process) -> Fate:
+        if operation != "put" or not key.endswith("/0.manifest") or sent:
+            return "done"
+        sent.append(key)
+        dying = [process, process.parent] if who == "both" else [process]
+        cluster.scheduler.after(5.0, lambda: [each.kill() for each in dying])
+        return "late"
+
+    cluster.store.script = fate
+    assert cluster.run().violations == []
+    assert sent

@@ -141,7 +141,10 @@ def _with_torn_saves(case: Case) -> Case:
     for number in range(1, scenario.steps // scenario.save_every):
         begin = number * save - 1.0
         if choose.random() < 0.8:
-            torn.append(Fault("kill_job", begin, "job", choose.choice(moments), choose.choice([1, 1, 2, 2, 3])))
+            moment, count, target = choose.choice(moments), choose.choice([1, 1, 2, 2, 3]), "job"
+            if choose.random() < 0.4:  # the others outlive it
+                target, count = f"rank:{choose.randrange(max(scenario.world_sizes))}", 1
+            torn.append(Fault(f"kill_{target.partition(':')[0]}", begin, target, moment, count))
         if own_disks and choose.random() < 0.6:
             away = choose.uniform(0.2, 2.0) * save if choose.random() < 0.3 else choose.uniform(1.2, 1.9) * save
             torn.append(Fault("kill_node", begin + 10.0, f"node:{choose.randrange(scenario.nodes)}", seconds=away))

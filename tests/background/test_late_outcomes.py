@@ -1,0 +1,123 @@
+"""Ranks that come late to what has become of a save: committed and replaced by then, or dead and cleaned up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.background import outcome
+from paddle_flexckpt.background.outcome import SaveOutcome
+from paddle_flexckpt.background.protocol import WriteJob
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.native.leftovers import remove_dead_saves
+from tests.background.helpers import PATIENCE_SECONDS
+from tests.background.test_ranks import agree_late
+from tests.background.test_worker import job_of
+from tests.native.samples import items_of, whole
+
+
+def save_next(path, unique_id: int) -> None:
+    """Save in the name of a rank that is alone."""
+    directory = open_to_save(str(path))
+    with directory.lock():
+        names = directory.open_save(unique_id, 1)
+        remove_dead_saves(directory, names)
+        write(directory, names, 0, 1)
+        directory.commit(names, [0])
+
+
+def write(directory, names, rank: int, world_size: int) -> None:
+    items = items_of([whole(key, "float32", (2,), rank) for key in ("a", "b")], names.data_file(rank))
+    directory.write_share(names, rank, items, [np.zeros(8, dtype=np.uint8)] * 2, world_size=world_size)
+
+
+def test_a_rank_that_gives_up_after_the_save_was_committed_and_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(outcome, "_GRACE_SECONDS", 0.0)
+    stopped, replaced = threading.Event(), threading.Event()
+
+    def delay(ranks):
+        # The coordinator is slow: it commits when rank 1 has waited in vain and is about to give up.
+        directory = ranks[0].directory
+        commit, decide0 = directory.commit, directory.decide
+
+        def late(*args):
+            assert stopped.wait(PATIENCE_SECONDS)
+            return decide0(*args)
+
+        def commit_and_be_replaced(*args):
+            found = commit(*args)
+            save_next(tmp_path, 0)
+            replaced.set()
+            return found
+
+        directory.decide, directory.commit = late, commit_and_be_replaced
+        decide1 = ranks[1].directory.decide
+
+        def stop(*args):
+            stopped.set()
+            assert replaced.wait(PATIENCE_SECONDS)
+            return decide1(*args)
+
+        ranks[1].directory.decide = stop
+
+    (first, second), _ = agree_late(tmp_path, delay)
+    assert first is None
+    assert second is None or "it is not known" in str(second.problems)
+    assert sorted(os.listdir(tmp_path)) == ["0.manifest", "0_0.1.safetensors", PADDLE_METADATA]
+
+
+@pytest.mark.parametrize("is_coordinator", [False, True])
+def test_a_rank_that_gives_up_late_leaves_no_decision(tmp_path, monkeypatch, is_coordinator):
+    monkeypatch.setattr(outcome, "_GRACE_SECONDS", 0.0)
+    job, _, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=0.05)
+    rank = 0 if is_coordinator else 1
+    late = SaveOutcome(WriteJob(**{**vars(job), "rank": rank, "presences": ((), ())}), open_to_save(str(tmp_path)))
+    decide = late.directory.decide
+
+    def stop(*args):  # the job is killed meanwhile, and its next start saves
+        save_next(tmp_path, 1)
+        return decide(*args)
+
+    late.directory.decide = stop
+    assert late.agree(None) is not None
+    save_next(tmp_path, 2)
+    assert not [name for name in os.listdir(tmp_path) if job.names.owns(name)]
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_the_failure_of_a_writer_that_has_died_goes_with_a_committed_save(tmp_path):
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=PATIENCE_SECONDS)
+    for rank in range(2):
+        write(directory, job.names, rank, 2)
+    writer = open_to_save(str(tmp_path))  # rank 1's
+    remove_save_files = directory.remove_save_files
+
+    def meanwhile(names, marker, *rest):
+        # The coordinator has listed what is to go. Now rank 1 says that it failed.
+        looks = iter([True])
+        sees = writer.sees
+
+        def killed_at_the_second_look(save):
+            if next(looks, None):
+                return sees(save)
+            raise Killed
+
+        writer.sees = killed_at_the_second_look
+        with contextlib.suppress(Killed):
+            writer.write_failure(job.names, 1, b'{"kind": "CheckpointError", "problems": ["no answer"]}')
+        remove_save_files(names, marker, *rest)
+
+    directory.remove_save_files = meanwhile
+    directory.commit(job.names, (0, 1))
+    mine = SaveOutcome(WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())}), open_to_save(str(tmp_path)))
+    assert mine.agree_after_death(CheckpointError("it died")) is None
+    assert sorted(os.listdir(tmp_path)) == ["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA]
