@@ -214,10 +214,12 @@ class SaveOutcome:
                 if self._is_replaced():
                     return self._leave()
                 failure = combine([(job.coordinator, _gone())])
-                # It had gone before this look at what it left; it may have sent the manifest before.
-                if self._may_come_late() and self._decide_once(failure.encode()) is None:
-                    failure = combine([(job.coordinator, _unanswered())])
-                return self._give_up(failure)
+                # It had gone before this look at what it left. But it may have sent the manifest before, or have
+                # another writer by now, which this rank does not know.
+                given_up = self._decide_once(failure.encode())
+                if given_up is None:
+                    return self._give_up(combine([(job.coordinator, _unanswered())]))
+                return self._end(given_up, own)
             gone = watch.look([job.coordinator])
             if is_late:
                 if commits:
@@ -228,19 +230,20 @@ class SaveOutcome:
                 failure = combine([(rank, self._missing(rank)) for rank in missing])
                 # Should the coordinator live and only be late, it finds that the save is given up.
                 given_up = self._decide_once(failure.encode())
-                if given_up is not None and self.directory.is_committed(job.names):
-                    # The coordinator's decision has been cleaned up since this rank looked.
-                    self.directory.withdraw_decision(job.names, job.coordinator)
-                    return self._finish(own)
-                if given_up is not None and self._is_replaced():
-                    self.directory.withdraw_decision(job.names, job.coordinator)
-                    return self._leave()
                 if given_up is not None:
-                    return self._give_up(given_up)
+                    return self._end(given_up, own)
                 # It has begun to commit, so it lives, or did.
                 deadline, commits = time.monotonic() + patience, True
             time.sleep(0 if gone else pause)
         raise RuntimeError("pauses end")
+
+    def _end(self, given_up: Failure, own: Failure | None) -> Failure | None:
+        """Return the outcome of a save that is given up, unless the coordinator had decided, and cleaned up, before."""
+        is_committed = self.directory.is_committed(self.job.names)
+        if not is_committed and not self._is_replaced():
+            return self._give_up(given_up)
+        self.directory.withdraw_decision(self.job.names, self.job.coordinator)
+        return self._finish(own) if is_committed else self._leave()
 
     def _is_replaced(self) -> bool:
         """Return whether the save is over, and neither its marker nor its manifest is there."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 from collections.abc import Callable
@@ -558,3 +559,43 @@ def test_a_closed_writer():
 
         assert world.job(work, 1) == [0]
         assert world.version_at() == 2
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_coordinator_is_not_taken_for_dead_while_a_writer_of_it_lives_that_others_do_not_know(seed):
+    """Its writer dies while the save begins; another one has the share when the training process dies as well."""
+    world, said, phase = Ranks(seed, nodes=2), {}, [0]
+    with world:
+        world.job(lambda comm: save(world, comm, 1))
+        real = world.system.on_call
+
+        def called(kind: str, where: str) -> float:
+            process = world.scheduler.process
+            is_writer = process.name.endswith("rank 0's writer")
+            if phase[0] == 0 and process.name == "rank 0" and where.endswith(".saving") and kind == "open":
+                phase[0] = 1
+                kill_writer(world)
+            elif phase[0] == 1 and is_writer and ".part" in where and kind == "rename":
+                phase[0] = 2
+                process.parent.kill()
+            elif phase[0] == 2 and is_writer and ".manifest" in where and kind == "rename":
+                phase[0] = 3
+                return 5.0
+            return real(kind, where)
+
+        def work(comm: Communicator) -> None:
+            writer = BackgroundWriter(timeout=300.0)
+            try:
+                state = world.state(comm.rank, comm.size, 2)
+                handle = save_state_dict(state, ROOT, comm, unique_id=0, async_save=writer)
+                handle.wait()
+                said[comm.rank] = handle.error
+            finally:
+                with contextlib.suppress(CheckpointError):
+                    writer.close()
+
+        world.system.on_call = called
+        world.job(work)
+        world.system.on_call = real
+        assert (phase, world.version_at()) == ([3], 2)
+        assert said[1] is None or is_unknown(str(said[1]))
