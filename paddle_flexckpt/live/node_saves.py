@@ -304,7 +304,7 @@ def _look(
         locks.callback(lock.release)
         known = directory.known_saves()
         seen["place"] = f"{socket.gethostname()}:{backend.path}"
-        seen["save"] = [*directory.choose_save(unique_id), os.urandom(16).hex()]
+        seen["save"] = [*directory.choose_node_save(unique_id), os.urandom(16).hex()]
         seen["known"] = known._asdict()
     return None, json.dumps(seen).encode()
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
@@ -56,9 +55,9 @@ class NodeDirectory(SaveDirectory):
                 found[unique_id] = read_save_token(file, self.backend.where(name))
         return found
 
-    def choose_save(self, unique_id: int | None, names: Sequence[str] | None = None) -> tuple[int, int]:
-        """Choose as the base class does; the manifest in place may name files of other nodes alone."""
-        chosen, generation = super().choose_save(unique_id, names)
+    def choose_node_save(self, unique_id: int | None) -> tuple[int, int]:
+        """Choose as :meth:`choose_save` does; the manifest in place may name files of other nodes alone."""
+        chosen, generation = self.choose_save(unique_id)
         with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
             generation = max(generation, generation_of(self.read_committed(chosen, ())) + 1)
         return chosen, generation
