@@ -27,7 +27,9 @@ from paddle_flexckpt.live import shared_saves
 from paddle_flexckpt.media import lease, retrying
 from paddle_flexckpt.media.backend import exists, fill, publish, write_file
 from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.media.medium import Medium
 from paddle_flexckpt.media.opening import open_backend, open_storage, reopen
+from paddle_flexckpt.media.read_ahead import Budget
 from paddle_flexckpt.media.remote import FsspecBackend
 from paddle_flexckpt.media.remote_files import RemoteInputFile, Windows
 from paddle_flexckpt.media.urls import Secrets, redacted
@@ -652,6 +654,20 @@ def test_an_error_that_stays_is_raised_at_once(store, clock):
     with pytest.raises(OSError, match="RuntimeError: a package's own kind of error"):
         store.read("x")
     assert clock.pauses == []
+
+
+def test_an_empty_directory_stays_where_removing_it_would_remove_what_comes_meanwhile():
+    """pyarrow's delete_dir, which is what fsspec's HDFS calls, is recursive."""
+
+    class ArrowFSWrapper(fsspec.AbstractFileSystem):
+        def ls(self, path, detail=True, **keywords):
+            return []
+
+        def rmdir(self, path):
+            raise AssertionError("what has come meanwhile is gone")
+
+    url = "hdfs://host/run"
+    Medium(ArrowFSWrapper(), "hdfs", "/run", url, 0, Budget(1), Secrets(url, {})).remove_directory()
 
 
 def test_a_right_that_has_run_out_is_told_as_it_is_and_at_once(clock):
