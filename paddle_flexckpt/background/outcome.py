@@ -64,7 +64,8 @@ class SaveOutcome:
         if self.directory.is_committed(self.job.names):
             # The writer may have died while it was about to give up what it did not know to be committed.
             self.directory.withdraw_decision(self.job.names, self.job.coordinator)
-            return self._finish(Failure.of(error))
+            # What a coordinator has written is its word to the others.
+            return self._finish(None if self.job.is_coordinator else Failure.of(error))
         written, _ = self.directory.progress(self.job.names, [self.job.rank])
         if not written and self._is_replaced():
             return self._leave()

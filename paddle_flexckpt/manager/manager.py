@@ -300,7 +300,8 @@ class CheckpointManager:
                 self._pending.doubtful.add(step)
             if self._comm.position == 0 and is_full(error):
                 # Else there might never be room for a save that could go well, after which this would be done.
-                with contextlib.suppress(CheckpointError):
+                # The save has failed on all ranks, and this must not hide why.
+                with contextlib.suppress(CheckpointError, OSError):
                     self._retain()
             self._steps.give_up(step, error, bool(self._keep))
             raise
