@@ -328,13 +328,14 @@ def test_a_lease_that_ran_out_before_it_was_adopted_is_not_believed(tmp_path, cl
 def test_the_time_that_a_machine_is_suspended_counts(tmp_path, clock, monkeypatch):
     """The monotonic clock of Linux stands still meanwhile."""
     backend = LocalBackend(str(tmp_path))
-    backend.locks.take()
+    lock = backend.locks.take()
     put(tmp_path, token="other")
     backend.locks.recheck()  # its lease is young
     monkeypatch.setattr(clock, "monotonic", lambda: 0.0)
     clock.now += 3600
     with pytest.raises(CheckpointError, match="has taken over"):
         backend.locks.recheck()
+    lock.release()
 
 
 def test_a_commit_that_comes_after_that_of_another_save_fails(tmp_path, monkeypatch):

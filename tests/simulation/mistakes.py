@@ -234,12 +234,6 @@ MISTAKES = {
             {"native.save_messages:MessageDirectory.decide": wrong.decided_twice},
         ),
         Mistake(
-            "silence-is-death",
-            "a process whose host does not answer in time counts as dead",
-            {"background.presence:_refuses": wrong.silence_is_death},
-            can_show=lambda case: _has_pending_writers(case) and case.scenario.nodes > 1,
-        ),
-        Mistake(
             "dead-writer-failed",
             "the save of a writer that has died is a failure, committed or not",
             {"background.outcome:SaveOutcome.agree_after_death": wrong.dead_are_failures},

@@ -81,13 +81,6 @@ def test_errors_of_a_rank_that_are_not_the_librarys_own_are_seen():
 
 # What meets in these is rare in cases that are drawn. Where a loss of power decides, several are tried.
 MEETINGS: dict[str, tuple[dict[str, Any], tuple[Fault, ...]]] = {
-    "silence-is-death": (
-        {"nodes": 2, "is_async": True},
-        (
-            Fault("slow_call", 999.0, "writer:0", "manifest put in place", seconds=5.0),
-            Fault("partition", 999.0, "nodes:0:1", "part", seconds=25.0),
-        ),
-    ),
     "lease-not-renewed": (
         {"jobs": 2, "storage": "leased", "lease_seconds": 5.0},
         (Fault("slow_call", 999.0, "storage", "data", seconds=100.0),),

@@ -227,20 +227,6 @@ def decided_twice(right: Any) -> Any:
     return decide
 
 
-def silence_is_death(right: Any) -> Any:
-    def refuses(address: str) -> bool:
-        from paddle_flexckpt.background import presence
-
-        host, _, port = address.rpartition(":")
-        try:
-            presence.socket.create_connection((host, int(port)), timeout=presence._ANSWER_SECONDS).close()
-        except OSError:
-            return True
-        return False
-
-    return refuses
-
-
 def dead_are_failures(right: Any) -> Any:
     """Count a writer that has died as a failure, whatever it had committed."""
 
