@@ -180,7 +180,6 @@ class LeaseLock(SaveLock):
     def _check_file(self) -> None:
         claim = None
         for _ in range(_READS):
-            self._looked_at = _now()
             found = _read(self._backend)
             claim = Claim.decode(found)
             if claim is not None or found is None:

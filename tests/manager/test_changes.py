@@ -102,7 +102,7 @@ def test_a_repair_without_overwrite_does_not_undo_a_save(tmp_path, monkeypatch):
 
 
 def test_a_repair_does_not_bring_back_a_removed_step(tmp_path, monkeypatch):
-    """Retention removes the step while a repair reads it; the repair makes the directory again."""
+    """Retention removes the step, and its directory, while a repair reads it."""
     manager = manager_of(tmp_path, keep=KeepLatest(1))
     save(manager, 1)
     path = directory_of(tmp_path, 1)
@@ -137,7 +137,7 @@ def test_a_step_that_was_skipped_is_replaced_once(tmp_path, writer):
 
 
 def test_damage_that_was_repaired_is_forgotten(tmp_path):
-    """A person puts a file back from a backup; the manager goes on to say that it is damaged."""
+    """A person puts a file back from a backup, while the manager that has missed it goes on."""
     manager = manager_of(tmp_path, keep=[KeepLatest(1), KeepBest(1)])
     save(manager, 1, metrics={"loss": 1.0})
     file = directory_of(tmp_path, 1) / "0_0.safetensors"
@@ -204,7 +204,7 @@ def meanwhile(tmp_path, monkeypatch):
 
 
 def test_the_latest_step_is_found_while_others_are_removed(tmp_path, meanwhile):
-    """The loop of docs/manager.md begins at step 0 then."""
+    """Else the loop of docs/manager.md would begin at step 0."""
     assert manager_of(tmp_path).latest_step() in (2, 3)
 
 
