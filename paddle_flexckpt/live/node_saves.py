@@ -258,7 +258,7 @@ def meet_nodes(
     answers = in_full(comm, answers, lambda: b"", context)  # others may save to a directory that all share
     check_same([split(answer)[0] for answer in answers], context)
     tokens = [split(answer)[1].decode() for answer in answers]
-    _, answers = comm.together(lambda: _look(comm, open_directory(), tokens, options.unique_id, locks), context)
+    _, answers = comm.together(lambda: _look(comm, open_directory(), tokens, options, locks), context)
     seen = [json.loads(answer) for answer in answers]
     committers = sorted({each["committer"] for each in seen})
     strays = [comm.ranks[position] for position in committers if seen[position]["committer"] != position]
@@ -288,7 +288,7 @@ def meet_nodes(
 
 
 def _look(
-    comm: Communicator, directory: NodeDirectory, tokens: list[str], unique_id: int | None, locks: contextlib.ExitStack
+    comm: Communicator, directory: NodeDirectory, tokens: list[str], options: SaveOptions, locks: contextlib.ExitStack
 ) -> tuple[None, bytes]:
     """Find the first rank whose token is here; if it is this one, take the lock and choose a save for this node."""
     backend = directory.backend
@@ -304,7 +304,7 @@ def _look(
         locks.callback(lock.release)
         known = directory.known_saves()
         seen["place"] = f"{socket.gethostname()}:{backend.path}"
-        seen["save"] = [*directory.choose_node_save(unique_id), os.urandom(16).hex()]
+        seen["save"] = [*directory.choose_node_save(options.unique_id, options.overwrite), os.urandom(16).hex()]
         seen["known"] = known._asdict()
     return None, json.dumps(seen).encode()
 

@@ -94,6 +94,7 @@ class SaveOptions(ProgressOptions):
         coordinator_rank: The rank, counted within the group, that chooses the id and commits.
         unique_id: The checkpoint's id. None takes the next free one. An id that exists is replaced, and stays what it
             was until the new checkpoint is complete.
+        overwrite: Whether an id that exists may be replaced. If not, the save is refused before anything is written.
         async_save: Return as soon as this rank's share is copied to memory that a writer process shares; that process
             does the rest. Tensors may be changed then. True: with one writer for the whole process; or a
             BackgroundWriter. It takes memory for the copy, and Linux.
@@ -124,6 +125,7 @@ class SaveOptions(ProgressOptions):
 
     coordinator_rank: int = 0
     unique_id: int | None = None
+    overwrite: bool = True
     async_save: bool | BackgroundWriter = field(
         default=False, metadata=rule(compared=lambda writer: writer is not False)
     )

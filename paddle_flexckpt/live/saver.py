@@ -256,8 +256,8 @@ class Save:
         policies = ReplicaPolicies(options.check_replicas).of(state.catalog.keys, state.weights)
         place = place_of(self.destination.directory.backend).encode()
         self._flags = whole | policies.astype(np.int64) << 1
-        # Neither of these two has a part in a plan.
-        lasting = replace(options, step=None, unique_id=None).encode("save_state_dict")
+        # None of these has a part in a plan.
+        lasting = replace(options, step=None, unique_id=None, overwrite=True).encode("save_state_dict")
         layout = message, self._flags.tobytes(), bytes([bool(self._devices)]), encode_catalog(state.catalog)
         own = self._own = fingerprint((lasting, repr(comm.ranks).encode(), *layout))
         called = json.dumps(names and asdict(names)).encode()
@@ -278,10 +278,8 @@ class Save:
         slot = None if writer is None else self._stack.enter_context(writer.open_slot())
         await_earlier(directory.path)
         if not self._per_node:
-            common = (self._comm, directory, options.coordinator_rank, options.unique_id, self._context)
-            self.destination = (
-                SharedSave(*common) if slot is None else BackgroundSave(slot, options.staging_bytes, *common)
-            )
+            common = (self._comm, directory, options, self._context)
+            self.destination = SharedSave(*common) if slot is None else BackgroundSave(slot, *common)
 
     def agree_briefly(self, answers: list[bytes]) -> SavePlan | None:
         """Return the kept plan if every rank has found the same one, and asks for the same; else None.

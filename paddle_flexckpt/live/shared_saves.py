@@ -19,6 +19,7 @@ from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.lost_ranks import own_presence
 from paddle_flexckpt.live.page_lock import lock_pages
 from paddle_flexckpt.live.partition_writers import PartitionWriter
+from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.save_plan import Share, Written
 from paddle_flexckpt.live.staging import Staging, blocks_of
 from paddle_flexckpt.media.backend import SaveLock
@@ -47,13 +48,12 @@ class SharedSave:
     names: SaveNames
     in_partitions = True
 
-    def __init__(
-        self, comm: Communicator, directory: SaveDirectory, coordinator_rank: int, unique_id: int | None, context: str
-    ) -> None:
-        """Take the ranks, their directory, the coordinator's position, the id that is wanted, and errors' context."""
+    def __init__(self, comm: Communicator, directory: SaveDirectory, options: SaveOptions, context: str) -> None:
+        """Take the ranks, their directory, what was asked for, and errors' context."""
         self.directory = directory
         self.lock: SaveLock | None = None
-        self._comm, self._coordinator_rank, self._unique_id, self._context = comm, coordinator_rank, unique_id, context
+        self._comm, self._options, self._context = comm, options, context
+        self._coordinator_rank = options.coordinator_rank
         # What the coordinator found here when it had the lock.
         self._before: list[str] = []
         # Whether there is something here that this rank may remove: not from the commit on.
@@ -72,7 +72,9 @@ class SharedSave:
         """
         if not self.is_coordinator:
             return None, b""
-        self.lock, self._before, self.names = self.directory.begin_save(self._unique_id, self._comm.size)
+        self.lock, self._before, self.names = self.directory.begin_save(
+            self._options.unique_id, self._comm.size, self._options.overwrite
+        )
         self._is_removable = True
         return self.names, b""
 
@@ -161,8 +163,9 @@ class SharedSave:
 
     def discard(self) -> None:
         """Remove what all ranks wrote, unless the save may exist: the task of the coordinator, which has the lock."""
-        if self._is_removable and self.is_coordinator:
-            self.directory.discard(self.names, self._comm.ranks, self._partitions.count if self._partitions else 0)
+        if self.is_coordinator and self.lock is not None:
+            count = self._partitions.count if self._partitions else 0
+            self.directory.discard(self.names, self._comm.ranks, count, self._is_removable)
 
     def lose_rank(self, error: LostRankError) -> None:
         """Leave everything as it is: nobody knows how far the others are."""
@@ -181,10 +184,10 @@ class BackgroundSave(SharedSave):
 
     in_partitions = False
 
-    def __init__(self, slot: SaveSlot, staging_bytes: int | None, *arguments: Any) -> None:
-        """Take room with the writer, the memory that may be taken, and the arguments of :class:`SharedSave`."""
+    def __init__(self, slot: SaveSlot, *arguments: Any) -> None:
+        """Take room with the writer, and the arguments of :class:`SharedSave`."""
         super().__init__(*arguments)
-        self._slot, self._staging_bytes = slot, staging_bytes
+        self._slot = slot
         self._presences: tuple[tuple[str, ...], ...] = ()
         self._staging: Staging | None = None
         # What would show that the state has changed since, while it is staged in slices; and what went wrong with one.
@@ -250,8 +253,8 @@ class BackgroundSave(SharedSave):
         lengths = share.items.byte_length
         ends = lengths.cumsum()
         spans = zip((ends - lengths)[hashed].tolist(), ends[hashed].tolist())
-        if self._staging_bytes is not None and lengths.sum() > self._staging_bytes:
-            checksums = self._write_in_waves(share, self._staging_bytes, spans)
+        if self._options.staging_bytes is not None and lengths.sum() > self._options.staging_bytes:
+            checksums = self._write_in_waves(share, self._options.staging_bytes, spans)
         else:
             checksums = (self._staging or self.open_staging(share, is_sliced=False)).finish(spans)
         if self._signs is not None:

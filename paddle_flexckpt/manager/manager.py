@@ -273,12 +273,13 @@ class CheckpointManager:
             more = check_extra(extra)
             contents.shards.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **more))
             if self._comm.position == 0:
-                self._steps.prepare(step, overwrite or step in self._pending.doubtful)
+                self._steps.prepare(step, replaces)
             also = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).agreed}
             head = encode_options(CheckpointManager.save, options, **also, **given(options))
             return contents, join((head, contents.describe_metrics()))
 
         self._pending.collect(context, wait_for=step)
+        replaces = overwrite or step in self._pending.doubtful
         contents, answers = self._comm.together(prepare, context)
         contents.add_record(step, answers, self._comm.ranks, context)
         try:
@@ -287,6 +288,7 @@ class CheckpointManager:
                 self._steps.directory(step),
                 self._comm,
                 unique_id=UNIQUE_ID,
+                overwrite=replaces,
                 step=step,
                 save_replicas=save_replicas,
                 check_replicas=check_replicas,

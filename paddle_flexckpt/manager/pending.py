@@ -13,6 +13,8 @@ from paddle_flexckpt.report import SaveReport
 
 # One byte for each save, in a message of each rank. Of a failure the caller may have been told by the handle.
 _RUNNING, _ENDED, _FAILED, _TOLD = range(4)
+# Added if the checkpoint is there, and could not be made durable.
+_DOUBTFUL = 4
 
 
 class PendingSteps:
@@ -98,12 +100,12 @@ class PendingSteps:
             return None, bytes(_state(handle) for _, handle in self._saves)
 
         _, answers = self._comm.together(look, context)
-        states = [set(column) for column in zip(*answers)]
-        for (step, handle), seen in zip(self._saves, states):
+        states = [{said % _DOUBTFUL for said in column} for column in zip(*answers)]
+        for (step, handle), seen, column in zip(self._saves, states, zip(*answers)):
             if seen == {_ENDED}:
                 self._reports[step] = handle.result()
                 self.note_complete(step)
-            elif handle.done() and isinstance(handle.error, NotDurableError):
+            elif max(column) >= _DOUBTFUL:
                 self.doubtful.add(step)
         failed = {step: handle for (step, handle), seen in zip(self._saves, states) if _FAILED in seen}
         self._saves = [save for save, seen in zip(self._saves, states) if _RUNNING in seen and _FAILED not in seen]
@@ -121,7 +123,7 @@ def _state(handle: SaveHandle) -> int:
         return _RUNNING
     if handle.error is None:
         return _ENDED
-    return _TOLD if handle.seen else _FAILED
+    return (_TOLD if handle.seen else _FAILED) + (_DOUBTFUL if isinstance(handle.error, NotDurableError) else 0)
 
 
 def _raise(handles: Sequence[SaveHandle]) -> bytes:

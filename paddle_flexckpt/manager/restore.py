@@ -24,6 +24,9 @@ from paddle_flexckpt.run_state.extra_state import ExtraStateReport, load_extra_s
 
 logger = logging.getLogger("paddle_flexckpt")
 
+# Of one step, if another process saves it again each time.
+_TRIES = 3
+
 
 @dataclass(frozen=True)
 class RestoreReport:
@@ -95,6 +98,10 @@ class Targets:
     rng: bool
 
 
+class ReplacedError(CheckpointError):
+    """Signal that another process has saved a step again while it was restored."""
+
+
 def restore_checkpoint(
     directory: Backend, step: int, comm: Communicator, targets: Targets, options: RestoreOptions
 ) -> RestoreReport:
@@ -104,7 +111,7 @@ def restore_checkpoint(
         ValidationError: It does not fit; nothing was changed.
         CorruptCheckpointError: It is damaged; targets may be partly overwritten.
         UnreadableCheckpointError: The storage does not let it be read, or it has been removed meanwhile; likewise.
-        CheckpointError: Another process has replaced it meanwhile.
+        ReplacedError: Another process has saved the same step meanwhile.
     """
     context = f"cannot restore step {step} from {directory.path!r}"
     with contextlib.ExitStack() as stack:
@@ -119,20 +126,40 @@ def restore_checkpoint(
             return manifest.save_token, b""
 
         token, _ = comm.together(hold, context)
-        state = load_extra_state(directory, UNIQUE_ID, comm)
-        load = load_state_dict(targets.shards, directory, comm, **options.keywords(LoadOptions))
+        try:
+            state = load_extra_state(directory, UNIQUE_ID, comm)
+            load = load_state_dict(targets.shards, directory, comm, **options.keywords(LoadOptions))
+        except (CorruptCheckpointError, UnreadableCheckpointError) as error:
+            # Where there are no locks for readers, the files of what is replaced go at once.
+            _, found = comm.together(lambda: (None, _is_replaced(directory, token)), context)
+            if any(found):
+                raise ReplacedError(_replaced(context)) from error
+            raise
 
-        def put_back() -> tuple[ExtraStateReport, bytes]:
+        def put_back() -> tuple[ExtraStateReport | None, bytes]:
             with reading(directory.path):
                 now = save_token_in(directory)
             if now != token:
-                raise CheckpointError(
-                    "another process has saved the same step meanwhile: targets come from both. Remedy: restore again"
-                )
+                return None, b"replaced"
             return restore_extra_state(state, targets.lr_scheduler, targets.scaler, targets.rng), b""
 
-        extra, _ = comm.together(put_back, context)
+        extra, found = comm.together(put_back, context)
+        if extra is None or any(found):
+            raise ReplacedError(_replaced(context))
     return RestoreReport(step, directory.path, load, extra)
+
+
+def _is_replaced(directory: Backend, token: str) -> bytes:
+    """Return bytes if the checkpoint is that of another save by now, and none otherwise."""
+    with contextlib.suppress(OSError, CorruptCheckpointError):
+        return b"" if save_token_in(directory) == token else b"replaced"
+    return b""
+
+
+def _replaced(context: str) -> str:
+    return (
+        f"{context}: another process has saved the same step meanwhile: targets come from both. Remedy: restore again"
+    )
 
 
 def _hold(directory: Backend) -> LockedManifest:
@@ -161,12 +188,18 @@ def restore_first(
     Raises:
         CheckpointError: As of :func:`restore_checkpoint`.
     """
-    skipped = dict(skipped)
+    skipped, again = dict(skipped), replace(options, strict=_strict_after_damage(options.strict))
     for step, directory in candidates:
         try:
-            asked = replace(options, strict=_strict_after_damage(options.strict)) if skipped else options
-            report = restore_checkpoint(directory, step, comm, targets, asked)
-            return replace(report, skipped=skipped)
+            for left in reversed(range(_TRIES)):
+                asked = again if skipped or left < _TRIES - 1 else options
+                try:
+                    report = restore_checkpoint(directory, step, comm, targets, asked)
+                    return replace(report, skipped=skipped)
+                except ReplacedError:
+                    if not left:
+                        raise
+                    logger.info(f"another process has saved step {step} while it was restored: it is restored again")
         except (CorruptCheckpointError, UnreadableCheckpointError) as error:
             if not options.fallback:
                 raise

@@ -136,7 +136,7 @@ class StepDirectories:
                     raise CorruptCheckpointError(f"{directory.path} is the checkpoint of step {record.step}")
                 return _Known(manifest.save_token, record)
         except (CorruptCheckpointError, ValidationError) as error:
-            if not _has_manifest(directory):
+            if not SourceDirectory(directory).has_manifest(UNIQUE_ID):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.where(_MANIFEST)) from error
             if known is None or known.problem != str(error):
                 logger.warning(f"the checkpoint of step {step} is damaged, and is left alone: {error}")
@@ -198,7 +198,7 @@ class StepDirectories:
         if step in _interrupted(self._root.names()):
             self._finish_removal(step)
         directory = self.directory(step)
-        if not _has_manifest(directory):  # a listing may be out of date
+        if not open_to_save(directory).has_manifest(UNIQUE_ID):  # a listing may be out of date
             return
         if not replace:
             raise ValidationError(
@@ -330,7 +330,8 @@ class StepDirectories:
         with contextlib.ExitStack() as stack:
             if not try_lock(backend, stack):
                 return False
-            if _has_manifest(backend):
+            directory = open_to_save(backend)
+            if directory.has_manifest(UNIQUE_ID):
                 # It had not come so far as to remove anything, or the step has been saved again.
                 self._root.remove(_marker_of(step))
                 return True
@@ -344,7 +345,6 @@ class StepDirectories:
                 return False
             _remove_files(backend, files)
             # A loss of power may have brought back what had been removed before.
-            directory = open_to_save(backend)
             remove_dead_saves(directory)
             directory.remove_refusal()
             self._end_removal(step)
@@ -368,7 +368,7 @@ class StepDirectories:
         """
         backend = self.directory(step)
         directory, names = open_to_save(backend), backend.names()
-        begun = any(name.endswith(".saving") for name in names)
+        begun = any(name.endswith((".saving", ".late")) for name in names)
         # A save that lost its marker with the power may have left the refusal for Paddle's loader.
         refused = list(names) == [directory.companion.name]
         if not (begun or refused) and (names or backend.names("directories")):
@@ -406,16 +406,6 @@ def save_token_in(directory: Backend) -> str:
     """Return what tells this checkpoint of a step from others; errors of :func:`read_save_token`."""
     with directory.open(_MANIFEST) as file:
         return read_save_token(file, directory.where(_MANIFEST))
-
-
-def _has_manifest(directory: Backend) -> bool:
-    try:
-        directory.open(_MANIFEST).close()
-    except FileNotFoundError:
-        return False
-    except CorruptCheckpointError:
-        pass  # whatever it is that has its name
-    return True
 
 
 def _marker_of(step: int) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
 from paddle_flexckpt.media.read_ahead import Budget
-from paddle_flexckpt.media.retrying import Retrier
+from paddle_flexckpt.media.retrying import Retrier, is_unanswered
 from paddle_flexckpt.media.urls import Secrets
 
 # How a file takes the place of another at once:
@@ -233,9 +233,12 @@ class Medium:
         before each try as for :meth:`put`. Where the medium has no such condition, it is replaced in any case.
         """
         if self.exclusive:
-            with contextlib.suppress(FileExistsError):
+            try:
                 self.put(name, data, True, before)
                 return
+            except FileExistsError as error:
+                if is_unanswered(error):
+                    raise  # it may have been put there, and another save have replaced it since
         self.put(name, data, before=before)
 
     def check_new(self, name: str, text: str = "exists") -> None:

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from paddle_flexckpt.media.medium import Listing, Medium, Upload
-from paddle_flexckpt.media.retrying import status_of
+from paddle_flexckpt.media.retrying import is_unanswered, status_of
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -317,8 +317,9 @@ class S3Medium(Medium):
                 if not self._tried("put_object", name, **condition, **parameters):
                     break
                 return
-            except (FileExistsError, FileNotFoundError):  # it is another one, or gone
-                if not left:
+            except (FileExistsError, FileNotFoundError) as error:  # it is another one, or gone
+                # An earlier try may have put it there, and another save have replaced it since.
+                if not left or is_unanswered(error):
                     raise
                 now = self.look(name)
                 if now == replaced and (now or self.exists(name)):

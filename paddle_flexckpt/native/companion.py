@@ -5,6 +5,7 @@ Tested in tests/live/test_paddle_reads.py.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
@@ -75,6 +76,13 @@ class CompanionDirectory(CheckpointDirectory):
         if manifest.rows > self.companion.most_rows:
             return self.companion.refuse(f"it has more than {self.companion.most_rows} shards")
         return self.companion.encode(manifest if manifest.has_rows else self.read_committed(manifest.unique_id))
+
+    def refuse_unfinished(self) -> None:
+        """Keep the other program's loader from files that no manifest names, if there is no companion yet."""
+        own = self.companion
+        if self.backend.has_path and own.name not in self.backend.names():
+            with contextlib.suppress(FileExistsError):  # somebody has just done more
+                write_file(self.backend, own.name, own.refuse("no save here has been completed"), "new")
 
     def remove_refusal(self, marker: str = "") -> None:
         """Remove the companion where it has nothing to protect but a save that ends now. The caller has the lock."""

@@ -25,9 +25,11 @@ logger = logging.getLogger("paddle_flexckpt")
 MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
 # What says that a save has begun: id, and generation (none: 0).
 MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
-# The other files of a save: rank (of a partition: its number), id, generation (none: 0), and kind.
+# The other files of a save: rank (of a partition: its number), id, generation (none: 0), token (of messages, but for
+# those of older versions), and kind.
 OF_SAVE = re.compile(
-    r"(\d+)_(\d+)(?:\.(\d+))?\.(safetensors|partition|decided|(?:part|failed|prepared)(?:\.[0-9a-f]{32}\.tmp)?)",
+    r"(\d+)_(\d+)(?:\.(\d+))?(?:-([0-9a-f]{32}))?"
+    r"\.(safetensors|partition|decided|late|(?:part|failed|prepared)(?:\.[0-9a-f]{32}\.tmp)?)",
     re.ASCII,
 )
 
@@ -52,19 +54,27 @@ class SaveNames:
 
     def part_file(self, rank: int) -> str:
         """Return the name of a rank's part."""
-        return f"{rank}_{self._stem}.part"
+        return f"{rank}_{self._message}.part"
 
     def partition_file(self, number: int) -> str:
         """Return the name of a partition of the manifest."""
         return f"{number}_{self._stem}.partition"
 
+    def written_by(self, rank: int) -> list[str]:
+        """Return the names that a rank may have written, and another save may write: data file and partition."""
+        return [self.data_file(rank), self.partition_file(rank)]
+
     def failure_file(self, rank: int) -> str:
         """Return the name of what a rank says if it cannot write."""
-        return f"{rank}_{self._stem}.failed"
+        return f"{rank}_{self._message}.failed"
 
     def decision_file(self, coordinator: int) -> str:
         """Return the name of what was decided about an asynchronous save; ``coordinator`` is the rank that commits."""
-        return f"{coordinator}_{self._stem}.decided"
+        return f"{coordinator}_{self._message}.decided"
+
+    def late_file(self, rank: int) -> str:
+        """Return the name of what a rank leaves that has come late: its data file and its partition are to go."""
+        return f"{rank}_{self._message}.late"
 
     def prepared_file(self, rank: int) -> str:
         """Return the name of a node's manifest that is not published yet; ``rank`` is that of its committer."""
@@ -80,6 +90,11 @@ class SaveNames:
         # A save that replaces an id has a generation, as the old files still serve.
         return f"{self.unique_id}.{self.generation}" if self.generation else f"{self.unique_id}"
 
+    @property
+    def _message(self) -> str:
+        # A rank of a dead save may speak when another save has the same id and generation.
+        return f"{self._stem}-{self.token}"
+
     def owns(self, name: str) -> bool:
         """Return whether a file is of this save, by its name; not its manifest or marker."""
         return save_of(name) == (self.unique_id, self.generation)
@@ -93,6 +108,12 @@ def save_of(name: str) -> tuple[int, int] | None:
     """Return id and generation of the save that a file is of; None for manifests, markers and others."""
     match = OF_SAVE.fullmatch(name)
     return (int(match[2]), int(match[3] or 0)) if match else None
+
+
+def sent_by(name: str) -> tuple[int, SaveNames] | None:
+    """Return the rank that a message is of, and its save; None for other files, and for messages of older versions."""
+    match = OF_SAVE.fullmatch(name)
+    return (int(match[1]), SaveNames(int(match[2]), int(match[3] or 0), match[4])) if match and match[4] else None
 
 
 def marked_by(name: str) -> tuple[int, int] | None:
@@ -164,6 +185,16 @@ class CheckpointDirectory:
         except FileNotFoundError:
             return False
 
+    def has_manifest(self, unique_id: int) -> bool:
+        """Return whether there is a manifest of an id, whole or not, listed or not."""
+        try:
+            self.backend.open(f"{unique_id}.manifest").close()
+        except FileNotFoundError:
+            return False
+        except CorruptCheckpointError:
+            pass  # whatever it is that has its name
+        return True
+
     def manifest_file(self, unique_id: int) -> str:
         """Return the path of a checkpoint's manifest, whether it is there or not."""
         return self.backend.where(f"{unique_id}.manifest")
@@ -171,7 +202,7 @@ class CheckpointDirectory:
     def data_files(self) -> list[tuple[int, int, str]]:
         """Return id, rank and name of all data files, committed or not, in the order of ids, ranks and generations."""
         matches = [match for match in map(OF_SAVE.fullmatch, self.backend.names()) if match]
-        found = [(int(m[2]), int(m[1]), int(m[3] or 0), m[0]) for m in matches if m[4] == "safetensors"]
+        found = [(int(m[2]), int(m[1]), int(m[3] or 0), m[0]) for m in matches if m[5] == "safetensors"]
         return [(unique_id, rank, name) for unique_id, rank, _, name in sorted(found)]
 
     def files_of(self, manifest: Manifest) -> list[str]:

@@ -13,14 +13,14 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Location, map_files, run_beside
+from paddle_flexckpt.media.backend import Location, map_files, run_beside, write_file
 from paddle_flexckpt.native.companion import Companion
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
-from paddle_flexckpt.native.directory import MARKER, CheckpointDirectory, SaveNames, is_before, save_of
+from paddle_flexckpt.native.directory import MARKER, CheckpointDirectory, SaveNames, is_before, save_of, sent_by
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_messages import MessageDirectory
 
@@ -35,43 +35,50 @@ class LeftoverDirectory(MessageDirectory):
         super().__init__(location, companion)
         self._temporary = re.compile(rf"(?:(\d+)\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
 
-    def discard(self, save: SaveNames, ranks: Sequence[int], partitions: int = 0) -> None:
+    def discard(self, save: SaveNames, ranks: Sequence[int], partitions: int = 0, is_removable: bool = True) -> None:
         """Remove the files of a save that cannot be committed any more, and its marker.
 
         The caller has the right to save, and none of the ``ranks`` that took part writes any more, nor any of so many
         ``partitions``. Nobody else may remove them: who is stopped before it does so would remove those of a later save
-        that has the same names.
+        that has the same names. If the right has been lost, or it is not ``is_removable``, as it may be committed,
+        they are left to the next save, as :meth:`discard_late` does.
         """
         # What cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
-        with contextlib.suppress(OSError, CheckpointError):
-            if self.is_committed(save) or self.is_taken(save):
+        with contextlib.suppress(OSError):
+            if self.is_committed(save):
                 return
-            # A listing may not show all of them yet.
-            written = [name for rank in ranks for name in (save.data_file(rank), save.part_file(rank))]
-            written += map(save.partition_file, range(partitions))
-            files = {*written, *filter(save.owns, self.backend.names())} - self.named_files(save.unique_id)
-            self.remove_uploads(save.owns)
-            self.remove_save_files(sorted(files), save.marker_file)
+            with contextlib.suppress(CheckpointError):
+                if is_removable and not self.is_taken(save):
+                    # A listing may not show all of them yet.
+                    written = [name for rank in ranks for name in (save.data_file(rank), save.part_file(rank))]
+                    written += map(save.partition_file, range(partitions))
+                    files = {*written, *filter(save.owns, self.backend.names())} - self.named_files(save.unique_id)
+                    self.remove_uploads(save.owns)
+                    self.remove_save_files(sorted(files), save.marker_file)
+                    return
+            for number in sorted({*ranks, *range(partitions)}):
+                self.discard_late(save, number)
 
     def discard_late(self, save: SaveNames, rank: int, coordinator: int | None = None) -> None:
-        """Remove what a rank without the right to save has written, if the save is over: its marker has gone.
+        """Leave no message of a rank without the right to save, if the save is over: its marker has gone.
 
-        Nobody else would look for it. Another save may have the same names by now: what is not known to be this
-        save's is left alone. What was decided about the save has the name of its ``coordinator``.
+        Nobody else would look for them. Another save may have the name of the data file by now, so a message says that
+        it is to go: whoever has the right to save next looks whose it is (:func:`remove_dead_saves`). What was decided
+        about the save has the name of its ``coordinator``.
         """
         # It does no harm if it stays, and must not hide why the save failed.
         with contextlib.suppress(OSError, CheckpointError):
-            if self.sees(save) or self.is_committed(save) or self.is_taken(save):
+            if self.sees(save) or self.is_committed(save):
                 return
-            own = [save.part_file(rank), save.decision_file(rank if coordinator is None else coordinator)]
-            if self._is_of(save, save.data_file(rank)):
-                own.append(save.data_file(rank))
             self.backend.locks.forget_lost()
-            for name in own:
+            if any(self.is_of(save, name) for name in save.written_by(rank)):
+                self.refuse_unfinished()
+                write_file(self.backend, save.late_file(rank), b"", "overwrite")
+            for name in (save.part_file(rank), save.decision_file(rank if coordinator is None else coordinator)):
                 self.backend.remove(name)
             self.backend.sync()  # nobody would remove what a loss of power brought back
 
-    def _is_of(self, save: SaveNames, name: str) -> bool:
+    def is_of(self, save: SaveNames, name: str) -> bool:
         """Return whether a data file is of a save, by its header; one that ends before it says so counts as well."""
         try:
             with self.backend.open(name) as file:
@@ -198,11 +205,13 @@ def remove_dead_saves(
     removed = directory.remove_temporaries(names)
     removed += _remove_repaired_partitions(directory, names)
     ours = "" if current is None else current.marker_file
+    kept = set() if current is None else {current.token}
     for marker, save, _ in find_saves(directory, [name for name in names if name != ours]):
         if save is None:
             directory.remove_save_files([], marker)
             removed.append(marker)
             continue
+        kept.add(save.token)
         if save.token not in aborted and find_prepared(directory, save, names):
             continue
         if current is not None and directory.may_commit_late(save, current):
@@ -224,7 +233,41 @@ def remove_dead_saves(
             directory.backend.sync()  # nobody would remove what a loss of power brought back
             directory.remove_refusal()
         removed += [*useless, marker, *late]
-    return removed
+    left = [name for name in names if name not in removed and not (current is not None and current.owns(name))]
+    found = {name: sent for name in left if not name.endswith(".prepared") and (sent := sent_by(name))}
+    dead = {
+        name: (rank, save)
+        for name, (rank, save) in found.items()
+        if save.token not in kept and not (current is not None and directory.may_commit_late(save, current))
+    }
+    return removed + _remove_late_files(directory, dead)
+
+
+def _remove_late_files(directory: LeftoverDirectory, found: Mapping[str, tuple[int, SaveNames]]) -> list[str]:
+    """Remove what ranks have left after their saves had been cleaned up, and return the names.
+
+    The messages are given by name, with their rank and save.
+    """
+    messages = sorted(found)
+    if not messages:
+        return []
+
+    def remove(name: str) -> list[str]:
+        rank, save = found[name]
+        if not name.endswith(".late") or directory.is_committed(save):  # which may have come late, too
+            return []
+        removed = [each for each in save.written_by(rank) if directory.is_of(save, each)]
+        map_files(directory.backend, directory.backend.remove, removed)
+        return removed
+
+    directory.backend.locks.recheck()
+    late = list(itertools.chain.from_iterable(map_files(directory.backend, remove, messages)))
+    if late:
+        directory.backend.sync()
+    map_files(directory.backend, directory.backend.remove, messages)
+    directory.backend.sync()
+    directory.remove_refusal()
+    return late + messages
 
 
 def _is_partition(name: str) -> bool:

@@ -55,9 +55,9 @@ class NodeDirectory(SaveDirectory):
                 found[unique_id] = read_save_token(file, self.backend.where(name))
         return found
 
-    def choose_node_save(self, unique_id: int | None) -> tuple[int, int]:
+    def choose_node_save(self, unique_id: int | None, overwrite: bool = True) -> tuple[int, int]:
         """Choose as :meth:`choose_save` does; the manifest in place may name files of other nodes alone."""
-        chosen, generation = self.choose_save(unique_id)
+        chosen, generation = self.choose_save(unique_id, None, overwrite)
         with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
             generation = max(generation, generation_of(self.read_committed(chosen, ())) + 1)
         return chosen, generation

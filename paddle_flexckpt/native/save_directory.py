@@ -77,7 +77,9 @@ class SaveDirectory(LeftoverDirectory):
             "removes it, and save again"
         )
 
-    def begin_save(self, unique_id: int | None, world_size: int) -> tuple[SaveLock, list[str], SaveNames]:
+    def begin_save(
+        self, unique_id: int | None, world_size: int, overwrite: bool = True
+    ) -> tuple[SaveLock, list[str], SaveNames]:
         """Take the right to save here, and mark a save as begun, as :meth:`lock` and :meth:`open_save` do.
 
         Until the marker is there another manager may remove the directory, as an empty one; it is made again, and
@@ -94,7 +96,7 @@ class SaveDirectory(LeftoverDirectory):
             lock = self.lock()
             try:
                 before = self.backend.names()
-                save = self.open_save(unique_id, world_size, before)
+                save = self.open_save(unique_id, world_size, before, overwrite)
                 if self.backend.locks.is_here():
                     return lock, before, save
                 if self.sees(save):
@@ -107,15 +109,23 @@ class SaveDirectory(LeftoverDirectory):
                 lock.release()
         raise self._always_removed()
 
-    def open_save(self, unique_id: int | None, world_size: int = 1, names: Sequence[str] | None = None) -> SaveNames:
+    def open_save(
+        self,
+        unique_id: int | None,
+        world_size: int = 1,
+        names: Sequence[str] | None = None,
+        overwrite: bool = True,
+    ) -> SaveNames:
         """Choose the names of a new save (id None: after the highest) and mark it as begun. The caller has the lock.
 
-        ``names`` are those of the files that are here, if the caller has listed them.
+        ``names`` are those of the files that are here, if the caller has listed them. ``overwrite`` allows an id that
+        has a checkpoint.
 
         Raises:
-            ValidationError: The id is not a non-negative integer, or the path is not a directory.
+            ValidationError: The id is not a non-negative integer, or the path is not a directory. Or the id has a
+                checkpoint that must not, or cannot, be replaced.
         """
-        save = SaveNames(*self.choose_save(unique_id, names), os.urandom(16).hex())
+        save = SaveNames(*self.choose_save(unique_id, names, overwrite), os.urandom(16).hex())
         while True:
             try:
                 self.mark_save(save, world_size, mode="new")
@@ -125,7 +135,9 @@ class SaveDirectory(LeftoverDirectory):
             else:
                 return save
 
-    def choose_save(self, unique_id: int | None, names: Sequence[str] | None = None) -> tuple[int, int]:
+    def choose_save(
+        self, unique_id: int | None, names: Sequence[str] | None = None, overwrite: bool = True
+    ) -> tuple[int, int]:
         """Return the id and generation of a new save; arguments and errors as of :meth:`open_save`."""
         if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
             raise ValidationError(f"unique_id must be None or an integer >= 0; got {unique_id!r}")
@@ -140,7 +152,16 @@ class SaveDirectory(LeftoverDirectory):
                 used[save[0]] = max(used.get(save[0], 0), save[1])
         if unique_id is None:
             unique_id = max(used, default=-1) + 1
-        if f"{unique_id}.manifest" in names and not self.backend.replaces:
+        is_there = f"{unique_id}.manifest" in names
+        # A store's listing may be out of date. Nobody else commits here now.
+        if not overwrite and (is_there or (not self.backend.has_path and self.has_manifest(unique_id))):
+            raise ValidationError(
+                [
+                    f"{self.path} has a checkpoint with id {unique_id}, which overwrite=False keeps. Remedy: "
+                    "overwrite=True replaces it, as soon as the new one is complete; unique_id=None takes the next id"
+                ]
+            )
+        if is_there and not self.backend.replaces:
             raise ValidationError(
                 f"{self.path} has a checkpoint with id {unique_id}, and its file system cannot replace a manifest "
                 "at once. Remedy: save under a new id (unique_id=None takes the next one)"
@@ -155,12 +176,10 @@ class SaveDirectory(LeftoverDirectory):
         """
         who = {**asdict(save), "host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size}
         who["nodes"] = nodes
-        companion = self.companion
         try:
             write_file(self.backend, save.marker_file, json.dumps(who).encode(), mode)
-            if self.backend.has_path and companion.name not in self.backend.names():
-                write_file(self.backend, companion.name, companion.refuse("no save here has been completed"))
             # Before any file that they speak of.
+            self.refuse_unfinished()
             self.backend.sync()
         except FileExistsError:
             raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fnmatch
 import os
 import resource
 import select
@@ -164,14 +165,14 @@ class Watch:
         assert libc.inotify_add_watch(self._descriptor, os.fsencode(path), mask) >= 0, os.strerror(ctypes.get_errno())
 
     def wait_for(self, name: str) -> None:
-        """Waits until it has happened to a file of that name."""
+        """Waits until it has happened to a file of that name, a shell's pattern."""
         while True:
             ready, _, _ = select.select([self._descriptor], [], [], PATIENCE_SECONDS)
             assert ready, f"nothing happens to {name}"
             events = os.read(self._descriptor, 65536)
             while events:
                 _, _, _, length = struct.unpack_from("iIII", events)
-                if events[16 : 16 + length].rstrip(b"\0").decode() == name:
+                if fnmatch.fnmatch(events[16 : 16 + length].rstrip(b"\0").decode(), name):
                     return
                 events = events[16 + length :]
 

@@ -16,6 +16,7 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.native.leftovers import remove_dead_saves
+from paddle_flexckpt.native.listing import is_complete
 from tests.background.helpers import PATIENCE_SECONDS
 from tests.background.test_ranks import agree_late
 from tests.background.test_worker import job_of
@@ -121,3 +122,78 @@ def test_the_failure_of_a_writer_that_has_died_goes_with_a_committed_save(tmp_pa
     mine = SaveOutcome(WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())}), open_to_save(str(tmp_path)))
     assert mine.agree_after_death(CheckpointError("it died")) is None
     assert sorted(os.listdir(tmp_path)) == ["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA]
+
+
+def test_a_rank_that_tidies_up_removes_nothing_of_another_save(tmp_path):
+    """A manager has cleaned up, so that the next save of the step has the dead one's names."""
+    step = tmp_path / "step_00000005"
+    job, _, _ = job_of(step, rank=0, ranks=(0, 1), timeout=PATIENCE_SECONDS)  # the coordinator dies here
+    late = SaveOutcome(WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())}), open_to_save(str(step)))
+    at_removal, go_on = threading.Event(), threading.Event()
+    remove = late.directory.backend.remove
+
+    def stop(name):
+        at_removal.set()
+        assert go_on.wait(PATIENCE_SECONDS)
+        remove(name)
+
+    late.directory.backend.remove = stop
+    rank_1 = threading.Thread(target=lambda: late.agree(None))
+    cleaner = open_to_save(str(step))
+    remove_save_files = cleaner.remove_save_files
+
+    def meanwhile(names, marker, *rest):
+        write(late.directory, job.names, 1, 2)
+        remove_save_files(names, marker, *rest)
+        rank_1.start()
+        assert at_removal.wait(PATIENCE_SECONDS)
+
+    cleaner.remove_save_files = meanwhile
+    with cleaner.lock():
+        remove_dead_saves(cleaner)
+        cleaner.remove_refusal()
+    again = open_to_save(str(step))
+    with again.lock():
+        names = again.open_save(0, 2)
+        assert names.data_file(1) == job.names.data_file(1)
+        for rank in range(2):
+            write(again, names, rank, 2)
+        again.commit(names, (0, 1))
+    go_on.set()
+    rank_1.join()
+    assert is_complete(str(step), 0)
+    assert sorted(os.listdir(step)) == sorted(["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA])
+
+
+@pytest.mark.parametrize("message", ["part", "failed", "decided"])
+def test_what_a_dead_save_says_is_nothing_to_the_next_one(tmp_path, message):
+    """A manager has cleaned up, so that the next save of the step has the dead one's names."""
+    job, dead, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=PATIENCE_SECONDS)
+    with dead.lock():
+        remove_dead_saves(dead)
+        dead.remove_refusal()
+    again = open_to_save(str(tmp_path))
+    with again.lock():
+        names = again.open_save(0, 2)
+        assert names.data_file(1) == job.names.data_file(1)
+        ranks = []
+        for rank in range(2):
+            write(again, names, rank, 2)
+            new = WriteJob(**{**vars(job), "names": names, "rank": rank, "presences": ((), ())})
+            ranks.append(SaveOutcome(new, open_to_save(str(tmp_path))))
+        said = {
+            "part": job.names.part_file(1),
+            "failed": job.names.failure_file(0),
+            "decided": job.names.decision_file(0),
+        }
+        (tmp_path / said[message]).write_bytes(b'{"kind": "CheckpointError", "problems": ["the writer was killed"]}')
+        told = {}
+        other = threading.Thread(target=lambda: told.__setitem__(1, ranks[1].agree(None)))
+        other.start()
+        told[0] = ranks[0].agree(None)
+        other.join()
+    assert told == {0: None, 1: None}
+    assert is_complete(str(tmp_path), 0)
+    with again.lock():
+        remove_dead_saves(again)
+    assert sorted(os.listdir(tmp_path)) == sorted(["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA])

@@ -51,7 +51,7 @@ def test_a_lock_that_the_writer_dies_with_is_free(tmp_path, writers):
         handles = SimulatedWorld(2).run(
             lambda comm: save_state_dict(shards(comm.position, 2, 1), tmp_path, comm, async_save=pair[comm.position])
         )
-        watch.wait_for("0_0.part")
+        watch.wait_for("0_0-*.part")
         assert_locked(tmp_path)
         kill(pair[0].pid)
     for handle in handles:

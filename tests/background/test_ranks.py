@@ -21,6 +21,7 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.save_directory import CleanUpError
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, Watch, kill, limit_file_size, load_shards, shards, stopped
@@ -191,7 +192,7 @@ def test_a_writer_that_dies_when_its_part_is_there_does_no_harm(tmp_path, ranks)
     writers = ranks(2, timeout=1000)
     with stopped(writers[0]), Watch(tmp_path, Watch.MOVED_TO) as watch:
         handles = save(tmp_path, 1, writers)
-        watch.wait_for("1_0.part")
+        watch.wait_for("1_0-*.part")
         kill(writers[1].pid)
         assert not handles[1].done()
     assert [report.unique_id for report in outcomes(handles)] == [0, 0]
@@ -550,7 +551,11 @@ def test_a_coordinator_of_a_save_that_is_over_leaves_nothing(tmp_path, is_refuse
         directory.write_failure = raising(CheckpointError("as a test asks"))
     failure = SaveOutcome(job, directory).agree(None)
     assert failure.problems[0].startswith("[rank 1] has written nothing within 0.05 s")
-    assert not [name for name in os.listdir(tmp_path) if job.names.owns(name)]
+    left = sorted(name for name in os.listdir(tmp_path) if job.names.owns(name))
+    assert left == sorted([job.names.late_file(0), job.names.data_file(0)]), "its files have to go with the next save"
+    with directory.lock():
+        remove_dead_saves(open_to_save(tmp_path))
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.parametrize("what", ["files", "directory", "everything of another save"])

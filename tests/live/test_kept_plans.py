@@ -283,8 +283,8 @@ OPTIONS = [
 def one_token(monkeypatch):
     """All saves have one token, so that the same save gives the same files."""
 
-    def open_save(self, unique_id, world_size=1, names=None):
-        save = SaveNames(*self.choose_save(unique_id, names), "5a" * 16)
+    def open_save(self, unique_id, world_size=1, names=None, overwrite=True):
+        save = SaveNames(*self.choose_save(unique_id, names, overwrite), "5a" * 16)
         self.mark_save(save, world_size)
         return save
 

@@ -17,6 +17,7 @@ from paddle_flexckpt.engine import transfer
 from paddle_flexckpt.live import saver
 from paddle_flexckpt.live import state as live_state
 from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.media.remote import FsspecBackend
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from tests.ramdisk import memory_directory
 
@@ -94,3 +95,22 @@ def test_a_save_and_a_load_describe_and_plan_without_the_garbage_collector(tmp_p
     fc.load_state_dict(tensors, tmp_path / "made", SoloCommunicator())
     assert seen == {"_usual_rows": [False, False], "Planners": [False], "plan_fill": [False]}
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize("storage", ["shared", "per_node"])
+def test_an_id_that_must_not_be_replaced_is_refused_before_anything_is_written(tmp_path, storage):
+    comm, options = SoloCommunicator(), {"storage": storage, "overwrite": False}
+    fc.save_state_dict({"w": np.ones(4)}, tmp_path, comm, unique_id=3, **options)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(fc.ValidationError, match="has a checkpoint with id 3, which overwrite=False keeps"):
+        fc.save_state_dict({"w": np.zeros(4)}, tmp_path, comm, unique_id=3, **options)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert fc.save_state_dict({"w": np.zeros(4)}, tmp_path, comm, **options).unique_id == 4
+
+
+def test_so_is_one_that_a_store_does_not_list_yet(tmp_path, monkeypatch):
+    path, comm = f"memory://{tmp_path.name}", SoloCommunicator()
+    fc.save_state_dict({"w": np.ones(4)}, path, comm, unique_id=0)
+    monkeypatch.setattr(FsspecBackend, "names", lambda self, *kinds: [])
+    with pytest.raises(fc.ValidationError, match="has a checkpoint with id 0, which overwrite=False keeps"):
+        fc.save_state_dict({"w": np.zeros(4)}, path, comm, unique_id=0, overwrite=False)

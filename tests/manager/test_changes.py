@@ -270,3 +270,24 @@ def test_ranks_know_alike_which_saves_have_ended_well():
         pending.add(step, handle)
     pending.collect("cannot go on", wait_for="all")
     assert (set(pending.take_reports()), pending.newest, pending.doubtful) == ({3}, 3, {1})
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_step_that_another_job_saves_between_the_look_and_the_lock_is_replaced_only_if_asked(
+    tmp_path, monkeypatch, overwrite
+):
+    manager, other = manager_of(tmp_path), manager_of(tmp_path)
+    right = manager_module.save_state_dict
+
+    def stopped_before(*arguments, **options):
+        monkeypatch.setattr(manager_module, "save_state_dict", right)
+        save(other, 1, version=5)
+        return right(*arguments, **options)
+
+    monkeypatch.setattr(manager_module, "save_state_dict", stopped_before)
+    if overwrite:
+        save(manager, 1, version=7, overwrite=True)
+    else:
+        with pytest.raises(ValidationError, match="has a checkpoint with id 0, which overwrite=False keeps"):
+            save(manager, 1, version=7)
+    assert restore(other, 1)[1] == (7 if overwrite else 5)

@@ -495,18 +495,50 @@ def test_a_renamed_directory_is_not_taken_for_another_step(three):
         manager.best_step()
 
 
-def test_a_step_that_is_replaced_while_it_is_restored(three, monkeypatch):
+@pytest.mark.parametrize("times", [1, 2, 3])
+@pytest.mark.parametrize("place", ["local", "memory"])
+def test_a_step_that_is_replaced_while_it_is_restored_is_restored_again(tmp_path, monkeypatch, times, place):
+    """On a store nothing keeps the files that a reader needs, so that they are gone; else targets come from both."""
     from paddle_flexckpt.manager import restore as module
 
-    real = module.load_state_dict
+    root = tmp_path if place == "local" else f"memory://{tmp_path.name}"
+    for step in (1, 3):
+        save(manager_of(root), step)
+    real, left = module.load_state_dict, [times]
 
     def replaced_before(*args, **kwargs):
-        save(manager_of(three), 3, 33, overwrite=True)
+        if left[0]:
+            left[0] -= 1
+            save(manager_of(root), 3, 33 + left[0], overwrite=True)
         return real(*args, **kwargs)
 
     monkeypatch.setattr(module, "load_state_dict", replaced_before)
-    with pytest.raises(fc.CheckpointError, match="another process has saved the same step meanwhile"):
-        restore(manager_of(three), fallback=True)
+    if times == 3:
+        with pytest.raises(fc.CheckpointError, match="another process has saved the same step meanwhile"):
+            restore(manager_of(root), fallback=True)
+    else:
+        step, version, report = restore(manager_of(root), fallback=True)
+        assert (step, version, report.skipped) == (3, 33, {})
+
+
+def test_a_step_whose_files_go_while_it_is_restored_as_it_is_replaced_is_restored_again(tmp_path, monkeypatch):
+    from paddle_flexckpt.manager import restore as module
+
+    root = f"memory://{tmp_path.name}"
+    for step in (1, 3):
+        save(manager_of(root), step)
+    real, begun = module.load_extra_state, []
+
+    def replaced_after(directory, *args):
+        if not begun:
+            begun.append(True)
+            save(manager_of(root), 3, 33, overwrite=True)
+            raise fc.UnreadableCheckpointError("a file of what has been replaced is not there")
+        return real(directory, *args)
+
+    monkeypatch.setattr(module, "load_extra_state", replaced_after)
+    step, version, report = restore(manager_of(root), fallback=True)
+    assert (step, version, report.skipped) == (3, 33, {})
 
 
 # -- the end -----------------------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_the_order_of_a_commit(tmp_path):
     changes = [call for call in files.calls if call.name not in ("close", "flock", "unlock") and not call.refused]
     # What is there is opened to be read or locked.
     changes = [call for call in changes if call.name != "open" or call.created or call.path == "."]
-    seen = [(call.name, re.sub(r"\.[0-9a-f]{32}\.tmp", ".tmp", call.target or call.path)) for call in changes]
+    seen = [(call.name, re.sub(r"[.-][0-9a-f]{32}\.", ".", call.target or call.path)) for call in changes]
     home = "."
     # each rank: its data file is durable before its part is begun
     for rank in (0, 1):
@@ -280,7 +280,7 @@ def test_leftovers_of_a_dead_save_do_not_disturb(tmp_path):
 def test_a_part_that_is_not_visible_is_named(tmp_path):
     directory = open_to_save(tmp_path)
     ticket = directory.open_save(0)
-    with pytest.raises(CheckpointError, match=r"part of rank 3 is not visible at .*3_0\.part.*storage that all ranks"):
+    with pytest.raises(CheckpointError, match=r"part of rank 3 is not visible at .*3_0-\w+\.part.*all ranks share"):
         directory.commit(ticket, [3])
     assert directory.list_ids() == []
 
@@ -289,12 +289,14 @@ def test_a_part_of_an_earlier_save_is_refused(tmp_path):
     directory = open_to_save(tmp_path)
     old = directory.open_save(0)
     (tmp_path / old.marker_file).unlink()
-    new = directory.open_save(0)
+    new, parts = directory.open_save(0), {}
     for rank, ticket in enumerate((old, new)):
         items = items_of([whole("w", "uint8", (1,), rank)], ticket.data_file(rank))
-        directory.write_share(ticket, rank, items, [np.zeros(1, dtype=np.uint8)], world_size=2)
-    with pytest.raises(ValidationError, match="different saves"):
+        parts[rank] = directory.write_share(ticket, rank, items, [np.zeros(1, dtype=np.uint8)], world_size=2)
+    with pytest.raises(CheckpointError, match=rf"part of rank 0 is not visible at .*0_0-{new.token}\.part"):
         directory.commit(new, [0, 1])
+    with pytest.raises(ValidationError, match="different saves"):
+        directory.commit(new, [0, 1], parts)
     assert directory.list_ids() == []
 
 
@@ -324,8 +326,11 @@ def test_discard_removes_files_that_a_listing_does_not_show_yet(tmp_path, monkey
     assert os.listdir(tmp_path) == []
 
 
-def test_a_rank_that_comes_late_removes_what_is_its_own_alone(tmp_path):
-    """Its save is over, and has been cleaned up; another one has taken the same names, or is about to."""
+def test_of_a_rank_that_comes_late_goes_what_is_its_own_alone(tmp_path):
+    """Its save is over, and has been cleaned up; another one has taken the same names, or is about to.
+
+    It has no right to save here, so it says alone that its data file is to go.
+    """
     late = open_to_save(tmp_path)
     ticket = late.open_save(0)
     shard = whole("w", "float32", (5,))
@@ -342,6 +347,12 @@ def test_a_rank_that_comes_late_removes_what_is_its_own_alone(tmp_path):
     (tmp_path / ticket.marker_file).unlink()
     for rank in range(3):
         late.discard_late(ticket, rank)
+    said = [ticket.late_file(rank) for rank in (0, 2)]
+    assert names(tmp_path) == sorted([*files.values(), "2_0.safetensors", *said])
+    names_before = names(tmp_path)
+    remove_dead_saves(late, replace(ticket, token="other"))
+    assert names(tmp_path) == names_before, "a live save has these names"
+    assert sorted(remove_dead_saves(late)) == sorted([ticket.data_file(0), ticket.data_file(2), *said])
     assert names(tmp_path) == [ticket.data_file(1)]
 
 

@@ -297,6 +297,34 @@ def test_a_saver_that_is_stopped_before_it_commits_does_not_replace_what_a_later
         assert world.call(lambda: world.load(URL)) == 3
 
 
+@pytest.mark.parametrize("protocol", ["s3", "gs"])
+def test_a_commit_without_an_answer_that_another_save_has_replaced_is_no_failure(protocol):
+    """The saver is stopped between its look at the lease and its second try."""
+    url = f"{protocol}://bucket/run"
+    with store_world(1) as world:
+        puts: list[float] = []
+
+        def script(operation: str, key: str, process: Process) -> Fate:
+            if process.name == "first" and operation == "put" and key.endswith("0.manifest"):
+                puts.append(world.scheduler.now)
+                if len(puts) == 1:
+                    return "lost"
+                if len(puts) == 2:
+                    process.stop()
+                    world.scheduler.after(100.0, process.resume)
+                    world.start(lambda: world.try_save(url, 2), "second")
+            return "done"
+
+        world.store.script = script
+        world.start(lambda: world.try_save(url, 1), "first")
+        world.scheduler.run(until=600)
+        manifests = [each for each in world.effects if each[1].key.endswith("0.manifest") and each[1].kind == "put"]
+        assert [version for _, _, version in manifests][:2] == [1, 2]
+        assert world.done == [2]
+        assert "it is not known what became of the save" in str(world.failed[1])
+        assert world.call(lambda: world.load(url)) == 2
+
+
 def test_a_manifest_without_a_tag_can_be_replaced():
     with store_world() as world:
         world.call(lambda: world.save(URL, 1))

@@ -380,12 +380,6 @@ class Cluster:
             if self.scenario.storage == "shared" and (self.scenario.jobs > 1 or directory in ledger.read_meanwhile):
                 # What was replaced while it was read, maybe by another job's retention, is left to the next save.
                 left = [name for name in left if not is_before(save_of(name), 0, self._generation(kept))]
-            has_leases = self.scenario.storage != "shared" or self.scenario.is_async
-            if self.scenario.jobs > 1 and has_leases and any(kind.startswith(_DELAYS) for kind in self.faults.struck):
-                # A rank that is stopped for longer than its lease or timeout leaves what comes after another job's
-                # clean-up. Paddle's loader has to be kept from it.
-                late = [name for name in left if name.endswith((".safetensors", ".part", ".failed", ".decided"))]
-                left = [name for name in left if name not in late and not (late and name == PADDLE_METADATA)]
             if left:
                 ledger.violate("clean-up is complete", f"{directory} still has {left}")
         left = [name for name in self.world.names(ROOT) if not self.person.knows(name) and not self._goes_with(name)]
