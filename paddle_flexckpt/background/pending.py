@@ -276,6 +276,12 @@ class PendingSaves:
             self._saves[number] = save
             return number
 
+    def forget_locks(self) -> None:
+        """Close a fork's copies of locks, which would outlive their holders. It has no other thread: nobody waits."""
+        for save in self._saves.values():
+            if save.lock is not None:
+                save.lock.detach()
+
     def take_orphans(self, process: WriterProcess) -> list[int]:
         """Return the saves that a process had when it died. It has them no more, so they are given once."""
         with self._changed:

@@ -359,9 +359,12 @@ def _real_path(path: str) -> str:
 
 
 def _forget(reference: weakref.ReferenceType[BackgroundWriter]) -> None:
-    """Close a fork's copy of the connection: it would keep the writer process when the training process is gone."""
+    """Close a fork's copies of locks, and of the connection, which would keep a writer process that has no parent."""
     writer = reference()
-    if writer is not None and writer._process is not None:
+    if writer is None:
+        return
+    writer._saves.forget_locks()
+    if writer._process is not None:
         writer._process.forget()
 
 

@@ -166,7 +166,7 @@ class NodeSave:
             self._is_removable = True
             raise
         try:
-            on_nodes(publish, f"{context}: some nodes have published the checkpoint, others could not")
+            on_nodes(publish, f"{context}: some nodes may have published the checkpoint, others could not")
             on_nodes(finish)
         finally:
             for lock in filter(None, replaced):

@@ -168,7 +168,8 @@ class SharedSave:
             self.directory.discard(self.names, self._comm.ranks, count, self._is_removable)
 
     def lose_rank(self, error: LostRankError) -> None:
-        """Leave everything as it is: nobody knows how far the others are."""
+        """Leave everything as it is, as nobody knows how far the others are; or say that this rank has come late."""
+        self.directory.discard_late(self.names, self._comm.rank)
 
     def release(self) -> None:
         """Give back the right to save here."""

@@ -438,12 +438,17 @@ class SaveDirectory(LeftoverDirectory):
             CheckpointError: A save is being made here; or one has been made, or the checkpoint removed, meanwhile.
             OSError: The file system refused; what was there before is still there.
         """
-        with self.backend.locks.take():
+        changed = CheckpointError(
+            f"{self.manifest_file(manifest.unique_id)} is not what it was before: somebody has saved, repaired or "
+            "removed this checkpoint meanwhile. Nothing was written. Remedy: look at what is there now"
+        )
+        try:
+            lock = self.backend.locks.take()
+        except FileNotFoundError:
+            raise changed from None
+        with lock:
             if self.manifest_bytes(manifest.unique_id) != replaced:
-                raise CheckpointError(
-                    f"{self.manifest_file(manifest.unique_id)} is not what it was before: somebody has saved, repaired "
-                    "or removed this checkpoint meanwhile. Nothing was written. Remedy: look at what is there now"
-                )
+                raise changed
             self.check_untouched(manifest)
             publish(self.backend, f"{manifest.unique_id}.manifest", manifest.encode())
             self.update_companion(manifest)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import warnings
+
 import numpy as np
 import pytest
 
@@ -44,20 +48,51 @@ def test_a_lock_that_the_writer_did_not_live_to_take_over_is_free(tmp_path, writ
     assert_free(tmp_path)
 
 
-def test_a_lock_that_the_writer_dies_with_is_free(tmp_path, writers):
-    """The writer of the coordinator has it while it waits for another rank, which never comes."""
+@contextlib.contextmanager
+def forked():
+    """A context with a fork of this process, as a worker of a data loader, which does nothing."""
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from Python 3.12 on
+        child = os.fork()
+    if not child:
+        os.close(theirs)
+        os.read(ours, 1)  # until the parent closes it, or has ended
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.close(theirs)
+        os.close(ours)
+        os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_lock_that_the_writer_dies_with_is_free(tmp_path, writers, forks):
+    """The writer of the coordinator has it while it waits for another rank, which never comes.
+
+    A fork that is made before the writer has taken the lock up does not keep it.
+    """
     pair = [writers(), writers()]
-    with stopped(pair[1]), Watch(tmp_path, Watch.MOVED_TO) as watch:
-        handles = SimulatedWorld(2).run(
-            lambda comm: save_state_dict(shards(comm.position, 2, 1), tmp_path, comm, async_save=pair[comm.position])
-        )
-        watch.wait_for("0_0-*.part")
-        assert_locked(tmp_path)
-        kill(pair[0].pid)
-    for handle in handles:
-        with pytest.raises(CheckpointError, match="was killed by signal 9"):
-            handle.result()
-    assert_free(tmp_path)
+    with contextlib.ExitStack() as stack:
+        with stopped(pair[1]), Watch(tmp_path, Watch.MOVED_TO) as watch:
+            with stopped(pair[0]):
+                handles = SimulatedWorld(2).run(
+                    lambda comm: save_state_dict(
+                        shards(comm.position, 2, 1), tmp_path, comm, async_save=pair[comm.position]
+                    )
+                )
+                if forks:
+                    stack.enter_context(forked())
+            watch.wait_for("0_0-*.part")
+            assert_locked(tmp_path)
+            while handles[0].progress.phase == "queue":  # after that, its process knows that the writer has the lock
+                pass
+            kill(pair[0].pid)
+        for handle in handles:
+            with pytest.raises(CheckpointError, match="was killed by signal 9"):
+                handle.result()
+        assert_free(tmp_path)
 
 
 def test_a_save_that_is_refused_before_it_is_handed_over_leaves_no_lock(tmp_path, writers):

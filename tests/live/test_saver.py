@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -14,11 +15,17 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.engine import transfer
+from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live import saver
 from paddle_flexckpt.live import state as live_state
 from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.save_options import SaveOptions
+from paddle_flexckpt.live.shared_saves import SharedSave
 from paddle_flexckpt.media.remote import FsspecBackend
+from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.sharded_weight import ShardedWeight
+from tests.native.samples import items_of, whole
 from tests.ramdisk import memory_directory
 
 MOST_CALLS = 5
@@ -114,3 +121,20 @@ def test_so_is_one_that_a_store_does_not_list_yet(tmp_path, monkeypatch):
     monkeypatch.setattr(FsspecBackend, "names", lambda self, *kinds: [])
     with pytest.raises(fc.ValidationError, match="has a checkpoint with id 0, which overwrite=False keeps"):
         fc.save_state_dict({"w": np.zeros(4)}, path, comm, unique_id=0, overwrite=False)
+
+
+def test_a_rank_that_loses_the_others_when_its_save_has_been_cleaned_up_leaves_nothing_for_good(tmp_path):
+    """It was stopped before it wrote its data file, and the next start of the job has cleaned up."""
+    directory, comm = open_to_save(tmp_path), SoloCommunicator()
+    save = SharedSave(comm, directory, SaveOptions(), "cannot save")
+    names, _ = save.begin()
+    save.agree(names, [b""], [b""])
+    save.release()
+    with directory.lock():
+        remove_dead_saves(open_to_save(tmp_path))
+    data = np.zeros(4, np.uint8)
+    directory.write_data(names, items_of([whole("w", "uint8", (4,))], names.data_file(0)), [data], world_size=1)
+    save.lose_rank(fc.LostRankError("rank 1 is lost"))
+    assert names.late_file(0) in os.listdir(tmp_path)
+    report = fc.save_state_dict({"w": data}, tmp_path, comm)
+    assert sorted(os.listdir(tmp_path)) == sorted([PADDLE_METADATA, f"{report.unique_id}.manifest", "0_1.safetensors"])

@@ -43,9 +43,12 @@ def draw(seed: int) -> Case:
         faults += draw_meeting(choose, scenario)
     faults += draw_care(seed, scenario)
     case = _with_many_faults(Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at))))
-    return _with_torn_saves(
-        _with_late_commit(_with_slow_removal(_with_lost_disk(_with_lost_publisher(_with_slow_reader(case)))))
-    )
+    for change in (
+        *(_with_slow_reader, _with_lost_publisher, _with_lost_disk, _with_slow_removal, _with_late_commit),
+        *(_with_torn_saves, _without_overwriting),
+    ):
+        case = change(case)
+    return case
 
 
 def _with_many_faults(case: Case) -> Case:
@@ -150,6 +153,22 @@ def _with_torn_saves(case: Case) -> Case:
             torn.append(Fault("kill_node", begin + 10.0, f"node:{choose.randrange(scenario.nodes)}", seconds=away))
     others = case.faults if choose.random() < 0.5 else ()
     return Case(scenario, tuple(sorted((*others, *torn), key=lambda fault: fault.at)))
+
+
+def _without_overwriting(case: Case) -> Case:
+    """Have some cases keep steps that are there, and another job save one while a saver is about to take its right."""
+    scenario, choose = case.scenario, random.Random(f"keeping {case.scenario.seed}")
+    if scenario.storage == "per_node" or choose.random() > (0.3 if scenario.jobs > 1 else 0.05):
+        return case
+    scenario = replace(scenario, overwrites=False)
+    if scenario.jobs == 1:
+        return Case(scenario, case.faults)
+    save = scenario.save_every * scenario.step_seconds
+    begin, moment = save * choose.randint(1, scenario.steps // scenario.save_every) - 1.0, "lock"
+    if scenario.storage != "shared":
+        moment = "lease"
+    later = Fault("slow_call", begin, choose.choice(["rank:0", "b/rank:0"]), moment, seconds=choose.choice([5.0, 60.0]))
+    return Case(scenario, tuple(sorted((*case.faults, later), key=lambda fault: fault.at)))
 
 
 def draw_care(seed: int, scenario: Scenario) -> list[Fault]:

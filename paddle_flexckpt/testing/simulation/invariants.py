@@ -32,6 +32,7 @@ _UNKNOWN = re.compile(
     r"it is not known what became of|ranks? [\d, ]+ (?:is|are) lost|takes? no part|(?:is|are) missing|"
     r"though all of them are alive|closed since|may be undone by a loss of power"
 )
+_NOT_DURABLE = "may be undone by a loss of power"
 _TAKEN_OVER = re.compile(
     r"has taken over the right to save|somebody else has changed the files of this save|the part of rank \d+ is not "
     r"visible"
@@ -40,7 +41,7 @@ _EARLIER = "an earlier save failed"
 # What a call was about to do when it failed.
 _WHAT = re.compile(
     r"^(?:cannot|the checkpoint of step|all saves in the background) (?:nodes'|[^':]|'[^']*')*: "
-    r"(?:some nodes have published [^:]*: |an earlier save failed: )?"
+    r"(?:some nodes may have published [^:]*: |an earlier save failed: )?"
 )
 # Ranks that are said to have gone, or not to answer.
 _GONE = re.compile(r"\branks? ([\d, ]+) (?:is|are|takes?) ")
@@ -101,6 +102,8 @@ class Ledger(StoredCheckpoints):
         self._errors: dict[tuple[str, int, str], dict[int, tuple[str, str]]] = {}
         self._restored: dict[tuple[str, int], tuple[int, int]] = {}
         self.finished_ranks: set[tuple[str, int, int]] = set()
+        # Steps that may be saved again whatever was asked.
+        self._doubtful: set[int] = set()
         self.last_person = -1e9
         self.leases_until = -1e9
         self._going: dict[tuple[str, int, int], bool] = {}
@@ -149,6 +152,8 @@ class Ledger(StoredCheckpoints):
         if error is not None and _TAKEN_OVER.search(error) and self._began(attempt, script, error) > self.leases_until:
             self.violate("who lives keeps the right to save", f"rank {script.rank}, with {attempt}, was told: {error}")
         attempt.outcomes[script.rank] = error
+        if error is not None and _NOT_DURABLE in error:
+            self._doubtful.add(attempt.step)
         if any(directory.endswith(f"/step_{attempt.step:08d}") for directory in self.disturbed):
             return
         if error is None:
@@ -178,6 +183,7 @@ class Ledger(StoredCheckpoints):
     ) -> None:
         """Note that a rank has restored a step, which began at ``since``, and has values of these versions."""
         self.restores += 1
+        self._doubtful |= skipped.keys()
         self._scheduler.note(f"has restored step {step}" + (f", skipped {sorted(skipped)}" if skipped else ""))
         if self.disturbed and "verify" not in self._scenario.habits:
             versions &= (
@@ -354,6 +360,8 @@ class Ledger(StoredCheckpoints):
                 )
         if before is not None:
             other = before.attempt
+            if not (self._scenario.overwrites or self.disturbed or attempt.step in self._doubtful):
+                self.violate("a step is replaced only if asked", f"{attempt} replaces {other}")
             if other.is_acknowledged and other.job == attempt.job and other.begun > attempt.begun:
                 self.violate(
                     "a commit does not go back", f"{attempt} replaces {other}, which began later and was reported done"

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 _MANIFEST = re.compile(r"(.*/(node\d+)/.*)/(\d+)\.manifest")
 # What an error says of a checkpoint that is there.
 _COMPLETE = re.compile(r"\(id \d+\) is complete, but")
-# What an error says of a save that some nodes have published.
-_PUBLISHED = "some nodes have published"
+# What an error says of a save that some nodes may have published.
+_PUBLISHED = "some nodes may have published"
 # What one says where there is no checkpoint.
 _NOTHING = re.compile(r"has no checkpoint|does not exist|is not a checkpoint: there is no|has an unfinished save")
 
