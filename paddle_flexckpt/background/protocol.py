@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import selectors
 import socket
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -101,6 +102,13 @@ class Channel:
         # The kernel attaches the descriptors to the first byte.
         sent = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
         self._socket.sendall(data[sent:])
+
+    @property
+    def has_room(self) -> bool:
+        """Return whether a short message can be sent without waiting for the other end, which may be stopped."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._socket, selectors.EVENT_WRITE)
+            return bool(selector.select(0))
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
         """Return the next message and its descriptors; None at the end: the other end has closed, or its process ended.

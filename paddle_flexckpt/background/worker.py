@@ -81,7 +81,9 @@ def _send(channel: Channel, message: dict[str, Any]) -> None:
 
 
 def _tell(channel: Channel, number: int, progress: Progress) -> None:
-    _send(channel, {"save": number, "progress": asdict(progress)})
+    # A training process that is stopped reads nothing, and the save does not depend on it.
+    if channel.has_room:
+        _send(channel, {"save": number, "progress": asdict(progress)})
 
 
 def carry_out(

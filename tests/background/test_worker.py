@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import socket
 import subprocess
 import sys
+import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from paddle_flexckpt import progress
 from paddle_flexckpt.background import worker
 from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.protocol import Channel, WriteJob
@@ -20,6 +24,7 @@ from paddle_flexckpt.background.worker import carry_out
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.native import data_file
 from tests.background.helpers import PATIENCE_SECONDS, load, state
 from tests.native.samples import items_of, whole
 
@@ -176,3 +181,23 @@ def test_storage_that_cannot_be_looked_at_is_an_outcome_too(tmp_path):
         assert failure is not None
         assert failure.problems[0].startswith(f"[rank {rank}] it is not known what became of the save: OSError(")
     assert set(directory.progress(job.names, (0, 1))[1]) == {0, 1}, "each has told the others"
+
+
+def test_a_training_process_that_is_stopped_does_not_hold_its_writer_up(tmp_path, monkeypatch):
+    """It reads nothing of what the writer tells it, so that more than its socket takes would wait for ever."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    job, directory, _ = job_of(tmp_path)
+    count, nbytes = 600, 4096  # of such steps as 64 MiB are
+    shards = [whole(f"k{number:03d}", "uint8", (nbytes,), 0) for number in range(count)]
+    job = replace(job, items=items_of(shards, job.names.data_file(0)))
+    monkeypatch.setattr(progress, "MOST_STEP_BYTES", nbytes)
+    monkeypatch.setattr(data_file, "BATCH_BYTES", nbytes)
+    channel, outcome = Channel(theirs), []
+    tell = functools.partial(worker._tell, channel, 0)
+    data = np.zeros(count * nbytes, dtype=np.uint8)
+    saving = threading.Thread(target=lambda: outcome.append(carry_out(job, directory, data, None, tell)), daemon=True)
+    saving.start()
+    saving.join(PATIENCE_SECONDS)
+    assert outcome[0]["failure"] is None
+    with ours, theirs:
+        assert Channel(ours).receive()[0]["progress"]["bytes_total"] == count * nbytes
