@@ -56,7 +56,7 @@ class LeftoverDirectory(MessageDirectory):
                     self.remove_uploads(save.owns)
                     self.remove_save_files(sorted(files), save.marker_file)
                     return
-            for number in sorted({*ranks, *range(partitions)}):
+            for number in () if self.sees(save) else sorted({*ranks, *range(partitions)}):
                 self.discard_late(save, number)
 
     def discard_late(self, save: SaveNames, rank: int, coordinator: int | None = None) -> None:
