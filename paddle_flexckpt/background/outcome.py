@@ -41,12 +41,17 @@ _READS = 10
 class SaveOutcome:
     """Find out what becomes of one save, for one rank.
 
-    ``warnings`` has what went wrong without harm to the checkpoint.
+    Attributes:
+        job: This rank's share.
+        directory: Where it goes.
+        warnings: What went wrong without harm to the checkpoint.
+        is_unanswered: Whether this rank could not write as the storage gave no answer: its part may be there.
     """
 
     job: WriteJob
     directory: SaveDirectory
     warnings: list[str] = field(default_factory=list)
+    is_unanswered: bool = False
 
     def agree(self, own: Failure | None) -> Failure | None:
         """Wait for the outcome, or decide it on the coordinator; return why the save failed, None if it is committed.
@@ -181,7 +186,11 @@ class SaveOutcome:
             except (OSError, CheckpointError) as error:
                 # The others will miss this rank's part; that is no reason to wait for them.
                 self.directory.discard_late(self.job.names, self.job.rank, self.job.coordinator)
-                return combine([(self.job.rank, _unannounced(own, error))])
+                failure = _unannounced(own, error)
+                if self.is_unanswered:
+                    unknown = "it is not known what became of the save: a last request had no answer from the storage"
+                    failure = Failure(failure.kind, (unknown, *failure.problems))
+                return combine([(self.job.rank, failure)])
         job, patience = self.job, self.job.timeout + _GRACE_SECONDS
         deadline, has_written, watch = time.monotonic() + patience, False, self._watch()
         commits = False

@@ -28,6 +28,7 @@ from paddle_flexckpt.background.waves import WaveReceiver
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
+from paddle_flexckpt.media.retrying import is_unanswered
 from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.progress import Meter, Progress, ProgressCallback
@@ -114,6 +115,7 @@ def carry_out(
         Meter(tell, "commit", job.data_bytes, len(job.items)).finish()
     except Exception as error:  # every rank gets it as the outcome of the save
         own = Failure.of(error)
+        outcome.is_unanswered = isinstance(error, OSError) and is_unanswered(error)
         if waves is not None:
             waves.fail(error)
     if waves is not None:

@@ -276,3 +276,29 @@ def test_a_save_is_not_called_a_failure_while_its_manifest_is_on_its_way(who, ra
     cluster.store.script = fate
     assert cluster.run().violations == []
     assert sent
+
+
+@pytest.mark.parametrize("seconds", [120.0, 600.0])
+@pytest.mark.parametrize("kills", [False, True])
+def test_a_rank_whose_part_had_no_answer_is_not_told_of_a_failure(seconds, kills):
+    """Its part is there, and the coordinator commits, while the rank cannot reach the store."""
+    scenario = Scenario(seed=1, world_sizes=(2,), nodes=2, storage="object", is_async=True, steps=3)
+    cluster = Cluster(Case(replace(scenario, step_seconds=1200.0, grace=20.0, on_error="continue")))
+    scheduler, cut = cluster.scheduler, []
+
+    def fate(operation: str, key: str, process: Process) -> Fate:
+        if process.name.startswith("a/rank 1"):
+            if operation == "put" and key.endswith(".part") and not cut:
+                cut.append(scheduler.now)
+                if kills:
+                    scheduler.after(1.0, process.kill)
+                return "lost"
+            if cut and scheduler.now < cut[0] + seconds:
+                return "reset"
+        return "done"
+
+    assert cluster.store is not None
+    cluster.store.script = fate
+    outcome = cluster.run()
+    assert cut
+    assert not outcome.violations, "\n".join(map(str, outcome.violations))

@@ -38,7 +38,6 @@ _MOST_SWITCHES = 2_000_000
 _AT_ONCE_SECONDS, _LONGEST_PAUSE_SECONDS = 900.0, 3600.0
 # Faults that delay neither a saver's thread that renews its lease, unless they strike at that, nor what it asks for.
 _HARMLESS_TO_LEASES = ("kill_rank", "kill_writer", "kill_job", "terminate", "clock", "slow_call", "slow_network")
-# Faults that may hold a saver up for longer than its lease or timeout.
 # What ends a start of a job by itself leaves the others this long, if they do not end.
 _STRAGGLER_SECONDS = 2 * HOUR
 
