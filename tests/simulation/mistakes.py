@@ -103,16 +103,6 @@ MISTAKES = {
             can_show=lambda case: case.scenario.jobs > 1,
         ),
         Mistake(
-            "late-removes",
-            "a rank that comes late removes its data file itself, without the right to save",
-            {"native.leftovers:LeftoverDirectory.discard_late": wrong.late_removes},
-        ),
-        Mistake(
-            "messages-without-token",
-            "a message of a dead save is taken for one of the next save that has its names",
-            {"native.directory:SaveNames._message": wrong.without_token},
-        ),
-        Mistake(
             "looked-before-the-lock",
             "whether a step is there is looked at before the right to save is taken",
             {"native.save_directory:SaveDirectory.choose_save": wrong.overwrites},

@@ -127,25 +127,6 @@ def each_rank_discards(right: Any) -> Any:
     return discard
 
 
-def late_removes(right: Any) -> Any:
-    def discard_late(self: Any, save: Any, rank: int, coordinator: int | None = None) -> None:
-        with contextlib.suppress(OSError, CheckpointError):
-            if self.sees(save) or self.is_committed(save):
-                return
-            self.backend.locks.forget_lost()
-            for name in filter(lambda name: self.is_of(save, name), save.written_by(rank)):
-                self.backend.remove(name)
-            for name in (save.part_file(rank), save.decision_file(rank if coordinator is None else coordinator)):
-                self.backend.remove(name)
-            self.backend.sync()
-
-    return discard_late
-
-
-def without_token(right: Any) -> Any:
-    return property(lambda self: self._stem)
-
-
 def overwrites(right: Any) -> Any:
     return lambda self, unique_id, names=None, overwrite=True: right(self, unique_id, names)
 
