@@ -146,7 +146,9 @@ def publishes_whatever(right: Any) -> Any:
 
 
 def discards_whatever(right: Any) -> Any:
-    def discard(self: Any, save: Any, ranks: Any, partitions: int = 0) -> None:
+    def discard(self: Any, save: Any, ranks: Any, partitions: int = 0, is_removable: bool = True) -> None:
+        if not is_removable:
+            return
         with contextlib.suppress(OSError):
             written = [name for rank in ranks for name in (save.data_file(rank), save.part_file(rank))]
             self.remove_save_files(sorted({*written, *filter(save.owns, self.backend.names())}), save.marker_file)
