@@ -13,7 +13,7 @@ import itertools
 import json
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
@@ -190,10 +190,10 @@ def remove_dead_saves(
     aborted: Collection[str] = (),
     names: Sequence[str] | None = None,
 ) -> list[str]:
-    """Remove what saves left behind that died: those whose marker is here. The caller has the lock.
+    """Remove what saves left behind that died: those whose marker is here, and messages. The caller has the lock.
 
-    Files that no marker speaks of are left alone, whether a manifest names them or not: it may be the manifest that was
-    lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody, nor are partitions
+    Other files that no marker speaks of are left alone, whether a manifest names them or not: it may be the manifest
+    that was lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody, nor are partitions
     that a repair did without. What is prepared stays: another node may have published its part of that save.
 
     ``current`` is the save that is being made. What may still be committed, and is replaced by it, is left to
@@ -233,23 +233,25 @@ def remove_dead_saves(
             directory.backend.sync()  # nobody would remove what a loss of power brought back
             directory.remove_refusal()
         removed += [*useless, marker, *late]
-    left = [name for name in names if name not in removed and not (current is not None and current.owns(name))]
-    found = {name: sent for name in left if not name.endswith(".prepared") and (sent := sent_by(name))}
-    dead = {
-        name: (rank, save)
-        for name, (rank, save) in found.items()
-        if save.token not in kept and not (current is not None and directory.may_commit_late(save, current))
-    }
-    return removed + _remove_late_files(directory, dead)
+    return removed + _remove_late_files(directory, set(names).difference(removed), current, kept)
 
 
-def _remove_late_files(directory: LeftoverDirectory, found: Mapping[str, tuple[int, SaveNames]]) -> list[str]:
-    """Remove what ranks have left after their saves had been cleaned up, and return the names.
+def _remove_late_files(
+    directory: LeftoverDirectory, names: Iterable[str], current: SaveNames | None, kept: Collection[str]
+) -> list[str]:
+    """Remove messages of dead saves, and what ranks have written after their save had been cleaned up.
 
-    The messages are given by name, with their rank and save.
+    ``kept`` has the tokens of saves whose messages stay. Returned are the names of the files removed.
     """
-    messages = sorted(found)
-    if not messages:
+    found = {}
+    for name in sorted(names):
+        sent = sent_by(name)
+        if sent is None or sent[1].token in kept:
+            continue
+        if current is not None and (current.owns(name) or directory.may_commit_late(sent[1], current)):
+            continue
+        found[name] = sent
+    if not found:
         return []
 
     def remove(name: str) -> list[str]:
@@ -261,13 +263,13 @@ def _remove_late_files(directory: LeftoverDirectory, found: Mapping[str, tuple[i
         return removed
 
     directory.backend.locks.recheck()
-    late = list(itertools.chain.from_iterable(map_files(directory.backend, remove, messages)))
+    late = list(itertools.chain.from_iterable(map_files(directory.backend, remove, found)))
     if late:
         directory.backend.sync()
-    map_files(directory.backend, directory.backend.remove, messages)
+    map_files(directory.backend, directory.backend.remove, found)
     directory.backend.sync()
     directory.remove_refusal()
-    return late + messages
+    return [*late, *found]
 
 
 def _is_partition(name: str) -> bool:
