@@ -1,7 +1,7 @@
 """Remove the files of saves that failed, died or have been replaced.
 
-A marker says which files are of a save that has not ended. Other files stay, unless they are manifests, or companion
-files, that were never put in place.
+A marker says which files are of a save that has not ended. Other files stay, unless they are messages of dead saves, or
+manifests or companion files that were never put in place.
 
 Tested in tests/native/test_leftovers.py and tests/native/test_directory.py.
 """
