@@ -146,9 +146,15 @@ class LocalLocks(LeaseLocks):
         if not self._enabled:
             return Lock()
         path = self._backend.where(name)
+        operation = fcntl.LOCK_SH | fcntl.LOCK_NB
         while True:
             descriptor = open_inside(self._backend.path, name)
-            _flock(descriptor, fcntl.LOCK_SH, path, required=False)
+            try:
+                _flock(descriptor, operation, path, required=False)
+            except BlockingIOError:
+                logger.warning(f"{path} is about to be replaced or removed by another process: waiting for that")
+                operation = fcntl.LOCK_SH
+                continue
             shared = Flock(descriptor)
             if shared.is_of(path):
                 return shared

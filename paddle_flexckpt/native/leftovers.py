@@ -193,8 +193,8 @@ def remove_dead_saves(
     """Remove what saves left behind that died: those whose marker is here, and messages. The caller has the lock.
 
     Other files that no marker speaks of are left alone, whether a manifest names them or not: it may be the manifest
-    that was lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody, nor are partitions
-    that a repair did without. What is prepared stays: another node may have published its part of that save.
+    that was lost. But a manifest that was not put in place, by a save or a repair, is of no use to anybody, nor are
+    partitions that a repair did without. What is prepared stays: another node may have published its part of that save.
 
     ``current`` is the save that is being made. What may still be committed, and is replaced by it, is left to
     :meth:`SaveDirectory.finish`. ``aborted`` has the tokens of prepared saves that no node has published.

@@ -78,7 +78,7 @@ def test_a_read_only_manifest_is_claimed_as_well(tmp_path, backend):
 
 
 @pytest.mark.parametrize("fate", ["removed", "replaced", "left"])
-def test_a_reader_waits_for_a_claim_and_looks_again(tmp_path, backend, monkeypatch, fate):
+def test_a_reader_waits_for_a_claim_and_looks_again(tmp_path, backend, monkeypatch, caplog, fate):
     waiting, real = threading.Event(), fcntl.flock
 
     def flock(descriptor, operation):
@@ -100,6 +100,7 @@ def test_a_reader_waits_for_a_claim_and_looks_again(tmp_path, backend, monkeypat
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     assert waiting.wait(300)  # it has opened the file
+    assert "is about to be replaced or removed by another process: waiting" in caplog.text
     assert outcome == []
     if fate == "removed":
         backend.remove(MANIFEST)
