@@ -125,7 +125,7 @@ class SaveOptions(ProgressOptions):
 
     coordinator_rank: int = 0
     unique_id: int | None = None
-    overwrite: bool = True
+    overwrite: bool = field(default=True, metadata=rule(choices=(True, False)))
     async_save: bool | BackgroundWriter = field(
         default=False, metadata=rule(compared=lambda writer: writer is not False)
     )

@@ -138,3 +138,9 @@ def test_a_rank_that_loses_the_others_when_its_save_has_been_cleaned_up_leaves_n
     assert names.late_file(0) in os.listdir(tmp_path)
     report = fc.save_state_dict({"w": data}, tmp_path, comm)
     assert sorted(os.listdir(tmp_path)) == sorted([PADDLE_METADATA, f"{report.unique_id}.manifest", "0_1.safetensors"])
+
+
+def test_whether_an_id_may_be_replaced_is_true_or_false(tmp_path):
+    with pytest.raises(fc.ValidationError, match="overwrite"):
+        fc.save_state_dict({"w": np.ones(4)}, tmp_path, SoloCommunicator(), overwrite="no")
+    assert list(tmp_path.iterdir()) == []
