@@ -78,6 +78,7 @@ class SaveOutcome:
         data_file, is_alone = self.job.names.data_file(self.job.rank), len(self.job.ranks) == 1
         if is_alone and self._may_come_late() and data_file in self.directory.backend.names():
             return self._give_up(combine([(self.job.rank, _unanswered())]))
+        self.is_unanswered = not written and self._may_come_late()
         # With its part in place, a rank has done all that it owes the others; but nobody commits for the coordinator.
         is_done = bool(written) and not self.job.is_coordinator
         return self.agree(None if is_done else Failure.of(error))
@@ -186,11 +187,7 @@ class SaveOutcome:
             except (OSError, CheckpointError) as error:
                 # The others will miss this rank's part; that is no reason to wait for them.
                 self.directory.discard_late(self.job.names, self.job.rank, self.job.coordinator)
-                failure = _unannounced(own, error)
-                if self.is_unanswered:
-                    unknown = "it is not known what became of the save: a last request had no answer from the storage"
-                    failure = Failure(failure.kind, (unknown, *failure.problems))
-                return combine([(self.job.rank, failure)])
+                return self._alone(_unannounced(own, error))
         job, patience = self.job, self.job.timeout + _GRACE_SECONDS
         deadline, has_written, watch = time.monotonic() + patience, False, self._watch()
         commits = False
@@ -210,7 +207,7 @@ class SaveOutcome:
                 # Its part stays until the save is over, unless it was written after that.
                 is_doubtful = number == _LOOKS_UNTIL_SURE or (own is None and job.rank not in written)
                 if is_doubtful and self._is_replaced():
-                    return self._leave() if own is None else self._give_up(combine([(job.rank, own)]))
+                    return self._leave() if own is None else self._give_up(self._alone(own))
             except OSError as error:
                 # The outcome is there or not, whether this rank can see it now or not.
                 if is_late:
@@ -246,6 +243,13 @@ class SaveOutcome:
                 deadline, commits = time.monotonic() + patience, True
             time.sleep(0 if gone else pause)
         raise RuntimeError("pauses end")
+
+    def _alone(self, own: Failure) -> Failure:
+        """Return why this rank failed, where the coordinator may have committed with a part that it did not expect."""
+        if self.is_unanswered:
+            unknown = "it is not known what became of the save: a last request had no answer from the storage"
+            own = Failure(own.kind, (unknown, *own.problems))
+        return combine([(self.job.rank, own)])
 
     def _end(self, given_up: Failure, own: Failure | None) -> Failure | None:
         """Return the outcome of a save that is given up, unless the coordinator had decided, and cleaned up, before."""

@@ -364,6 +364,9 @@ def _forget(reference: weakref.ReferenceType[BackgroundWriter]) -> None:
     if writer is None:
         return
     writer._saves.forget_locks()
+    for slot in writer._slots:
+        if slot.lock is not None:
+            slot.lock.forget()
     if writer._process is not None:
         writer._process.forget()
 

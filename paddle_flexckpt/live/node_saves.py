@@ -190,7 +190,11 @@ class NodeSave:
             self.directory.discard(self.names, self.comm.ranks)
 
     def lose_rank(self, error: LostRankError) -> None:
-        """Leave everything as it is: nobody knows how far the others are."""
+        """Leave everything as it is, as nobody knows how far the others are; or say that this rank has come late."""
+        here = self.comm.position
+        for position, rank in enumerate(self.comm.ranks):
+            if position == here or here in self._receivers(position):
+                self.directory.discard_late(self.names, rank)
 
     def release(self) -> None:
         """Close the transport."""

@@ -123,14 +123,17 @@ def restore_checkpoint(
                     f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been "
                     "renamed. Remedy: give it its own name back, or load it with load_state_dict"
                 )
-            return manifest.save_token, b""
+            return manifest.save_token, manifest.save_token.encode()
 
-        token, _ = comm.together(hold, context)
+        token, tokens = comm.together(hold, context)
+        if len(set(tokens)) > 1:
+            raise ReplacedError(_replaced(context))
         try:
             state = load_extra_state(directory, UNIQUE_ID, comm)
             load = load_state_dict(targets.shards, directory, comm, **options.keywords(LoadOptions))
-        except (CorruptCheckpointError, UnreadableCheckpointError) as error:
-            # Where there are no locks for readers, the files of what is replaced go at once.
+        except (CorruptCheckpointError, UnreadableCheckpointError, ValidationError) as error:
+            # Where there are no locks for readers, the files of what is replaced go at once. And ranks that look at it
+            # one after the other may see two.
             _, found = comm.together(lambda: (None, _is_replaced(directory, token)), context)
             if any(found):
                 raise ReplacedError(_replaced(context)) from error

@@ -26,7 +26,7 @@ from paddle_flexckpt.media.backend import Backend, Location, exists, map_files, 
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import reopen
-from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.native.directory import LockedManifest, sent_by
 from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
@@ -368,7 +368,7 @@ class StepDirectories:
         """
         backend = self.directory(step)
         directory, names = open_to_save(backend), backend.names()
-        begun = any(name.endswith((".saving", ".late")) for name in names)
+        begun = any(name.endswith(".saving") or sent_by(name) for name in names)
         # A save that lost its marker with the power may have left the refusal for Paddle's loader.
         refused = list(names) == [directory.companion.name]
         if not (begun or refused) and (names or backend.names("directories")):

@@ -93,6 +93,10 @@ class DirectoryLock(Flock, SaveLock):
         """Implement the base class."""
         return {"kind": "directory"}, self._descriptor
 
+    def forget(self) -> None:
+        """Implement the base class."""
+        self.detach()
+
 
 class LocalLocks(LeaseLocks):
     """Hand out ``flock`` locks of one directory, or a lease where its file system has none."""

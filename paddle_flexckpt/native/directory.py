@@ -28,8 +28,8 @@ MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
 # The other files of a save: rank (of a partition: its number), id, generation (none: 0), token (of messages, but for
 # those of older versions), and kind.
 OF_SAVE = re.compile(
-    r"(\d+)_(\d+)(?:\.(\d+))?(?:-([0-9a-f]{32}))?"
-    r"\.(safetensors|partition|decided|late|(?:part|failed|prepared)(?:\.[0-9a-f]{32}\.tmp)?)",
+    r"(\d+)_(\d+)(?:\.(\d+))?(?:\.(safetensors|partition|prepared(?:\.[0-9a-f]{32}\.tmp)?)"
+    r"|(?:-([0-9a-f]{32}))?\.(?:decided|late|(?:part|failed)(?:\.[0-9a-f]{32}\.tmp)?))",
     re.ASCII,
 )
 
@@ -60,9 +60,9 @@ class SaveNames:
         """Return the name of a partition of the manifest."""
         return f"{number}_{self._stem}.partition"
 
-    def written_by(self, rank: int) -> list[str]:
-        """Return the names that a rank may have written, and another save may write: data file and partition."""
-        return [self.data_file(rank), self.partition_file(rank)]
+    def written_by(self, rank: int, names: Iterable[str]) -> list[str]:
+        """Return which of the names a rank may have written, and another save may write: data file and partitions."""
+        return [self.data_file(rank), *filter(self.owns_partition, names)]
 
     def failure_file(self, rank: int) -> str:
         """Return the name of what a rank says if it cannot write."""
@@ -73,7 +73,7 @@ class SaveNames:
         return f"{coordinator}_{self._message}.decided"
 
     def late_file(self, rank: int) -> str:
-        """Return the name of what a rank leaves that has come late: its data file and its partition are to go."""
+        """Return the name of what a rank leaves that has come late: its data file is to go, and so are partitions."""
         return f"{rank}_{self._message}.late"
 
     def prepared_file(self, rank: int) -> str:
@@ -113,7 +113,7 @@ def save_of(name: str) -> tuple[int, int] | None:
 def sent_by(name: str) -> tuple[int, SaveNames] | None:
     """Return the rank that a message is of, and its save; None for other files, and for messages of older versions."""
     match = OF_SAVE.fullmatch(name)
-    return (int(match[1]), SaveNames(int(match[2]), int(match[3] or 0), match[4])) if match and match[4] else None
+    return (int(match[1]), SaveNames(int(match[2]), int(match[3] or 0), match[5])) if match and match[5] else None
 
 
 def marked_by(name: str) -> tuple[int, int] | None:
@@ -202,7 +202,7 @@ class CheckpointDirectory:
     def data_files(self) -> list[tuple[int, int, str]]:
         """Return id, rank and name of all data files, committed or not, in the order of ids, ranks and generations."""
         matches = [match for match in map(OF_SAVE.fullmatch, self.backend.names()) if match]
-        found = [(int(m[2]), int(m[1]), int(m[3] or 0), m[0]) for m in matches if m[5] == "safetensors"]
+        found = [(int(m[2]), int(m[1]), int(m[3] or 0), m[0]) for m in matches if m[4] == "safetensors"]
         return [(unique_id, rank, name) for unique_id, rank, _, name in sorted(found)]
 
     def files_of(self, manifest: Manifest) -> list[str]:

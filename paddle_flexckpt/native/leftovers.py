@@ -20,7 +20,15 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Val
 from paddle_flexckpt.media.backend import Location, map_files, run_beside, write_file
 from paddle_flexckpt.native.companion import Companion
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
-from paddle_flexckpt.native.directory import MARKER, CheckpointDirectory, SaveNames, is_before, save_of, sent_by
+from paddle_flexckpt.native.directory import (
+    MARKER,
+    CheckpointDirectory,
+    SaveNames,
+    generation_of,
+    is_before,
+    save_of,
+    sent_by,
+)
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_messages import MessageDirectory
 
@@ -56,8 +64,8 @@ class LeftoverDirectory(MessageDirectory):
                     self.remove_uploads(save.owns)
                     self.remove_save_files(sorted(files), save.marker_file)
                     return
-            for number in () if self.sees(save) else sorted({*ranks, *range(partitions)}):
-                self.discard_late(save, number)
+            for rank in () if self.sees(save) else ranks:
+                self.discard_late(save, rank)
 
     def discard_late(self, save: SaveNames, rank: int, coordinator: int | None = None) -> None:
         """Leave no message of a rank without the right to save, if the save is over: its marker has gone.
@@ -71,7 +79,7 @@ class LeftoverDirectory(MessageDirectory):
             if self.sees(save) or self.is_committed(save):
                 return
             self.backend.locks.forget_lost()
-            if any(self.is_of(save, name) for name in save.written_by(rank)):
+            if any(self.is_of(save, name) for name in save.written_by(rank, self.backend.names())):
                 self.refuse_unfinished()
                 write_file(self.backend, save.late_file(rank), b"", "overwrite")
             for name in (save.part_file(rank), save.decision_file(rank if coordinator is None else coordinator)):
@@ -132,6 +140,19 @@ class LeftoverDirectory(MessageDirectory):
         return self.backend.locks.can_run_out and is_before(
             (save.unique_id, save.generation), current.unique_id, current.generation
         )
+
+    def may_be_read(self, save: SaveNames) -> bool:
+        """Return whether a save may be a checkpoint that was replaced, and whose files readers keep by their locks.
+
+        These stay for the next save, or the removal, of its id.
+        """
+        if self.backend.locks.can_run_out or not self.backend.has_path:
+            return False
+        try:
+            newest = generation_of(self.read_committed(save.unique_id, ()))
+        except (FileNotFoundError, CorruptCheckpointError, ValidationError):
+            return False
+        return save.generation < newest
 
     def remove_temporaries(self, names: Iterable[str]) -> list[str]:
         """Remove those of the files that are manifests or companions never put in place, and return their names."""
@@ -250,6 +271,8 @@ def _remove_late_files(
             continue
         if current is not None and (current.owns(name) or directory.may_commit_late(sent[1], current)):
             continue
+        if name.endswith(".late") and directory.may_be_read(sent[1]):
+            continue
         found[name] = sent
     if not found:
         return []
@@ -258,7 +281,7 @@ def _remove_late_files(
         rank, save = found[name]
         if not name.endswith(".late") or directory.is_committed(save):  # which may have come late, too
             return []
-        removed = [each for each in save.written_by(rank) if directory.is_of(save, each)]
+        removed = [each for each in save.written_by(rank, names) if directory.is_of(save, each)]
         map_files(directory.backend, directory.backend.remove, removed)
         return removed
 

@@ -158,7 +158,7 @@ class SaveDirectory(LeftoverDirectory):
             raise ValidationError(
                 [
                     f"{self.path} has a checkpoint with id {unique_id}, which overwrite=False keeps. Remedy: "
-                    "overwrite=True replaces it, as soon as the new one is complete; unique_id=None takes the next id"
+                    "overwrite=True replaces it, as soon as the new one is complete; or save under another id"
                 ]
             )
         if is_there and not self.backend.replaces:

@@ -13,10 +13,13 @@ from paddle_flexckpt.background import outcome
 from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.native.partition_files import split_rows
 from tests.background.helpers import PATIENCE_SECONDS
 from tests.background.test_ranks import agree_late
 from tests.background.test_worker import job_of
@@ -197,3 +200,70 @@ def test_what_a_dead_save_says_is_nothing_to_the_next_one(tmp_path, message):
     with again.lock():
         remove_dead_saves(again)
     assert sorted(os.listdir(tmp_path)) == sorted(["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA])
+
+
+def outcome_of(job, path, rank: int) -> SaveOutcome:
+    return SaveOutcome(WriteJob(**{**vars(job), "rank": rank, "presences": ((), ())}), open_to_save(str(path)))
+
+
+def test_a_part_without_an_answer_that_was_committed_and_replaced_is_no_failure(tmp_path):
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1))
+    for rank in (0, 1):
+        write(directory, job.names, rank, 2)
+    directory.commit(job.names, (0, 1))
+    save_next(tmp_path, 0)
+    late = outcome_of(job, tmp_path, 1)
+    late.is_unanswered = True
+    assert "it is not known what became of the save" in late.agree(Failure.of(OSError("no answer"))).problems[0]
+
+
+def test_a_dead_writers_part_that_is_still_on_its_way_is_no_failure(tmp_path):
+    """And the training process cannot say so, as the store does not answer."""
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1))
+    write(directory, job.names, 0, 2)
+    late = outcome_of(job, tmp_path, 1)
+    late.directory.backend.has_path = False
+
+    def refuse(*args):
+        raise OSError("503")
+
+    late.directory.write_failure = refuse
+    failure = late.agree_after_death(CheckpointError("the writer died"))
+    write(directory, job.names, 1, 2)
+    assert outcome_of(job, tmp_path, 0).agree(None) is None
+    assert "it is not known what became of the save" in failure.problems[0]
+
+
+def test_what_a_late_rank_leaves_is_kept_for_those_who_read_it(tmp_path):
+    """Its save was committed and replaced while it was stopped, and somebody reads it still."""
+    job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1))
+    for rank in (0, 1):
+        write(directory, job.names, rank, 2)
+    directory.commit(job.names, (0, 1))
+    reading = CheckpointDirectory(str(tmp_path))
+    with LockedManifest(reading, 0) as manifest:
+        save_next(tmp_path, 0)
+        assert "it is not known what became" in outcome_of(job, tmp_path, 1).agree(None).problems[0]
+        save_next(tmp_path, 1)
+        reading.check_complete(manifest)
+    save_next(tmp_path, 0)
+    assert not [name for name in os.listdir(tmp_path) if job.names.owns(name)]
+
+
+@pytest.mark.parametrize(("rank", "numbers"), [(1, (1, 3)), (4, (0,))])
+def test_partitions_of_a_late_rank_go_with_the_next_save(tmp_path, rank, numbers):
+    """Ranks write several, with numbers of their own, and their group may begin with any rank."""
+    late = open_to_save(str(tmp_path))
+    names = late.open_save(0, 2)
+    with late.lock():
+        remove_dead_saves(open_to_save(str(tmp_path)))
+    shards = [whole(f"w{number}", "float32", (2,), rank) for number in range(40)]
+    items = items_of(shards, names.data_file(rank))
+    part = late.write_data(names, items, [np.zeros(8, np.uint8)] * len(shards), world_size=2)
+    for number, rows in split_rows(part, 4):
+        if number in numbers:
+            late.write_partition(names, number, 4, rows)
+    late.discard_late(names, rank)
+    assert [name for name in os.listdir(tmp_path) if names.owns_partition(name)]
+    save_next(tmp_path, 1)
+    assert not [name for name in os.listdir(tmp_path) if names.owns(name)]

@@ -11,6 +11,8 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.media.lease import LeaseLocks
+from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -52,13 +54,18 @@ def test_a_lock_that_the_writer_did_not_live_to_take_over_is_free(tmp_path, writ
 def forked():
     """A context with a fork of this process, as a worker of a data loader, which does nothing."""
     ours, theirs = os.pipe()
+    begun, begins = os.pipe()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from Python 3.12 on
         child = os.fork()
     if not child:
         os.close(theirs)
+        os.write(begins, b"1")
         os.read(ours, 1)  # until the parent closes it, or has ended
         os._exit(0)
+    assert os.read(begun, 1)
+    os.close(begun)
+    os.close(begins)
     try:
         yield
     finally:
@@ -93,6 +100,36 @@ def test_a_lock_that_the_writer_dies_with_is_free(tmp_path, writers, forks):
             with pytest.raises(CheckpointError, match="was killed by signal 9"):
                 handle.result()
         assert_free(tmp_path)
+
+
+def test_a_fork_does_not_keep_the_right_of_a_save_in_slices(tmp_path, writers):
+    """Else the training process's death would not free it."""
+    handle = save_state_dict(shards(0, 1, 1, 5000), tmp_path, SOLO, async_save=writers(), slice_bytes=4096)
+    descriptor = handle._save.destination.lock.handover()[1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0, "it has the descriptor"
+    assert_locked(tmp_path)
+    handle.finish_staging()
+    handle.result()
+    assert_free(tmp_path)
+
+
+def test_a_fork_leaves_a_lease_alone(tmp_path):
+    """Its thread is not there, and a lock that it had at that moment would stay locked."""
+    lock = LeaseLocks(LocalBackend(str(tmp_path)), 30.0).take()
+    lock.forget()
+    lock.check()
+    assert (tmp_path / ".lease").exists()
+    lock.release()
+    assert not (tmp_path / ".lease").exists()
 
 
 def test_a_save_that_is_refused_before_it_is_handed_over_leaves_no_lock(tmp_path, writers):

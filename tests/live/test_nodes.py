@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,17 +14,21 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Los
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
+from paddle_flexckpt.live.node_saves import NodeSave
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import shards
 from tests.live.test_fused_degrees import layout
 from tests.live.test_orders import KEYS, natural, targets
+from tests.native.samples import items_of, whole
 
 ROWS = 16
 # w is 16 x 5 float32, b 7 int64.
@@ -565,3 +570,20 @@ def test_recorded_orders_of_fused_parameters_count_here_too(nodes):
         return all(np.array_equal(found[key].local_tensor, natural(key)) for key in found)
 
     assert SimulatedWorld(2).run(job) == [True, True]
+
+
+def test_a_late_rank_of_a_node_leaves_nothing_for_good(tmp_path):
+    """It was stopped until the next start of the job had cleaned up, and then learns that ranks are lost."""
+    late = open_to_save(tmp_path)
+    names = late.open_save(0, 2)
+    ranks = SimpleNamespace(position=1, rank=1, ranks=(0, 1), size=2)
+    nodes = [[0], [1]], ["0 (a:/x)", "1 (b:/y)"]
+    save = NodeSave(ranks, late, "cannot save", names, *nodes, set(), set(), 2)
+    with late.lock():
+        remove_dead_saves(open_to_save(tmp_path))
+    for rank in (0, 1):  # its own, and the copy of another's
+        items = items_of([whole("w", "uint8", (4,), rank)], names.data_file(rank))
+        late.write_data(names, items, [np.zeros(4, np.uint8)], world_size=2)
+    save.lose_rank(LostRankError("rank 0 is lost"))
+    report = save_state_dict({"w": np.ones(4)}, tmp_path, SoloCommunicator())
+    assert sorted(os.listdir(tmp_path)) == sorted([PADDLE_METADATA, f"{report.unique_id}.manifest", "0_1.safetensors"])

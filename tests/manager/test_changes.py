@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -17,11 +18,24 @@ import paddle_flexckpt.manager.restore as restore_module
 import paddle_flexckpt.manager.steps as steps_module
 from paddle_flexckpt.catalog import CheckpointError, NotDurableError, ValidationError
 from paddle_flexckpt.engine import verification
+from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepBest, KeepLatest
 from paddle_flexckpt.manager import contents as contents_module
 from paddle_flexckpt.manager.pending import PendingSteps
-from tests.manager.samples import directory_of, files_of, flip_values, manager_of, restore, save, tree
+from paddle_flexckpt.native.leftovers import remove_dead_saves
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.manager.samples import (
+    directory_of,
+    empty,
+    files_of,
+    flip_values,
+    manager_of,
+    restore,
+    save,
+    tree,
+    version_of,
+)
 from tests.manager.test_pending import Save
 
 
@@ -296,3 +310,56 @@ def test_a_step_that_another_job_saves_between_the_look_and_the_lock_is_replaced
         with pytest.raises(ValidationError, match="has a checkpoint with id 0, which overwrite=False keeps"):
             save(manager, 1, version=7)
     assert restore(other, 1)[1] == (7 if overwrite else 5)
+
+
+@pytest.mark.parametrize("where", ["load_extra_state", "load_state_dict"])
+def test_a_step_that_is_replaced_between_the_looks_of_two_ranks_is_restored_again(tmp_path, monkeypatch, where):
+    save(manager_of(tmp_path), 1)
+    is_replaced, has_looked = threading.Event(), threading.Event()
+    right = getattr(restore_module, where)
+
+    def call(*arguments, **options):
+        comm = arguments[2]
+        if not is_replaced.is_set() and comm.position == 1:
+            assert has_looked.wait(60)
+            save(manager_of(tmp_path), 1, version=20, overwrite=True)
+            is_replaced.set()
+        elif not is_replaced.is_set():
+            together = comm.together
+
+            def first(work, *rest, **more):
+                comm.together = together
+
+                def work_and_tell():
+                    result = work()
+                    has_looked.set()
+                    return result
+
+                return together(work_and_tell, *rest, **more)
+
+            comm.together = first
+        return right(*arguments, **options)
+
+    monkeypatch.setattr(restore_module, where, call)
+
+    def job(comm):
+        state = empty()
+        report = manager_of(tmp_path, process_group=comm).restore("latest", state=state)
+        return report.step, version_of(state), report.skipped
+
+    assert SimulatedWorld(2).run(job) == [(1, 20, {})] * 2
+
+
+@pytest.mark.parametrize("kind", ["part", "failed", "decided"])
+def test_a_message_of_a_dead_save_that_comes_late_goes_with_its_directory(tmp_path, kind):
+    """A request of a rank that was killed arrives when a manager has cleaned up."""
+    step = directory_of(tmp_path, 5)
+    directory = open_to_save(str(step))
+    names = directory.open_save(0, 2)
+    with directory.lock():
+        remove_dead_saves(directory)
+        directory.remove_refusal()
+    message = {"part": names.part_file(1), "failed": names.failure_file(1), "decided": names.decision_file(0)}[kind]
+    (step / message).write_bytes(b"late")
+    save(manager_of(tmp_path, keep=KeepLatest(1)), 6)
+    assert tree(tmp_path) == files_of(6)
