@@ -160,8 +160,9 @@ def _without_overwriting(case: Case) -> Case:
     scenario, choose = case.scenario, random.Random(f"keeping {case.scenario.seed}")
     if scenario.storage == "per_node" or choose.random() > (0.3 if scenario.jobs > 1 else 0.05):
         return case
-    if any(fault.kind.startswith(("care", "person", "lose")) for fault in case.faults):
-        return case  # a job that finds no whole checkpoint would have to replace a damaged one, and is not let
+    # A job that goes back, to the best step or as no checkpoint is whole, would have to replace others, and is not let.
+    if "best" in scenario.habits or any(fault.kind.startswith(("care", "person", "lose")) for fault in case.faults):
+        return case
     scenario = replace(scenario, overwrites=False)
     if scenario.jobs == 1:
         return Case(scenario, case.faults)
