@@ -134,7 +134,7 @@ def restore_checkpoint(
         except (CorruptCheckpointError, UnreadableCheckpointError, ValidationError) as error:
             # Where there are no locks for readers, the files of what is replaced go at once. And ranks that look at it
             # one after the other may see two.
-            _, found = comm.together(lambda: (None, _is_replaced(directory, token)), context)
+            _, found = comm.together(lambda: (None, b"yes" if _is_replaced(directory, token) else b""), context)
             if any(found):
                 raise ReplacedError(_replaced(context)) from error
             raise
@@ -152,17 +152,16 @@ def restore_checkpoint(
     return RestoreReport(step, directory.path, load, extra)
 
 
-def _is_replaced(directory: Backend, token: str) -> bytes:
-    """Return bytes if the checkpoint is that of another save by now, and none otherwise."""
+def _is_replaced(directory: Backend, token: str) -> bool:
+    """Return whether the checkpoint is known to be that of another save by now."""
     with contextlib.suppress(OSError, CorruptCheckpointError):
-        return b"" if save_token_in(directory) == token else b"replaced"
-    return b""
+        return save_token_in(directory) != token
+    return False
 
 
 def _replaced(context: str) -> str:
-    return (
-        f"{context}: another process has saved the same step meanwhile: targets come from both. Remedy: restore again"
-    )
+    problem = "another process has saved the same step meanwhile: targets may come from both"
+    return f"{context}: {problem}. Remedy: restore again"
 
 
 def _hold(directory: Backend) -> LockedManifest:

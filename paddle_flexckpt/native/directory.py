@@ -61,7 +61,7 @@ class SaveNames:
         return f"{number}_{self._stem}.partition"
 
     def written_by(self, rank: int, names: Iterable[str]) -> list[str]:
-        """Return which of the names a rank may have written, and another save may write: data file and partitions."""
+        """Return what a rank may have written, and another save may write: its data file, and partitions by name."""
         return [self.data_file(rank), *filter(self.owns_partition, names)]
 
     def failure_file(self, rank: int) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,6 +35,10 @@ def save_next(path, unique_id: int) -> None:
         remove_dead_saves(directory, names)
         write(directory, names, 0, 1)
         directory.commit(names, [0])
+
+
+def outcome_of(job, path, rank: int) -> SaveOutcome:
+    return SaveOutcome(WriteJob(**{**vars(job), "rank": rank, "presences": ((), ())}), open_to_save(str(path)))
 
 
 def write(directory, names, rank: int, world_size: int) -> None:
@@ -131,7 +136,7 @@ def test_a_rank_that_tidies_up_removes_nothing_of_another_save(tmp_path):
     """A manager has cleaned up, so that the next save of the step has the dead one's names."""
     step = tmp_path / "step_00000005"
     job, _, _ = job_of(step, rank=0, ranks=(0, 1), timeout=PATIENCE_SECONDS)  # the coordinator dies here
-    late = SaveOutcome(WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())}), open_to_save(str(step)))
+    late = outcome_of(job, step, 1)
     at_removal, go_on = threading.Event(), threading.Event()
     remove = late.directory.backend.remove
 
@@ -182,8 +187,7 @@ def test_what_a_dead_save_says_is_nothing_to_the_next_one(tmp_path, message):
         ranks = []
         for rank in range(2):
             write(again, names, rank, 2)
-            new = WriteJob(**{**vars(job), "names": names, "rank": rank, "presences": ((), ())})
-            ranks.append(SaveOutcome(new, open_to_save(str(tmp_path))))
+            ranks.append(outcome_of(replace(job, names=names), tmp_path, rank))
         said = {
             "part": job.names.part_file(1),
             "failed": job.names.failure_file(0),
@@ -200,10 +204,6 @@ def test_what_a_dead_save_says_is_nothing_to_the_next_one(tmp_path, message):
     with again.lock():
         remove_dead_saves(again)
     assert sorted(os.listdir(tmp_path)) == sorted(["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA])
-
-
-def outcome_of(job, path, rank: int) -> SaveOutcome:
-    return SaveOutcome(WriteJob(**{**vars(job), "rank": rank, "presences": ((), ())}), open_to_save(str(path)))
 
 
 def test_a_part_without_an_answer_that_was_committed_and_replaced_is_no_failure(tmp_path):

@@ -483,3 +483,28 @@ def test_a_renamed_manifest_is_noticed(tmp_path):
     (tmp_path / "3.manifest").rename(tmp_path / "8.manifest")
     with pytest.raises(CorruptCheckpointError, match=r"8\.manifest is the manifest of id 3"):
         CheckpointDirectory(tmp_path).read_manifest()
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+@pytest.mark.parametrize("why", ["its commit failed", "its lease has run out"])
+def test_files_of_a_failed_save_without_the_right_to_remove_them_go_with_the_next(tmp_path, monkeypatch, why, is_over):
+    """Its marker says so, or if somebody has cleaned up already, the messages of its ranks."""
+    directory = open_to_save(tmp_path)
+    ticket = directory.open_save(0, 2)
+    for rank in (0, 1):
+        items = items_of([whole("w", "uint8", (1,), rank)], ticket.data_file(rank))
+        directory.write_data(ticket, items, [np.zeros(1, dtype=np.uint8)], world_size=2)
+    if is_over:
+        (tmp_path / ticket.marker_file).unlink()
+
+    def refuse(*arguments):
+        raise CheckpointError("somebody has taken the right to save over")
+
+    with monkeypatch.context() as patch:
+        if why == "its lease has run out":
+            patch.setattr(directory, "remove_save_files", refuse)
+        directory.discard(ticket, [0, 1], is_removable=why != "its commit failed")
+    late = [ticket.late_file(rank) for rank in (0, 1)] if is_over else [ticket.marker_file]
+    assert names(tmp_path) == sorted([ticket.data_file(0), ticket.data_file(1), *late])
+    remove_dead_saves(directory)
+    assert names(tmp_path) == []
