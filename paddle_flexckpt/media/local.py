@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import mmap
 import os
 from collections.abc import Sequence
@@ -21,6 +22,12 @@ from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS
 from paddle_flexckpt.media.local_locks import LocalLocks
 
+logger = logging.getLogger("paddle_flexckpt")
+
+# What file systems say that cannot make names durable: CIFS, 9p, vboxsf, some of FUSE.
+_NO_DURABLE_NAMES = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
+# Devices of which that has been told.
+_WARNED: set[int] = set()
 # What file systems say that have no locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 # What one readv or writev takes (IOV_MAX of Linux; no system has less than 16).
@@ -310,13 +317,33 @@ def fsync(descriptor: int, path: str) -> None:
 
 
 def sync_path(path: str) -> None:
-    """Make the entries of a directory, or the bytes of a closed file, durable."""
+    """Make the entries of a directory, or the bytes of a closed file, durable.
+
+    Where a file system has no such call for directories, this is told once, and the save goes on.
+    """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with naming(path):
         try:
             fsync(descriptor, path)
+        except OSError as error:
+            if error.errno not in _NO_DURABLE_NAMES or not os.path.isdir(path):
+                raise
+            _tell_of_names(path, os.stat(path).st_dev, error)
         finally:
             os.close(descriptor)
+
+
+def _tell_of_names(path: str, device: int, error: OSError) -> None:
+    """Warn once of a device what is not promised there."""
+    if device not in _WARNED:
+        _WARNED.add(device)
+        logger.warning(
+            "the file system of %r cannot make names of files durable (fsync of a directory: %s): after a loss of "
+            "power, a checkpoint that was reported as saved may be gone, or lack files, which a load would notice. "
+            "The bytes of files are durable, and nothing is lost when a process dies",
+            path,
+            error.strerror,
+        )
 
 
 def _sync_entry(path: str) -> None:
