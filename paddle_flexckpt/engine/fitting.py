@@ -35,11 +35,12 @@ def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Prob
     if dtype == given.dtype:
         return "", None
     where.update(expected=f"{dtype} (target)", got=given.text.format(given.dtype))
-    if not casts:
-        return "", Problem("dtypes differ", **where, remedy='load with dtype="cast" to convert the values')
     if not castable(given.dtype, dtype):
         remedy = "load into a target of the saved dtype"
-        return "", Problem("a cast would lose what the values mean", **where, remedy=remedy)
+        what = "a cast would lose what the values mean" if casts else "dtypes differ"
+        return "", Problem(what, **where, remedy=remedy)
+    if not casts:
+        return "", Problem("dtypes differ", **where, remedy='load with dtype="cast" to convert the values')
     return f"{given.dtype} -> {dtype}", None
 
 

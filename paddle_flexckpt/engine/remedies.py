@@ -5,11 +5,12 @@ Tested in tests/engine/test_remedies.py and tests/live/test_masters_and_fused.py
 
 from __future__ import annotations
 
+import math
 import re
 
 import numpy as np
 
-from paddle_flexckpt.aoa import fused_statement
+from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Catalog
 
@@ -17,16 +18,49 @@ from paddle_flexckpt.catalog import Catalog
 _TIED = re.compile(r"(?:embed|wte|head|decoder)[^.]*\.[^.]+$", re.IGNORECASE)
 
 
-def resized(target: Catalog, row: int, source: Catalog, source_row: int) -> str:
-    """Return the statement that cuts or extends a source tensor, mostly for another vocabulary; "" for other axes."""
+def reshaped(target: Catalog, row: int, source: Catalog, source_row: int) -> str:
+    """Return the remedy for a target of another shape, with the statement where only one can be meant; else ""."""
     old = source.unpadded(source_row, source.global_shape)
     new = target.unpadded(row, target.global_shape)
-    if len(old) != len(new):
+
+    def statement(tags: str, mark: str = "") -> str:
+        found, wanted = _moved_names(target, row, source, source_row)
+        return f"the AOA statement '{quoted(found)}{mark} -> {quoted(wanted)}{tags}'"
+
+    size = "load into a model of the saved size, or leave this key out"
+    if len(old) == len(new):
+        differ = [(narrow, wide) for narrow, wide in zip(old, new) if narrow != wide]
+        if len(differ) == 1:
+            ((narrow, wide),) = differ
+            text = statement(', resize="auto"' + (', fill="keep"' if wide > narrow else ""))
+            end = "if elements were added or removed at the end, as in a vocabulary"
+            return f"{size}, or, {end}, cut or extend it by {text}"
+        # Axes of one size could be told apart by nothing.
+        if sorted(old) == sorted(new) and len({*old}) == len(old):
+            axes = [old.index(extent) for extent in new]
+            text = statement("", "^T") if len(axes) == 2 else statement(f', permute="{axes}"')
+            square = "also square tensors, whose shapes do not tell, need such a statement"
+            return f"if the source has its axes in another order (torch's Linear is transposed), add {text}; {square}"
         return ""
-    fill = ', fill="keep"' if any(wide > narrow for wide, narrow in zip(new, old)) else ""
-    keys = (*source.keys, *target.keys)
-    text = fused_statement(source.key_name(source_row), target.key_name(row), f'resize="auto"{fill}', keys)
-    return f", or cut or extend it by the AOA statement '{text}'"
+    # Row-major order is meant where axes were only joined or split, or have one element.
+    edges = [{math.prod(shape[:axis]) for axis in range(len(shape) + 1)} for shape in (old, new)]
+    if math.prod(old) == math.prod(new) > 0 and (edges[0] <= edges[1] or edges[1] <= edges[0]):
+        joined = statement(', reshape="auto"')
+        return f"if the values are the same in row-major order, add {joined}; or {size}"
+    return ""
+
+
+def _moved_names(target: Catalog, row: int, source: Catalog, source_row: int) -> tuple[str, str]:
+    """Return the names for a statement: those of parameters, whose states follow, or of states of another shape."""
+    names = source.key_name(source_row), target.key_name(row)
+    keys = {*source.keys, *target.keys}
+    parameters = split_state(names[0], keys)[0], split_state(names[1], keys)[0]
+    for catalog, own, parameter in zip((source, target), (source_row, row), parameters):
+        if parameter in catalog.keys:
+            first = int(np.argmax(catalog.key == catalog.keys.index(parameter)))
+            if catalog.unpadded(first, catalog.global_shape) != catalog.unpadded(own, catalog.global_shape):
+                return names
+    return parameters
 
 
 def untied(target: Catalog, row: int, source: Catalog) -> str:

@@ -20,7 +20,7 @@ from paddle_flexckpt.engine.fused import FusedMismatch, find_mismatch, mending_s
 from paddle_flexckpt.engine.mapping import compile_mapping
 from paddle_flexckpt.engine.names import CompatibleNames, Unresolved, find_compatible, raw_meanings
 from paddle_flexckpt.engine.options import TransferOptions
-from paddle_flexckpt.engine.remedies import resized, untied
+from paddle_flexckpt.engine.remedies import reshaped, untied
 from paddle_flexckpt.engine.shared_targets import share_memory
 from paddle_flexckpt.engine.targets import Targets
 
@@ -405,4 +405,5 @@ class _Resolver:
         given = Given(shape, source.dtype_name(source_row), "{} (source)", source.file_name(source_row))
         if shape == self._catalog.unpadded(row, self._catalog.global_shape):
             return given
-        return replace(given, remedy=given.remedy + resized(self._catalog, row, source, source_row))
+        remedy = reshaped(self._catalog, row, source, source_row)
+        return replace(given, remedy=remedy) if remedy else given

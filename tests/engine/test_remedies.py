@@ -1,27 +1,35 @@
-"""Remedies: the statement for a tensor of another size, and that for a head that the saved model had tied."""
+"""Remedies: the statement for a tensor of another shape, and that for a head that the saved model had tied."""
 
 from __future__ import annotations
 
 import pytest
 
-from paddle_flexckpt.engine.remedies import resized, untied
+from paddle_flexckpt.engine.remedies import reshaped, untied
 from tests.engine.samples import Part, catalog
 
 
-def test_another_size_is_cut_or_extended():
-    def remedy(new, old, key="w", found="w"):
-        here = catalog(Part("first", (2, 2, 2)), Part(key, new))
-        there = catalog(Part("w", (1,)), Part("last", (3, 3, 3)), Part(found, old))
-        return resized(here, 1, there, 2)
+def test_another_size_is_cut_or_extended_along_one_axis():
+    def remedy(new, old, key="w", found="w", parameter=(2, 2)):
+        here = catalog(Part("first", parameter), Part(key, new))
+        there = catalog(Part("w", parameter), Part("last", (3, 3, 3)), Part(found, old))
+        return reshaped(here, 1, there, 2)
 
-    text = ", or cut or extend it by the AOA statement "
-    assert remedy((4, 6), (4, 8)) == f"{text}'w -> w, resize=\"auto\"'"
-    assert remedy((5, 6), (4, 6)) == f'{text}\'w -> w, resize="auto", fill="keep"\''
-    assert remedy((3, 7), (4, 6)) == f'{text}\'w -> w, resize="auto", fill="keep"\''
-    assert remedy((4,), (4, 1)) == ""
-    assert remedy((4, 6), (4, 6, 1)) == ""
-    # Statements are about parameters; either side tells that this is a state.
-    assert remedy((4, 6), (4, 8), "first.x_0", "w.x_0") == f"{text}'w -> first, resize=\"auto\"'"
+    text = (
+        "load into a model of the saved size, or leave this key out, or, if elements were added or removed at the end, "
+        "as in a vocabulary, cut or extend it by the AOA statement "
+    )
+    assert remedy((4, 6), (4, 8), found="v") == f"{text}'v -> w, resize=\"auto\"'"
+    assert remedy((5, 6), (4, 6), found="v") == f'{text}\'v -> w, resize="auto", fill="keep"\''
+    assert remedy((3, 7), (4, 6), found="v") == remedy((4, 6), (4, 8, 1), found="v") == ""
+    # Statements are about parameters, either side tells that this is a state; one of another shape speaks for itself.
+    states = "first.x_0", "w.x_0"
+    assert remedy((4, 6), (4, 8), *states, parameter=(4, 8)).endswith("'w.x_0 -> first.x_0, resize=\"auto\"'")
+    assert remedy((4, 6), (4, 8), *states).endswith("'w.x_0 -> first.x_0, resize=\"auto\"'")
+    here, there = (
+        catalog(Part("first", (4, 6)), Part("first.x_0", (4, 6))),
+        catalog(Part("w", (4, 8)), Part("w.x_0", (4, 8))),
+    )
+    assert reshaped(here, 1, there, 1) == f"{text}'w -> first, resize=\"auto\"'"
 
 
 def tied(key, shape, *source):

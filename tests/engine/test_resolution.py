@@ -164,13 +164,29 @@ def test_another_shape_is_a_problem_that_names_the_file():
         "data_2",
         expected="[4, 6] (target)",
         got="[4, 8] (source)",
-        remedy="load into a model of the saved size, or leave this key out, or cut or extend it by the AOA statement "
-        "'w -> w, resize=\"auto\"'",
+        remedy="load into a model of the saved size, or leave this key out, or, if elements were added or removed at "
+        "the end, as in a vocabulary, cut or extend it by the AOA statement 'w -> w, resize=\"auto\"'",
     )
     # As many axes as the widest table does not make them alike.
-    problem = the_refusal(solve, [Part("w", (1, 3)), Part("v")], [Part("w", (3,)), Part("v")])
-    assert (problem.expected, problem.got) == ("[1, 3] (target)", "[3] (source)")
+    problem = the_refusal(solve, [Part("w", (2, 3)), Part("v")], [Part("w", (3,)), Part("v")])
+    assert (problem.expected, problem.got) == ("[2, 3] (target)", "[3] (source)")
     assert problem.remedy == "load into a model of the saved size, or leave this key out"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cast_is_advised_where_it_is_done(dtype):
+    others = [other for other in DTYPES if other != dtype]
+    wanted, source = [Part(other, dtype=other) for other in others], [Part(other, dtype=dtype) for other in others]
+    problems = refusal(solve, wanted, source)
+    advised = {problem.key for problem in problems if problem.remedy == 'load with dtype="cast" to convert the values'}
+    refused = [part for part in wanted if part.key not in advised]
+    assert {problem.remedy for problem in problems if problem.key not in advised} <= {
+        "load into a target of the saved dtype"
+    }
+    if refused:
+        assert {problem.key for problem in refusal(solve, wanted, source, dtype="cast")} == {
+            part.key for part in refused
+        }
 
 
 def test_another_dtype_is_a_problem_or_cast():

@@ -254,6 +254,46 @@ def test_another_vocabulary_is_mended_by_the_statement_that_the_error_names(move
         assert (target[name][4:] == -1).all()
 
 
+@pytest.mark.parametrize(("old", "new", "statement"), [
+    ((6, 4), (4, 6), "w^T -> w"),
+    ((2, 3, 4), (4, 2, 3), 'w -> w, permute="[2, 0, 1]"'),
+    ((2, 3, 1, 1), (2, 3), 'w -> w, reshape="auto"'),
+    ((6,), (2, 3), 'w -> w, reshape="auto"'),
+    ((), (1,), 'w -> w, reshape="auto"'),
+])  # fmt: skip
+def test_the_statement_for_another_shape_gives_every_element(move, old, new, statement):
+    """A weight of another framework is most often transposed: cutting and extending it would lose most of it."""
+    names = ("w", "w.moment1_0", "w.w_0")
+    source = {
+        name: np.arange(100.0 * i, 100.0 * i + np.prod(old, dtype=int)).reshape(old) for i, name in enumerate(names)
+    }
+    source["w.beta1_pow_acc_0"] = np.full((), 0.5)
+    target = {name: np.full(new, -1.0) for name in names} | {"w.beta1_pow_acc_0": np.zeros(1)}
+    with pytest.raises(ValidationError, match="global shapes differ") as caught:
+        move(source, target)
+    assert "resize" not in str(caught.value)
+    statements = set(re.findall("AOA statement '(.*?)'", str(caught.value)))
+    # A state with a shape of its own does not follow its parameter.
+    own = "w.beta1_pow_acc_0"
+    assert statements - {statement} <= {f'{own} -> {own}, reshape="auto"'}
+    move(source, target, aoa_config={"aoa_statements": sorted(statements)})
+    for name in names:
+        axes = [old.index(extent) for extent in new] if sorted(old) == sorted(new) else None
+        assert target[name].tolist() == (source[name].transpose(axes) if axes else source[name]).reshape(new).tolist()
+    assert target[own].tolist() == [0.5]
+
+
+@pytest.mark.parametrize(("old", "new"), [
+    ((4, 6), (5, 7)), ((4, 6), (6, 5)), ((4, 6), (3, 8)), ((2, 2, 3), (3, 2, 2)), ((4, 3, 1, 1), (3, 4)),
+    ((0,), (0, 3)), ((4,), (5, 1)), ((2, 6), (3, 4)),
+])  # fmt: skip
+def test_where_several_things_may_be_meant_no_statement_is_offered(move, old, new):
+    with pytest.raises(ValidationError, match="global shapes differ") as caught:
+        move({"w": np.zeros(old)}, {"w": np.zeros(new)})
+    assert "AOA statement" not in str(caught.value)
+    assert "load into a model of the saved size" in str(caught.value)
+
+
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
 def test_a_tied_head_that_is_no_longer_tied_is_mended_by_the_statement_that_the_error_names(move, shape):
     states = ("", ".moment1_0", ".w_0")
