@@ -23,30 +23,31 @@ def reshaped(target: Catalog, row: int, source: Catalog, source_row: int) -> str
     old = source.unpadded(source_row, source.global_shape)
     new = target.unpadded(row, target.global_shape)
 
-    def statement(tags: str, mark: str = "") -> str:
-        found, wanted = _moved_names(target, row, source, source_row)
-        return f"the AOA statement '{quoted(found)}{mark} -> {quoted(wanted)}{tags}'"
-
+    found, wanted = map(quoted, _moved_names(target, row, source, source_row))
     size = "load into a model of the saved size, or leave this key out"
     if len(old) == len(new):
         differ = [(narrow, wide) for narrow, wide in zip(old, new) if narrow != wide]
         if len(differ) == 1:
             ((narrow, wide),) = differ
-            text = statement(', resize="auto"' + (', fill="keep"' if wide > narrow else ""))
-            end = "if elements were added or removed at the end, as in a vocabulary"
-            return f"{size}, or, {end}, cut or extend it by {text}"
+            text = f'{found} -> {wanted}, resize="auto"' + (', fill="keep"' if wide > narrow else "")
+            return (
+                f"{size}, or, if elements were added or removed at the end, as in a vocabulary, cut or extend it by "
+                f"the AOA statement '{text}'"
+            )
         # Axes of one size could be told apart by nothing.
         if sorted(old) == sorted(new) and len({*old}) == len(old):
             axes = [old.index(extent) for extent in new]
-            text = statement("", "^T") if len(axes) == 2 else statement(f', permute="{axes}"')
-            square = "also square tensors, whose shapes do not tell, need such a statement"
-            return f"if the source has its axes in another order (torch's Linear is transposed), add {text}; {square}"
+            text = f"{found}^T -> {wanted}" if len(axes) == 2 else f'{found} -> {wanted}, permute="{axes}"'
+            return (
+                f"if the source has its axes in another order (torch's Linear is transposed), add the AOA statement "
+                f"'{text}'; also square tensors, whose shapes do not tell, need such a statement"
+            )
         return ""
     # Row-major order is meant where axes were only joined or split, or have one element.
     edges = [{math.prod(shape[:axis]) for axis in range(len(shape) + 1)} for shape in (old, new)]
     if math.prod(old) == math.prod(new) > 0 and (edges[0] <= edges[1] or edges[1] <= edges[0]):
-        joined = statement(', reshape="auto"')
-        return f"if the values are the same in row-major order, add {joined}; or {size}"
+        text = f'{found} -> {wanted}, reshape="auto"'
+        return f"if the values are the same in row-major order, add the AOA statement '{text}'; or {size}"
     return ""
 
 
