@@ -1,0 +1,130 @@
+"""Remedies of calls on live state, each provoked and followed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import numpy as np
+import paddle
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.live.test_transforms import EXPECTED, PLAIN, SCALES, VALUES, Scaled
+from tests.remedies.following import provoked
+
+A = np.arange(24, dtype=np.float32).reshape(6, 4)
+FFN = fc.FusedAxis(1, "fused_ffn", parts=2)
+
+
+def loaded(path, shape=(6, 4), key="a", **options) -> np.ndarray:
+    target = np.full(shape, -1, np.float32)
+    fc.load_state_dict({key: target}, path, **options)
+    return target
+
+
+def halves(comm, axis: int = 0) -> dict:
+    part = np.ascontiguousarray(np.split(A, 2, axis)[comm.rank])
+    offset = (3 * comm.rank, 0) if axis == 0 else (0, 2 * comm.rank)
+    return {"a": fc.ShardedWeight("a", part, part.shape, (6, 4), offset)}
+
+
+def test_a_fused_parameter_is_saved_and_then_digested(tmp_path):
+    natural = np.concatenate([np.concatenate([A[:, i : i + 1], A[:, i + 2 : i + 3]], 1) for i in range(2)], axis=1)
+    with provoked("live/digests.py", "save the state, and digest the checkpoint"):
+        fc.digest({"a": fc.ShardedWeight("a", natural, (6, 4), (6, 4), (0, 0), fused=FFN)})
+    fc.save_state_dict({"a": fc.ShardedWeight("a", natural, (6, 4), (6, 4), (0, 0), fused=FFN)}, tmp_path)
+    assert fc.digest(tmp_path) == fc.digest({"a": A})
+
+
+def test_whole_tensors_are_taken_before_the_next_step():
+    layer = paddle.nn.Linear(4, 4)
+    before = layer.weight.numpy()
+    tensors = fc.full_param(layer.state_dict(), process_group="self", memory_growth_threshold=1)
+    next(tensors)
+    layer.weight.set_value(layer.weight + 1)
+    with provoked("live/full_param.py", "take all tensors before the next training step"):
+        list(tensors)
+    layer.weight.set_value(before)
+    taken = dict(fc.full_param(layer.state_dict(), process_group="self"))
+    layer.weight.set_value(layer.weight + 1)
+    assert taken["weight"].numpy().tolist() == before.tolist()
+
+
+def test_more_axes_than_paddle_has(tmp_path):
+    wide = A.reshape((1,) * 10 + (6, 4))
+    fc.save_state_dict({"a": wide}, tmp_path)
+    with provoked("live/merged.py", "give load_state_dict() an array of numpy as its target, or reshape it"):
+        fc.load_merged_state_dict(tmp_path)
+    assert loaded(tmp_path, wide.shape).tobytes() == A.tobytes()
+    config = {"aoa_statements": ['a -> a, reshape="[6, 4]"']}
+    assert fc.load_merged_state_dict(tmp_path, aoa_config=config)["a"].numpy().tolist() == A.tolist()
+
+
+def test_a_key_of_a_plain_state_dict_that_is_of_another_model(tmp_path):
+    one, two = paddle.nn.Linear(4, 4), paddle.nn.Linear(4, 4)
+    two.extra = paddle.nn.Linear(2, 2)
+    states = two.state_dict()
+    with provoked(
+        "live/statements.py", "pass the sharded_state_dict() of the model to which it belongs, or leave this key out"
+    ):
+        fc.plain_state_statements(one.state_dict(), {"extra.weight": states["extra.weight"]})
+    assert fc.plain_state_statements(states, {"extra.weight": states["extra.weight"]}) == []
+    assert fc.plain_state_statements(one.state_dict(), {}) == []
+
+
+def test_ranks_that_share_no_directory(tmp_path):
+    paths = [tmp_path / "one", tmp_path / "two"]
+    for path in paths:
+        path.mkdir()
+
+    def save(comm, path, **options):
+        fc.save_state_dict(halves(comm), path, comm, **options)
+
+    with provoked("live/shared_saves.py", "or save with storage='per_node', to a directory on each node"):
+        SimulatedWorld(2).run(lambda comm: save(comm, paths[comm.rank]))
+    SimulatedWorld(2).run(lambda comm: save(comm, tmp_path / "shared"))
+    assert loaded(tmp_path / "shared").tobytes() == A.tobytes()
+    SimulatedWorld(2).run(lambda comm: save(comm, paths[comm.rank], storage="per_node"))
+
+    def load(comm, path):
+        target = {"a": np.zeros_like(A)}
+        fc.load_state_dict(target, path, comm, storage="per_node")
+        return target["a"].tobytes()
+
+    assert SimulatedWorld(2).run(lambda comm: load(comm, paths[comm.rank])) == [A.tobytes()] * 2
+    # One node's directory alone has half of the data.
+    with provoked("native/data_file.py", "load with storage='per_node' where a rank sees that directory, or copy"):
+        loaded(paths[0])
+    with provoked("live/file_peers.py", "let a rank see these directories, or load another checkpoint"):
+        loaded(paths[0], storage="per_node")
+    both = tmp_path / "both"
+    shutil.copytree(paths[0], both)
+    shutil.copytree(paths[1], both, dirs_exist_ok=True)
+    assert loaded(both).tobytes() == A.tobytes()
+    assert sorted(os.listdir(both)) == sorted({*os.listdir(paths[0]), *os.listdir(paths[1])})
+
+
+def test_a_transform_needs_all_of_the_files(tmp_path):
+    stored = {"w.codes": VALUES.astype(np.int8), "w.scales": SCALES}
+    fc.save_state_dict(stored, tmp_path / "nodes", storage="per_node")
+    target = {"w": np.zeros(EXPECTED.shape, EXPECTED.dtype)}
+    with provoked("engine/options.py", "load from shared storage, or copy the nodes' directories into one"):
+        fc.load_state_dict(target, tmp_path / "nodes", storage="per_node", load_transform=Scaled())
+    shutil.copytree(tmp_path / "nodes", tmp_path / "one")
+    fc.load_state_dict(target, tmp_path / "one", load_transform=Scaled())
+    assert target["w"].tobytes() == EXPECTED.tobytes()
+
+
+def test_a_transform_that_fails_is_corrected_or_left_out(tmp_path):
+    class Failing(Scaled):
+        def apply(self, logical_key, source_tensors, output_dtype):
+            raise KeyError(logical_key)
+
+    fc.save_state_dict({"w.codes": VALUES.astype(np.int8), "w.scales": SCALES, "plain": PLAIN}, tmp_path)
+    target = {"w": np.zeros(EXPECTED.shape, EXPECTED.dtype)}
+    with provoked("live/transforms.py", "correct the transform, or load without it"):
+        fc.load_state_dict(target, tmp_path, load_transform=Failing())
+    fc.load_state_dict(target, tmp_path, load_transform=Scaled())
+    assert target["w"].tobytes() == EXPECTED.tobytes()
+    assert loaded(tmp_path, PLAIN.shape, "plain").tobytes() == PLAIN.tobytes()
