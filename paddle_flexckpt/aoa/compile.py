@@ -10,7 +10,7 @@ import numpy as np
 from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
 from paddle_flexckpt.aoa.emit import Emitter
 from paddle_flexckpt.aoa.errors import AoaError
-from paddle_flexckpt.aoa.invert import inverse_texts
+from paddle_flexckpt.aoa.invert import inverse_texts, overwritten_names
 from paddle_flexckpt.aoa.mapping import TensorInfo, TensorMapping
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.parser import Statement, parse_program
@@ -84,14 +84,17 @@ def run_program(
     program = Program(here, there)
     if traced:
         program.trace = {}
+    lost: list[str] = []
     if config.reverse:
         forward = None if there is None else _carried_out(statements, Program(there, here))
         if forward is not None:
             Reversal(forward, program).run()
             statements = []
         else:
+            lost = overwritten_names(statements)
             statements = parse_program(inverse_texts(statements, exact=False))
     program.run([*statements, *following])
+    program.forget(lost)
     return program
 
 

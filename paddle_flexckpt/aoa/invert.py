@@ -7,16 +7,18 @@ known, a load needs no such text: see :mod:`paddle_flexckpt.aoa.reverse`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from paddle_flexckpt.aoa.casts import COMPLEX, is_exact
 from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
-from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe_problem
+from paddle_flexckpt.aoa.errors import AoaError, StatementError, describe_problem
+from paddle_flexckpt.aoa.fates import Fates, NameTable
 from paddle_flexckpt.aoa.macros import FUSED, array_names, fused_tag
 from paddle_flexckpt.aoa.names import Placeholder, parse_name
 from paddle_flexckpt.aoa.operations import MODIFIERS, joiner_of
 from paddle_flexckpt.aoa.parser import Attribute, Statement, parse_program, quoted, written
+from paddle_flexckpt.aoa.rule import NOTHING
+from paddle_flexckpt.aoa.states import STATES
 
 _NEVER = {
     "slice": "a slice leaves elements out",
@@ -60,50 +62,111 @@ def inverse_texts(statements: Sequence[Statement], exact: bool) -> list[str]:
     Raises:
         AoaError: A statement has no inverse.
     """
+    return _undo(statements, exact)[0]
+
+
+def overwritten_names(statements: Sequence[Statement]) -> list[str]:
+    """Return the names that a program makes before it reads them: its result does not tell what they were."""
+    return list(_undo(statements, exact=False)[1].overwritten())
+
+
+def _undo(statements: Sequence[Statement], exact: bool) -> tuple[list[str], Fates]:
+    """Return the texts of the inverse, and the fates of all names before the first statement."""
     texts: list[str] = []
-    # Names that the inverse has made by now, and why others cannot be had, each as they are before the statement.
-    known: set[str] = set()
-    lost: dict[str, tuple[Place, str]] = {}
+    fates = Fates()
+    problems = _check_states(statements)
     for number in range(len(statements) - 1, -1, -1):
         statement = statements[number]
-        # $LAYER_ID_OFFSET is the id on the left and the id less 1 on the right; written out, a name means the same.
-        left = [name.replace("$LAYER_ID_OFFSET", "$LAYER_ID") for name in array_names(statement.left)]
-        right = [name.replace("$LAYER_ID_OFFSET", "${LAYER_ID-1}") for name in array_names(statement.right)]
-        needed = any(_form(name) not in known for name in left)
-        why, made = "", []
         try:
-            there = [name for name in right if _form(name) not in lost]
-            if len(there) < len(right) and not (statement.has("copy") and there):
-                raise _NotInvertible(next(lost[_form(name)][1] for name in right if _form(name) in lost))
-            made = _Inverse(statement, left, there, number, exact).texts() if needed or left == ["_"] else []
-        except _NotInvertible as error:
-            why = str(error)
+            texts += _undo_one(statement, number, exact, fates)
         except StatementError as error:
-            raise AoaError([describe_problem(str(error), statement.place.at(error.column))]) from error
-        for name in right:
-            known.discard(_form(name))
-            lost.pop(_form(name), None)
-        texts += made
-        if why:
-            lost.update((_form(name), (statement.place, why)) for name in left if _form(name) not in known)
-        else:
-            known.update(map(_form, left))
-            for name in left:
-                lost.pop(_form(name), None)
-    names = {_form(name): name for statement in statements for name in array_names(statement.left)}
-    problems = [
-        describe_problem(f"has no exact inverse: {names[form]!r} cannot be had back, as {why}", place)
-        for form, (place, why) in lost.items()
-    ]
+            problems.append(describe_problem(str(error), statement.place.at(error.column)))
+    for name, (place, why) in fates.missed().items():
+        problems.append(describe_problem(f"has no exact inverse: {name!r} cannot be had back, as {why}", place))
     if problems:
         raise AoaError(problems)
+    return texts, fates
+
+
+def _undo_one(statement: Statement, number: int, exact: bool, fates: Fates) -> list[str]:
+    """Return the texts that undo a statement; ``fates`` are those after it, and become those before it."""
+    left, right = _names(statement)
+    lost: dict[str, str] = {}
+    for name in right:
+        why = next(filter(None, (fates.why_lost(key) for key in _keys(statement, name))), "")
+        if why:
+            lost[name] = why
+    is_same = left == right and not statement.attributes and not any(v.transposed for v in statement.left)
+    if is_same and all(map(fates.is_had, left)):
+        return []  # every name stays as it is
+    for name in right:
+        if name != NOTHING:
+            fates.overwrite(_keys(statement, name), statement.place)
+    if left == [NOTHING]:
+        return [] if lost or right == left else _Inverse(statement, left, right, number, exact).texts()
+    wanted = [key for name in left for key in _keys(statement, name) if not fates.is_had(key)]
+    if not wanted:
+        return []
+    try:
+        there = [name for name in right if name not in lost]
+        if lost and not (statement.has("copy") and there):
+            raise _NotInvertible(next(iter(lost.values())))
+        texts = _Inverse(statement, left, there, number, exact).texts()
+    except _NotInvertible as error:
+        fates.miss(wanted, statement.place, str(error))
+        return []
+    fates.have([key for name in left for key in _keys(statement, name)])
     return texts
 
 
-@lru_cache(maxsize=4096)
-def _form(name: str) -> str:
-    """Return a name whatever its placeholders are called: ``a.$L`` and ``a.${LAYER_ID-1}`` stand for the same names."""
-    return "".join(part if isinstance(part, str) else "$" for part in parse_name(name).parts)
+def _names(statement: Statement) -> tuple[list[str], list[str]]:
+    """Return the names of both sides, with $LAYER_ID_OFFSET written out: on the right it is the id less 1."""
+    left = [name.replace("$LAYER_ID_OFFSET", "$LAYER_ID") for name in array_names(statement.left)]
+    return left, [name.replace("$LAYER_ID_OFFSET", "${LAYER_ID-1}") for name in array_names(statement.right)]
+
+
+def _keys(statement: Statement, name: str) -> list[str]:
+    """Return the name, or the keys of the states that a statement with ``states=`` is about."""
+    states = statement.get("states")
+    return [name] if states is None else [f"{name}.{state.strip()}" for state in str(states.value).split(",")]
+
+
+def _check_states(statements: Sequence[Statement]) -> list[str]:
+    """Return problems of statements about states alone, which go before what follows from the parameter.
+
+    So does their inverse, wherever it stands. It is right where these parameters mean the same in the whole program.
+    """
+    about_states: list[tuple[int, list[str], list[str]]] = []
+    readers: NameTable[list[int]] = NameTable()
+    makers: NameTable[list[int]] = NameTable()
+    sides = [_names(statement) for statement in statements]
+    for number, (statement, (left, right)) in enumerate(zip(statements, sides)):
+        if statement.has("states"):
+            about_states.append((number, left, right))
+        elif all(name.rpartition(".")[2] in STATES for name in (*left, *right)):
+            about_states.append((number, [n.rpartition(".")[0] for n in left], [n.rpartition(".")[0] for n in right]))
+        else:
+            for table, names in ((readers, left), (makers, right)):
+                for name in names:
+                    table.put(name, [*(table.get(name) or ()), number])
+    problems = []
+    for number, left, right in about_states:
+        if left == [NOTHING]:
+            continue
+        made = {j for name in right for found in makers.like(name) for j in found}
+        made = {j for j in made if sides[j][0] not in (left, [NOTHING])}
+        made |= {j for name in right for found in readers.like(name) for j in found if j > number}
+        made |= {j for name in left for found in makers.like(name) for j in found if j < number}
+        if made:
+            place = statements[min(made)].place
+            problems.append(
+                describe_problem(
+                    f"has no exact inverse: it is about states of parameters that AOA statement {place.number} makes "
+                    f"or reads otherwise ({place.text.strip()})",
+                    statements[number].place,
+                )
+            )
+    return problems
 
 
 class _Inverse:
@@ -124,12 +187,12 @@ class _Inverse:
     def texts(self) -> list[str]:
         """Return the texts."""
         statement = self._statement
-        if [v.name for v in statement.right] == ["_"]:
+        if [v.name for v in statement.right] == [NOTHING]:
             if self._exact:
                 raise _NotInvertible("it is removed")
-            return [self._text(["_"], [name], []) for name in self._left]
-        if self._left == ["_"]:
-            return [self._text([name], ["_"], []) for name in self._right]
+            return [self._text([NOTHING], [name], []) for name in self._left]
+        if self._left == [NOTHING]:
+            return [self._text([name], [NOTHING], []) for name in self._right]
         self._check_ids()
         joiner = self._joiner()
         single = [a for a in statement.attributes if a.key in MODIFIERS and not (a.key == "scale" and joiner)]

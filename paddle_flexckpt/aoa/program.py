@@ -97,6 +97,14 @@ class Program:
             self.origins[name if state is None else state_key(name, state)] = origin
         self._index.add([name], parse_name(name))
 
+    def forget(self, names: Sequence[str]) -> None:
+        """Leave the destination's keys of these names, or patterns, without a value, whatever there is under them."""
+        for template in map(parse_name, names):
+            for ids in self._destination_index().bindings(template):
+                name = template.formatter(template.placeholders)(ids)
+                self.values.pop(name, None)
+                self.removed.add(name)
+
     def _is_parameter(self, template: Template) -> bool:
         """Return whether a parameter of one of the sides has that name."""
         if template.text == NOTHING:

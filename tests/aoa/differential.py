@@ -4,7 +4,7 @@
 
 Every program is planned for a random source layout and a random target layout and carried out on numpy arrays; one in
 ``--system-every`` goes through save, load and reshard of the library in a simulated world as well; and the invertible
-ones are loaded in reverse, and have to give the source back.
+ones are loaded in reverse, and have to give the source back. Beside each a program that assigns names again is undone.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from tests.aoa.layouts import Layout, catalog_of, random_layout
 from tests.aoa.oracle import SCALAR_STATES, OracleError, Tensor, run_program, state_of
 from tests.aoa.program_writer import Program
 from tests.aoa.programs import make_program
+from tests.aoa.reassigned import check_undone
 from tests.aoa.whole_system import check_system, quiet
 from tests.property.layouts import Shard
 
@@ -52,6 +53,7 @@ class Totals:
     kept: int = 0
     whole_system: int = 0
     inverted: int = 0
+    undone: Counter = field(default_factory=Counter)
     kinds: Counter = field(default_factory=Counter)
     failures: list[tuple[int, str]] = field(default_factory=list)
 
@@ -73,6 +75,7 @@ class Totals:
             f"elements compared  {self.elements} ({self.moved} moved, {self.computed} computed, {self.kept} kept)\n"
             f"whole system       {self.whole_system} programs\n"
             f"inverted           {self.inverted} programs\n"
+            f"assigned again     {dict(self.undone)}\n"
             f"differences        {len(self.failures)}"
         )
 
@@ -283,8 +286,9 @@ def run_seeds(seeds: range, system_every: int, max_failures: int = 20) -> Totals
             whole = bool(system_every) and seed % system_every == 0
             try:
                 check(program, totals, whole)
-            except Exception:  # whatever it is, it is the finding
-                reason = failure_of(program, whole)
+                totals.undone[check_undone(seed)] += 1
+            except Exception as error:  # whatever it is, it is the finding
+                reason = failure_of(program, whole) or error
                 totals.failures.append((seed, f"{reason}\n{program.describe()}"))
                 if len(totals.failures) >= max_failures:
                     break

@@ -28,7 +28,7 @@ def test_random_programs(batch):
     assert not totals.failures, totals.failures[0][1]
     assert totals.programs == len(seeds)
     assert totals.whole_system >= len(seeds) // SYSTEM_EVERY
-    assert totals.inverted > 0
+    assert min(totals.inverted, totals.undone["undone"], totals.undone["refused"]) > 0
     assert min(totals.moved, totals.computed, totals.kept) > 0
 
 

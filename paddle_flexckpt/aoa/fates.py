@@ -1,0 +1,165 @@
+"""Fates of names: what an inverse has of each one, while it reads a program backwards.
+
+A name may stand for what another one stands for: ``l.$L.w`` and ``l.0.w``. Names that may do so are never mistaken for
+different ones. Tested in tests/aoa/test_invert.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from typing import Generic, NamedTuple, TypeVar
+
+from paddle_flexckpt.aoa.errors import Place
+from paddle_flexckpt.aoa.names import Placeholder, Template, form_of, parse_name
+
+T = TypeVar("T")
+_STAR = Placeholder("*")
+
+
+class _Name(NamedTuple):
+    """Hold a name whatever its placeholders are called: equal ``text`` means the same keys.
+
+    Attributes:
+        text: The name.
+        form: The name with every number and placeholder as ``#``.
+        slots: What stands in each ``#``; empty where runs of digits do not tell placeholders apart.
+        is_pattern: Whether it may stand for several keys.
+    """
+
+    text: str
+    form: str
+    slots: tuple[str | Placeholder, ...]
+    is_pattern: bool
+
+    def may_be(self, other: _Name) -> bool:
+        """Return whether some key may be meant by both names, which have the same form."""
+        if not (self.is_pattern or other.is_pattern):
+            return self.text == other.text
+        if len(self.slots) != len(other.slots):
+            return True
+        return all(_may_be(a, b) for a, b in zip(self.slots, other.slots))
+
+
+def _may_be(one: str | Placeholder, other: str | Placeholder) -> bool:
+    if isinstance(one, str) and isinstance(other, str):
+        return one == other
+    number, slot = (one, other) if isinstance(one, str) else (other, one)
+    if isinstance(number, Placeholder) or isinstance(slot, str) or not slot.is_solvable:
+        return True
+    found = slot.solve(int(number))
+    return found is not None and found >= 0 and str(slot.value(found)) == number
+
+
+@lru_cache(maxsize=1 << 16)
+def _read(name: str) -> _Name:
+    parts: list[str | Placeholder] = []
+    for part in parse_name(name).parts:
+        pieces = re.split(r"(\*)", part) if isinstance(part, str) else [part]
+        parts += [_STAR if piece == "*" else piece for piece in pieces if piece]
+    ids: dict[str, int] = {}
+    texts, forms = [], []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+            forms.append(re.sub(r"\d+", "#", part))
+        else:
+            texts.append("*" if part == _STAR else f"${ids.setdefault(part.name, len(ids))}{part.terms or ''}")
+            forms.append("#")
+    form, slots = form_of(Template(name, tuple(parts), ()))
+    is_pattern = any(isinstance(part, Placeholder) for part in parts)
+    return _Name("".join(texts), re.sub("#+", "#", "".join(forms)), () if form is None else tuple(slots), is_pattern)
+
+
+class NameTable(Generic[T]):
+    """Hold something for each of many names, and find it by others that may stand for the same keys."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._items: dict[str, tuple[str, T]] = {}
+        self._alike: dict[tuple[str, bool], dict[str, _Name]] = {}
+
+    def put(self, name: str, item: T) -> None:
+        """Hold an item for a name, in place of the one before."""
+        own = _read(name)
+        self._items[own.text] = name, item
+        self._alike.setdefault((own.form, own.is_pattern), {})[own.text] = own
+
+    def get(self, name: str) -> T | None:
+        """Return what is held for a name, whatever its placeholders are called."""
+        found = self._items.get(_read(name).text)
+        return None if found is None else found[1]
+
+    def like(self, name: str) -> Iterator[T]:
+        """Yield what is held for names that may stand for a key for which this one does."""
+        own = _read(name)
+        if own.text in self._items:
+            yield self._items[own.text][1]
+        # A million names without placeholders are not compared with each other.
+        for is_pattern in (True, False) if own.is_pattern else (True,):
+            for text, other in self._alike.get((own.form, is_pattern), {}).items():
+                if text != own.text and own.may_be(other):
+                    yield self._items[text][1]
+
+    def items(self) -> Iterator[tuple[str, T]]:
+        """Yield names and what is held for them."""
+        return iter(self._items.values())
+
+
+class _Fate(NamedTuple):
+    """Hold when it was noted, why a value cannot be had back (else empty), and of which statement's reading.
+
+    A value that is overwritten and that no statement reads has no place.
+    """
+
+    order: int
+    why: str = ""
+    place: Place | None = None
+
+
+class Fates:
+    """Hold the fates of names before a statement. Names that are not in it have what they have at the program's end."""
+
+    def __init__(self) -> None:
+        """Begin at the end of a program."""
+        self._table: NameTable[_Fate] = NameTable()
+        self._count = 0
+
+    def have(self, names: Iterable[str]) -> None:
+        """Note that the inverse has made the values of names."""
+        self._note(names, "", None)
+
+    def overwrite(self, names: Iterable[str], place: Place) -> None:
+        """Note that a statement makes names anew: afterwards they do not tell the values before."""
+        for name in names:
+            self._note([name], f"AOA statement {place.number} overwrites {name!r}", None)
+
+    def miss(self, names: Iterable[str], place: Place, why: str) -> None:
+        """Note that values which a statement reads cannot be had back."""
+        self._note(names, why, place)
+
+    def is_had(self, name: str) -> bool:
+        """Return whether the inverse has made a name's value."""
+        own = self._table.get(name)
+        return own is not None and not own.why and not self.why_lost(name)
+
+    def why_lost(self, name: str) -> str:
+        """Return why a name's value cannot be had back; nothing where it can."""
+        own = self._table.get(name)
+        since = own.order if own is not None and not own.why else -1
+        lost = (fate for fate in self._table.like(name) if fate.why and fate.order > since)
+        return max(lost, key=lambda fate: fate.order, default=_Fate(0)).why
+
+    def missed(self) -> dict[str, tuple[Place, str]]:
+        """Return the values that a statement reads and that cannot be had back: where, and why."""
+        return {name: (fate.place, fate.why) for name, fate in self._table.items() if fate.place is not None}
+
+    def overwritten(self) -> Iterator[str]:
+        """Yield the names that are made before they are read."""
+        return (name for name, fate in self._table.items() if fate.why and fate.place is None)
+
+    def _note(self, names: Iterable[str], why: str, place: Place | None) -> None:
+        for name in names:
+            self._table.put(name, _Fate(self._count, why, place))
+            self._count += 1
