@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,10 +27,11 @@ from paddle_flexckpt.catalog import NATURAL, Catalog, Order, ValidationError, dt
 from paddle_flexckpt.catalog.dtypes import is_float
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.engine.agreement import Solo
+from paddle_flexckpt.engine.codes import Codes
 from paddle_flexckpt.engine.conversion_content import Content, ConversionTarget
 from paddle_flexckpt.engine.conversion_notes import ConversionNotes
 from paddle_flexckpt.engine.conversion_targets import TARGETS
-from paddle_flexckpt.engine.files import Files, reads_of
+from paddle_flexckpt.engine.files import CONFIG_FILE, Files, read_settings, reads_of
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.models import read_strategy
 from paddle_flexckpt.engine.options import ALONE, FileOptions, WholeOptions, takes
@@ -50,7 +51,6 @@ from paddle_flexckpt.report import Report, order_warning, replica_warning
 
 logger = logging.getLogger("paddle_flexckpt")
 
-CONFIG_FILE = "config.json"
 MEMORY_BYTES = 256 << 20
 # Operands of a tile and buffers of reader and writer take what bands leave of it.
 LEAST_MEMORY = 128 << 20
@@ -238,7 +238,13 @@ class _Conversion:
         chosen, self._left_out = choose_tensors(infos, options.start, states, target.by_safetensors)
         self._keys = chosen
         self._given = {name: infos[key] for name, key in chosen.items()}
-        self._infos = self._given if options.dtype is None else _cast(self._given, options.dtype)
+        codes = Codes(catalog, self._mapping, lambda: read_settings(directory))
+        scales = {scale for key in chosen.values() for scale in codes.scales(key)}
+        kept = {name for name, key in chosen.items() if key in scales}
+        self._infos = self._given if options.dtype is None else _cast(self._given, options.dtype, kept)
+        problems = [codes.problem(key, self._infos[name].dtype) for name, key in chosen.items()]
+        if any(problems):
+            raise ValidationError([problem for problem in problems if problem is not None])
         self._config = read_config(options.config, directory)
         self._digest = self._make_digest()
         content = Content(
@@ -373,11 +379,13 @@ def _told(arrays: Iterable[np.ndarray], meter: Meter) -> Iterator[np.ndarray]:
         meter.add(nbytes)
 
 
-def _cast(infos: Mapping[str, TensorInfo], dtype: str) -> dict[str, TensorInfo]:
-    """Return the same with another type for floating-point tensors that are no optimizer's states."""
+def _cast(infos: Mapping[str, TensorInfo], dtype: str, kept: Collection[str]) -> dict[str, TensorInfo]:
+    """Return the same with another type for floating-point tensors that are no optimizer's states, nor ``kept``."""
     name, everything = dtype_of(dtype).name, set(infos)
     return {
-        key: replace(info, dtype=name) if is_float(info.dtype) and not split_state(key, everything)[1] else info
+        key: replace(info, dtype=name)
+        if is_float(info.dtype) and not split_state(key, everything)[1] and key not in kept
+        else info
         for key, info in infos.items()
     }
 

@@ -6,7 +6,8 @@ Tested in tests/engine/test_files.py and tests/live/test_policies.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,6 +30,8 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
+
+CONFIG_FILE = "config.json"
 
 
 class Files(Source):
@@ -81,6 +84,10 @@ class Files(Source):
                 manifest = self.closing.enter_context(locked)
         self.manifest, self.catalog, self.unique_id = manifest, manifest.catalog, manifest.unique_id
         return {"checkpoint": f"id {manifest.unique_id} ({manifest.save_token})", "reads": "directly"}
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return what the model's configuration in the directory says; nothing of a file that is none."""
+        return read_settings(self.directory)
 
     def _reading(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._plain_errors else reading(self.path)
@@ -143,6 +150,18 @@ class Files(Source):
     def _read(self, pieces: Pieces, plan: FillPlan) -> None:
         with self._reading():
             read_pieces(self.reader, pieces, self._filling, computes=bool(plan.tiles))
+
+
+def read_settings(directory: CheckpointDirectory) -> Mapping[str, Any]:
+    """Return what the model's configuration in a checkpoint's directory says; nothing of a file that is none."""
+    backend = directory.backend
+    if CONFIG_FILE not in backend.names():
+        return {}
+    try:
+        said = json.loads(backend.read(CONFIG_FILE))
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def reads_of(reader: FileReader) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Tested in tests/engine/test_resolution.py and tests/live/test_policies.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import numpy as np
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, unordered, validate_shards
+from paddle_flexckpt.engine.codes import CODE_DTYPES, Codes
 from paddle_flexckpt.engine.fitting import Given, are_alike, are_ruled, fit
 from paddle_flexckpt.engine.fused import FusedMismatch, find_mismatch, mending_statements
 from paddle_flexckpt.engine.mapping import compile_mapping
@@ -98,6 +99,11 @@ class Resolution:
         return [self.targets.catalog.keys[row] for row, other in self.others.items() if other.how == MISSING]
 
     @property
+    def may_be_codes(self) -> bool:
+        """Return whether values are cast of a type that codes have: what the source has beside them tells."""
+        return any(other.cast.partition(" ")[0] in CODE_DTYPES for other in self.others.values())
+
+    @property
     def mismatches(self) -> list[FusedMismatch]:
         """Return what statements have to put right first."""
         return [other.mismatch for other in self.others.values() if other.mismatch is not None]
@@ -148,7 +154,11 @@ class Resolution:
 
 
 def resolve(
-    targets: Targets, source: Catalog, options: TransferOptions, mapping: TensorMapping | None = None
+    targets: Targets,
+    source: Catalog,
+    options: TransferOptions,
+    mapping: TensorMapping | None = None,
+    settings: Callable[[], Mapping[str, Any]] = dict,
 ) -> Resolution:
     """Find what every target is made of, and check that it fits.
 
@@ -157,11 +167,12 @@ def resolve(
         source: All source shards.
         options: What is allowed.
         mapping: What the keys that it defines are made of; every other target is the source's tensor of its name.
+        settings: Gives the configuration of the source's model, where it is asked for.
 
     Raises:
         ValidationError: A target is malformed, its key is missing, or dtype or global shape differ; all are listed.
     """
-    resolver = _Resolver(targets, source, options, mapping)
+    resolver = _Resolver(targets, source, options, mapping, settings)
     problems = [*validate_shards(targets.catalog), *resolver.compatible.problems]
     others = {row: resolver.resolve(row) for row in np.flatnonzero(~resolver.are_plain()).tolist()}
     problems += [other.problem for other in others.values() if other.problem is not None]
@@ -178,7 +189,12 @@ def resolve(
 
 
 def complete(
-    first: Resolution, statements: Sequence[str], source: Catalog, options: TransferOptions, targets: Catalog
+    first: Resolution,
+    statements: Sequence[str],
+    source: Catalog,
+    options: TransferOptions,
+    targets: Catalog,
+    settings: Callable[[], Mapping[str, Any]] = dict,
 ) -> tuple[TensorMapping, Resolution]:
     """Resolve a rank's targets again, with the statements that put fused parameters right.
 
@@ -192,7 +208,7 @@ def complete(
     if problems:
         raise ValidationError(problems)
     mapping = compile_mapping(options.aoa_config, source, targets, options.master_weights, statements)
-    again = resolve(first.targets, source, options, mapping)
+    again = resolve(first.targets, source, options, mapping, settings)
     if again.mismatches:
         raise ValidationError([one.problem() for one in again.mismatches])
     # What was found before is what the report tells.
@@ -229,10 +245,16 @@ class _Resolver:
     """Resolve targets, one after the other."""
 
     def __init__(
-        self, targets: Targets, source: Catalog, options: TransferOptions, mapping: TensorMapping | None
+        self,
+        targets: Targets,
+        source: Catalog,
+        options: TransferOptions,
+        mapping: TensorMapping | None,
+        settings: Callable[[], Mapping[str, Any]],
     ) -> None:
         self._targets, self._catalog, self._source = targets, targets.catalog, source
         self._options, self._mapping, self._casts = options, mapping, options.dtype == "cast"
+        self._codes = Codes(source, mapping, settings)
         self._numbers = {name: i for i, name in enumerate(source.keys)}
         self._defined: Collection[str] = () if mapping is None else mapping.tensors
         # What statements take away or leave unfed is not looked for elsewhere.
@@ -310,6 +332,7 @@ class _Resolver:
         alias = name if name != key and not master else ""
         number = self._index[name]
         cast, problem = fit(self._catalog, row, self._stored(row, number), bool(master) or self._casts)
+        problem = self._of_codes(row, name) or problem
         resolved = Resolved(how, name, alias, cast, master or "", problem=problem)
         return resolved if problem else self._in_order(resolved, row, number)
 
@@ -321,12 +344,19 @@ class _Resolver:
         origin = mapping.made_by(found).replace("{", "{{").replace("}", "}}")
         given = Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
         cast, problem = fit(self._catalog, row, given, bool(master) or self._casts)
+        problem = self._of_codes(row, found) or problem
         resolved = Resolved(STATEMENT, found, found if found != key else "", cast, master, problem=problem)
         if self._targets.mapping is not None and found in self._numbers and found not in mapping.provenance:
             resolved = resolved._replace(maybe_fused=found if self._unordered[self._numbers[found]] else "")
         own = self._copied.get(found, found)
         # A new name changes no order; a statement that makes a key of itself takes it as it is.
         return resolved if problem or own == found else self._in_order(resolved, row, self._numbers[own])
+
+    def _of_codes(self, row: int, name: str) -> Problem | None:
+        """Return why a target may not be made of what a name stands for: of codes without their scales."""
+        catalog = self._catalog
+        rank = int(catalog.rank[row])
+        return self._codes.problem(name, catalog.dtype_name(row), key=catalog.key_name(row), rank=rank)
 
     def _in_order(self, resolved: Resolved, row: int, number: int) -> Resolved:
         """Return the same with what there is to say about the order of the elements."""

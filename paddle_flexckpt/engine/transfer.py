@@ -96,6 +96,10 @@ class Source:
         """Know all shards; return whether it has not known them before."""
         return False
 
+    def settings(self) -> Mapping[str, Any]:
+        """Return the configuration of the model that it is of; nothing where there is none."""
+        return {}
+
     def describe(self) -> bytes:
         """Return what is the same for a source with the same shards, and what only the other ranks know of it."""
         return encode_catalog(replace(self.catalog, files=()))
@@ -334,7 +338,8 @@ class Transfer:
         """Return what :func:`make_task` does; where names of other keys matter, of all shards of the source."""
 
         def make() -> tuple[Task, tuple[str, ...]]:
-            return make_task(targets, self._source.catalog, self._options, self._all_targets, statements)
+            source = self._source
+            return make_task(targets, source.catalog, self._options, self._all_targets, statements, source.settings)
 
         try:
             made = make()
@@ -343,8 +348,9 @@ class Transfer:
             if not self._completed():
                 raise
             return make()
-        # Statements that put fused parameters right are about their states too.
-        return make() if made[1] and self._completed() else made
+        # Statements that put fused parameters right are about their states too; scales tell of codes.
+        incomplete = bool(made[1]) or made[0].resolution.may_be_codes
+        return make() if incomplete and self._completed() else made
 
     def _completed(self) -> bool:
         """Have all shards of the source; return whether they were not known before."""
@@ -404,6 +410,7 @@ def make_task(
     options: TransferOptions,
     known: Catalog | None,
     statements: Sequence[str] | None = None,
+    settings: Callable[[], Mapping[str, Any]] = dict,
 ) -> tuple[Task, tuple[str, ...]]:
     """Resolve a rank's targets and plan what to fill; return also the statements that its fused parameters need.
 
@@ -413,6 +420,7 @@ def make_task(
         options: Of the call.
         known: The targets of all ranks; None where they are not known, and there are no AOA statements.
         statements: Those that put fused parameters right on some rank; None: this rank's count.
+        settings: Gives the configuration of the source's model, where it is asked for.
 
     Raises:
         ValidationError: Source and targets do not fit.
@@ -420,14 +428,13 @@ def make_task(
     mapping = targets.mapping
     if options.aoa_config is not None:
         mapping = compile_mapping(options.aoa_config, source, known, options.master_weights)
-    resolution = resolve(targets, source, options, mapping)
+    resolution = resolve(targets, source, options, mapping, settings)
     needed = resolution.statements(source)
     if statements is None:
         statements = needed
     if statements:
-        mapping, resolution = complete(
-            resolution, statements, source, options, targets.catalog if known is None else known
-        )
+        everything = targets.catalog if known is None else known
+        mapping, resolution = complete(resolution, statements, source, options, everything, settings)
     plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory, targets.bands)
     return Task(resolution, mapping, plan), needed
 

@@ -10,7 +10,7 @@ Tested in tests/live/test_nodes.py and tests/live/test_cooperative.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -132,6 +132,10 @@ class FilePeers(Peers):
         said = {**files.open(), "reads": "together"}
         self.path, self.catalog, self.unique_id = files.path, files.catalog, files.unique_id
         return said
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the configuration of the model that it is of."""
+        return self._files.settings()
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Return what the other ranks have to know: what Peers say, and whether this rank computes values."""
