@@ -77,8 +77,7 @@ class KeptLoad:
 def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source: bytes, access: bytes) -> bytes | None:
     """Return a fingerprint of all that one rank's part of a plan is made of, but for the other ranks' targets.
 
-    None where it is made of more than this knows: of targets that share memory and have gaps, it depends on each
-    element's place whether they overwrite each other.
+    None where it is made of more than this knows.
 
     Args:
         options: Those of the load, encoded, without the checkpoint's id.
@@ -88,12 +87,11 @@ def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source
         access: What else the source plans by: who can read what.
     """
     shared = _shared_memory(targets.spans)
-    length = shared[:, 3] - shared[:, 2]
-    if targets.mapping is not None or targets.bands:  # which live targets never have
+    # Live targets have neither a mapping nor bands. Such as overlap themselves are refused, or left alone.
+    if targets.mapping is not None or targets.bands or targets.overlapping:
         return None
-    if (length != targets.catalog.byte_length[shared[:, 0]]).any():
-        return None
-    names = repr((targets.aliases, targets.raw_names)).encode()
+    strides = [targets.strides.get(row) for row in shared[:, 0].tolist()]
+    names = repr((targets.aliases, targets.raw_names, strides)).encode()
     tables = encode_catalog(targets.catalog), source
     return fingerprint((options, repr(tuple(ranks)).encode(), *tables, names, shared.tobytes(), access))
 

@@ -22,7 +22,7 @@ def share_memory(
     ``names`` has, by row that is to be filled, the key of the source, or of what statements make, that fills it.
 
     Raises:
-        ValidationError: Targets share memory without being the same part of a tensor.
+        ValidationError: Targets share memory without being the same part of a tensor, or elements of one do.
     """
     map_rows = {} if mapping is None else mapping.maps.rows_by_target()
 
@@ -61,7 +61,7 @@ def _begin_together(spans: np.ndarray) -> np.ndarray:
 
 
 def _refuse_overlaps(targets: Targets, chosen: list[int]) -> None:
-    """Raise ValidationError if a target shares memory with another that is not the very same part of a tensor.
+    """Raise ValidationError if elements of a target share memory, with each other or with another target's.
 
     ``chosen`` has one of the targets that are the same part of one memory.
     """
@@ -70,7 +70,19 @@ def _refuse_overlaps(targets: Targets, chosen: list[int]) -> None:
     begin, end = targets.spans[rows].T
     order = np.lexsort((end, begin))
     rows, begin, end = rows[order], begin[order], end[order]
-    problems, catalog, overlap = [], targets.catalog, targets.memory.overlap
+    catalog, overlap = targets.catalog, targets.memory.overlap
+    problems = [
+        Problem(
+            "elements of a target share memory, and one would overwrite another",
+            key=catalog.key_name(row),
+            rank=int(catalog.rank[row]),
+            expected="memory for each element",
+            got=f"steps of {list(targets.strides[row])} bytes, along axes of {catalog.unpadded(row, catalog.shape)}",
+            remedy="load into a contiguous copy of it",
+        )
+        for row in targets.overlapping
+        if row in chosen
+    ]
     # Most targets begin where all earlier ones have ended.
     for place in np.flatnonzero(begin[1:] < np.maximum.accumulate(end)[:-1]).tolist():
         row = int(rows[place + 1])
@@ -84,7 +96,7 @@ def _refuse_overlaps(targets: Targets, chosen: list[int]) -> None:
                     rank=int(catalog.rank[row]),
                     expected="memory of its own",
                     got=f"memory of target {catalog.key_name(other)} {catalog.describe(other)}",
-                    remedy="clone one of the two, or load them in two calls",
+                    remedy="load into a clone of one of the two",
                 )
             )
     if problems:

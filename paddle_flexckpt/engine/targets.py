@@ -6,8 +6,8 @@ Tested in tests/engine/test_targets.py and tests/live/test_policies.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
 
@@ -15,12 +15,12 @@ import numpy as np
 
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.engine.copies import DeviceStorage
 from paddle_flexckpt.engine.names import raw_parameter
 
-# First and last byte address (exclusive), dtype, and the part of the tensor in words.
-Place = tuple[tuple[int, int], str, str]
+# First and last byte address (exclusive), dtype, the part of the tensor in words, and strides unless row-major.
+Place = tuple[tuple[int, int], str, str, tuple[int, ...]]
 
 
 class OpenTarget(Protocol):
@@ -103,6 +103,7 @@ class Targets:
         mapping: Where the targets are what statements make, and not the other way round: these, compiled.
         bands: Where some are filled in bands: target and box of each band of all of them. The rows by which ``memory``
             is asked are then these.
+        strides: By row, in bytes, of those whose elements do not lie one after the other in row-major order.
     """
 
     catalog: Catalog
@@ -112,11 +113,28 @@ class Targets:
     memory: Memory
     mapping: TensorMapping | None = None
     bands: tuple[tuple[int, Box], ...] = ()
+    strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def overlapping(self) -> list[int]:
+        """Return the rows of which elements share memory, or may: some axis steps over less than others reach."""
+        found = []
+        for row, strides in self.strides.items():
+            reach = dtype_of(self.catalog.dtype_name(row)).itemsize
+            shape = self.catalog.unpadded(row, self.catalog.shape)
+            for stride, extent in sorted((abs(stride), extent) for stride, extent in zip(strides, shape) if extent > 1):
+                if stride < reach:
+                    found.append(row)
+                    break
+                reach += stride * (extent - 1)
+        return found
 
     def place(self, row: int) -> Place | None:
         """Return where a target is: equal for the same part in the same memory; None without elements."""
         begin, end = self.spans[row].tolist()
-        return ((begin, end), self.catalog.dtype_name(row), self.catalog.describe(row)) if begin < end else None
+        if begin >= end:
+            return None
+        return (begin, end), self.catalog.dtype_name(row), self.catalog.describe(row), self.strides.get(row, ())
 
     @cached_property
     def by_tensor_name(self) -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from paddle_flexckpt.live.device_memory import DeviceMemory, devices_of, wait_fo
 from paddle_flexckpt.live.live_masters import renew_masters
 from paddle_flexckpt.live.page_lock import lock_pages
 from paddle_flexckpt.live.state import LocalState, open_state, tensor_name
-from paddle_flexckpt.live.tensor_memory import address_range, device_of, dtype_name, is_contiguous
+from paddle_flexckpt.live.tensor_memory import address_range, device_of, dtype_name, is_contiguous, odd_strides
 from paddle_flexckpt.live.tensors import HostTensor
 
 # Steps that numpy may take to find out whether two strided tensors have an element in common.
@@ -28,18 +28,19 @@ _MAX_WORK = 100_000
 def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
     """Return the table of a rank's targets; arguments and errors as of :func:`.open_state`."""
     state = open_state(state_dict, rank)
-    spans, addresses, devices = _locate(state)
+    spans, addresses, devices, strides = _locate(state)
     return Targets(
         state.catalog,
         tuple([tuple(getattr(weight, "aliases", ())) for weight in state.weights]),
         tuple([tuple(getattr(weight, "raw_names", ())) for weight in state.weights]),
         spans,
         TargetTensors(state, rank, addresses, devices),
+        strides=strides,
     )
 
 
-def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Return the spans of a state's tensors, their addresses where they can be filled as they stand, and devices."""
+def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str], dict[int, tuple[int, ...]]]:
+    """Return the spans of a state's tensors, addresses where they can be filled as they stand, devices, odd strides."""
     tensors, sizes = state.tensors, state.catalog.byte_length
     places: list[tuple[int, bool]] = []
     elsewhere = []
@@ -57,9 +58,12 @@ def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str]]:
     begins, direct = np.asarray(places, dtype=np.int64).reshape(-1, 2).T
     direct = direct != 0
     spans = np.stack([begins, begins + sizes], axis=1)
+    strides = {}
     for row in np.flatnonzero(~direct & (sizes > 0)).tolist():
         spans[row] = address_range(tensors[row])
-    return spans, np.where(direct, begins, -1), devices_of(elsewhere)
+        if odd := odd_strides(tensors[row]):
+            strides[row] = odd
+    return spans, np.where(direct, begins, -1), devices_of(elsewhere), strides
 
 
 class TargetTensors(Memory):

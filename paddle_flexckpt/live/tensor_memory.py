@@ -55,6 +55,18 @@ def address_range(tensor: Any) -> tuple[int, int] | None:
     return begin, begin + (span + 1) * itemsize
 
 
+def odd_strides(tensor: Any) -> tuple[int, ...]:
+    """Return a tensor's strides in bytes, or nothing if its elements lie one after the other in row-major order."""
+    size = dtype_of(dtype_name(tensor)).itemsize
+    unit = 1 if isinstance(tensor, np.ndarray) else size
+    strides = tuple(int(stride) * unit for stride in tensor.strides)
+    step, usual = size, True
+    for extent, stride in zip(reversed(tensor.shape), reversed(strides)):
+        usual &= stride == step or int(extent) == 1
+        step *= int(extent)
+    return () if usual else strides
+
+
 def device_of(tensor: Any) -> str | None:
     """Return the name of the device that holds a tensor, such as ``gpu:0``, or None for host memory."""
     if isinstance(tensor, np.ndarray):
@@ -132,11 +144,11 @@ def strided_memory(tensor: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Span:
-    """Hold the memory of one shard: addresses ``[begin, end)``, what it is, and which target it is (None: a source)."""
+    """Hold the memory of one shard: addresses ``[begin, end)``, what is how in it, which target (None: source)."""
 
     begin: int
     end: int
-    identity: str
+    place: tuple[str, tuple[int, ...]]
     target: int | None
 
 
@@ -149,12 +161,12 @@ def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targ
         ValidationError: A target would overwrite a source that is still being read.
     """
     spans = [
-        _Span(*addresses, f"{source.key_name(row)} {source.describe(row)}", None)
+        _Span(*addresses, (f"{source.key_name(row)} {source.describe(row)}", odd_strides(tensor)), None)
         for row, tensor in held.items()
         if (addresses := address_range(tensor)) is not None
     ]
     spans += [
-        _Span(*place[0], f"{names[row]} {place[2]}", row)
+        _Span(*place[0], (f"{names[row]} {place[2]}", place[3]), row)
         for row in range(len(targets.catalog))
         if (place := targets.place(row)) is not None
     ]
@@ -166,7 +178,7 @@ def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targ
         for other in reaching:
             if (span.target is None) == (other.target is None):
                 continue
-            if (span.begin, span.end, span.identity) == (other.begin, other.end, other.identity):
+            if span.begin == other.begin and span.end == other.end and span.place == other.place:
                 continue
             target, origin = (span, other) if span.target is not None else (other, span)
             row = target.target or 0
@@ -176,7 +188,7 @@ def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targ
                     key=names[row],
                     rank=int(targets.catalog.rank[row]),
                     expected="memory of its own",
-                    got=f"memory of source {origin.identity}",
+                    got=f"memory of source {origin.place[0]}",
                     remedy="clone one of the two",
                 )
             )

@@ -162,8 +162,9 @@ def span_of(array: np.ndarray | None) -> tuple[int, int]:
     if array is None or not array.size:
         return 0, 0
     begin = array.__array_interface__["data"][0]
-    last = sum((extent - 1) * stride for extent, stride in zip(array.shape, array.strides))
-    return begin, begin + last + array.itemsize
+    steps = [(extent - 1) * stride for extent, stride in zip(array.shape, array.strides)]
+    low, high = (sum(step for step in steps if (step > 0) is up) for up in (False, True))
+    return begin + low, begin + high + array.itemsize
 
 
 def targets(*parts: Part) -> Targets:
@@ -175,6 +176,11 @@ def targets(*parts: Part) -> Targets:
         tuple(part.raw_names for part in parts),
         np.asarray([span_of(part.array) for part in parts], dtype=np.int64).reshape(-1, 2),
         Arrays([part.array for part in parts], [part.tensor_name for part in parts]),
+        strides={
+            row: part.array.strides
+            for row, part in enumerate(parts)
+            if part.array is not None and not part.array.flags.c_contiguous
+        },
     )
 
 

@@ -88,7 +88,7 @@ def told(key, rank, other, box="float32 [0:2, 0:3] of [2, 3]"):
         rank=rank,
         expected="memory of its own",
         got=f"memory of target {other} {box}",
-        remedy="clone one of the two, or load them in two calls",
+        remedy="load into a clone of one of the two",
     )
 
 
@@ -149,3 +149,38 @@ def test_a_target_may_lie_far_behind_the_one_that_it_shares_memory_with():
     problems = refusal(share_memory, here, dict(enumerate("stu")), None)
     assert [(problem.key, problem.got.split()[3]) for problem in problems] == [("c", "a")]
     assert here.memory.asked == [(0, 1), (1, 2), (0, 2)]
+
+
+def test_one_memory_in_another_order_is_another_part():
+    base = memory(2)[:9].reshape(3, 3)
+    for other in (base.T, base[::-1], base[:, ::-1]):
+        here = targets(Part("a", (3, 3), array=base), Part("b", (3, 3), array=other), Part("c", (3, 3), array=other))
+        problem = the_refusal(share_memory, here, {0: "s", 1: "s", 2: "s"}, None)
+        assert (problem.key, problem.remedy) == ("b", "load into a clone of one of the two")
+        # In the same order it is the same.
+        assert share_memory(here, {1: "s", 2: "s"}, None) == ([1], {})
+        assert share_memory(here, {1: "s", 2: "t"}, None) == ([1, 2], {2: 1})
+
+
+@pytest.mark.parametrize(("shape", "strides", "fits"), [
+    ((4, 3), (4, 4), False), ((4, 3), (0, 4), False), ((4, 3), (12, 0), False), ((4,), (2,), False),
+    ((4, 3), (8, 4), False), ((4, 3), (-4, 16), True), ((3, 2, 2), (4, 12, 24), True), ((4, 3), (4, 12), False),
+    ((1, 3), (0, 8), True), ((2, 2, 2), (16, -8, 40), True), ((2, 2, 2), (16, -8, 24), False),
+])  # fmt: skip
+def test_elements_of_a_target_have_memory_of_their_own(shape, strides, fits):
+    base = memory(20)
+    array = np.lib.stride_tricks.as_strided(base[60:], shape, strides)
+    here = targets(Part("first", (1,)), Part("w", shape, rank=3, array=array))
+    if fits:
+        assert share_memory(here, {1: "s"}, None) == ([1], {})
+        return
+    assert the_refusal(share_memory, here, {1: "s"}, None) == Problem(
+        "elements of a target share memory, and one would overwrite another",
+        key="w",
+        rank=3,
+        expected="memory for each element",
+        got=f"steps of {list(strides)} bytes, along axes of {shape}",
+        remedy="load into a contiguous copy of it",
+    )
+    # What is not filled is not looked at.
+    assert share_memory(here, {0: "s"}, None) == ([0], {})

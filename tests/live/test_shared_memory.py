@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.remedies.following import provoked
 
 SHAPE = (4, 6)
 
@@ -77,6 +80,16 @@ def test_the_very_same_shard_is_allowed_and_stays_what_it_is():
     assert sorted(memory.tolist() for memory in seen) == [list(range(12)), [n + 100 for n in range(12)]]
 
 
+def test_the_very_same_memory_in_another_order_is_another_shard():
+    memory = np.arange(9.0).reshape(3, 3)
+    with provoked("live/tensor_memory.py", "clone one of the two"):
+        SimulatedWorld(1).run(lambda comm: reshard_sharded_state_dict({"w": memory}, {"w": memory.T}, comm))
+    assert memory.ravel().tolist() == list(range(9))
+    into = memory.T.copy()
+    SimulatedWorld(1).run(lambda comm: reshard_sharded_state_dict({"w": memory}, {"w": into}, comm))
+    assert into.ravel().tolist() == list(range(9))
+
+
 def test_the_same_memory_under_two_names_is_refused():
     memory, other = np.arange(3, dtype=np.float32), np.zeros(3, dtype=np.float32)
     with pytest.raises(ValidationError, match="shares memory"):
@@ -117,3 +130,55 @@ def test_columns_of_one_buffer_are_targets_of_their_own(of_paddle):
     assert np.asarray(memory).tolist() == np.concatenate([sources["a"], sources["b"]], axis=1).tolist()
     with pytest.raises(ValidationError, match="one would overwrite the other"):
         fill(memory[:, :3], memory[:, 2:5])
+
+
+def square() -> dict:
+    return {"a": np.arange(9, dtype=np.float32).reshape(3, 3), "b": np.arange(10, 19, dtype=np.float32).reshape(3, 3)}
+
+
+@pytest.mark.parametrize("view", [lambda a: a.T, lambda a: a[::-1], lambda a: a[:, ::-1]])
+@pytest.mark.parametrize("values", ["other", "same"])
+def test_two_views_of_one_memory_in_another_order_are_refused(move, view, values):
+    source, memory = square(), np.zeros((3, 3), np.float32)
+    if values == "same":
+        source["b"] = source["a"]
+    targets = {"a": memory, "b": view(memory)}
+    with provoked("engine/shared_targets.py", "load into a clone of one of the two"):
+        move(source, targets)
+    assert not memory.any()
+    targets["b"] = targets["b"].copy()
+    move(source, targets)
+    assert {key: array.tolist() for key, array in targets.items()} == {k: v.tolist() for k, v in source.items()}
+
+
+@pytest.mark.parametrize("of_paddle", [False, True])
+@pytest.mark.parametrize("view", ["steps of less than a row", "steps of nothing"])
+def test_a_target_whose_elements_share_memory_is_refused(move, view, of_paddle):
+    source = {"w": np.arange(12, dtype=np.float32).reshape(4, 3)}
+    memory, (shape, steps) = np.zeros(12, np.float32), ((4, 3), (1, 1) if "row" in view else (0, 1))
+    target = np.lib.stride_tricks.as_strided(memory, shape, [4 * step for step in steps])
+    if of_paddle:
+        paddle = pytest.importorskip("paddle")
+        memory = paddle.zeros([12])
+        target = memory.as_strided(shape, steps)
+    with provoked("engine/shared_targets.py", "load into a contiguous copy of it"):
+        move(source, {"w": target})
+    assert not np.asarray(memory).any()
+    copy = target.contiguous() if of_paddle else np.ascontiguousarray(target)
+    move(source, {"w": copy})
+    assert np.asarray(copy).tolist() == source["w"].tolist()
+
+
+def test_a_kept_plan_is_not_for_another_order(tmp_path):
+    def job(comm):
+        source, memory = square(), np.zeros((3, 3), np.float32)
+        source["b"] = source["a"]
+        save_state_dict(source, tmp_path, comm)
+        for _ in range(2):
+            load_state_dict({"a": memory, "b": memory}, tmp_path, comm)
+            load_state_dict({"a": memory}, tmp_path, comm)
+        for targets in ({"a": memory, "b": memory.T}, {"a": np.broadcast_to(memory[0], (3, 3))}):
+            with pytest.raises(ValidationError, match="overwrite"):
+                load_state_dict(targets, tmp_path, comm)
+
+    SimulatedWorld(1).run(job)
