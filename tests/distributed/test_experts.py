@@ -24,6 +24,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.parallel import ExpertParallelMixin
 from paddle_flexckpt.testing import World, cpu_world
 from tests.distributed import jobs_common as common
+from tests.remedies.following import advised
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -573,7 +574,7 @@ def test_a_mark_that_may_mean_a_cut_is_refused(world4):
     for result in world4.run(ambiguous_marks):
         assert "is marked is_distributed, but no rule" in result["refused"]
         assert "experts.0.up.weight" in result["refused"]
-        assert "mp_moe" in result["refused"]
+        advised("parallel/experts.py", "set parameter.mp_moe = True", result["refused"])
         assert result["declared"] is None
 
 
