@@ -80,6 +80,7 @@ class ShardedWeight(_PaddleShardedWeight):
         split_by: What splits it there: ``"tensor"`` parallelism, or a group of the layer's ``"own"``.
         layers: Of a pipeline: the positions of its layer in the description, several where it is shared; else empty.
         dist_tensor: The DistTensor whose local value ``local_tensor`` is, or None.
+        slice_of: ``id()`` of the live parameter whose slice ``local_tensor`` is, or None.
 
     A DistTensor is described by its placements: ``local_tensor`` is then its local value, ``local_shape`` and
     ``global_offset`` are this rank's, and a rank that holds nothing of it has an empty flattened range.
@@ -122,6 +123,7 @@ class ShardedWeight(_PaddleShardedWeight):
         self.split_axis: int | None = None
         self.split_by: Literal["tensor", "own"] = "tensor"
         self.layers: tuple[int, ...] = ()
+        self.slice_of: int | None = None
         self.replicas = replicas
 
     def __str__(self) -> str:

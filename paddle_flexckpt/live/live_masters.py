@@ -34,12 +34,12 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
         return 0
     rows = [row for row, key in enumerate(state.catalog.keys) if key not in untouched]
     tensors = [state.tensor(row) for row in rows]
-    loaded: dict[str, Any] = {}
+    loaded: dict[str, list[Any]] = {}
     for row, tensor, is_half in zip(rows, tensors, half[state.catalog.dtype[rows]].tolist()):
         name = tensor_name(state.weights[row] or tensor) if is_half else None
         if name is not None and hasattr(tensor, "_copy_to"):
             dist = getattr(state.weights[row], "dist_tensor", None)
-            loaded[_name_of(name)] = tensor if dist is None else dist
+            loaded.setdefault(_name_of(name), []).append(tensor if dist is None else dist)
     if not loaded:
         return 0
     filled = sorted(span[0] for span in map(address_range, tensors) if span is not None)
@@ -57,18 +57,20 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
     return renewed
 
 
-def _renew_all(loaded: Mapping[str, Any], filled: Sequence[int]) -> tuple[int, list[str]]:
+def _renew_all(loaded: Mapping[str, Sequence[Any]], filled: Sequence[int]) -> tuple[int, list[str]]:
     """Renew the masters of all live optimizers; return how many, and the names of those that are laid out otherwise."""
     renewed, stale = 0, []
     for optimizer in _optimizers():
         own = {_name_of(parameter.name): parameter for parameter in _parameters(optimizer)}
         for name, master in optimizer._master_weights.items():
-            parameter, stepped = loaded.get(_name_of(name)), own.get(_name_of(name))
-            if parameter is None or _is_filled(_local(master), filled):
+            named, stepped = loaded.get(_name_of(name), ()), own.get(_name_of(name))
+            if not named or _is_filled(_local(master), filled):
                 continue
-            if stepped is parameter and _alike(parameter, master):
+            # Parameters of several networks may have one name.
+            parameter = next((each for each in named if each is stepped), None)
+            if parameter is not None and _alike(parameter, master):
                 renewed += _renew(_local(master), _local(parameter))
-            elif stepped is parameter or stepped is None or not _is_elsewhere(stepped, parameter):
+            elif parameter is not None or stepped is None or not all(_is_elsewhere(stepped, each) for each in named):
                 stale.append(name)
     return renewed, stale
 

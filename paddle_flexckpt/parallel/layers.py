@@ -83,11 +83,11 @@ def describe_layer(layer: Any, prefix: str) -> ShardedStateDict:
 def _name_views(layer: Any, prefix: str, sharded: ShardedStateDict) -> None:
     """Give views of a layer's parameters the parameters' names, by which optimizers find them."""
     named = dict(layer.named_parameters())
-    by_name = {parameter.name: parameter for parameter in named.values()}
+    by_name, known = {parameter.name: parameter for parameter in named.values()}, {*map(id, named.values())}
     for key, weight in sharded.items():
         tensor: Any = getattr(weight, "local_tensor", None)
         parameter = by_name.get(getattr(tensor, "name", None), named.get(key[len(prefix) :]))
-        if parameter is None or parameter is tensor or not hasattr(tensor, "_is_shared_buffer_with"):
+        if parameter is None or id(tensor) in known or not hasattr(tensor, "_is_shared_buffer_with"):
             continue
         dense = not parameter.is_dist() and parameter._is_initialized() and tensor._is_initialized()
         if not dense or tensor.dtype != parameter.dtype or tensor.size != parameter.size:

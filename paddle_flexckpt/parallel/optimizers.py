@@ -21,6 +21,8 @@ from paddle_flexckpt.parallel.slices import (
     StateTables,
     flat_shard,
     fused_tables,
+    identity,
+    is_of,
     is_small,
     parameter_name,
     shaped_view,
@@ -99,8 +101,10 @@ class OptimizerMixin:
             ValueError: The optimizer has a parameter that the model's dict has not, or a state whose shape is neither
                 its parameter's, with axes joined or split at the most, nor a single number.
         """
-        names = names_by_tensor(model_sharded_state_dict)
         wrapper = wrapper_of_optimizer(self)
+        # Stage 3 puts slices in the place of the parameters for the time of a step, and before the first one.
+        listed = getattr(wrapper, "_ori_parameter_list", self._parameter_list)
+        names = names_by_tensor(model_sharded_state_dict, parameters_in(listed))
         if wrapper is not None:
             check_experts(dict.fromkeys(names, wrapper._group), model_sharded_state_dict, names)
         trainable = [p for p in parameters_in(self._parameter_list) if not p.stop_gradient]
@@ -136,7 +140,7 @@ class LookAheadMixin:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; the number of steps is under :data:`LOOKAHEAD_STEP`."""
         import paddle
 
-        names = names_by_tensor(model_sharded_state_dict)
+        names = names_by_tensor(model_sharded_state_dict, parameters_in(self._parameter_list))
         create_accumulators(self, [p for p in parameters_in(self._parameter_list) if not p.stop_gradient], names)
         if self._global_step_var is None:  # as the first step makes it
             name = paddle.base.unique_name.generate("lookahead_step")
@@ -179,11 +183,36 @@ class LBFGSMixin:
         self.state.update({name: copied(value) for name, value in state_dict["state"].items()})
 
 
-def names_by_tensor(model: Mapping[str, ShardedWeight]) -> dict[str, list[str]]:
-    """Return structured names, sorted, by the name of the parameter behind them."""
-    names: dict[str, list[str]] = {}
+def names_by_tensor(model: Mapping[str, ShardedWeight], parameters: Iterable[Any]) -> dict[str, list[str]]:
+    """Return structured names, sorted, by the name of the parameter behind them.
+
+    Two networks that are made under ``unique_name.guard()`` have parameters of one name. So of several tensors of a
+    name only the one counts that is the optimizer's own parameter.
+
+    Args:
+        model: The model's ``sharded_state_dict()``.
+        parameters: Those of the optimizer.
+
+    Raises:
+        ValueError: Two of the optimizer's parameters have one name.
+    """
+    own: dict[str, Any] = {}
+    for parameter in parameters:
+        if own.setdefault(parameter_name(parameter.name), parameter) is not parameter:
+            raise ValueError(
+                f"two parameters of the optimizer have the name {parameter.name!r}, for which Paddle keeps one state: "
+                "each step of one changes the other's. Remedy: make all networks of an optimizer under one "
+                "unique_name.guard(), or an optimizer for each"
+            )
+    found: dict[str, list[str]] = {}
     for key in sorted(model):
-        names.setdefault(parameter_name(model[key].local_tensor.name), []).append(key)
+        found.setdefault(parameter_name(model[key].local_tensor.name), []).append(key)
+    names: dict[str, list[str]] = {}
+    for name, keys in found.items():
+        matches = {key: is_of(model[key], own[name]) if name in own else None for key in keys}
+        certain, possible = ([key for key in keys if matches[key] is match] for match in (True, None))
+        if certain or len({identity(model[key]) for key in possible}) == 1:
+            names[name] = certain or possible
     return names
 
 

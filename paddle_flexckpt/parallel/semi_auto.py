@@ -22,7 +22,12 @@ from paddle_flexckpt.parallel.optimizers import (
 )
 from paddle_flexckpt.parallel.slices import fused_tables, parameter_name
 from paddle_flexckpt.parallel.state_creation import create_states
-from paddle_flexckpt.parallel.tensor_fusion import fused_pieces, trainable_parameters, uses_tensor_fusion
+from paddle_flexckpt.parallel.tensor_fusion import (
+    fused_pieces,
+    parameters_in,
+    trainable_parameters,
+    uses_tensor_fusion,
+)
 from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, make_replicated_sharded_weight
 
 # {parameter}_fp32_master_0, {parameter}_fp32_master_0_{accumulator}_0 and {parameter}_{accumulator}_0, where the number
@@ -66,7 +71,7 @@ class ShardOptimizerMixin:
             ValueError: The optimizer has a parameter that the model's dict has not, or what its states are of cannot
                 be told.
         """
-        names = names_by_tensor(model_sharded_state_dict)
+        names = names_by_tensor(model_sharded_state_dict, parameters_in(self._param_groups))
         parameters = trainable_parameters(self._param_groups)
         require_described(parameters, names)
         create_states(self)

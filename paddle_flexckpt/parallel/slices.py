@@ -37,12 +37,21 @@ def parameter_name(name: str) -> str:
 
 def identity(weight: ShardedWeight) -> Any:
     """Return what is equal for two names of the same tensor, or for two looks at the same slice."""
-    name = getattr(weight.local_tensor, "name", None)
-    if isinstance(name, str) and name.startswith(_PREFIX):
-        return name
-    # Each look at the local value of a DistTensor is another object.
-    dist = getattr(weight, "dist_tensor", None)
-    return id(weight.local_tensor if dist is None else dist)
+    # Each look at a slice, and at the local value of a DistTensor, is another object.
+    dist, slice_of = getattr(weight, "dist_tensor", None), getattr(weight, "slice_of", None)
+    return slice_of or id(weight.local_tensor if dist is None else dist)
+
+
+def is_of(weight: ShardedWeight, parameter: Any) -> bool | None:
+    """Return whether a shard is a parameter's, and not that of another of its name; None where nothing tells."""
+    if identity(weight) == id(parameter):
+        return True
+    tensor = weight.local_tensor
+    if getattr(weight, "slice_of", None) or parameter.is_dist() or not hasattr(tensor, "data_ptr") or tensor.is_dist():
+        return False
+    if not (tensor._is_initialized() and parameter._is_initialized()):
+        return None
+    return bool(tensor.data_ptr() == parameter.data_ptr())  # a view, in another shape
 
 
 def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
@@ -78,7 +87,9 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
         parameter.status, parameter.use_count = "part", 0
     flat = _range_of(wrapper, parameter.name, weight)
     storage = storage_range(parameter.fw_storage, 0, flat.stop - flat.start, parameter.name)
-    return flat_shard(weight.key, storage, weight, flat)
+    made = flat_shard(weight.key, storage, weight, flat)
+    made.slice_of = id(parameter)
+    return made
 
 
 def flat_shard(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
@@ -319,7 +330,9 @@ def describe_fused(weight: ShardedWeight) -> ShardedWeight:
     shape = tuple(int(n) for n in parameter.shape)
     box = shape, shape, (0,) * len(shape)
     storage = _slice(buffer.data_buffer, flat, parameter.name)
-    return ShardedWeight(weight.key, storage, *box, is_flattened=True, flattened_range=flat.elements)
+    made = ShardedWeight(weight.key, storage, *box, is_flattened=True, flattened_range=flat.elements)
+    made.slice_of = id(parameter)
+    return made
 
 
 def fused_tables(optimizer: Any) -> StateTables | None:

@@ -363,3 +363,84 @@ def test_a_state_whose_elements_would_be_in_another_order_is_refused():
     moments[model.weight.name] = paddle.zeros([6, 2, 2]).transpose([1, 2, 0])
     with pytest.raises(ValueError, match=r"moment1_0' of shape \[2, 2, 6\] cannot be seen as.*strides.*Remedy"):
         optimizer.sharded_state_dict(shards)
+
+
+# -- several parameters of one name ------------------------------------------------------------------------------------
+
+
+class TwoNetworks(nn.Layer):
+    """Two networks, each made under a guard of its own, so that their parameters have the same names."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("actor", "critic"):
+            with paddle.utils.unique_name.guard():
+                setattr(self, name, nn.Linear(2, 2))
+        assert self.actor.weight.name == self.critic.weight.name
+
+
+def of_its_own(network, scale, **kwargs):
+    with paddle.utils.unique_name.guard():
+        optimizer = paddle.optimizer.AdamW(0.1, parameters=network.parameters(), **kwargs)
+    (scale * network(paddle.ones([1, 2]))).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def test_networks_of_the_same_names_have_their_own_states(tmp_path):
+    networks = TwoNetworks()
+    optimizers = {name: of_its_own(getattr(networks, name), i) for i, name in enumerate(("actor", "critic"), 1)}
+    shards = networks.sharded_state_dict()
+    state = dict(shards)
+    for name, optimizer in optimizers.items():
+        own = optimizer.sharded_state_dict(shards)
+        assert {key.split(".")[0] for key in own} == {name}
+        assert {alias for weight in own.values() for alias in weight.aliases} == set()
+        state.update(own)
+    fc.save_state_dict(state, tmp_path)
+    with paddle.no_grad():
+        for weight in state.values():
+            weight.local_tensor.zero_()
+    fc.load_state_dict(state, tmp_path, strict=True)
+    for name, optimizer in optimizers.items():
+        moment = optimizer._accumulators["moment1"][getattr(networks, name).weight.name]
+        assert float(moment[0, 0]) == pytest.approx(0.1 * (1 + (name == "critic")))
+
+
+@pytest.mark.parametrize("wrap", [lambda inner: inner, lambda inner: paddle.incubate.LookAhead(inner, k=2)])
+def test_a_manager_saves_the_states_of_the_network_that_is_stepped(tmp_path, wrap):
+    networks = TwoNetworks()
+    optimizer = wrap(of_its_own(networks.critic, 1))
+    with fc.CheckpointManager(tmp_path) as manager:
+        manager.save(1, model=networks, optimizer=optimizer)
+        (path,) = (info.path for info in fc.list_checkpoints(tmp_path))
+    states = {key for key in fc.load_merged_state_dict(path) if key.endswith("_0")}
+    assert {"critic.weight.moment1_0", "critic.bias.beta1_pow_acc_0"} <= states
+    assert {key.split(".")[0] for key in states} == {"critic"}
+
+
+def test_an_optimizer_of_another_network_of_the_same_names_is_refused():
+    networks = TwoNetworks()
+    optimizer = of_its_own(networks.critic, 1)
+    with pytest.raises(ValueError, match=r"parameters that are not in model_sharded_state_dict: \['linear_0"):
+        optimizer.sharded_state_dict(networks.actor.sharded_state_dict())
+
+
+def test_one_optimizer_for_two_parameters_of_one_name_is_refused():
+    networks = TwoNetworks()
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=networks.parameters())
+    with pytest.raises(ValueError, match="two parameters of the optimizer have the name 'linear_0.w_0'.*Remedy"):
+        optimizer.sharded_state_dict(networks.sharded_state_dict())
+
+
+def test_masters_of_networks_of_the_same_names_are_renewed(tmp_path):
+    networks = TwoNetworks().to(dtype="bfloat16")
+    optimizers = []
+    for network in (networks.actor, networks.critic):
+        optimizers.append(paddle.optimizer.AdamW(0.1, parameters=network.parameters(), multi_precision=True))
+        optimizers[-1].sharded_state_dict(network.sharded_state_dict())
+    state = networks.sharded_state_dict()
+    fc.save_state_dict({key: np.full(w.global_shape, 3, np.float32) for key, w in state.items()}, tmp_path)
+    fc.load_state_dict(state, tmp_path, dtype="cast", optimizer_states="ignore")
+    for optimizer in optimizers:
+        assert {float(master.min()) for master in optimizer._master_weights.values()} == {3.0}

@@ -175,6 +175,22 @@ def test_states_of_slices_and_of_gathered_parameters():
         other.sharded_state_dict(model)
 
 
+def test_sliced_parameters_of_one_name_are_neither_tied_nor_each_others():
+    tree = nn.Layer()
+    for name in ("one", "other"):
+        with paddle.utils.unique_name.guard():
+            tree.add_sublayer(name, nn.Linear(5, 7, bias_attr=False))
+    wrappers = [Wrapper(layer, 1, 2, 40) for layer in (tree.one, tree.other)]
+    model = tree.sharded_state_dict()
+    assert model["one.weight"].local_tensor.name == model["other.weight"].local_tensor.name
+    assert [weight.aliases for weight in model.values()] == [(), ()]
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=tree.other.parameters())
+    optimizer.update_slice = wrappers[1].slices
+    states = optimizer.sharded_state_dict(model)
+    assert {key.rpartition(".")[0] for key in states} == {"other.weight"}
+    assert {weight.aliases for weight in states.values()} == {()}
+
+
 def test_masters_that_no_step_looks_at_are_not_state():
     layer = nn.Linear(2, 3)
     optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters(), multi_precision=False)
@@ -255,7 +271,7 @@ def test_only_owned_states():
     optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
     model = layer.sharded_state_dict()
     optimizer.sharded_state_dict(model)
-    owned = describe_states(optimizer, model, names_by_tensor(model), owned={layer.bias.name})
+    owned = describe_states(optimizer, model, names_by_tensor(model, layer.parameters()), owned={layer.bias.name})
     assert {key.rpartition(".")[0] for key in owned} == {"bias"}
 
 
