@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +19,10 @@ from paddle_flexckpt.engine.transfer import quiet_loads
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from paddle_flexckpt.live.merged import check_axes
 from paddle_flexckpt.live.peers import ReshardOptions
+from paddle_flexckpt.live.replica_digests import DIGEST, Digests
 from paddle_flexckpt.live.resharder import GatheredState
-from paddle_flexckpt.live.staging import change_signs
 from paddle_flexckpt.live.targets import describe_targets
+from paddle_flexckpt.planning.comparison import Lines
 
 _CONTEXT = "cannot give whole tensors"
 _OWN = "each rank asks for its own tensors"
@@ -91,24 +91,30 @@ def full_param(
     state = GatheredState(comm, lambda: sharded_state_dict, lambda: (asked.encode("full_param"),), _CONTEXT)
     mapping: TensorMapping | None = None
     batches: list[dict[str, TensorInfo]] = []
+    owned = dict(zip(np.flatnonzero(state.catalog.rank == comm.rank).tolist(), state.tensors))
 
-    def divide() -> tuple[None, bytes]:
+    def look(rows: np.ndarray) -> np.ndarray:
+        """Return the digests of some of this rank's shards, at their places in the catalog."""
+        some = rows[state.catalog.size[rows] > 0]
+        with Digests(owned, state.catalog, Lines(some, np.zeros_like(some), state.catalog.size[some])) as digests:
+            found = np.zeros(len(state.catalog), dtype=DIGEST)
+            found[some] = np.frombuffer(digests.encode(), DIGEST)
+            return found
+
+    def divide() -> tuple[np.ndarray, bytes]:
         nonlocal mapping
         mapping = whole_mapping(asked.aoa_config, state.catalog)
         infos = tensor_infos(state.catalog, mapping)
         check_axes({key: len(info.shape) for key, info in infos.items()})
         batches.extend(_batches_of(infos, asked))
-        return None, str(len(batches)).encode()
+        return look(np.asarray([*owned], dtype=np.int64)), str(len(batches)).encode()
 
-    _, counts = comm.together(divide, _CONTEXT)
+    then, counts = comm.together(divide, _CONTEXT)
     steps = max(map(int, counts))
     batches += [{}] * (steps - len(batches))
-    stops = state.catalog.byte_length[state.catalog.rank == comm.rank]
-    look = functools.partial(change_signs, state.tensors, np.zeros_like(stops), stops)
-    signs = look()
 
-    def check() -> None:
-        if look() != signs:
+    def check(rows: np.ndarray) -> None:
+        if (look(rows)[rows] != then[rows]).any():
             text = "the state has changed since the call. Remedy: take all tensors before the next training step"
             raise ValidationError([text])
 
@@ -139,20 +145,19 @@ def _give(
     mapping: TensorMapping | None,
     batches: list[dict[str, TensorInfo]],
     asked: FullOptions,
-    check: Callable[[], None],
+    check: Callable[[np.ndarray], None],
 ) -> Iterator[tuple[str, Any]]:
     """Move batch by batch, as many on every rank, and yield what this rank receives."""
     for step, batch in enumerate(batches):
         tensors: dict[str, Any] = {}
 
         def describe(batch: dict[str, TensorInfo] = batch, tensors: dict[str, Any] = tensors) -> Targets:
-            check()
             tensors.update({name: _empty(info) for name, info in batch.items()})
             return replace(describe_targets(tensors, comm.rank), mapping=mapping)
 
         options = ReshardOptions(check_replicas=asked.check_replicas and step == 0, optimizer_states="ignore")
         with quiet_loads():
-            state.fill(describe, options, "full_param")
+            state.fill(describe, options, "full_param", check=check)
         while tensors:
             name = next(iter(tensors))
             yield name, tensors.pop(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -259,9 +259,11 @@ class MemoryPeers(Peers):
 
     Attributes:
         readable: The shards, of whose replicas any may be read; known when replicas are compared.
+        check: What looks at this rank's rows that are read, before they are, or raises.
     """
 
     readable: CheckedSources | None
+    check: Callable[[np.ndarray], None] | None = None
 
     def __init__(
         self,
@@ -328,7 +330,11 @@ class MemoryPeers(Peers):
     def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
         """Plan this rank's part of the exchange, from what is there."""
         self.rows = self.catalog
-        return plan_rank(self.matcher(), targets, task, self._comm.rank)
+        plan = plan_rank(self.matcher(), targets, task, self._comm.rank)
+        if self.check is not None:
+            given = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
+            self.check(np.unique(np.concatenate(given)))
+        return plan
 
     def matcher(self) -> ShardMatcher:
         """Return what finds the shards to read; replicas have been compared."""

@@ -98,10 +98,11 @@ class Digests:
     def _by_sums(self) -> np.ndarray:
         return self._found["of_device"] != 0
 
-    def encode(self, written: Checksums | None = None) -> bytes:
+    def encode(self, written: Checksums | np.ndarray | None = None) -> bytes:
         """Return the digests of the lines, for the other ranks.
 
-        ``written`` has the block checksums of this rank's items, at least of those of :attr:`written`.
+        ``written`` has the block checksums of this rank's items, at least of those of :attr:`written`; or a digest of
+        each item.
         """
         lines, digest = self._lines, self._found["digest"]
         factors: dict[str, Any] = {}
@@ -111,8 +112,10 @@ class Digests:
         for line in self._elsewhere.tolist():
             blocks = _blocks(self._tensors[line], int(lines.start[line]), int(lines.stop[line]))
             digest[line] = _of_blocks(np.asarray(hash_blocks(blocks), dtype=np.uint64))
-        if written is not None:
+        if isinstance(written, Checksums):
             digest[self._written] = _of_items(written, self._item)
+        elif written is not None:
+            digest[self._written] = written[self._item]
         if self._hashing is not None:
             hashed = np.asarray(self._hashing.result(), dtype=np.uint64)
             checksums = Checksums.of_items(hashed, self._lengths)

@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
+
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.engine.agreement import BRIEF_RUN, check_calls, check_coordinator, check_heads
@@ -264,14 +266,19 @@ class GatheredState:
         options: ReshardOptions,
         call: str,
         readable: CheckedSources | None = None,
+        check: Callable[[np.ndarray], None] | None = None,
     ) -> LoadReport:
         """Fill targets of all ranks; ``describe`` gives this rank's, or raises. Every rank calls this.
+
+        ``check`` looks at those rows of the catalog that this rank gives, or raises.
 
         Raises:
             ValidationError: The two sides do not fit; no target was changed.
             CheckpointError: A rank failed during the exchange.
         """
-        return Transfer(self._comm, self.peers(options, readable), describe, options, call, self._context).run()
+        peers = self.peers(options, readable)
+        peers.check = check
+        return Transfer(self._comm, peers, describe, options, call, self._context).run()
 
 
 def brief_run(number: bytes, unchanged: bool, address: bytes) -> bytes:

@@ -118,9 +118,10 @@ class SaveOptions(ProgressOptions):
             survives the loss of any one node.
         staging_bytes: With ``async_save``: take no more memory for the copy, 64 MiB at least. A share that is larger
             goes through it in waves: the writer writes while the call copies, which returns after the last copy.
-        slice_bytes: With ``async_save``: the call copies nothing and returns a SlicedSave. Its ``stage_next()`` copies
-            at most so many bytes, between micro-steps; ``finish_staging()``, before ``optimizer.step()``, copies what
-            is left. The state must not change until then. Ranks may have slices of different sizes.
+        slice_bytes: With ``async_save``: the call reads this rank's share, copies tensors of up to 64 KiB, and returns
+            a SlicedSave. Its ``stage_next()`` copies at most so many bytes, between micro-steps;
+            ``finish_staging()``, before ``optimizer.step()``, copies what is left. The larger tensors must not change
+            until then. Ranks may have slices of different sizes.
     """
 
     coordinator_rank: int = 0

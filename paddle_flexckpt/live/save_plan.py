@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError
+from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, dtype_of
 from paddle_flexckpt.catalog.findings import raise_findings
 from paddle_flexckpt.catalog.key_rows import KeyRows
 from paddle_flexckpt.catalog.wire import join_by_position, split_by_position
@@ -25,8 +25,9 @@ from paddle_flexckpt.live.dealing import NO_ITEMS, Dealt, deal, take
 from paddle_flexckpt.live.device_bytes import ALIGNMENT, DeviceBytes
 from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.live.planners import Planners, decode_findings
+from paddle_flexckpt.live.replica_digests import DIGEST, Digests
 from paddle_flexckpt.live.replicas import Replicas
-from paddle_flexckpt.live.staging import Source, change_signs
+from paddle_flexckpt.live.staging import Source
 from paddle_flexckpt.live.tensor_memory import device_of, host_bytes
 from paddle_flexckpt.live.tensors import HostTensor
 from paddle_flexckpt.native.checksums import Checksums
@@ -339,7 +340,25 @@ class Share:
                 else:
                     yield DeviceMemory(tensor), start, stop - start
 
-    def signs(self) -> list[tuple[int, bytes]]:
-        """Return for each item what a change of its tensor would mostly show in, at little cost."""
+    def digests(self, staged: np.ndarray | None = None) -> np.ndarray:
+        """Return a digest of each item, to notice any change of its bytes.
+
+        ``staged`` has the copies of all items: that of one that was in host memory is looked at instead of its tensor.
+        A device looks at its own memory; whether somebody has written there, and taken it back, says Paddle's counter.
+        """
+        sizes, some = self.items.size, np.flatnonzero(self.items.size)
         tensors = [self._tensors[row] for row in self._rows.tolist()]
-        return change_signs(tensors, self._starts, self._stops)
+        on_device = np.asarray([bool(self.devices) and device_of(tensor) is not None for tensor in tensors], dtype=bool)
+        starts = self._starts // self.items.itemsize
+        if staged is not None:
+            ends = self.items.byte_length.cumsum().tolist()
+            for i in np.flatnonzero(~on_device).tolist():
+                dtype = dtype_of(self.items.dtype_name(i)).numpy
+                tensors[i] = staged[ends[i] - int(self.items.byte_length[i]) : ends[i]].view(dtype)
+            starts = np.where(on_device, starts, 0)
+        found = np.zeros(len(sizes), dtype=[("digest", "<u8"), ("writes", "<i8")])
+        lines = Lines(some, starts[some], (starts + sizes)[some])
+        with Digests(dict(enumerate(tensors)), self.items, lines) as digests:
+            found["digest"][some] = np.frombuffer(digests.encode(), DIGEST)["digest"]
+        found["writes"][on_device] = [tensors[i].inplace_version for i in np.flatnonzero(on_device).tolist()]
+        return found

@@ -174,8 +174,9 @@ class Save:
         self._begin = time.perf_counter()
         self._waited = 0.0
         self._told: Mapping[int, bytes] = {}
-        # Of a save in slices: its handle, and the seconds that the caller spent elsewhere.
+        # Of a save in slices: its handle, the digests of the call, and the seconds that the caller spent elsewhere.
         self._handle: SaveHandle | None = None
+        self._found: bytes | None = None
         self._elsewhere = 0.0
         self._per_node = options.storage == "per_node"
         self._context = "cannot save to the nodes' directories" if self._per_node else f"cannot save to {shown(path)}"
@@ -214,9 +215,15 @@ class Save:
             raise
 
     def slice(self) -> SlicedSave:
-        """Take memory for this rank's share, and return a handle that stages it in slices. One collective."""
+        """Look at this rank's share as it is now, and return a handle that stages it in slices. One collective."""
         staging = cast("BackgroundSave", self.destination)
-        self._comm.together(lambda: (staging.open_staging(self._share, is_sliced=True), b""), self._context)
+
+        def begin() -> tuple[None, bytes]:
+            with self._digests() as digests:
+                self._found = digests.encode(staging.begin_slices(self._share))
+            return None, b""
+
+        self._comm.together(begin, self._context)
         self._kept = self._stack.pop_all()
         handle = SlicedSave(staging.directory.path, staging.names.unique_id, self)
         staging.keep(handle)
@@ -359,6 +366,11 @@ class Save:
         self._share = Share(plan, file, state.tensors, options.step, self._devices, options.progress)
         self._planned = time.perf_counter()
 
+    def _digests(self) -> Digests:
+        plan, state = self._plan, self._state
+        held, by_device = dict(enumerate(state.tensors)), plan.by_device or None
+        return Digests(held, state.catalog, plan.all_lines, by_device, plan.written)
+
     def write(self) -> tuple[SaveReport, list[bytes]]:
         """Write this rank's share, and compare replicas; return the report so far, and what the commit needs.
 
@@ -372,10 +384,13 @@ class Save:
 
         def work() -> tuple[bytes, dict[int, bytes], Mapping[int, bytes]]:
             begin = time.perf_counter()
-            held, by_device = dict(enumerate(state.tensors)), plan.by_device or None
-            with Digests(held, state.catalog, plan.all_lines, by_device, plan.written) as digests:
-                part, checksums, rows = self.destination.write(self._share, digests.written)
-                found = memoryview(digests.encode(checksums))
+            if self._found is None:
+                with self._digests() as digests:
+                    part, checksums, rows = self.destination.write(self._share, digests.written)
+                    found = memoryview(digests.encode(checksums))
+            else:
+                found = memoryview(self._found)
+                part, checksums, rows = self.destination.write(self._share, np.zeros(len(plan.items), dtype=bool))
             ends = np.cumsum([len(lines) * DIGEST.itemsize for lines in plan.lines.values()]).tolist()
             spans = zip(plan.lines, [0, *ends], ends)
             own = {planner: bytes(found[low:high]) for planner, low, high in spans}

@@ -21,7 +21,7 @@ from paddle_flexckpt.live.page_lock import lock_pages
 from paddle_flexckpt.live.partition_writers import PartitionWriter
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.save_plan import Share, Written
-from paddle_flexckpt.live.staging import Staging, blocks_of
+from paddle_flexckpt.live.staging import SMALL_BYTES, Staging, blocks_of
 from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.native.checksums import Checksums, hash_block
 from paddle_flexckpt.native.directory import SaveNames
@@ -191,8 +191,10 @@ class BackgroundSave(SharedSave):
         self._slot = slot
         self._presences: tuple[tuple[str, ...], ...] = ()
         self._staging: Staging | None = None
-        # What would show that the state has changed since, while it is staged in slices; and what went wrong with one.
-        self._signs: list[tuple[int, bytes]] | None = None
+        # Of a save in slices: its memory, what the items were at the call, and what went wrong with a slice.
+        self._space: np.ndarray = np.empty(0, dtype=np.uint8)
+        self._then: np.ndarray = self._space
+        self._small = min(SMALL_BYTES, self._options.slice_bytes or 0)
         self._failure: Exception | None = None
 
     def begin(self) -> tuple[SaveNames | None, bytes]:
@@ -222,13 +224,18 @@ class BackgroundSave(SharedSave):
             presences=self._presences,
         )
 
-    def open_staging(self, share: Share, is_sliced: bool) -> Staging:
+    def _open_staging(self, share: Share) -> Staging:
         """Take memory for this rank's data, where the writer finds it; nothing is copied yet."""
-        space = self._slot.stage(self._job(share), _page_lock(share))
-        self._staging = Staging(share.sources(), space, share.devices[0] if self._slot.is_locked else None)
-        if is_sliced:
-            self._signs = share.signs()
-        return self._staging
+        self._space = self._slot.stage(self._job(share), _page_lock(share))
+        return Staging(share.sources(), self._space, share.devices[0] if self._slot.is_locked else None)
+
+    def begin_slices(self, share: Share) -> np.ndarray:
+        """Take memory for this rank's data, copy what is small, and return a digest of each item as it is now."""
+        self._staging = self._open_staging(share)
+        self._staging.begin(share.sources(), self._small)
+        self._then = share.digests()
+        digests: np.ndarray = self._then["digest"]
+        return digests
 
     def keep(self, handle: SaveHandle) -> None:
         """Keep the handle of a save in slices with the writer, which knows of it then, whoever forgets it."""
@@ -258,14 +265,15 @@ class BackgroundSave(SharedSave):
         if self._options.staging_bytes is not None and lengths.sum() > self._options.staging_bytes:
             checksums = self._write_in_waves(share, self._options.staging_bytes, spans)
         else:
-            checksums = (self._staging or self.open_staging(share, is_sliced=False)).finish(spans)
-        if self._signs is not None:
-            changed = [i for i, (then, now) in enumerate(zip(self._signs, share.signs())) if then != now]
-            if changed:
-                key, rest = share.items.key_name(changed[0]), f" and {len(changed) - 1} more" if changed[1:] else ""
+            checksums = (self._staging or self._open_staging(share)).finish(spans)
+        if self._staging is not None:
+            changed = np.flatnonzero((self._then != share.digests(self._space)) & (lengths > self._small))
+            if len(changed):
+                rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
                 raise ValidationError(
-                    f"{key!r}{rest} changed while the save was staged in slices. Remedy: call finish_staging() before "
-                    "optimizer.step(), or have finish_before(optimizer) do so"
+                    f"{share.items.key_name(changed[0])!r}{rest} changed while the save was staged in slices. Remedy: "
+                    "call finish_staging() before optimizer.step(), or have finish_before(optimizer) do so; where "
+                    "something else changes it, as the forward pass a buffer, save without slice_bytes"
                 )
         sums = np.asarray(checksums, dtype=np.uint64)
         return Written(b"", Checksums.of_items(sums, np.where(hashed, lengths, 0)))

@@ -30,7 +30,8 @@ class OpenSave(Protocol):
 class SlicedSave(SaveHandle):
     """Stage an asynchronous save in slices, then follow it as any other.
 
-    The state must not change before :meth:`finish_staging` has returned: it is what it was when the save was asked for.
+    The checkpoint is the state of the call. Tensors of more than 64 KiB, or of more than a slice, must not change
+    before :meth:`finish_staging` has returned.
     """
 
     def __init__(self, path: str, unique_id: int, save: OpenSave) -> None:

@@ -6,13 +6,12 @@ Tested in tests/device/test_slices.py and tests/background/test_slices.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Union
 
 import numpy as np
 
 from paddle_flexckpt.live.device_memory import DeviceMemory, current_device
-from paddle_flexckpt.live.tensor_memory import device_of, host_memory, is_contiguous
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
 
 # Where an item's bytes are, the first of them there, and how many they are; host memory is uint8.
@@ -21,29 +20,9 @@ Source = tuple[Union[np.ndarray, DeviceMemory], int, int]
 _UNIT = 16
 
 
-# Of so many tensors so many bytes are compared, to notice that a state changes meanwhile.
-_SAMPLES, _SAMPLE_BYTES = 32, 4096
-
-
-def change_signs(tensors: Sequence[Any], starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, bytes]]:
-    """Return for each tensor what a change of it would mostly show in, at little cost.
-
-    That is the counter of changes in place, which optimizers leave as it is, and the first bytes of some: those of
-    which most is taken, from the byte ``start`` to the byte ``stop``, and others.
-    """
-    signs = [(getattr(tensor, "inplace_version", 0), b"") for tensor in tensors]
-    some = np.linspace(0, len(signs) - 1, _SAMPLES).astype(int).tolist() if signs else ()
-    for i in {*some, *(stops - starts).argsort()[-1:].tolist()}:
-        tensor, start = tensors[i], int(starts[i])
-        sample = np.empty(min(_SAMPLE_BYTES, int(stops[i]) - start), dtype=np.uint8)
-        if not is_contiguous(tensor):
-            continue
-        if device_of(tensor) is None:
-            sample[...] = host_memory(tensor).view(np.uint8)[start : start + len(sample)]
-        else:
-            DeviceMemory(tensor).read_into(start, sample)
-        signs[i] = signs[i][0], sample.tobytes()
-    return signs
+# Of a save in slices items of at most so many bytes, and at most a slice, are copied in the call, all of them. Running
+# statistics are among them, which every forward pass changes.
+SMALL_BYTES = 64 << 10
 
 
 def blocks_of(items: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -64,6 +43,9 @@ class Staging:
         """Take the items, uint8 memory of their size, and the device of which the memory is page-locked, if any."""
         self._sources, self._space, self._device = iter(sources), space, device
         self._source: Source | None = None
+        self._is_there = False
+        # Items of so many bytes are there already.
+        self._small = -1
         self._position = 0
         self._stream: Any = None
 
@@ -71,6 +53,14 @@ class Staging:
     def is_done(self) -> bool:
         """Return whether all items are copied, or being copied."""
         return self._position == len(self._space)
+
+    def begin(self, sources: Iterable[Source], small: int) -> None:
+        """Copy items of so many bytes of these, which are the sources once more, before all others; wait for them."""
+        position, self._small = 0, small
+        for memory, start, count in sources:
+            if count <= small:
+                _copy_bytes(memory, start, self._space[position : position + count], wait=True)
+            position += count
 
     def advance(self, nbytes: int) -> None:
         """Copy so many bytes more, or what is left; they may still be on their way when this returns."""
@@ -103,20 +93,19 @@ class Staging:
     def _copy_to(self, space: np.ndarray, unit: int, wait: bool) -> int:
         position = 0
         while position < len(space):
-            self._source = self._source or next(self._sources, None)
             if self._source is None:
-                break
+                self._source = next(self._sources, None)
+                if self._source is None:
+                    break
+                self._is_there = self._source[2] <= self._small
             memory, start, left = self._source
             count = min(left, len(space) - position)
             if count < left:
                 count -= count % unit
                 if not count:
                     break
-            target = space[position : position + count]
-            if isinstance(memory, np.ndarray):
-                target[...] = memory[start : start + count]
-            elif count:
-                memory.read_into(start, target, wait)
+            if not self._is_there:
+                _copy_bytes(memory, start, space[position : position + count], wait)
             position += count
             self._source = (memory, start + count, left - count) if count < left else None
         return position
@@ -133,3 +122,10 @@ class Staging:
                 self._stream = paddle.device.Stream(self._device)
             with paddle.device.stream_guard(self._stream):
                 yield
+
+
+def _copy_bytes(memory: np.ndarray | DeviceMemory, start: int, target: np.ndarray, wait: bool) -> None:
+    if isinstance(memory, np.ndarray):
+        target[...] = memory[start : start + len(target)]
+    elif len(target):
+        memory.read_into(start, target, wait)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import numpy as np
+import paddle
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.sliced_saves import SlicedSave
 from paddle_flexckpt.live.staging import Staging
@@ -90,7 +92,7 @@ def test_a_change_meanwhile_is_an_error_on_every_rank_and_nothing_is_saved(tmp_p
     both = [writers(), writers()]
 
     def job(comm):
-        own = shards(comm.position, 2, 1, rows=1000)
+        own = shards(comm.position, 2, 1, rows=10000)
         handle = save_state_dict(own, tmp_path, comm, async_save=both[comm.position], slice_bytes=SLICE)
         handle.stage_next()
         if comm.position:
@@ -116,6 +118,78 @@ def test_a_change_meanwhile_is_an_error_on_every_rank_and_nothing_is_saved(tmp_p
         ).result(PATIENCE_SECONDS)
     )
     assert load_shards(tmp_path, 2) == 2
+
+
+def large(shape=(1 << 17,)):
+    return np.zeros(shape, dtype=np.float32)
+
+
+def embedding():
+    return paddle.nn.Embedding(1 << 12, 32, sparse=True)
+
+
+def sparse_step(layer):
+    """A step of SGD by a sparse gradient: it writes one row, the last, and counts nothing."""
+    layer(paddle.to_tensor([(1 << 12) - 1])).sum().backward()
+    paddle.optimizer.SGD(learning_rate=1.0, parameters=layer.parameters()).step()
+
+
+def there_and_back(array, handle):
+    array += 1
+    for _ in range(200):
+        handle.stage_next()
+    array -= 1
+
+
+CHANGES = {
+    "one element of an array": (large, lambda array, _: array.__setitem__(99999, 1)),
+    "an array that is not contiguous": (lambda: large((512, 256)).T, lambda array, _: array.__setitem__((7, 500), 1)),
+    "an array, while a slice was copied": (large, there_and_back),
+    "a row of a sparse embedding": (embedding, lambda layer, _: sparse_step(layer)),
+    "large running statistics": (
+        lambda: paddle.nn.BatchNorm1D(1 << 15),
+        lambda layer, _: layer(paddle.ones([2, 1 << 15])),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_any_change_meanwhile_is_noticed(tmp_path, writers, name):
+    make, change = CHANGES[name]
+    thing = make()
+    tensors = {"w": thing} if isinstance(thing, np.ndarray) else thing.state_dict()
+    # Its first slices are of another tensor: this one is not copied yet.
+    tensors = {"a": large(), **tensors}
+    handle = save_state_dict(tensors, tmp_path, SOLO, async_save=writers(), slice_bytes=SLICE)
+    handle.stage_next()
+    change(thing, handle)
+    with pytest.raises(ValidationError, match="changed while the save was staged in slices.* save without slice_bytes"):
+        handle.finish_staging()
+    assert not list(tmp_path.glob("*.manifest"))
+
+
+def test_running_statistics_are_those_of_the_call(tmp_path, writers):
+    """They are small, and every forward pass changes them: on all ranks, which compare them."""
+    both = [writers(), writers()]
+
+    def job(comm):
+        layer, counter = paddle.nn.BatchNorm1D(64), np.zeros(3, dtype=np.int64)
+        own = {**layer.state_dict(), "counter": counter, **shards(comm.position, 2, 1, rows=10000)}
+        was = {key: np.array(own[key]) for key in ("_mean", "_variance", "counter")}
+        handle = save_state_dict(own, tmp_path, comm, async_save=both[comm.position], slice_bytes=SLICE)
+        layer(paddle.arange(128, dtype="float32").reshape([2, 64]))
+        counter += 1
+        handle.stage_next()
+        handle.finish_staging().result(PATIENCE_SECONDS)
+        assert (layer._mean.numpy() != was["_mean"]).any()
+        return was
+
+    was, _ = SimulatedWorld(2).run(job)
+    found = {key: np.empty_like(value) for key, value in was.items()}
+    load_state_dict(found, tmp_path, SOLO)
+    for key, value in was.items():
+        assert found[key].tobytes() == value.tobytes(), key
+    assert load_shards(tmp_path, 2, rows=10000) == 1
 
 
 def test_what_fails_in_a_slice_is_raised_on_every_rank_when_they_meet(tmp_path, writers, monkeypatch):

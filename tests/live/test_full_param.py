@@ -108,3 +108,28 @@ def test_what_does_not_fit_is_an_error_on_every_rank_at_the_call(values, options
 def test_an_option_that_there_is_not_is_an_error(values):
     with pytest.raises(TypeError, match="splits"):
         full_param(values, splits=2)
+
+
+CHANGES = {
+    "a buffer in the forward pass": (lambda: paddle.nn.BatchNorm1D(4), lambda layer: layer(paddle.ones([3, 4]))),
+    "an array": (lambda: np.zeros(70000, np.float32), lambda array: array.__setitem__(69999, 1)),
+    "an element far behind": (
+        lambda: paddle.nn.Embedding(4096, 64, sparse=True),
+        lambda layer: (
+            layer(paddle.to_tensor([4095])).sum().backward(),
+            paddle.optimizer.SGD(1.0, parameters=layer.parameters()).step(),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_any_change_meanwhile_is_noticed(name):
+    make, change = CHANGES[name]
+    thing = make()
+    state = {"z": thing} if isinstance(thing, np.ndarray) else {"z." + k: v for k, v in thing.state_dict().items()}
+    tensors = full_param({"a": paddle.zeros([3]), **state}, memory_growth_threshold=1)
+    assert next(tensors)[0] == "a"
+    change(thing)
+    with pytest.raises(ValidationError, match="changed since the call"):
+        list(tensors)
