@@ -177,14 +177,17 @@ class StepDirectories:
         """Return steps by a metric, the best one first, and those that are damaged; errors as of :meth:`order`."""
         if best is None:
             raise ValidationError(
-                ["which checkpoint is the best is not said. Remedy: give the manager a KeepBest, or name the metric"]
+                [
+                    "no metric says which checkpoint is the best. "
+                    "Remedy: restore the step that best_step(metric=...) returns"
+                ]
             )
         records, damaged = self.records()
         if damaged and not fallback:
             raise CorruptCheckpointError(
                 "the best checkpoint cannot be told, as some are damaged: "
                 + "; ".join(f"step {step}: {why}" for step, why in damaged.items())
-                + ". Remedy: name a step, or remove the damaged directories"
+                + ". Remedy: name a step; or repair the damaged ones, or move them out of this directory"
             )
         return best_first(records, best.metric, best.mode), damaged
 
@@ -202,8 +205,8 @@ class StepDirectories:
             return
         if not replace:
             raise ValidationError(
-                f"there is a checkpoint of step {step} in {directory.path}. Remedy: overwrite=True replaces it, as "
-                "soon as the new one is complete"
+                f"there is a checkpoint of step {step} in {directory.path}. Remedy: give another run its own "
+                "directory; or, to lose that checkpoint, overwrite=True replaces it as soon as the new one is complete"
             )
         self._root.remove(page_of(step))  # it is not of the new one
 

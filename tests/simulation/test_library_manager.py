@@ -510,7 +510,7 @@ def test_names_that_lead_astray():
                     restore(world, manager, comm, 5)
                 with pytest.raises(ValidationError, match="step has to be an integer >= 0; got '3'"):
                     restore(world, manager, comm, "3")
-                with pytest.raises(ValidationError, match="Remedy: give the manager a KeepBest, or name the metric"):
+                with pytest.raises(ValidationError, match="Remedy: restore the step that best_step"):
                     manager.best_step()
                 save(world, manager, comm, 8)
                 # The first by time is kept, multiples, the last; of what is not what its name says nobody knows.

@@ -1,0 +1,121 @@
+"""Remedies of the manager of a run's checkpoints, each provoked and followed."""
+
+from __future__ import annotations
+
+import numpy as np
+import paddle
+import pytest
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.remedies.following import provoked
+
+A = np.arange(6, dtype=np.float32)
+
+
+def restored(manager, **options) -> tuple[int, list]:
+    target = np.zeros_like(A)
+    report = manager.restore(state={"a": target}, **options)
+    return report.step, target.tolist()
+
+
+@pytest.fixture
+def manager(tmp_path):
+    with fc.CheckpointManager(tmp_path / "run") as manager:
+        yield manager
+
+
+def test_an_optimizer_comes_with_its_model(manager):
+    model = paddle.nn.Linear(2, 2)
+    optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+    with provoked("manager/contents.py", "give model= as well"):
+        manager.save(1, optimizer=optimizer, state={"a": A})
+    manager.save(1, model=model, optimizer=optimizer)
+    before = model.weight.numpy().tolist()
+    model.weight.set_value(model.weight * 0)
+    manager.restore(model=model, optimizer=optimizer)
+    assert model.weight.numpy().tolist() == before
+
+
+def test_a_model_that_is_no_layer_is_described(manager):
+    with provoked("manager/contents.py", "paddle.nn.Layer, or describe the shards yourself and give state="):
+        manager.save(1, model={"a": A})
+    manager.save(1, state={"a": A})
+    assert restored(manager) == (1, A.tolist())
+
+
+def test_a_name_that_the_manager_saves_itself(manager):
+    model = paddle.nn.Linear(2, 2)
+    with provoked("manager/contents.py", "rename it, or leave it out: the manager saves all of these itself"):
+        manager.save(1, model=model, state={"weight": A})
+    manager.save(1, model=model, state={"own_weight": A})
+    manager.save(2, model=model)
+    target = {"own_weight": np.zeros_like(A)}
+    manager.restore(1, model=model, state=target)
+    assert target["own_weight"].tolist() == A.tolist()
+    assert manager.restore(2, model=model).step == 2
+
+
+def test_metrics_are_those_of_all_ranks(tmp_path):
+    def save(comm, loss):
+        with fc.CheckpointManager(tmp_path, process_group=comm, preemption_signals=()) as manager:
+            manager.save(1, state={"a": A}, metrics={"loss": loss})
+            return manager.best_step("loss")
+
+    with provoked("manager/contents.py", "make it one number first, with all_reduce"):
+        SimulatedWorld(2).run(lambda comm: save(comm, float(comm.rank)))
+    assert SimulatedWorld(2).run(lambda comm: save(comm, 0.5)) == [1, 1]
+
+
+def test_a_step_that_is_there_is_replaced_if_asked(manager, tmp_path):
+    manager.save(1, state={"a": A})
+    with provoked("manager/steps.py", "to lose that checkpoint, overwrite=True replaces it as soon as the new one is"):
+        manager.save(1, state={"a": A + 1})
+    assert restored(manager) == (1, A.tolist())
+    with fc.CheckpointManager(tmp_path / "other") as other:
+        other.save(1, state={"a": A + 1})
+        assert restored(other) == (1, (A + 1).tolist())
+    manager.save(1, state={"a": A + 1}, overwrite=True)
+    assert restored(manager) == (1, (A + 1).tolist())
+
+
+def test_a_directory_of_a_step_that_was_renamed(manager, tmp_path):
+    manager.save(1, state={"a": A})
+    (tmp_path / "run" / "step_00000001").rename(tmp_path / "run" / "step_00000005")
+    with provoked("manager/restore.py", "give it its own name back, or load it with load_state_dict"):
+        restored(manager)
+    target = {"a": np.zeros_like(A)}
+    fc.load_state_dict(target, tmp_path / "run" / "step_00000005")
+    assert target["a"].tolist() == A.tolist()
+    (tmp_path / "run" / "step_00000005").rename(tmp_path / "run" / "step_00000001")
+    assert restored(manager) == (1, A.tolist())
+
+
+def test_the_best_needs_a_metric(manager):
+    """A manager with a KeepBest would remove the others with its next save, so no remedy advises one."""
+    for step, loss in ((1, 0.5), (2, 0.75)):
+        manager.save(step, state={"a": A + step}, metrics={"loss": loss})
+    for call in (manager.best_step, lambda: restored(manager, step="best")):
+        with provoked("manager/steps.py", "restore the step that best_step(metric=...) returns"):
+            call()
+    assert restored(manager, step=manager.best_step(metric="loss")) == (1, (A + 1).tolist())
+    manager.save(3, state={"a": A})
+    assert manager.all_steps() == [1, 2, 3]
+
+
+def test_the_best_cannot_be_told_beside_a_damaged_one(manager, tmp_path):
+    for step, loss in ((1, 0.5), (2, 0.75)):
+        manager.save(step, state={"a": A + step}, metrics={"loss": loss})
+    damaged = tmp_path / "run" / "step_00000002"
+    (manifest,) = damaged.glob("*.manifest")
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:-9])
+    with provoked("manager/steps.py", "name a step; or repair the damaged ones, or move them out of this directory"):
+        manager.best_step("loss")
+    assert restored(manager, step=1) == (1, (A + 1).tolist())
+    damaged.rename(tmp_path / "aside")
+    assert manager.best_step("loss") == 1
+    (tmp_path / "aside").rename(damaged)
+    fc.repair_manifest(damaged, 0, overwrite=True)
+    assert manager.best_step("loss") == 1
+    assert restored(manager, step=2) == (2, (A + 2).tolist())
