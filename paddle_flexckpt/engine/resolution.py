@@ -27,6 +27,8 @@ from paddle_flexckpt.engine.targets import Targets
 
 _HALVES = frozenset({"float16", "bfloat16"})
 _MASTER = ".w_0"
+_PARAMETER_REMEDY = 'load with master_weights="convert", by which a master that is missing starts from its parameter'
+_MASTER_REMEDY = 'load with master_weights="convert", by which a float32 parameter comes from its master'
 
 # How a target is filled: from the source key of its own name, of a tied parameter's, or of one that Paddle gives it
 # elsewhere; a master weight from its parameter or the other way round; as a statement says; not at all.
@@ -331,7 +333,11 @@ class _Resolver:
         how = OWN if name == key else MASTER if master else RAW_NAME if key in self.compatible.names else ALIAS
         alias = name if name != key and not master else ""
         number = self._index[name]
-        cast, problem = fit(self._catalog, row, self._stored(row, number), bool(master) or self._casts)
+        given = self._stored(row, number)
+        cast, problem = fit(self._catalog, row, given, bool(master) or self._casts)
+        if problem is not None and not (master or self._casts) and self._other(row, name) is not None:
+            same_shape = given.shape == self._catalog.unpadded(row, self._catalog.global_shape)
+            problem = replace(problem, remedy=_MASTER_REMEDY) if same_shape else problem
         problem = self._of_codes(row, name) or problem
         resolved = Resolved(how, name, alias, cast, master or "", problem=problem)
         return resolved if problem else self._in_order(resolved, row, number)
@@ -382,14 +388,18 @@ class _Resolver:
         return bool(self._catalog.shape[row, -1] != self._source.shape[self._first_row[number], -1])
 
     def _master(self, row: int, found: str | None) -> str | None:
-        """Return the source key to convert from, where that is allowed: a master's parameter, or the other way round.
+        """Return the source key to convert from, where that is allowed."""
+        return None if self._options.master_weights == "exact" else self._other(row, found)
+
+    def _other(self, row: int, found: str | None) -> str | None:
+        """Return the source key of a master's parameter, or the other way round, from which a target may be converted.
 
         Args:
             row: The target.
             found: The source key of its name.
         """
         key = self._catalog.keys[row]
-        if self._options.master_weights == "exact" or (self._mapping is not None and key in self._mapping.unfed):
+        if self._mapping is not None and key in self._mapping.unfed:
             return None
         if found is None:
             candidates = (key, *self._targets.aliases[row])
@@ -410,6 +420,8 @@ class _Resolver:
             why = self._mapping.provenance.get(key, removed)
             # A reason that knows what to do says it.
             remedy = "add a statement that makes it, or load with strict=False to leave this target as it is"
+            if key.endswith(_MASTER) and key[: -len(_MASTER)] in {*self._defined, *self._index}:
+                remedy = _PARAMETER_REMEDY
             return Problem("nothing feeds a target", **where, got=why, remedy=None if "Remedy:" in why else remedy)
         tail = key.rsplit(".", 2)[-2:]
         alike = [name for name in names if name.rsplit(".", 2)[-2:] == tail][:3]
@@ -417,7 +429,9 @@ class _Resolver:
         if key in compatible.taken:
             got += f"; what might be meant is taken by target {compatible.taken[key]!r}"
         remedy = "correct the name, or load with strict=False to leave this target as it is"
-        if key in compatible.lost_by_raw_name:
+        if self._other(row, None) is not None:
+            remedy = _PARAMETER_REMEDY
+        elif key in compatible.lost_by_raw_name:
             # One side names states after parameters as Paddle counts them, and the other counts others.
             remedy = f"give its name by an AOA statement (plain_state_statements() makes them); or {remedy}"
         else:

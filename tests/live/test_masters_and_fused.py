@@ -8,6 +8,7 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.remedies.following import provoked
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 VALUES = np.linspace(-1, 1, 12, dtype=np.float32).reshape(3, 4)
@@ -24,8 +25,10 @@ def save(path, **tensors):
 def test_masters_start_from_the_parameters_where_the_checkpoint_has_none(tmp_path):
     save(tmp_path, w=VALUES.astype(BF16))
     target = {"w": np.zeros((3, 4), BF16), "w.w_0": np.zeros((3, 4), np.float32)}
-    with pytest.raises(fc.ValidationError, match=r"the source has no such key \(key 'w.w_0'"):
+    with provoked("engine/resolution.py", "by which a master that is missing starts from its parameter") as caught:
         fc.load_state_dict(target, tmp_path, solo())
+    assert "the source has no such key (key 'w.w_0'" in str(caught.value)
+    assert "strict" not in str(caught.value), "a master that is left as it is undoes the load of its parameter"
     report = fc.load_state_dict(target, tmp_path, solo(), strict=True, master_weights="convert")
     assert report.masters == {"w.w_0": "w"}
     assert (target["w.w_0"] == VALUES.astype(BF16).astype(np.float32)).all()
@@ -35,11 +38,32 @@ def test_masters_start_from_the_parameters_where_the_checkpoint_has_none(tmp_pat
 def test_a_float32_parameter_comes_from_its_master(tmp_path):
     save(tmp_path, w=VALUES.astype(BF16), w__w_0=VALUES)
     target = {"w": np.zeros((3, 4), np.float32)}
-    with pytest.raises(fc.ValidationError, match="dtypes differ"):
+    with provoked("engine/resolution.py", "by which a float32 parameter comes from its master") as caught:
         fc.load_state_dict(target, tmp_path, solo())
+    assert "dtypes differ" in str(caught.value)
     report = fc.load_state_dict(target, tmp_path, solo(), strict=True, master_weights="convert")
     assert report.masters == {"w": "w.w_0"}
     assert target["w"].tobytes() == VALUES.tobytes()  # exact, where a cast of the parameter would have lost bits
+
+
+@pytest.mark.parametrize("statements", [None, ["w -> v"]])
+@pytest.mark.parametrize("half", [BF16, np.dtype(np.float16)])
+def test_single_precision_goes_into_halves_with_masters_as_the_errors_say(move, statements, half):
+    """Their remedies lead there one after the other; masters start from what was saved, not from what is rounded."""
+    name = "v" if statements else "w"
+    source = {"w": VALUES, "w.moment1_0": VALUES + 1}
+    target = {name: np.zeros((3, 4), half), f"{name}.w_0": np.zeros((3, 4), np.float32)}
+    options = {"optimizer_states": "ignore"}
+    options |= {} if statements is None else {"aoa_config": {"aoa_statements": statements}}
+    with provoked("engine/fitting.py", 'load with dtype="cast" to convert the values'):
+        move(source, target, **options)
+    options["dtype"] = "cast"
+    with provoked("engine/resolution.py", 'load with master_weights="convert", by which a master') as caught:
+        move(source, target, **options)
+    assert "strict" not in str(caught.value)
+    move(source, target, **options, master_weights="convert")
+    assert target[f"{name}.w_0"].tobytes() == VALUES.tobytes()
+    assert target[name].tobytes() == VALUES.astype(half).tobytes()
 
 
 def test_what_the_checkpoint_has_is_not_converted(tmp_path):
