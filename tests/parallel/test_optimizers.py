@@ -9,6 +9,7 @@ from paddle import nn
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.slices import shaped_view
+from tests.remedies.following import provoked
 
 STATES = ("beta1_pow_acc_0", "beta2_pow_acc_0", "moment1_0", "moment2_0")
 
@@ -422,15 +423,31 @@ def test_a_manager_saves_the_states_of_the_network_that_is_stepped(tmp_path, wra
 def test_an_optimizer_of_another_network_of_the_same_names_is_refused():
     networks = TwoNetworks()
     optimizer = of_its_own(networks.critic, 1)
-    with pytest.raises(ValueError, match=r"parameters that are not in model_sharded_state_dict: \['linear_0"):
+    with provoked("parallel/optimizers.py", "of the model whose parameters the optimizer was given") as caught:
         optimizer.sharded_state_dict(networks.actor.sharded_state_dict())
+    assert "parameters that are not in model_sharded_state_dict: ['linear_0" in str(caught.value)
+    states = optimizer.sharded_state_dict(networks.critic.sharded_state_dict())
+    assert float(states["weight.moment1_0"].local_tensor[0, 0]) == pytest.approx(0.1)
 
 
 def test_one_optimizer_for_two_parameters_of_one_name_is_refused():
     networks = TwoNetworks()
     optimizer = paddle.optimizer.AdamW(0.1, parameters=networks.parameters())
-    with pytest.raises(ValueError, match="two parameters of the optimizer have the name 'linear_0.w_0'.*Remedy"):
+    with provoked(
+        "parallel/optimizers.py", "make all networks of an optimizer under one unique_name.guard()"
+    ) as caught:
         optimizer.sharded_state_dict(networks.sharded_state_dict())
+    assert "two parameters of the optimizer have the name 'linear_0.w_0'" in str(caught.value)
+    one_guard = nn.Layer()
+    with paddle.utils.unique_name.guard():
+        one_guard.actor, one_guard.critic = nn.Linear(2, 2), nn.Linear(2, 2)
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=one_guard.parameters())
+    (1 * one_guard.actor(paddle.ones([1, 2])) + 2 * one_guard.critic(paddle.ones([1, 2]))).sum().backward()
+    optimizer.step()
+    states = optimizer.sharded_state_dict(one_guard.sharded_state_dict())
+    for i, name in enumerate(("actor", "critic"), 1):
+        assert float(states[f"{name}.weight.moment1_0"].local_tensor[0, 0]) == pytest.approx(0.1 * i)
+    # An optimizer for each: test_networks_of_the_same_names_have_their_own_states.
 
 
 def test_masters_of_networks_of_the_same_names_are_renewed(tmp_path):
