@@ -190,6 +190,7 @@ class LoadReport(Report):
         total_bytes: ``bytes_needed`` of all ranks.
         replicas_used: By key, what was damaged of what this rank read, and which file of which rank served instead.
         replicas: Of a reshard: as in SaveReport, of the sources.
+        partial: What the checkpoint lacks of its files, where a repair has rebuilt its manifest without them.
         seconds: Wall time of the call on this rank, by phase; ``total`` is all of it.
     """
 
@@ -219,6 +220,7 @@ class LoadReport(Report):
     total_bytes: int = 0
     replicas_used: dict[str, str] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
+    partial: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> str:
@@ -245,6 +247,7 @@ class LoadReport(Report):
             if count:
                 text += f", {count} {name}"
         text += _of_one_rank(self.replicas)
+        text += f"; the checkpoint is partial: {self.partial}" if self.partial else ""
         if self.comm_method == "cooperative":
             text += f", read once for all ranks ({self.comm_reason})"
         if self.bytes_extra:
@@ -414,6 +417,7 @@ class RepairReport(Report):
         keys: Tensors in them.
         items: Shards in them.
         bytes_read: Bytes of tensors read to compute their checksums anew.
+        partial: What the manifest says of data files that are missing; empty if it is that of the whole save.
         seconds: Wall time; ``total`` is all of it.
     """
 
@@ -426,6 +430,7 @@ class RepairReport(Report):
     keys: int
     items: int
     bytes_read: int
+    partial: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> str:
@@ -437,6 +442,8 @@ class RepairReport(Report):
         )
         if self.left_out:
             text += f", {len(self.left_out)} files of other saves left out"
+        if self.partial:
+            text += f". The checkpoint is partial: {self.partial}"
         return (
             f"{text}. The checksums are those of the data as it is now: damage that happened before this repair cannot "
             "be found"

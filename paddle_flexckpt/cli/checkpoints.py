@@ -37,6 +37,15 @@ if TYPE_CHECKING:
 # What a command works with is imported when it runs: `inspect` needs no engine, and is to answer at once.
 # Of more values than a person reads, --json of `show` has none.
 MOST_VALUES = 1 << 16
+# What errors call functions and arguments that have other names on the command line.
+_FLAGS = {
+    "repair_manifest(path, unique_id, overwrite=True)": "flexckpt repair --overwrite",
+    "repair_manifest(overwrite=True)": "flexckpt repair --overwrite",
+    "verify_checkpoint()": "flexckpt verify",
+    "overwrite=True": "--overwrite",
+    "fewer_files=True": "--fewer-files",
+    "its save_token": "--save-token",
+}
 # A key, and a slice of it.
 _SLICE = re.compile(r"(.+)\[([^\[\]]*)\]")
 
@@ -103,13 +112,17 @@ def add_command(commands: Any) -> None:
         "repair",
         help="rebuild a lost manifest from the data files",
         description="Rebuilds a lost manifest from the headers of the data files. The checksums are computed anew: "
-        "damage that happened before cannot be found afterwards.",
+        "damage that happened before cannot be found afterwards. A manifest that can be read is compared with them.",
         epilog="example: flexckpt repair run/step_00000100 --id 0",
     )
     add_checkpoint(repair, required_id=True)
     repair.add_argument("--overwrite", action="store_true", help="replace the manifest that is there")
     repair.add_argument("--save-token", metavar="TOKEN", help="the save to take, where the files are of several")
-    repair.add_argument("--fewer-files", action="store_true", help="some ranks had nothing to write, and have no file")
+    repair.add_argument(
+        "--fewer-files",
+        action="store_true",
+        help="go without files that are missing: what is made is marked as partial, and the exit status is 1",
+    )
 
     export = commands.add_parser(
         "export",
@@ -249,15 +262,28 @@ def _verify(options: argparse.Namespace) -> Outcome:
     if options.json:
         text = report.to_json()
     else:
-        text = "\n".join([*(" ".join(str(problem).split()) for problem in report.problems), report.summary()])
+        lines = (_as_flags(" ".join(str(problem).split())) for problem in report.problems)
+        text = "\n".join([*lines, report.summary()])
     return Outcome(text, int(not report.ok))
 
 
-def _repair(options: argparse.Namespace) -> str:
+def _repair(options: argparse.Namespace) -> Outcome:
+    """Return what was done; code 1 if what was made is partial."""
     from paddle_flexckpt.engine.verification import repair_manifest
 
     chosen = {name: getattr(options, name) for name in ("overwrite", "save_token", "fewer_files")}
-    return repair_manifest(options.source, options.unique_id, **chosen).summary()
+    try:
+        report = repair_manifest(options.source, options.unique_id, **chosen)
+    except ValidationError as error:
+        raise ValidationError(_as_flags(str(error))) from error
+    return Outcome(report.summary(), int(bool(report.partial)))
+
+
+def _as_flags(text: str) -> str:
+    """Return an error's text with the command line's names of functions and arguments."""
+    for name, flag in _FLAGS.items():
+        text = text.replace(name, flag)
+    return text
 
 
 def _export(options: argparse.Namespace) -> str:
@@ -324,6 +350,7 @@ def _head(directory: CheckpointDirectory, manifest: Manifest) -> str:
         f"{directory.path}, id {manifest.unique_id}: saved by {ranks}, step "
         f"{'unknown' if manifest.step is None else manifest.step}"
         + (f"; {ORIGINS[manifest.origin]}, without checksums" if manifest.foreign else "")
+        + (f"; partial: {manifest.partial}" if manifest.partial else "")
         + (f"; other ids here: {others}" if others else "")
     )
 

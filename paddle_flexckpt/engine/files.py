@@ -83,6 +83,7 @@ class Files(Source):
                 locked = LockedManifest(self.directory, self._options.unique_id, self._first_keys)
                 manifest = self.closing.enter_context(locked)
         self.manifest, self.catalog, self.unique_id = manifest, manifest.catalog, manifest.unique_id
+        self.partial = manifest.partial
         return {"checkpoint": f"id {manifest.unique_id} ({manifest.save_token})", "reads": "directly"}
 
     def settings(self) -> Mapping[str, Any]:

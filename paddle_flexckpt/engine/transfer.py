@@ -71,6 +71,7 @@ class Source:
     Attributes:
         path: What to call it.
         unique_id: The checkpoint's id, or None.
+        partial: What it lacks of its files, where a repair has rebuilt its manifest without them.
         catalog: All of its shards, or those that :meth:`want` chose; known when it is open.
         between_ranks: Whether ranks send each other what they need: each has to know what the others want.
         keeps_plans: Whether what was planned may serve again, by :meth:`keep` and :meth:`recall`.
@@ -78,6 +79,7 @@ class Source:
 
     path: str
     unique_id: int | None = None
+    partial = ""
     catalog: Catalog
     between_ranks = False
     keeps_plans = False
@@ -327,7 +329,12 @@ class Transfer:
     @without_collector()
     def _resolve(self, statements: Sequence[str]) -> bytes:
         (targets, head), source = self._described, self._source
-        task, needed = self._make_task(targets, statements if source.between_ranks else None)
+        try:
+            task, needed = self._make_task(targets, statements if source.between_ranks else None)
+        except ValidationError as error:
+            if not source.partial:
+                raise
+            raise type(error)([*error.problems, f"the checkpoint is partial: {source.partial}"]) from error
         self._task = task
         names = json.dumps(task.resolution.raw_meanings()).encode()
         # Names of tensors are no part of what a plan is kept for.
@@ -387,6 +394,7 @@ class Transfer:
         report = LoadReport(
             source=source.path,
             unique_id=source.unique_id,
+            partial=source.partial,
             unexpected=self._unexpected,
             kept=self._keys(self._task.plan.kept),
             computed=self._keys(self._task.plan.computed),

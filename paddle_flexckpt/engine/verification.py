@@ -80,6 +80,18 @@ def verify_checkpoint(
     problems = validate_shards(catalog)
     # Shards that are malformed have no boxes to compare.
     problems = problems or validate_coverage(catalog, group_replicas(catalog)).problems
+    if manifest.partial:
+        remedy = (
+            "restore the files that are missing, and repair it again with overwrite=True; or load another checkpoint"
+        )
+        problems.append(
+            Problem(
+                "the checkpoint is partial",
+                file=directory.manifest_file(manifest.unique_id),
+                got=manifest.partial,
+                remedy=remedy,
+            )
+        )
     return VerifyReport(
         path=directory.path,
         unique_id=manifest.unique_id,
@@ -138,7 +150,8 @@ def repair_manifest(
     """Rebuild the manifest of a checkpoint that has lost it, from what its data files say about themselves.
 
     The block checksums are computed anew from the data as it is: they protect it from now on, but **damage that
-    happened before the repair cannot be found**.
+    happened before the repair cannot be found**. A manifest that is there and can be read, if only some of its
+    partitions, is compared with the data files: nothing that it shows to be damaged or lost is made whole.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
@@ -146,7 +159,9 @@ def repair_manifest(
         overwrite: Whether a manifest that is there, damaged or not, may be replaced.
         save_token: Which save's files to take, where those of several saves have this id.
         fewer_files: Whether there may be fewer data files than ranks took part in the save. A rank that had nothing to
-            write has no file, but a lost file looks the same, and tensors that it alone held would be missed by nobody.
+            write has no file. Where neither a manifest nor the file for Paddle's own loader tells that this is so, a
+            lost file looks the same: the checkpoint is then marked as partial. Loads warn of it, and it does not count
+            as complete.
 
     Returns:
         What was done.
@@ -170,6 +185,7 @@ def repair_manifest(
         unique_id=unique_id,
         save_token=rebuilt.manifest.save_token,
         step=rebuilt.manifest.step,
+        partial=rebuilt.manifest.partial,
         files=list(catalog.files),
         left_out=rebuilt.left_out,
         keys=len(catalog.keys),

@@ -35,7 +35,7 @@ from paddle_flexckpt.foreign.marks import (
 from paddle_flexckpt.media.backend import Backend, Location, exists, map_files
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.urls import path_of, redacted
-from paddle_flexckpt.native.directory import MANIFEST, CheckpointDirectory, save_of
+from paddle_flexckpt.native.directory import MANIFEST, CheckpointDirectory, lost_ids, save_of
 from paddle_flexckpt.native.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -352,6 +352,14 @@ def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None)
     names = backend.names()
     begun = sorted({save[0] for save in map(save_of, names) if save} - set(ids))
     wanted = begun if unique_id is None else [unique_id] if unique_id in begun else []
+    lost = [each for each in lost_ids(names) if each in wanted]
+    if lost:
+        return (
+            f"{path} has the data files of a save (id {', '.join(map(str, lost))}), and neither its manifest nor the "
+            f"marker of an unfinished save: it was committed, and its manifest has been lost; complete ids here: "
+            f"{ids or 'none'}. Remedy: restore {backend.where(f'{lost[0]}.manifest')} from a copy, or rebuild it: "
+            f"flexckpt repair {path} --id {lost[0]}"
+        )
     if wanted:
         return (
             f"{path} has an unfinished save (id {', '.join(map(str, wanted))}): its manifest is missing, so it was "

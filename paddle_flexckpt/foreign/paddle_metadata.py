@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, group_replicas
+from paddle_flexckpt.catalog import Catalog, Metadata, group_replicas
 from paddle_flexckpt.foreign.paddle_files import encode_metadata
+from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.foreign.pickle_writer import BEGIN, END, named, text
 from paddle_flexckpt.native.companion import Companion
 from paddle_flexckpt.native.manifest import Manifest
@@ -52,6 +53,14 @@ class PaddleMetadata(Companion):
         if reason:
             catalog = replace(catalog, files=(_sentence(reason),) * len(catalog.files))
         return encode_metadata(catalog)
+
+    def stored(self, data: bytes, file: str) -> dict[str, set[str]]:
+        """Return the keys by data file; what Paddle would read wrong is under the sentence that says why."""
+        metadata = load_pickle(data, file)
+        found: dict[str, set[str]] = {}
+        for index, name in metadata.storage_metadata.items() if type(metadata) is Metadata else ():
+            found.setdefault(name, set()).add(index.tensor_key)
+        return found
 
     def is_ours(self, data: bytes) -> bool:
         """Return whether a file of that name has been written here, if only in part.

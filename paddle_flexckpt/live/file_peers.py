@@ -131,6 +131,7 @@ class FilePeers(Peers):
         files = self._files
         said = {**files.open(), "reads": "together"}
         self.path, self.catalog, self.unique_id = files.path, files.catalog, files.unique_id
+        self.partial = files.partial
         return said
 
     def settings(self) -> Mapping[str, Any]:

@@ -118,6 +118,8 @@ def restore_checkpoint(
 
         def hold() -> tuple[str, bytes]:
             manifest = stack.enter_context(_hold(directory))
+            if manifest.partial and options.fallback:
+                raise CorruptCheckpointError(f"{directory.path} is partial: {manifest.partial}")
             if manifest.step != step:
                 raise ValidationError(
                     f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been "

@@ -131,6 +131,8 @@ class StepDirectories:
             return known
         try:
             with LockedManifest(SourceDirectory(directory), UNIQUE_ID, [RECORD]) as manifest:
+                if manifest.partial:
+                    raise CorruptCheckpointError(f"{directory.path} is partial: {manifest.partial}")
                 record = read_record(directory, manifest)
                 if record is not None and record.step != step:
                     raise CorruptCheckpointError(f"{directory.path} is the checkpoint of step {record.step}")

@@ -34,6 +34,14 @@ class Companion(ABC):
         """Return the file for the only checkpoint of a directory."""
 
     @abstractmethod
+    def stored(self, data: bytes, file: str) -> dict[str, set[str]]:
+        """Return the keys by data file that a file of that name tells of, whose path is for errors.
+
+        Raises:
+            CorruptCheckpointError: It is damaged, or refuses.
+        """
+
+    @abstractmethod
     def is_ours(self, data: bytes) -> bool:
         """Return whether a file of that name has been written here, if only in part."""
 
@@ -69,8 +77,20 @@ class CompanionDirectory(CheckpointDirectory):
         write_file(self.backend, self.companion.name, data, "replace")
         self.backend.sync()
 
+    def read_companion(self) -> dict[str, set[str]]:
+        """Return the keys by data file that the companion tells of; none if it is not there, refuses or is damaged."""
+        own = self.companion
+        if not self.backend.has_path:
+            return {}
+        try:
+            return own.stored(self.backend.read(own.name), self.backend.where(own.name))
+        except (FileNotFoundError, CorruptCheckpointError):
+            return {}
+
     def _companion_of(self, manifest: Manifest) -> bytes:
         """Return the companion of the only checkpoint, whose rows need not have been read."""
+        if manifest.partial:
+            return self.companion.refuse("it is partial: a repair has rebuilt it without some of its files")
         if manifest.nodes:
             return self.companion.refuse("its files are on several nodes")
         if manifest.rows > self.companion.most_rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -120,6 +120,18 @@ def marked_by(name: str) -> tuple[int, int] | None:
     """Return id and generation of the save that a marker is of; None for what is no marker."""
     match = MARKER.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else None
+
+
+def lost_ids(names: Collection[str]) -> list[int]:
+    """Return the ids whose data files are among the names of a directory, and whose manifest has been lost.
+
+    As long as a save is not committed its marker is there, and what a failed save leaves has a marker or a message.
+    """
+    data = {save for save, name in zip(map(save_of, names), names) if save and name.endswith(".safetensors")}
+    ended = (".safetensors", ".partition")
+    begun = {save_of(name) for name in names if not name.endswith(ended)} | {*map(marked_by, names)}
+    there = {int(match[1]) for match in map(MANIFEST.fullmatch, names) if match}
+    return sorted({unique_id for unique_id, _ in data - begun} - there)
 
 
 def is_before(save: tuple[int, int] | None, unique_id: int, generation: int) -> bool:
@@ -280,6 +292,8 @@ class LockedManifest:
                     self._lock, self.manifest = Lock(), directory.read_manifest(unique_id, keys)
                 else:
                     self._lock, self.manifest = _lock_and_read(directory, chosen, keys)
+                if self.manifest.partial:
+                    logger.warning("%s is partial: %s", directory.manifest_file(chosen or 0), self.manifest.partial)
                 return
             except FileNotFoundError as error:
                 # It has just been removed, and perhaps saved again: another one may be the highest now.

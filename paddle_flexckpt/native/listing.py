@@ -28,7 +28,8 @@ class CheckpointInfo:
         keys: Tensors in it.
         total_bytes: Bytes of tensors in it.
         complete: Whether the directory and the manifest are readable and all files are there, of their size and of the
-            same save. Their bytes are not read: ``verify_checkpoint`` does that.
+            same save. Their bytes are not read: ``verify_checkpoint`` does that. One that a repair has rebuilt without
+            some of its files is not complete.
         problem: What is wrong, where it is not complete.
     """
 
@@ -143,7 +144,7 @@ def _info(directory: CheckpointDirectory, unique_id: int) -> CheckpointInfo | No
         return None if unique_id not in directory.list_ids() else _broken(directory.path, unique_id, error)
     except (CorruptCheckpointError, ValidationError, OSError) as error:
         return _broken(directory.path, unique_id, error)
-    problem = ""
+    problem = f"partial: {manifest.partial}" if manifest.partial else ""
     try:
         directory.check_complete(manifest)
     except (CorruptCheckpointError, OSError) as error:

@@ -18,6 +18,7 @@ from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog.texts import printable
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.checksums import ALGORITHM, BLOCK_BYTES, Checksums
@@ -74,6 +75,7 @@ class Manifest:
         nodes: Where nodes share no storage: by name of a node, the data files that it has.
         partitions: Where the rows are in files of their own: these. The catalog and the checksums have the rows of
             those that have been read, and the catalog's table of files has all files.
+        partial: Where a repair has rebuilt it without some data files: which these were, as far as that is known.
     """
 
     catalog: Catalog
@@ -86,6 +88,7 @@ class Manifest:
     origin: str = NATIVE
     nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     partitions: tuple[Partition, ...] = ()
+    partial: str = ""
 
     @classmethod
     def of_save(
@@ -200,6 +203,8 @@ class Manifest:
         info = self.describe() | {"unique_id": str(self.unique_id), "world_size": str(self.world_size)}
         if self.step is not None:
             info["step"] = str(self.step)
+        if self.partial:
+            info["partial"] = self.partial
         info["digest"] = _digest(arrays, info)
         return encode_container(arrays, info)
 
@@ -241,8 +246,8 @@ class Manifest:
             digest = None
         if digest is None or digest != _digest(arrays, info):
             raise CorruptCheckpointError(
-                f"{file} is damaged: its content has not the checksum it was written with. "
-                "Remedy: load another checkpoint"
+                f"{file} is damaged: its content has not the checksum it was written with. Remedy: restore the file "
+                "from a copy, rebuild it with repair_manifest(overwrite=True), or load another checkpoint"
             )
         return cls._from_arrays(arrays, info, file)
 
@@ -266,6 +271,7 @@ class Manifest:
                 step=int(info["step"]) if "step" in info else None,
                 nodes=_decode_nodes(arrays.get("nodes")),
                 partitions=partitions,
+                partial=printable(info.get("partial", "")),
             )
         except UNUSABLE as error:
             raise CorruptCheckpointError(f"{file} is not a usable manifest: {repr(error)[:_MAX_REPORTED]}") from error

@@ -1,10 +1,13 @@
 """Rebuild the manifest of a checkpoint from the headers of its data files.
 
-What a manifest has and headers have not is the checksums: they are computed anew, from the data as it is now.
+What a manifest has and headers have not is the checksums: they are computed anew, from the data as it is now. A
+manifest that can be read, if only in part, is evidence: the files are compared with it, and a save that has lost a
+file, or of which something is damaged, is not made whole. Where it is lost, the companion tells which files there were.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -25,12 +28,16 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
     validate_shards,
 )
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.media.backend import fill
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
+from paddle_flexckpt.native.companion import CompanionDirectory
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.directory import CheckpointDirectory, save_of
 from paddle_flexckpt.native.header import DataFileHeader, read_header
 from paddle_flexckpt.native.manifest import FORMAT_VERSIONS, Manifest, SaveInfo, merge_parts
+from paddle_flexckpt.native.partition_files import merge_rows, read_partition
+from paddle_flexckpt.native.verify import REMEDY
 
 
 class RebuiltManifest(NamedTuple):
@@ -63,7 +70,7 @@ class _DataFile:
 
 
 def rebuild_manifest(
-    directory: CheckpointDirectory,
+    directory: CompanionDirectory,
     unique_id: int,
     overwrite: bool = False,
     save_token: str | None = None,
@@ -72,35 +79,67 @@ def rebuild_manifest(
     """Rebuild the manifest that a checkpoint's data files had; read all of them once, write nothing.
 
     There may be a manifest with ``overwrite``, and fewer files than ranks with ``fewer_files``. ``save_token`` names
-    the save whose files are meant; without it, there has to be one only.
+    the save whose files are meant; without it, there has to be one only, or one that the manifest in place is of.
 
     Raises:
-        ValidationError: A manifest is there, or the files do not make up a whole checkpoint of one save.
+        ValidationError: A manifest is there, or the files do not make up a whole checkpoint of one save, or they are
+            not as the manifest in place says.
         CorruptCheckpointError: A file changed while it was read.
         OSError: The file system failed.
     """
     context = f"cannot rebuild the manifest of id {unique_id} in {directory.path!r}"
-    manifest_file = directory.manifest_file(unique_id)
-    if unique_id in directory.list_ids() and not overwrite:
-        problem = Problem("there is a manifest", file=manifest_file, remedy="overwrite=True replaces it")
-        raise ValidationError(problem, context)
+    is_there = unique_id in directory.list_ids()
+    known = _read_known(directory, unique_id) if is_there else None
+    if is_there and not overwrite:
+        _raise([_there_already(directory, unique_id, known)], context)
     names = [(rank, name) for each, rank, name in directory.data_files() if each == unique_id]
     if not names:
         got = f"ids {sorted({each for each, _, _ in directory.data_files()})}"
         raise ValidationError(Problem("there are no data files of this id", got=got, remedy="correct the id"), context)
     files, problems = _read_headers(directory, names, save_token)
     _raise(problems, context)
-    token = _choose_save(files, save_token, context)
+    token = _choose_save(files, save_token, known, context)
     chosen = [file for file in files if file.token == token]
-    _raise(_disagreements(directory, chosen, unique_id, fewer_files), context)
+    known = known if known is not None and known.save_token == token else None
+    _raise(_disagreements(directory, chosen, unique_id), context)
     parts, problems = _catalogs(directory, chosen)
     _raise(problems, context)
     catalog = concat(parts)
+    problems, partial_text = _missing_files(directory, chosen, catalog, known)
+    _raise([] if partial_text and fewer_files else problems, context)
     _raise(validate_shards(catalog), context)
-    _raise(validate_coverage(catalog, group_replicas(catalog)).problems, context)
-    manifest = merge_parts([_part(directory, file, part) for file, part in zip(chosen, parts)])
+    holes = validate_coverage(catalog, group_replicas(catalog)).problems
+    _raise(
+        [replace(hole, remedy="restore the files that are missing, or load another checkpoint") for hole in holes],
+        context,
+    )
+    block_bytes = BLOCK_BYTES if known is None else known.checksums.block_bytes
+    manifest = merge_parts([_part(directory, file, part, block_bytes) for file, part in zip(chosen, parts)])
+    _raise([] if known is None else _differences(directory, known, manifest), context)
     used = {file.name for file in chosen}
-    return RebuiltManifest(manifest, [name for _, name in names if name not in used])
+    return RebuiltManifest(replace(manifest, partial=partial_text), [name for _, name in names if name not in used])
+
+
+def _read_known(directory: CheckpointDirectory, unique_id: int) -> Manifest | None:
+    """Return the manifest in place, with the rows of those partitions that can be read; None if it cannot be read."""
+    try:
+        manifest = directory.read_committed(unique_id, ())
+    except (FileNotFoundError, CorruptCheckpointError):
+        return None
+    read = []
+    for number in range(len(manifest.partitions)):
+        with contextlib.suppress(CorruptCheckpointError):
+            read.append(read_partition(directory.backend, manifest, number))
+    return merge_rows(manifest, read)
+
+
+def _there_already(directory: CheckpointDirectory, unique_id: int, known: Manifest | None) -> Problem:
+    """Return the problem of a manifest in place; the remedy depends on whether it can be read."""
+    what, file = "there is a manifest", directory.manifest_file(unique_id)
+    if known is None or not known.has_rows or known.partial:
+        return Problem(what, file=file, remedy="overwrite=True replaces it")
+    what += f" of save {known.save_token}, and it can be read: a repair would find nothing that it does not say"
+    return Problem(what, file=file, remedy="verify_checkpoint() lists what is damaged")
 
 
 def _raise(problems: list[Problem], context: str) -> None:
@@ -126,10 +165,12 @@ def _read_headers(
     return files, problems
 
 
-def _choose_save(files: list[_DataFile], save_token: str | None, context: str) -> str:
+def _choose_save(files: list[_DataFile], save_token: str | None, known: Manifest | None, context: str) -> str:
     tokens = sorted({file.token for file in files})
     if save_token is None and len(tokens) == 1:
         return tokens[0]
+    if save_token is None and known is not None and known.save_token in tokens:
+        return known.save_token
     if save_token in tokens:
         return save_token  # type: ignore[return-value]  # None is in no list of texts
     listed = []
@@ -143,9 +184,7 @@ def _choose_save(files: list[_DataFile], save_token: str | None, context: str) -
     )
 
 
-def _disagreements(
-    directory: CheckpointDirectory, files: list[_DataFile], unique_id: int, fewer_files: bool
-) -> list[Problem]:
+def _disagreements(directory: CheckpointDirectory, files: list[_DataFile], unique_id: int) -> list[Problem]:
     """Find what files of one save say that does not fit together."""
     first = files[0].header.info
     wanted = {
@@ -172,17 +211,45 @@ def _disagreements(
     if not re.fullmatch("[1-9][0-9]*", first["world_size"]) or not re.fullmatch("(-?[0-9]+)?", first["step"]):
         got = f"{first['world_size']!r} and {first['step']!r}"
         return [Problem("world_size and step are not numbers", rank=files[0].rank, file=files[0].name, got=got)]
-    missing = int(first["world_size"]) - len(files)
-    if missing < 0 or (missing and not fewer_files):
-        problems.append(
-            Problem(
-                "there are not as many data files as ranks that took part",
-                expected=first["world_size"],
-                got=f"{len(files)}: {', '.join(file.name for file in files)}",
-                remedy="restore the others; if their ranks had nothing to write, pass fewer_files=True",
-            )
-        )
-    return problems
+    return []
+
+
+def _missing_files(
+    directory: CompanionDirectory, files: list[_DataFile], catalog: Catalog, known: Manifest | None
+) -> tuple[list[Problem], str]:
+    """Tell files that are lost from those of ranks that had nothing to write.
+
+    Returns:
+        What is wrong; and what the manifest says of it, if it may be rebuilt without these files.
+    """
+    here, save = [file.name for file in files], files[0].save
+    if known is not None and not known.partial:
+        lost = [name for name in known.catalog.files if name not in here]
+        what = "a file that the manifest names is missing"
+        return [
+            Problem(what, None, int(name.partition("_")[0]), directory.backend.where(name), remedy=REMEDY)
+            for name in lost
+        ], ""
+    if save.world_size == len(files):
+        return [], ""
+    generation = save_of(here[0])
+    keys_of = directory.read_companion()
+    own = {name for name in keys_of if save_of(name) == generation}
+    if own and own <= {*here} and save.world_size > len(files):
+        return [], ""
+    # Of what has no file there, nobody knows which save it is of.
+    keys = {key for name, keys in keys_of.items() if name in own or save_of(name) is None for key in keys}
+    lost = [*sorted(own.difference(here)), *(repr(key) for key in sorted(keys.difference(catalog.keys)))]
+    without = f"; {directory.companion.name} has besides {listed(lost)}" if lost else ""
+    text = f"rebuilt from the data files of {len(files)} of {save.world_size} ranks{without}"
+    problem = Problem(
+        "there are not as many data files as ranks that took part",
+        expected=save.world_size,
+        got=f"{len(files)}: {listed(here)}{without}",
+        remedy="restore the files that are missing; fewer_files=True does without them, and marks the checkpoint as "
+        "partial",
+    )
+    return [problem], text if save.world_size > len(files) else ""
 
 
 def _catalogs(directory: CheckpointDirectory, files: list[_DataFile]) -> tuple[list[Catalog], list[Problem]]:
@@ -243,16 +310,53 @@ def _items(file: _DataFile) -> Catalog:
     return replace(items, byte_offset=items.byte_offset + file.data_start)
 
 
-def _part(directory: CheckpointDirectory, file: _DataFile, items: Catalog) -> Manifest:
+def _part(directory: CheckpointDirectory, file: _DataFile, items: Catalog, block_bytes: int) -> Manifest:
     """Read the file and return its part of the manifest."""
     path = directory.backend.where(file.name)
     sums: list[int] = []
-    buffer = np.empty(BLOCK_BYTES, dtype=np.uint8)
+    buffer = np.empty(block_bytes, dtype=np.uint8)
     with directory.backend.open(file.name) as stream:
         for begin, length in zip(items.byte_offset.tolist(), items.byte_length.tolist()):
-            for first in range(0, length, BLOCK_BYTES):
-                view = memoryview(buffer)[: min(BLOCK_BYTES, length - first)]
+            for first in range(0, length, block_bytes):
+                view = memoryview(buffer)[: min(block_bytes, length - first)]
                 if fill(stream, view, begin + first) < len(view):
                     raise CorruptCheckpointError(f"{path} became shorter while it was read")
                 sums.append(hash_block(view))
-    return Manifest.of_save(file.save, items, sums, {file.name: file.size})
+    return Manifest.of_save(file.save, items, sums, {file.name: file.size}, block_bytes)
+
+
+def _differences(directory: CheckpointDirectory, known: Manifest, rebuilt: Manifest) -> list[Problem]:
+    """Return what rows of the manifest in place say otherwise than the data files."""
+    was, now = (each.take(np.flatnonzero(each.catalog.byte_length)) for each in (known, rebuilt))
+    both, count = concat([was.catalog, now.catalog]), len(was.catalog)
+    _, place = np.unique(np.stack([both.file, both.byte_offset], axis=1), axis=0, return_inverse=True)
+    place = place.reshape(-1)
+    row_at = np.full(len(both), -1)
+    row_at[place[count:]] = np.arange(count, len(both))
+    same = row_at[place[:count]]
+    columns = (getattr(both, name).reshape(len(both), -1) for name in Catalog.COLUMNS)
+    is_alike = (same >= 0) & np.logical_and.reduce([(each[:count] == each[same]).all(axis=1) for each in columns])
+
+    def problem(what: str, row: int, expected: str, got: str, begin: int = 0) -> Problem:
+        where = directory.backend.where(both.file_name(row) or "")
+        offset = int(both.byte_offset[row]) + begin
+        return Problem(what, both.key_name(row), int(both.rank[row]), where, expected, got, REMEDY, offset)
+
+    problems, what = [], "the header has not the shard that the manifest has"
+    if known.info != rebuilt.info:
+        said, found = map(str, (known.info, rebuilt.info))
+        problems.append(Problem("the headers are not as the manifest", expected=said, got=found, remedy=REMEDY))
+    for row in np.flatnonzero(~is_alike).tolist():
+        got = both.describe(int(same[row])) if same[row] >= 0 else "nothing that begins there"
+        problems.append(problem(what, row, both.describe(row), got))
+    alike = np.flatnonzero(is_alike)
+    before, after = was.checksums.take(alike), now.checksums.take(same[alike] - count)
+    damaged = np.flatnonzero(before.values != after.values)
+    owner = np.searchsorted(before.first, damaged, side="right") - 1
+    for block, row, first in zip(damaged.tolist(), alike[owner].tolist(), before.first[owner].tolist()):
+        begin = (block - first) * before.block_bytes
+        end = min(begin + before.block_bytes, int(both.byte_length[row]))
+        what = f"bytes {begin} to {end} of the shard are damaged"
+        expected, got = f"xxh3 {before.values[block]:016x}", f"xxh3 {after.values[block]:016x}"
+        problems.append(problem(what, row, expected, got, begin))
+    return problems

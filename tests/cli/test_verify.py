@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -126,6 +127,7 @@ def test_repair_says_what_it_cannot_tell(checkpoint, capsys):
     code, out, err = run(capsys, "repair", str(checkpoint), "--id", "0")
     assert (code, out) == (1, "")
     assert "there is a manifest" in err
+    assert "Remedy: flexckpt verify lists what is damaged" in err
     (checkpoint / "0.manifest").unlink()
     code, out, _ = run(capsys, "repair", str(checkpoint), "--id", "0")
     assert code == 0
@@ -133,6 +135,59 @@ def test_repair_says_what_it_cannot_tell(checkpoint, capsys):
     assert "damage that happened before this repair cannot be found" in out
     assert run(capsys, "verify", str(checkpoint))[0] == 0
     assert run(capsys, "repair", str(checkpoint), "--id", "0", "--overwrite")[0] == 0
+
+
+def test_repair_makes_nothing_whole_that_is_not(tmp_path, capsys):
+    """And its errors name the command line's flags: whoever follows them gets further."""
+    path = tmp_path / "checkpoint"
+    save(str(path), values_of({"a": ("float32", (30,)), "b": ("float32", (30,))}), world=2, step=7)
+    first, second = path / "0_0.safetensors", path / "1_0.safetensors"
+    repair = "repair", str(path), "--id", "0"
+    flip(first, first.stat().st_size - 1)
+    for flags in ((), ("--overwrite",), ("--overwrite", "--fewer-files")):
+        code, out, err = run(capsys, *repair, *flags)
+        assert (code, out) == (1, "")
+        assert "there is a manifest" in err if not flags else "of the shard are damaged (key " in err
+    flip(first, first.stat().st_size - 1)
+    content = (path / "0.manifest").read_bytes()
+    flip(path / "0.manifest", len(content) - 1)
+    assert "rebuild it with flexckpt repair --overwrite" in run(capsys, "verify", str(path))[1]
+    assert "Remedy: --overwrite replaces it" in run(capsys, *repair)[2]
+    lost = second.read_bytes()
+    second.unlink()
+    code, _, err = run(capsys, *repair, "--overwrite")
+    assert code == 1
+    assert "--fewer-files does without them, and marks the checkpoint as partial" in err
+    assert "=True" not in err
+    code, out, _ = run(capsys, *repair, "--overwrite", "--fewer-files")
+    assert code == 1
+    assert "The checkpoint is partial: rebuilt from the data files of 1 of 2 ranks" in out
+    assert "; partial: rebuilt from" in run(capsys, "inspect", str(path))[1].splitlines()[0]
+    code, out, _ = run(capsys, "ls", str(path))
+    assert code == 1
+    assert " no " in out
+    assert ": partial: rebuilt from" in out
+    code, out, _ = run(capsys, "verify", str(path))
+    assert code == 1
+    assert "repair it again with --overwrite" in out
+    second.write_bytes(lost)
+    assert run(capsys, *repair, "--overwrite")[0] == 0
+    assert run(capsys, "verify", str(path))[0] == 0
+    assert (path / "0.manifest").read_bytes() == content
+
+
+def test_repair_names_the_saves_by_flags(checkpoint, capsys):
+    other = checkpoint.parent / "other"
+    save(str(other), values_of(KINDS), world=2, step=8)
+    (checkpoint / "0.manifest").unlink()
+    for rank in (0, 1):
+        (other / f"{rank}_0.safetensors").rename(checkpoint / f"{rank}_0.1.safetensors")
+    code, _, err = run(capsys, "repair", str(checkpoint), "--id", "0")
+    assert code == 1
+    assert "Remedy: choose one by --save-token" in err
+    token = re.search(r"([0-9a-f]{32}) \(step 8\)", err)[1]
+    assert run(capsys, "repair", str(checkpoint), "--id", "0", "--save-token", token)[0] == 0
+    assert "step 8" in run(capsys, "inspect", str(checkpoint))[1]
 
 
 def test_export_verifies_as_asked(checkpoint, tmp_path, capsys):

@@ -119,7 +119,7 @@ def truncate(directory, name):
 DAMAGE = {
     "path_is_a_file": lambda d: on_rank(0, lambda: (shutil.rmtree(d), write(d))),
     "not_a_checkpoint": lambda d: on_rank(0, lambda: (shutil.rmtree(d), write(os.path.join(d, "notes.txt")))),
-    "uncommitted": lambda d: remove(d, "0.manifest"),
+    "manifest_lost": lambda d: remove(d, "0.manifest"),
     "paddles_checkpoint_damaged": lambda d: on_rank(
         0, lambda: (shutil.rmtree(d), write(os.path.join(d, "0.metadata")))
     ),
@@ -211,7 +211,7 @@ LOADS = (
     "wrong_path",
     "path_is_a_file",
     "not_a_checkpoint",
-    "uncommitted",
+    "manifest_lost",
     "paddles_checkpoint_damaged",
     "no_such_id",
     "data_file_truncated",

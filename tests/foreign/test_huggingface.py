@@ -144,7 +144,7 @@ def test_a_manifest_comes_first(tmp_path):
 
 def test_a_save_without_a_manifest_is_not_taken_for_one(tmp_path):
     write_file(tmp_path / "0_0.safetensors")
-    with pytest.raises(ValidationError, match="has an unfinished save"):
+    with pytest.raises(ValidationError, match="its manifest has been lost"):
         detect_format(tmp_path)
 
 

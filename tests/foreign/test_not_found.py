@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
+from paddle_flexckpt.native.directory import lost_ids
 from tests.native.test_directory import save
+from tests.remedies.following import provoked
 
 
 def why(path, unique_id=None) -> str:
@@ -27,16 +32,52 @@ def test_what_is_there_instead_is_said(tmp_path):
     assert "Paddle" in why(empty) or "metadata" in why(empty)
 
 
-def test_an_unfinished_save_is_called_unfinished(tmp_path):
+@pytest.mark.parametrize("trace", ["4.saving", "0_4.part", f"1_4-{'a' * 32}.failed", f"0_4-{'b' * 32}.late"])
+def test_an_unfinished_save_is_called_unfinished(tmp_path, trace):
     (tmp_path / "0_4.safetensors").write_bytes(b"")
+    (tmp_path / trace).write_bytes(b"")
     for unique_id in (None, 4):
         text = why(tmp_path, unique_id)
         assert "unfinished save (id 4)" in text
         assert "complete ids here: none" in text
+        assert "repair" not in text
     save(tmp_path, 0)
     assert SourceDirectory(tmp_path).read_manifest().unique_id == 0
     assert "complete ids here: [0]" in why(tmp_path, 4)
     assert "no checkpoint with id 9; complete ids here: [0]" in why(tmp_path, 9)
+
+
+def test_a_lost_manifest_is_told_from_a_save_that_was_never_committed(tmp_path):
+    """And whoever follows the remedy has the checkpoint back."""
+    path = tmp_path / "c"
+    save(path, 3)
+    save(path, 4)
+    content = (path / "4.manifest").read_bytes()
+    (path / "4.manifest").unlink()
+    with provoked("foreign/formats.py", "from a copy, or rebuild it: flexckpt repair "):
+        SourceDirectory(path).read_manifest(4)
+    text = why(path, 4)
+    assert "the data files of a save (id 4)" in text
+    assert "it was committed, and its manifest has been lost; complete ids here: [3]" in text
+    command = re.search(r"flexckpt (repair .* --id 4)", text)[1].split()
+    assert main(command) == 0
+    assert (path / "4.manifest").read_bytes() == content
+    # An older save of the id that died has a marker of its own.
+    (path / "4.manifest").unlink()
+    (path / "0_4.7.safetensors").write_bytes(b"")
+    (path / "4.7.saving").write_bytes(b"")
+    assert "it was committed" in why(path, 4)
+
+
+def test_a_save_that_fails_leaves_nothing_that_looks_committed(tmp_path):
+    path = tmp_path / "c"
+    directory = open_to_save(path)
+    with directory.lock():
+        names = directory.open_save(0)
+        (path / names.data_file(0)).write_bytes(b"begun")
+        assert lost_ids(directory.backend.names()) == []
+        directory.discard(names, [0])
+        assert lost_ids(directory.backend.names()) == []
 
 
 @pytest.mark.parametrize(

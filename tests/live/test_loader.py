@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.engine.conversion import convert_checkpoint
+from paddle_flexckpt.engine.verification import repair_manifest
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.merged import load_merged_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
 
 FEW, MANY = 512, 1024
@@ -90,3 +94,35 @@ def test_an_array_that_may_not_be_written_is_refused_and_stays():
         with pytest.raises(CheckpointError, match="not writable"):
             load_state_dict({"w": target}, path, SoloCommunicator())
         assert not target.any()
+
+
+@pytest.mark.parametrize("options", [{}, {"comm_method": "cooperative"}, {"storage": "per_node"}])
+def test_loads_of_a_checkpoint_that_was_rebuilt_without_a_file_say_so(tmp_path, caplog, options):
+    path = tmp_path / "c"
+    SimulatedWorld(2).run(lambda comm: save_state_dict({f"own.{comm.rank}": np.full(8, comm.rank, "f4")}, path, comm))
+    (path / "0.manifest").unlink()
+    (path / "1_0.safetensors").unlink()
+    partial = repair_manifest(path, 0, fewer_files=True).partial
+    assert partial.endswith("has besides 1_0.safetensors, 'own.1'")
+    caplog.clear()
+
+    def job(comm, keys, **more):
+        target = {key: np.zeros(8, "f4") for key in keys}
+        return load_state_dict(target, path, comm, **options, **more), target
+
+    for report, target in SimulatedWorld(2).run(lambda comm: job(comm, ["own.0"])):
+        assert report.partial == partial
+        assert report.summary().endswith(f"; the checkpoint is partial: {partial}") or options
+        assert (target["own.0"] == 0).all()
+    assert f"is partial: {partial}" in caplog.text
+    errors = SimulatedWorld(2).run_all(lambda comm: job(comm, ["own.0", "own.1"]))
+    assert len({str(error) for error in errors}) == 1
+    assert isinstance(errors[0], ValidationError)
+    assert "the source has no such key (key 'own.1'" in str(errors[0])
+    assert f"the checkpoint is partial: {partial}" in str(errors[0])
+    ((report, _), _) = SimulatedWorld(2).run(lambda comm: job(comm, ["own.0", "own.1"], strict=False))
+    assert (report.missing, report.partial) == (["own.1"], partial)
+    for work in (lambda: load_merged_state_dict(path), lambda: convert_checkpoint(path, tmp_path / "out")):
+        caplog.clear()
+        work()
+        assert f"is partial: {partial}" in caplog.text

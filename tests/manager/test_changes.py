@@ -8,6 +8,7 @@ import shutil
 import threading
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 pytest.importorskip("paddle")
@@ -363,3 +364,28 @@ def test_a_message_of_a_dead_save_that_comes_late_goes_with_its_directory(tmp_pa
     (step / message).write_bytes(b"late")
     save(manager_of(tmp_path, keep=KeepLatest(1)), 6)
     assert tree(tmp_path) == files_of(6)
+
+
+def test_a_step_that_was_rebuilt_without_a_file_does_not_count(tmp_path, caplog):
+    """Retention keeps the step before it, and a fall-back passes it over."""
+
+    def job(comm):
+        state = {f"own.{comm.rank}": np.zeros(3, "f4")}
+        with manager_of(tmp_path, process_group=comm) as manager:
+            manager.save(1, state=state, rng=False)
+            manager.save(2, state=state, rng=False)
+
+    SimulatedWorld(2).run(job)
+    path = directory_of(tmp_path, 2)
+    (path / "0.manifest").unlink()
+    (path / "1_0.safetensors").unlink()
+    fc.repair_manifest(path, 0, fewer_files=True)
+    with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
+        state = {"own.0": np.zeros(3, "f4")}
+        report = manager.restore(state=state, rng=False, fallback=True, strict="missing")
+        assert (report.step, list(report.skipped)) == (1, [2])
+        assert "is partial: rebuilt from the data files of 1 of 2 ranks" in report.skipped[2]
+        report = manager.restore(state=state, rng=False, strict="missing")
+        assert (report.step, bool(report.load.partial)) == (2, True)
+        manager.save(3, state=state, rng=False)
+        assert manager.all_steps() == [2, 3], "what is partial is left alone, as what is damaged"

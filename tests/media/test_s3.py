@@ -575,7 +575,7 @@ def test_a_lost_manifest_is_rebuilt(server):
     storage = server.storage(server.new_url())
     succeeded(save(storage, 1, None))
     storage.remove("0.manifest")
-    with pytest.raises(ValidationError, match="unfinished save"):
+    with pytest.raises(ValidationError, match="its manifest has been lost"):
         verify_checkpoint(storage)
     repair_manifest(storage, 0)
     assert load(storage) == 1

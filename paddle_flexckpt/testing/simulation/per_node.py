@@ -39,7 +39,9 @@ _COMPLETE = re.compile(r"\(id \d+\) is complete, but")
 # What an error says of a save that some nodes may have published.
 _PUBLISHED = "some nodes may have published"
 # What one says where there is no checkpoint.
-_NOTHING = re.compile(r"has no checkpoint|does not exist|is not a checkpoint: there is no|has an unfinished save")
+_NOTHING = re.compile(
+    r"has no checkpoint|does not exist|is not a checkpoint: there is no|has an unfinished save|manifest has been lost"
+)
 
 
 class NodeScript(Script):
