@@ -1,4 +1,8 @@
-"""Names of states: which keys are states of which parameter. Tested in tests/aoa/test_language.py."""
+"""Names of states: which keys are states of which parameter, and which are an optimizer's, or count or place something.
+
+Names are all that a checkpoint tells, once it has been saved or converted again. So here is the one list of them.
+Tested in tests/aoa/test_language.py and tests/aoa/test_states.py.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,28 @@ from collections.abc import Mapping
 
 PARAMETER = ""
 MASTER = "w_0"
-# Names that Paddle's optimizers give to what they accumulate (paddle/optimizer/*.py, `_add_accumulator`).
-STATES = frozenset(
-    {
-        MASTER,
-        "moment_0",
-        "moment1_0",
-        "moment2_0",
-        "moment2_max_0",
-        "beta1_pow_acc_0",
-        "beta2_pow_acc_0",
-        "velocity_0",
-        "inf_norm_0",
-        "mean_square_0",
-        "mean_grad_0",
-        "momentum_0",
-        "momentum_decay_pow_0",
-        "mu_product_0",
-        "rho_0",
-        "prevs_0",
-        "learning_rates_0",
-        "_avg_squared_grad_0",
-        "_avg_squared_update_0",
-    }
+# Names that Paddle's optimizers 3.0 to 3.3 give to what they accumulate (their `_..._acc_str`; ModelAverage's are
+# literals).
+ACCUMULATORS = (
+    "_avg_squared_grad", "_avg_squared_update", "beta1_pow", "beta1_pow_acc", "beta2_pow", "beta2_pow_acc", "d",
+    "inf_norm", "learning_rates", "m", "mean_grad", "mean_square", "moment", "moment1", "moment2", "moment2_max",
+    "momentum", "momentum_decay_pow", "mu_product", "num_accumulates", "num_updates", "old_num_accumulates", "prevs",
+    "restore", "rho", "slow", "sum_1", "sum_2", "sum_3", "velocity", "y",
+)  # fmt: skip
+# A parameter may have such a name too: it is a state's only behind the name of a parameter.
+_COMMON = frozenset({"d", "m", "restore", "slow", "sum_1", "sum_2", "sum_3", "y"})
+STATES = frozenset({MASTER, *(f"{name}_0" for name in ACCUMULATORS if name not in _COMMON)})
+# torch's optimizers: {optimizer}.state.{parameter}.exp_avg, {optimizer}.param_groups...; a state dict of an optimizer
+# alone begins with "state.", and then the name of a state tells.
+_OF_OPTIMIZER = re.compile(r"(?:.*\.)?(?:optim\w*|opt\w*_state|opt)(?:\.\d+)?\.(?:state|param_groups)\..+", re.DOTALL)
+_OF_TORCH = re.compile(
+    r"(?:.*\.)?(?:param_groups\..+|state\..+\.(?:(?:max_)?exp_avg(?:_sq(?:_row|_col)?)?|exp_inf|momentum_buffer|"
+    r"square_avg|grad_avg|acc_delta|mu_product|step|state[12]|absmax[12]|qmap[12]))",
+    re.DOTALL,
+)
+# Numbers that are counted, or say where something is: rounded they mean something else.
+_COUNTER = re.compile(
+    r"(?:.*[._])?(?:step|steps|epoch|iteration|position_ids|num_batches_tracked|num_updates)", re.DOTALL
 )
 _NUMBERED = re.compile(r".*_\d+")
 
@@ -55,6 +58,18 @@ def split_state(key: str, keys: Mapping[str, object] | set[str]) -> tuple[str, s
     if generated and not any(f"{base}.{other}" in keys for other in STATES if other != MASTER):
         return key, PARAMETER
     return base, state
+
+
+def is_torch_state(key: str) -> bool:
+    """Return whether a key is that of a state, or a setting, of one of torch's optimizers."""
+    if "state." not in key and "param_groups." not in key:
+        return False
+    return (_OF_OPTIMIZER.fullmatch(key) or _OF_TORCH.fullmatch(key)) is not None
+
+
+def is_counter(key: str) -> bool:
+    """Return whether a key is that of a counter, or of positions, whose numbers no cast may round."""
+    return _COUNTER.fullmatch(key) is not None
 
 
 def state_key(base: str, state: str) -> str:

@@ -16,6 +16,7 @@ from paddle_flexckpt.aoa.states import MASTER, split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.arguments import Outcome, add_checkpoint, table
+from paddle_flexckpt.engine.names import is_state
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.opening import open_backend
@@ -163,4 +164,6 @@ def _role_of(key: str, keys: set[str]) -> str:
     if key.startswith(EXTRA_STATE):
         return "extra state"
     state = split_state(key, keys)[1]
+    if not state and is_state(key, keys):
+        return "states of other names"
     return "master weights" if state == MASTER else f"state {state}" if state else "parameters"

@@ -22,8 +22,8 @@ import xxhash
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
-from paddle_flexckpt.aoa.states import split_state
-from paddle_flexckpt.catalog import NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
+from paddle_flexckpt.aoa.states import is_counter
+from paddle_flexckpt.catalog import EXTRA_STATE, NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
 from paddle_flexckpt.catalog.dtypes import is_float
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.engine.agreement import Solo
@@ -34,6 +34,7 @@ from paddle_flexckpt.engine.conversion_targets import TARGETS
 from paddle_flexckpt.engine.files import CONFIG_FILE, Files, read_settings, reads_of
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.models import read_strategy
+from paddle_flexckpt.engine.names import is_state
 from paddle_flexckpt.engine.options import ALONE, FileOptions, WholeOptions, takes
 from paddle_flexckpt.engine.plan import split_tiles
 from paddle_flexckpt.engine.targets import Targets
@@ -380,13 +381,14 @@ def _told(arrays: Iterable[np.ndarray], meter: Meter) -> Iterator[np.ndarray]:
 
 
 def _cast(infos: Mapping[str, TensorInfo], dtype: str, kept: Collection[str]) -> dict[str, TensorInfo]:
-    """Return the same with another type for floating-point tensors that are no optimizer's states, nor ``kept``."""
+    """Return the same with another type for floating-point weights: no states, no counters, and none of ``kept``."""
     name, everything = dtype_of(dtype).name, set(infos)
+
+    def is_cast(key: str) -> bool:
+        return not (key in kept or key.startswith(EXTRA_STATE) or is_counter(key) or is_state(key, everything))
+
     return {
-        key: replace(info, dtype=name)
-        if is_float(info.dtype) and not split_state(key, everything)[1] and key not in kept
-        else info
-        for key, info in infos.items()
+        key: replace(info, dtype=name) if is_float(info.dtype) and is_cast(key) else info for key, info in infos.items()
     }
 
 

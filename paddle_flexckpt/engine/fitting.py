@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt.aoa.states import is_counter
 from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.catalog.dtypes import castable
 
@@ -35,13 +36,19 @@ def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Prob
     if dtype == given.dtype:
         return "", None
     where.update(expected=f"{dtype} (target)", got=given.text.format(given.dtype))
-    if not castable(given.dtype, dtype):
+    if not castable(given.dtype, dtype) or (is_counter(target.key_name(row)) and not _is_exact(given.dtype, dtype)):
         remedy = "load into a target of the saved dtype"
         what = "a cast would lose what the values mean" if casts else "dtypes differ"
         return "", Problem(what, **where, remedy=remedy)
     if not casts:
         return "", Problem("dtypes differ", **where, remedy='load with dtype="cast" to convert the values')
     return f"{given.dtype} -> {dtype}", None
+
+
+def _is_exact(before: str, after: str) -> bool:
+    from paddle_flexckpt.aoa.casts import is_exact  # with the compiler, which most loads do not need
+
+    return is_exact(before, after)
 
 
 def are_alike(target: Catalog, rows: np.ndarray, source: Catalog, stored: np.ndarray) -> np.ndarray:

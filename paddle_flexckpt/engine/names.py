@@ -29,19 +29,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from paddle_flexckpt.aoa.states import ACCUMULATORS, is_torch_state, split_state
+from paddle_flexckpt.aoa.states import MASTER as MASTER_STATE
 from paddle_flexckpt.catalog import Problem, ValidationError
 
 # Parts of a nested state dict that one side may have and the other not.
 PREFIXES = ("model.", "optimizer.")
-# Names of the accumulators of all optimizers of Paddle 3.0 to 3.3 (their `_..._acc_str`; ModelAverage's are literals).
 # Only after one of these is a number known to be a counter: a model may have buffers called scale_0 and scale_1.
-ACCUMULATORS = (
-    "_avg_squared_grad", "_avg_squared_update", "beta1_pow", "beta1_pow_acc", "beta2_pow", "beta2_pow_acc", "d",
-    "inf_norm", "learning_rates", "m", "mean_grad", "mean_square", "moment", "moment1", "moment2", "moment2_max",
-    "momentum", "momentum_decay_pow", "mu_product", "num_accumulates", "num_updates", "old_num_accumulates", "prevs",
-    "restore", "rho", "slow", "sum_1", "sum_2", "sum_3", "velocity", "y",
-)  # fmt: skip
-MASTER_STATE = "w_0"
 _NAMES = "|".join(ACCUMULATORS)
 _ACCUMULATOR = re.compile(rf"(?P<parameter>.+?)_(?P<name>{_NAMES})_\d+")
 # An optimizer with a name puts that in front of the names of its accumulators.
@@ -95,6 +89,13 @@ def split_raw(name: str, parameters: Collection[str] = ()) -> RawState | None:
                 return RawState(parameter, f"{found['name']}_0")
     found = _MASTER.fullmatch(name)
     return RawState(raw_parameter(found["parameter"]), MASTER_STATE) if found else None
+
+
+def is_state(key: str, keys: Mapping[str, object] | set[str]) -> bool:
+    """Return whether a key, of all that there are, is an optimizer's, by any of the names that states have."""
+    if split_state(key, keys)[1] or is_torch_state(key):
+        return True
+    return any(split_raw(name) is not None for _, name in without_prefix(key))
 
 
 def canonical(name: str, parameters: Collection[str] = ()) -> str:

@@ -18,8 +18,8 @@ import numpy as np
 import xxhash
 
 from paddle_flexckpt.aoa import TensorInfo
-from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
+from paddle_flexckpt.engine.names import is_state
 from paddle_flexckpt.media.backend import Backend, OutputFile, exists, publish
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 
@@ -50,7 +50,7 @@ def choose_tensors(
     """
     inside = [key for key in sorted(infos) if key.startswith(start)]
     everything = set(infos)
-    chosen = [k for k in inside if states or not (k.startswith(EXTRA_STATE) or split_state(k, everything)[1])]
+    chosen = [k for k in inside if states or not (k.startswith(EXTRA_STATE) or is_state(k, everything))]
     problems = [
         Problem(
             "safetensors has no such dtype",

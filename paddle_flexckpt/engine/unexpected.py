@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.aoa.states import split_state
+from paddle_flexckpt.aoa.states import is_torch_state, split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, ValidationError
-from paddle_flexckpt.engine.names import split_raw
+from paddle_flexckpt.engine.names import is_state, split_raw
 from paddle_flexckpt.engine.options import TransferOptions
 
 
@@ -57,17 +57,18 @@ def check_unexpected(
 def _states_of_loaded(unused: list[str], keys: Sequence[str], used: set[str]) -> list[str]:
     """Return those of some keys that are optimizer states of used ones.
 
-    Raw names (of a plain ``optimizer.state_dict()``) do not say whose states they are: they are taken for those of what
-    is loaded, if a parameter is.
+    Raw names (of a plain ``optimizer.state_dict()``) and torch's do not say whose states they are: they are taken for
+    those of what is loaded, if a parameter is.
     """
-    candidates = [key for key in unused if key[-1:].isdigit()]
+    candidates = [key for key in unused if key[-1:].isdigit() or is_torch_state(key)]
     if not candidates or not used:
         return []
     everything = set(keys)
     # An optimizer that is loaded by itself leaves no states behind, whatever else is in the source.
-    parameters = any(not split_state(key, everything)[1] and split_raw(key) is None for key in used)
+    parameters = any(not is_state(key, everything) for key in used)
 
     def is_one(key: str) -> bool:
-        return split_state(key, everything)[0] in used or (parameters and split_raw(key) is not None)
+        is_other = split_raw(key) is not None or is_torch_state(key)
+        return split_state(key, everything)[0] in used or (parameters and is_other)
 
     return [key for key in candidates if is_one(key)]

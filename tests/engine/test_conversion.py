@@ -666,3 +666,32 @@ def test_it_reads_and_writes_stores_without_directories(values, tmp_path):
     found = load_file(tmp_path / "back" / "model.safetensors")
     assert sorted(found) == [key for key in WEIGHTS if key != "pair"]
     assert Path(tmp_path / "back" / "model.safetensors").stat().st_size > 0
+
+
+WHOLE = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
+STEP = np.full((), 10001, np.float32)
+OF_TORCH = {"model.w": WHOLE, "optim.state.w.exp_avg": WHOLE / 3, "optim.state.w.step": STEP, "global_step": STEP}
+OF_PADDLE = {"w": WHOLE, "linear_0.w_0_moment1_0": WHOLE / 3, "master_weights.linear_0.w_0": WHOLE / 7}
+
+
+@pytest.mark.parametrize("again", [None, "native", "torch_dcp"])
+@pytest.mark.parametrize("state", [OF_TORCH, OF_PADDLE])
+def test_states_under_names_of_others_stay_states(tmp_path, state, again):
+    path = tmp_path / "source"
+    fc.save_state_dict(state, path)
+    if again is not None:
+        path, first = tmp_path / again, path
+        convert_checkpoint(first, path, format=again)
+    weights = {key for key in state if key in ("w", "model.w", "global_step")}
+    convert_checkpoint(path, tmp_path / "bf16", dtype="bfloat16")
+    found = fc.load_merged_state_dict(tmp_path / "bf16")
+    for key, value in state.items():
+        kind = "bfloat16" if key in ("w", "model.w") else "float32"
+        assert str(found[key].dtype) == f"paddle.{kind}", key
+        if kind == "float32":
+            assert found[key].numpy().tolist() == value.tolist()
+    for name, options in (("weights", {"states": False}), ("hf", {"format": "huggingface"})):
+        report = convert_checkpoint(path, tmp_path / name, **options)
+        assert (report.keys, report.left_out) == (len(weights), len(state) - len(weights))
+        assert set(fc.load_merged_state_dict(tmp_path / name)) == weights
+    assert fc.export_safetensors(path, tmp_path / "export").left_out == len(state) - len(weights)

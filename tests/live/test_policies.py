@@ -438,3 +438,28 @@ def test_a_coordinator_outside_the_group_is_refused(move):
 def test_async_save_is_a_bool_or_a_writer(value):
     with memory_directory() as path, pytest.raises(ValidationError, match="async_save has to be a bool or a Backg"):
         SimulatedWorld(1).run(lambda comm: save_state_dict(state(a=[1]), path, comm, async_save=value))
+
+
+def test_counters_are_not_rounded(move):
+    source = {"optim.state.w.step": np.full((), 10001, np.float32), "position_ids": np.arange(4, dtype=np.int64)}
+    for key, kind in (("optim.state.w.step", ml_dtypes.bfloat16), ("position_ids", np.float32)):
+        given, target = {key: source[key]}, {key: np.zeros(source[key].shape, kind)}
+        with pytest.raises(ValidationError, match="a cast would lose what the values mean"):
+            move(given, target, dtype="cast")
+        with provoked("engine/fitting.py", "load into a target of the saved dtype"):
+            move(given, target)
+        exact = {key: np.zeros(source[key].shape, np.float64 if key.endswith("step") else np.int64)}
+        move(given, exact, dtype="cast")
+        assert exact[key].tolist() == source[key].tolist()
+
+
+@pytest.mark.parametrize("states", [
+    ("optim.state.w.exp_avg", "optim.state.w.step"), ("linear_0.w_0_moment1_0", "master_weights.linear_0.w_0"),
+])  # fmt: skip
+def test_states_under_names_of_others_are_asked_for_or_ignored_explicitly(move, states):
+    source = {"w": np.ones(2, np.float32), **{key: np.ones(2, np.float32) for key in states}}
+    with pytest.raises(ValidationError, match="no rank asks for 2 optimizer states"):
+        move(source, {"w": np.zeros(2, np.float32)})
+    target = {"w": np.zeros(2, np.float32)}
+    assert move(source, target, optimizer_states="ignore").unexpected == sorted(states)
+    assert target["w"].tolist() == [1, 1]
