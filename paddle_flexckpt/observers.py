@@ -89,6 +89,8 @@ class Observation:
 
 _LOCK = threading.Lock()
 _OBSERVATIONS: list[Observation] = []
+# The observed calls of each thread that have not ended.
+_UNDER_WAY = threading.local()
 
 
 def observe(callback: Observer) -> Observation:
@@ -144,6 +146,8 @@ def observed(call: str, path: str = "") -> Callable[[Call], Call]:
 
         @functools.wraps(function)
         def wrapper(*arguments: Any, **options: Any) -> Any:
+            if call in _UNDER_WAY.__dict__:
+                return function(*arguments, **options)  # a part of that call
             begin = time.perf_counter()
 
             def where() -> object:
@@ -154,11 +158,14 @@ def observed(call: str, path: str = "") -> Callable[[Call], Call]:
                 except TypeError:  # the call's own error
                     return None
 
+            setattr(_UNDER_WAY, call, True)
             try:
                 result = function(*arguments, **options)
             except Exception as error:
                 tell(call, where(), time.perf_counter() - begin, error)
                 raise
+            finally:
+                delattr(_UNDER_WAY, call)
             if isinstance(result, Report):
                 tell(call, where(), time.perf_counter() - begin, result)
             return result

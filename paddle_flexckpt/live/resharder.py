@@ -70,8 +70,18 @@ def reshard_sharded_state_dict(
         CheckpointError: A rank failed during the exchange (likewise); targets are partly overwritten.
     """
     asked = ReshardOptions(coordinator_rank=coordinator_rank, offload=offload, aoa_config=aoa_config, **options)
-    source, target = src_sharded_state_dict, dst_sharded_state_dict
-    return _gather(communicator_for(process_group), source, target, asked, "reshard_sharded_state_dict")[0].run()
+    comm = communicator_for(process_group)
+    source, own, _ = _gather_sources(comm, src_sharded_state_dict, asked, "reshard_sharded_state_dict")
+    return _load_state_dict(
+        target_state_dict=dst_sharded_state_dict,
+        source_state_dict=own,
+        metadata_list=[source],
+        process_group=comm,
+        coordinator_rank=coordinator_rank,
+        offload=offload,
+        aoa_config=aoa_config,
+        **options,
+    )
 
 
 @takes(ReshardOptions, src_sharded_state_dict=SHARDS, dst_sharded_state_dict=SHARDS, process_group=GROUP)
@@ -155,8 +165,8 @@ class ReshardPlan:
 
     def _plan(self) -> None:
         self._planned = False
-        gathered = _gather(self._comm, self._source, self._target, self._options, "plan_reshard")
-        self._transfer, self._peers, self._number = gathered
+        source, own, self._number = _gather_sources(self._comm, self._source, self._options, "plan_reshard")
+        self._transfer, self._peers = _between_ranks(self._comm, self._target, source, own, self._options)
         try:
             self._transfer.prepare()
         except BaseException:
@@ -177,21 +187,17 @@ class ReshardPlan:
         return report
 
 
-def _gather(
-    comm: Communicator,
-    source_state_dict: Mapping[str, Any],
-    target_state_dict: Mapping[str, Any],
-    options: ReshardOptions,
-    call: str,
-) -> tuple[Transfer, MemoryPeers, bytes]:
-    """Describe the sources of all ranks; return what fills the targets from them, and a number that no other has."""
+def _gather_sources(
+    comm: Communicator, state_dict: Mapping[str, Any], options: ReshardOptions, call: str
+) -> tuple[Catalog, dict[str, dict[str, Any]], bytes]:
+    """Describe the sources of all ranks as virtual files; return these, and a number that no other call has."""
 
     def said() -> tuple[bytes, ...]:
         check_coordinator(comm, options.coordinator_rank)
         return options.encode(call), secrets.token_bytes(PLAN_BYTES)
 
-    source, own, (numbers,) = gather_memory(comm, lambda: source_state_dict, said, _CONTEXT)
-    return *_between_ranks(comm, target_state_dict, source, own, options), numbers[0]
+    source, own, (numbers,) = gather_memory(comm, lambda: state_dict, said, _CONTEXT)
+    return source, own, numbers[0]
 
 
 def gather_memory(

@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import LocalTensorIndex, LocalTensorMetadata, Metadata, ValidationError
+from paddle_flexckpt.live import resharder
 from paddle_flexckpt.live.resharder import _load_state_dict, reshard_sharded_state_dict, virtual_file
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -149,3 +151,46 @@ def test_reshard_is_the_same_thing_with_vfiles_and_one_rank_logs(caplog):
     with caplog.at_level(logging.INFO, logger="paddle_flexckpt"):
         assert all(SimulatedWorld(2).run(job))
     assert len([record for record in caplog.records if "resharded 1 tensor in memory" in record.getMessage()]) <= 1
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_reshard_drives_load_state_dict_with_a_virtual_file_of_each_rank(monkeypatch, offload):
+    calls, original = {}, resharder._load_state_dict
+
+    def spy(target_state_dict, source_state_dict, metadata_list, process_group, coordinator_rank, offload, **more):
+        calls[process_group.position] = source_state_dict, metadata_list, coordinator_rank, offload
+        return original(
+            target_state_dict, source_state_dict, metadata_list, process_group, coordinator_rank, offload, **more
+        )
+
+    monkeypatch.setattr(resharder, "_load_state_dict", spy)
+    events: list = []
+
+    def job(comm):
+        rank = comm.position
+        source = {"v": ShardedWeight("v", FULL[3 * rank : 3 * rank + 3].copy(), (3, 4), SHAPE, (3 * rank, 0))}
+        wanted = {"w": ShardedWeight("w", np.zeros((4, 3), np.float32), (4, 3), (4, 6), (0, 3 * rank))}
+        with fc.observe(events.append):
+            report = reshard_sharded_state_dict(source, wanted, comm, 1, offload, aoa_config=["v^T -> w"])
+        np.testing.assert_array_equal(wanted["w"].local_tensor, FULL.T[:, 3 * rank : 3 * rank + 3])
+        assert list(calls[rank][0]) == [virtual_file(rank)]
+        assert calls[rank][0][virtual_file(rank)]["v"] is source["v"]
+        (catalog,) = calls[rank][1]
+        assert sorted(catalog.files) == [virtual_file(0), virtual_file(1)]
+        return report, comm.collectives
+
+    outcomes = SimulatedWorld(2).run(job)
+    assert {call[2:] for call in calls.values()} == {(1, offload)}
+    assert {event.call for event in events} == {"reshard"}
+    assert all(report.bytes_received == 0 for report, _ in outcomes)
+
+
+def test_observers_are_told_of_a_reshard_once():
+    events: list = []
+    source, target = {"w": FULL.copy()}, {"w": np.zeros(SHAPE, np.float32)}
+    with fc.observe(events.append):
+        reshard_sharded_state_dict(source, target, "self")
+        with pytest.raises(ValidationError):
+            reshard_sharded_state_dict(source, {"v": target["w"]}, "self")
+        _load_state_dict(target, {"a": source}, [metadata_of(OURS, {"a": [("w", (0, 0), SHAPE, None)]})], "self")
+    assert [(event.call, event.ok) for event in events] == [("reshard", True), ("reshard", False), ("reshard", True)]
