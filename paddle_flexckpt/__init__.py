@@ -148,13 +148,27 @@ _MOVED = {
     "run_state": ("ExtraStateReport", "collect_extra_state", "load_extra_state", "restore_extra_state"),
 }
 
+# Names of Paddle's own that have no function here, and what does their work.
+_INSTEAD = {
+    "AOAShardInfoContext": "explain() says which shards a program reads and makes",
+    "_modify_mw_name_for_compatibility": "load_state_dict(mw_name_compatibility=True), the default, finds such keys",
+    "check_dst_state_dict_validity": "load_state_dict() and reshard_sharded_state_dict() check their targets",
+    "check_src_dst_state_dict_validity": "load_state_dict() and reshard_sharded_state_dict() compare both sides",
+    "check_src_state_dict_validity": "save_state_dict() and reshard_sharded_state_dict() check their sources, "
+    "and check() without saving",
+    "get_rank_to_files": "load_state_dict(comm_method=..., storage=...) finds out which rank sees and reads what",
+    "load_state_dict_metadata": "explain() and list_checkpoints() read what a checkpoint has, and Paddle's own "
+    "function the .metadata file of a save",
+}
+
 __all__ = sorted(["__version__", *_HOME])
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         moved = [f"; it is in {__name__}.{module}" for module, names in _MOVED.items() if name in names]
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{''.join(moved)}")
+        instead = [f": {_INSTEAD[name]}"] if name in _INSTEAD else []
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{''.join([*moved, *instead])}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
 
 

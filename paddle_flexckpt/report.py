@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +17,9 @@ from paddle_flexckpt.catalog.texts import format_bytes
 
 if TYPE_CHECKING:
     from paddle_flexckpt.catalog import Problem
+
+# Patterns of keys that a line shows, and keys of which patterns are looked for: of more it takes too long.
+_PATTERNS, _KEYS = 3, 20_000
 
 
 def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
@@ -156,6 +160,16 @@ class SaveReport(Report):
         )
 
 
+def _patterns(keys: Sequence[str]) -> str:
+    """Return the first patterns of keys, numbers as ``#``, with how many keys each stands for."""
+    if len(keys) > _KEYS:
+        return ""
+    counts = Counter(re.sub(r"\d+", "#", key) for key in keys)
+    shown = [pattern if count == 1 else f"{pattern} x {count}" for pattern, count in counts.most_common(_PATTERNS)]
+    more = [f"{len(counts) - _PATTERNS} more patterns"] if len(counts) > _PATTERNS else []
+    return f" ({', '.join([*shown, *more])})" if shown else ""
+
+
 @dataclass(frozen=True)
 class LoadReport(Report):
     """Say what a load or a reshard did on this rank.
@@ -245,7 +259,7 @@ class LoadReport(Report):
             ("read from replicas on this rank, as copies of them are damaged", len(self.replicas_used)),
         ):
             if count:
-                text += f", {count} {name}"
+                text += f", {count} {name}{_patterns(getattr(self, name, ()))}"
         text += _of_one_rank(self.replicas)
         text += f"; the checkpoint is partial: {self.partial}" if self.partial else ""
         if self.comm_method == "cooperative":

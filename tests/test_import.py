@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import subprocess
 import sys
 import time
@@ -89,6 +90,21 @@ def test_public_names_are_few_and_moved_ones_say_where_they_are():
         for name in names:
             with pytest.raises(AttributeError, match=f"it is in paddle_flexckpt.{module}$"):
                 getattr(paddle_flexckpt, name)
+
+
+NAMES_OF_PADDLE = (
+    "get_rank_to_files _modify_mw_name_for_compatibility check_src_state_dict_validity check_dst_state_dict_validity "
+    "check_src_dst_state_dict_validity AOAShardInfoContext load_state_dict_metadata"
+)
+
+
+@pytest.mark.parametrize("name", NAMES_OF_PADDLE.split())
+def test_names_of_paddle_that_are_not_here_say_what_does_their_work(name):
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}': ") as error:
+        getattr(paddle_flexckpt, name)
+    named = set(re.findall(r"(\w+)\(", str(error.value)))
+    assert named
+    assert named <= set(paddle_flexckpt.__all__)
 
 
 def circles(imported: dict[str, set[str]]) -> list[list[str]]:

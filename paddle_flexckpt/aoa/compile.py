@@ -81,12 +81,12 @@ def run_program(
     following = parse_program(completion, len(config.statements) + 1)
     here = Side(source, set() if target is None else target.keys)
     there = None if target is None else Side(target, source.keys)
-    program = Program(here, there)
+    program = Program(here, there, config.is_lenient)
     if traced:
         program.trace = {}
     lost: list[str] = []
     if config.reverse:
-        forward = None if there is None else _carried_out(statements, Program(there, here))
+        forward = None if there is None else _carried_out(statements, Program(there, here, config.is_lenient))
         if forward is not None:
             Reversal(forward, program).run()
             statements = []

@@ -11,7 +11,7 @@ from typing import Any, Union
 from paddle_flexckpt.aoa.errors import AoaError
 
 AoaConfig = Union[Mapping[str, Any], Sequence[str], "os.PathLike[str]"]
-_KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")
+KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,12 @@ class Statements:
     Attributes:
         statements: The program's texts.
         reverse: Whether the inverse of the program is meant.
+        is_lenient: Whether statements with placeholders are left out, with a warning, where they match nothing.
     """
 
     statements: tuple[str, ...]
     reverse: bool = False
+    is_lenient: bool = False
 
 
 def read_config(aoa_config: AoaConfig | Statements) -> Statements:
@@ -46,13 +48,13 @@ def read_config(aoa_config: AoaConfig | Statements) -> Statements:
         value = {"aoa_statements": list(value)}
     if not isinstance(value, Mapping):
         raise AoaError([f"aoa_config has to be a dict with 'aoa_statements'; got a {type(value).__name__}"])
-    unknown = sorted(str(key) for key in value if key not in _KEYS)
+    unknown = sorted(str(key) for key in value if key not in KEYS)
     if unknown:
-        raise AoaError([f"aoa_config has unknown keys {unknown}; known are {', '.join(_KEYS)}"])
+        raise AoaError([f"aoa_config has unknown keys {unknown}; known are {', '.join(KEYS)}"])
     statements = value.get("aoa_statements", [])
     if not isinstance(statements, (list, tuple)) or not all(isinstance(text, str) for text in statements):
         raise AoaError([f"aoa_statements has to be a list of texts; got {statements!r}"])
-    for key in _KEYS[1:]:
+    for key in KEYS[1:]:
         if not isinstance(value.get(key, False), bool):
             raise AoaError([f"{key} has to be true or false; got {value[key]!r}"])
     return Statements(tuple(statements), bool(value.get("aoa_config_reverse", False)))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -289,6 +292,10 @@ def _modify(
         axes = given or tuple(range(len(structure.shape) - 1, -1, -1))
         return operations.apply(structure_ops.permute, [value], axes)
     if key == "reshape":
+        more = statement.attributes[statement.attributes.index(attribute) + 1 :]
+        is_last = not any(other.key in _SHAPE_MODIFIERS for other in more)
+        if is_last and given == structure.shape and shape is not None and _is_merged(shape, given):
+            given = shape  # a marker of the split axes: here they are the source's, and the destination has them merged
         return operations.apply(structure_ops.reshape, [value], given)
     if key == "slice":
         return operations.apply(structure_ops.slice_, [value], _slices(str(given)))
@@ -317,6 +324,12 @@ def _modify(
                 f'dtype="{given}", which takes any dtype'
             )
     return operations.apply(structure_ops.cast, [value], given)
+
+
+def _is_merged(shape: Shape, split: Shape) -> bool:
+    """Return whether a shape is another one with neighbouring axes merged."""
+    merged, ends = (set(itertools.accumulate(each, operator.mul)) for each in (shape, split))
+    return len(shape) < len(split) and 0 not in split and merged <= ends and math.prod(shape) == math.prod(split)
 
 
 def _slices(text: str) -> tuple[int | tuple[int | None, int | None], ...]:

@@ -41,6 +41,9 @@ _TOKENS = re.compile(
     r"|(?P<SKIP>[ \t]+)"
     r"|(?P<NEWLINE>[\r\n]+)"
 )
+# A character in a quoted name by its number, and those that have to be written so.
+_ESCAPED = re.compile(r"\\x([0-9a-f]{2})")
+_TO_ESCAPE = re.compile(r'["\n]|\\(?=x[0-9a-f]{2})')
 _PLAIN_NAME = re.compile(rf"(?:{_NAME_START})(?:{_NAME_NEXT})*")
 # The value of an attribute and the name behind it: two texts that were put together with nothing between them.
 _GLUED = re.compile(rf"(?P<value>[-+]?\d+(?:\.\d+)?)(?P<name>{_PLAIN_NAME.pattern})")
@@ -74,7 +77,8 @@ def tokenize(text: str) -> list[Token]:
             _check_glued(text, position, tokens)
             raise StatementError(
                 f"unexpected character {text[position]!r}. Remedy: put names with other characters than letters, "
-                "digits, '_' and '.', or that begin with a digit, between quotes",
+                "digits, '_' and '.', or that begin with a digit, between quotes, and in these \\x22 for a quotation "
+                "mark and \\x0a for a line break",
                 position + 1,
             )
         kind = str(found.lastgroup)
@@ -111,7 +115,9 @@ def _glued(end: str, begin: str, column: int) -> StatementError:
 
 def quoted(name: str) -> str:
     """Write a name for a statement: in quotes if it is a tag, or has other characters than names."""
-    return name if _PLAIN_NAME.fullmatch(name) and name not in TAGS else f'"{name}"'
+    if _PLAIN_NAME.fullmatch(name) and name not in TAGS:
+        return name
+    return '"' + _TO_ESCAPE.sub(lambda found: f"\\x{ord(found.group()):02x}", name) + '"'
 
 
 @dataclass(frozen=True)
@@ -222,6 +228,8 @@ class _Parser:
         while self._kind() == "COMMA":
             self._position += 1
             left.append(self._variable())
+        if self._kind() != "RARROW":
+            self._check_commas(start)
         self._take("RARROW", "',' or '->'")
         right = [self._variable()]
         while self._kind() == "COMMA" and not self._attribute_follows():
@@ -260,6 +268,21 @@ class _Parser:
             tuple(Token(t.kind, t.text, t.column - shift, t.end - shift) for t in tokens),
         )
 
+    def _check_commas(self, start: int) -> None:
+        """Raise the error of a comma that is missing, where a statement that began at ``start`` has no arrow."""
+        first = self._tokens[start]
+        if self._kind() in ("NAME", "STRING"):
+            token = self._tokens[self._position]
+            raise StatementError(f"a comma, or '->', is missing before {token.text!r}", token.column)
+        if start and (first.text in TAGS or [token.kind for token in self._tokens[start + 1 : start + 2]] == ["EQUAL"]):
+            raise StatementError(f"a comma is missing before {first.text!r}", first.column)
+        if start:
+            raise StatementError(
+                f"a comma is missing before {first.text!r}, or '->' after it: without that comma it begins another "
+                "statement",
+                first.column,
+            )
+
     def _second_arrow(self, right: Sequence[Variable]) -> StatementError:
         """Return the error of a statement that has an arrow behind its right names."""
         for variable in right:
@@ -279,7 +302,7 @@ class _Parser:
     def _variable(self) -> Variable:
         if self._kind() == "STRING":
             token = self._take("STRING", "a name")
-            name = token.text[1:-1]
+            name = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), token.text[1:-1])
             if not name:
                 raise StatementError("a name cannot be empty", token.column)
         else:

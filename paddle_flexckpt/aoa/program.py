@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe_problem
@@ -17,6 +19,7 @@ from paddle_flexckpt.aoa.states import PARAMETER, STATES, state_key
 from paddle_flexckpt.aoa.structure import Structure, StructureError
 from paddle_flexckpt.aoa.structure_ops import source as source_structure
 
+logger = logging.getLogger("paddle_flexckpt")
 # After so many problems more of them help nobody.
 MAX_PROBLEMS = 100
 
@@ -45,8 +48,9 @@ class Program:
             tensor-parallel parts on both sides.
     """
 
-    def __init__(self, source: Side, target: Side | None) -> None:
-        """Start with the source keys alone."""
+    def __init__(self, source: Side, target: Side | None, is_lenient: bool = False) -> None:
+        """Start with the source keys alone; ``is_lenient`` as of :class:`Statements`."""
+        self._is_lenient = is_lenient
         self.source = source
         self.target = target
         self._sides = (source,) if target is None else (source, target)
@@ -63,6 +67,7 @@ class Program:
         self._sources: dict[int, Structure] = {}
         self._index = KeyIndex(source.states)
         self._target_index: KeyIndex | None = None
+        self._side_indices: list[KeyIndex] | None = None
         self._problems: list[str] = []
         self.rules: list[Rule] = []
         self._position = 0
@@ -77,7 +82,8 @@ class Program:
         states = {*STATES, *(state for kind in kinds for state in kind if state)}
         for statement in statements:
             try:
-                self.rules.append(make_rule(statement, states, self._is_parameter, self._sides))
+                rule = make_rule(statement, states, self._is_parameter, self._sides)
+                self.rules.append(replace(rule, is_lenient=True) if self._is_lenient else rule)
             except StatementError as error:
                 self._note(error, statement.place)
         self._raise()
@@ -147,6 +153,13 @@ class Program:
                     text = instantiate(rule.place.text, dict(zip(rule.placeholders, ids)))
                     self._note(error, rule.place, [text])
         self._commit(rule, assigned)
+        is_left_out = not bindings or not (assigned or rule.right[0].text == NOTHING or self._problems)
+        if is_left_out and rule.is_lenient and not rule.statement.has("optional"):
+            logger.warning(
+                f"AOA statement {rule.place.number} is left out, as nothing matches its pattern: "
+                f"{rule.place.text.strip()}. Paddle's own functions leave such statements out; "
+                "paddle_flexckpt.load_state_dict refuses them"
+            )
 
     def _run_plain(self, rule: Rule, bindings: Sequence[Ids]) -> bool:
         """Carry out a rule that is the same for all ids, column by column: most are, tens of thousands of times.
@@ -253,7 +266,7 @@ class Program:
                 side = "destination key" if by_target else "source key or variable"
                 raise StatementError(
                     f"no {side} matches {template.text!r}; there are, for example, {index.keys_like(template.text)}. "
-                    "Remedy: correct the pattern, or add the tag 'optional'"
+                    f"Remedy: correct the pattern{self._or_optional(rule.right)}"
                 )
         lacking = [name for name in rule.placeholders if found and name not in found[0]]
         if lacking:
@@ -285,7 +298,7 @@ class Program:
             if value is None:
                 if rule.is_optional:
                     return None
-                raise StatementError(self._unknown(name, state))
+                raise StatementError(self._unknown(name, state, right))
             known.append(value)
         if state is None or rule.source_state == PARAMETER:
             self.read.update(left)
@@ -347,11 +360,19 @@ class Program:
             target_parts(rule, numbers, right[0], ndim, self.target, following) if len(right) == 1 else 1,
         )
 
-    def _unknown(self, name: str, state: str | None) -> str:
+    def _or_optional(self, right: Sequence[Template]) -> str:
+        """Return the remedy to leave a statement out; nothing where a target might then get the source's own tensor."""
+        if self._side_indices is None:
+            self._side_indices = [KeyIndex(side.states) for side in self._sides]
+        names = [template for template in right if template.text != NOTHING]
+        is_there = any(index.bindings(template) for index in self._side_indices for template in names)
+        return "" if is_there else ", or add the tag 'optional'"
+
+    def _unknown(self, name: str, state: str | None, right: Sequence[str]) -> str:
         what = state_key(name, state) if state else name
         return (
             f"{what!r} is neither a source key nor assigned before; there are, for example, "
-            f"{self._index.keys_like(name)}. Remedy: correct the name, or add the tag 'optional'"
+            f"{self._index.keys_like(name)}. Remedy: correct the name{self._or_optional(list(map(parse_name, right)))}"
         )
 
     def _shapes(self, rule: Rule, right: list[str], state: str | None) -> tuple[Shape | None, ...]:

@@ -34,6 +34,7 @@ class Rule:
         states: The states that it is about; None: the parameter and all of its states.
         source_state: The state that is read, where a rename makes a state of what is none, or the other way round;
             None: the same as is assigned.
+        is_lenient: Whether a pattern that matches nothing is no error.
     """
 
     place: Place
@@ -43,16 +44,17 @@ class Rule:
     placeholders: tuple[str, ...]
     states: tuple[str, ...] | None
     source_state: str | None = None
+    is_lenient: bool = False
 
     @cached_property
     def is_optional(self) -> bool:
         """Return whether the statement is left out where a left name does not exist."""
-        return self.statement.has("optional")
+        return self.statement.has("optional") or (self.is_lenient and bool(self.placeholders))
 
     @cached_property
     def asks_shapes(self) -> bool:
-        """Return whether some attribute takes the destination's shapes."""
-        return any(attribute.value == "auto" for attribute in self.statement.attributes)
+        """Return whether some attribute takes the destination's shapes, or may, as a reshape does."""
+        return any(attribute.value == "auto" or attribute.key == "reshape" for attribute in self.statement.attributes)
 
     @cached_property
     def is_plain(self) -> bool:

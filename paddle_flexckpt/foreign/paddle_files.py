@@ -25,6 +25,7 @@ from paddle_flexckpt.foreign.pickle_writer import (
     NEW,
     NONE,
     TRUE,
+    UNFRAMED,
     Memo,
     call,
     integer,
@@ -161,7 +162,7 @@ def encode_metadata(catalog: Catalog, flat_mapping: bool = False) -> bytes:
     shards, indices = _Said(memo, shard_of), _Said(memo, index_of)
     keys, files = (list(map(text, names)) for names in (catalog.keys, catalog.files))
     key, file, last = catalog.key.tolist(), catalog.file.tolist(), -1
-    codes = [BEGIN, memo[named(_CLASSES, "Metadata")], NEW, memo[text("state_dict_metadata")], b"}("]
+    codes = [UNFRAMED, memo[named(_CLASSES, "Metadata")], NEW, memo[text("state_dict_metadata")], b"}("]
     begin = named(_CLASSES, "LocalTensorMetadata")
     for row in groups.first.tolist():  # by key
         if key[row] != last:

@@ -16,7 +16,7 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, Metadata, group_replicas
 from paddle_flexckpt.foreign.paddle_files import encode_metadata
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
-from paddle_flexckpt.foreign.pickle_writer import BEGIN, END, named, text
+from paddle_flexckpt.foreign.pickle_writer import BEGIN, END, UNFRAMED, named, text
 from paddle_flexckpt.native.companion import Companion
 from paddle_flexckpt.native.manifest import Manifest
 
@@ -27,8 +27,9 @@ _DTYPES = frozenset(
     {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
     | {"float8_e4m3fn", "float8_e5m2", "complex64"}
 )
-# Protocol 4 and a string. Python's own pickler puts a frame between them: that tells whose file it is.
-_BEGIN = BEGIN + text("")[:1]
+# A protocol and a string. Python's own pickler puts a frame between them, and has another string in protocol 3: that
+# tells whose file it is.
+_BEGINS = tuple(begin + text("")[:1] for begin in (UNFRAMED, BEGIN))
 
 
 class PaddleMetadata(Companion):
@@ -67,7 +68,7 @@ class PaddleMetadata(Companion):
 
         When power goes a file may keep its length without its bytes: they read as zeros.
         """
-        return _BEGIN.startswith(data[: len(_BEGIN)]) or not any(data)
+        return any(begin.startswith(data[: len(begin)]) for begin in _BEGINS) or not any(data)
 
 
 def _sentence(reason: str) -> str:

@@ -1,6 +1,6 @@
 """Write pickles opcode by opcode: what Paddle's own files need, without Paddle, and without anything whole in memory.
 
-Protocol 4, without frames. What is said again is called up from the reader's memo. Tested in
+Opcodes of protocol 4, without frames. What is said again is called up from the reader's memo. Tested in
 tests/foreign/test_paddle_files.py.
 """
 
@@ -10,6 +10,8 @@ import struct
 from collections.abc import Sequence
 
 BEGIN, END = b"\x80\x04", b"."
+# Readers that stop in the middle want frames after protocol 4, and none after 3; no reader compares opcodes with it.
+UNFRAMED = b"\x80\x03"
 NONE, TRUE, FALSE = b"N", b"\x88", b"\x89"
 EMPTY_DICT = b"}"
 # An instance of the class on the stack, whose fields follow up to FILLED.

@@ -11,39 +11,113 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from paddle_flexckpt.aoa.config import KEYS, read_config
+from paddle_flexckpt.catalog import AoaError, CheckpointError
+from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.full_param import full_param as whole_tensors
 from paddle_flexckpt.live.loader import load_state_dict as load
 from paddle_flexckpt.live.merged import load_merged_state_dict as load_merged
 from paddle_flexckpt.live.merged import merge_sharded_state_dict as merge
+from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.saver import save_state_dict as save
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.undo import Undo
 
+logger = logging.getLogger("paddle_flexckpt")
 _changes = Undo()
+# Options that Paddle's functions do not have, and those that are set for all calls of them.
+_OF_SAVES = ("check_replicas",)
+_OF_LOADS = ("strict", "dtype", "tied_names", "master_weights", "fused", "optimizer_states", "verify", "use_replicas")
+_defaults: dict[str, Any] = {}
 # Where Paddle has the functions.
 _DCP = "paddle.distributed.flex_checkpoint.dcp"
 _HOMES = ("paddle.distributed", f"{_DCP}.full_param", f"{_DCP}.load_state_dict")
 
 
-def replace_in_tree() -> None:
+def replace_in_tree(**defaults: Any) -> None:
     """Replace Paddle's functions, in ``paddle.distributed`` and in every module that has imported one by its name.
 
-    Calling it again does nothing. Modules that import them by name afterwards get these, too.
+    Modules that import them by name afterwards get these, too. Calling it again changes nothing but the defaults that
+    it is given.
+
+    Args:
+        **defaults: Options that Paddle's functions do not have, for all of their calls: ``check_replicas`` of
+            :func:`paddle_flexckpt.save_state_dict`; of :func:`paddle_flexckpt.load_state_dict` ``strict``, ``dtype``,
+            ``tied_names``, ``master_weights``, ``fused``, ``optimizer_states``, ``verify`` and ``use_replicas``.
+
+    Raises:
+        TypeError: There is no such option, or Paddle's functions have it.
+        ValidationError: An option has a value that it cannot have.
     """
+    unknown = [name for name in defaults if name not in (*_OF_SAVES, *_OF_LOADS)]
+    if unknown:
+        known = ", ".join((*_OF_SAVES, *_OF_LOADS))
+        raise TypeError(f"replace_in_tree() has no option {unknown[0]!r}; it sets {known}")
+    SaveOptions(**_some(defaults, _OF_SAVES)).agreed()
+    LoadOptions(**_some(defaults, _OF_LOADS)).agreed()
+    _defaults.update(defaults)
     if is_in_tree_replaced():
         return
     for function in (save_state_dict, load_state_dict, load_merged_state_dict, merge_sharded_state_dict, full_param):
         before = in_tree_function(function.__name__)
         if before is not None:
             _changes.replace_everywhere(function.__name__, before, function)
+
+
+def _some(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: options[name] for name in names if name in options}
+
+
+def _names_of(function: Callable[..., Any]) -> list[str]:
+    """Return the options of loads that a function has too."""
+    return [name for name in _OF_LOADS if name in inspect.signature(function).parameters]
+
+
+@contextmanager
+def _of_paddle(name: str, options: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Give the defaults of a function of Paddle's; in its errors, tell how options are set that it does not have."""
+    try:
+        yield _some(_defaults, options)
+    except CheckpointError as error:
+        text = "" if isinstance(error, AoaError) else str(error)  # statements have a dtype= of their own
+        advised = [option for option in options if re.search(rf"\b{option}=", text)]
+        if advised:
+            given = ", ".join(f"{option}=..." for option in advised)
+            error.args = (
+                f"{error}\npaddle.distributed.{name} does not take {given}: set it for all calls with "
+                f"paddle_flexckpt.trainer.replace_in_tree({given})",
+                *error.args[1:],
+            )
+        raise
+
+
+def _statements(aoa_config: Any) -> Any:
+    """Return statements of which those are left out, with a warning, that Paddle's functions leave out.
+
+    Libraries have one list of statements for several models.
+    """
+    if isinstance(aoa_config, Mapping):
+        unknown = sorted(str(key) for key in aoa_config if key not in KEYS)
+        if unknown:
+            logger.warning(f"aoa_config has unknown keys {unknown}, which are ignored; known are {', '.join(KEYS)}")
+        aoa_config = {key: aoa_config[key] for key in KEYS if key in aoa_config}
+    try:
+        return None if aoa_config is None else replace(read_config(aoa_config), is_lenient=True)
+    except AoaError:
+        return aoa_config  # the call refuses it, on all ranks
 
 
 def in_tree_function(name: str) -> Callable[..., Any] | None:
@@ -64,6 +138,7 @@ def _is_module(name: str) -> bool:
 
 def restore_in_tree() -> None:
     """Take back what :func:`replace_in_tree` did; without it, do nothing."""
+    _defaults.clear()
     _changes.put_back()
 
 
@@ -97,7 +172,9 @@ def save_state_dict(
             return None, str(max(ids, default=0)).encode()
 
         unique_id = int(comm.together(choose, context)[1][0])
-    save(state_dict, path, process_group, coordinator_rank, unique_id, async_save, safetensors, save_replicas)
+    with _of_paddle("save_state_dict", _OF_SAVES) as options:
+        options.update(async_save=async_save, safetensors=safetensors, save_replicas=save_replicas)
+        save(state_dict, path, process_group, coordinator_rank, unique_id, **options)
 
     def tidy() -> tuple[None, bytes]:
         # What a save in the background replaces has to stay until that is done.
@@ -129,8 +206,10 @@ def load_state_dict(
 
     Paddle's develop branch has ``load_transform``, and ``num_workers``, which has no effect here.
     """
-    options = {"mw_name_compatibility": mw_name_compatibility, "load_transform": load_transform}
-    load(state_dict, path, process_group, coordinator_rank, unique_id, offload, aoa_config=aoa_config, **options)
+    with _of_paddle("load_state_dict", _OF_LOADS) as options:
+        options.update(mw_name_compatibility=mw_name_compatibility, load_transform=load_transform)
+        options.update(aoa_config=_statements(aoa_config))
+        load(state_dict, path, process_group, coordinator_rank, unique_id, offload, **options)
 
 
 def full_param(sharded_state_dict: Any, aoa_config: Any = None, **kwargs: Any) -> Iterator[tuple[str, Any]]:
@@ -138,7 +217,7 @@ def full_param(sharded_state_dict: Any, aoa_config: Any = None, **kwargs: Any) -
 
     ``Layer.full()`` calls it.
     """
-    return whole_tensors(sharded_state_dict, aoa_config, **kwargs)
+    return whole_tensors(sharded_state_dict, _statements(aoa_config), **kwargs)
 
 
 def merge_sharded_state_dict(
@@ -154,8 +233,9 @@ def merge_sharded_state_dict(
     safetensors: bool = False,
 ) -> None:
     """Write whole tensors as Paddle's function of this name, by :mod:`paddle_flexckpt.live.merged`; errors likewise."""
-    kept = {"unique_id": unique_id, "aoa_config": aoa_config}
-    merge(load_path, save_path, prefix, safetensor_prefix, skip_postfix_list, process_group, **kept)
+    with _of_paddle("merge_sharded_state_dict", _names_of(merge)) as options:
+        options.update(unique_id=unique_id, aoa_config=_statements(aoa_config))
+        merge(load_path, save_path, prefix, safetensor_prefix, skip_postfix_list, process_group, **options)
 
 
 def load_merged_state_dict(
@@ -173,7 +253,8 @@ def load_merged_state_dict(
     """
     import paddle
 
-    merged = load_merged(path, prefix, unique_id, offload, aoa_config)
+    with _of_paddle("load_merged_state_dict", _names_of(load_merged)) as options:
+        merged = load_merged(path, prefix, unique_id, offload, _statements(aoa_config), **options)
     if offload:
         return merged
     return {name: tensor.to(paddle.get_device()) for name, tensor in merged.items()}

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from paddle_flexckpt.aoa import AoaError, compile_program
 from paddle_flexckpt.aoa.errors import MAX_LINE
 from paddle_flexckpt.aoa.invert import invert
-from paddle_flexckpt.aoa.parser import ATTRIBUTES, MAX_NAMES, TAGS, parse
-from tests.aoa.small import catalog, compiled, numbered, room
+from paddle_flexckpt.aoa.parser import ATTRIBUTES, MAX_NAMES, TAGS, parse, quoted
+from tests.aoa.small import catalog, compiled, numbered, room, run
 from tests.property import examples
 
 A = numbered(4, 6)
+SQUARE = numbered(4, 4)
 SOURCE = {"a": A, "b": A, "z": numbered(), **{f"l.{i}.e.{j}": A for i in (0, 1) for j in (0, 2)}, "a.moment1_0": A}
 TARGET = {"x": room(4, 6), "y": room(4, 6), "x.moment1_0": room(4, 6)}
 
@@ -31,9 +32,24 @@ def message(*texts: str) -> str:
     ("text", "column", "words"),
     [
         ("a - x", 3, "unexpected character '-'"),
-        ("a -> x y", 9, "expected ',' or '->'; got the end of the text"),
+        (
+            "a -> x y",
+            8,
+            "a comma is missing before 'y', or '->' after it: without that comma it begins another statement",
+        ),
+        ("a -> x y, axis=0", 8, "a comma is missing before 'y', or '->' after it"),
+        ("a -> x, axis=0 fused_qkv_old, num_heads=4", 16, "a comma is missing before 'fused_qkv_old'$"),
+        ("a -> x, axis=0 fused_qkv_old", 16, "a comma is missing before 'fused_qkv_old'$"),
+        ("a -> x axis=0", 8, "a comma is missing before 'axis'$"),
+        ('a -> x, scale=2.0 states="w_0"', 19, "a comma is missing before 'states'$"),
+        ("a -> x, fused_ffn optional", 19, "a comma is missing before 'optional'$"),
+        ("a -> x axis=0 b -> y", 8, "a comma is missing before 'axis'$"),
+        ("a^T b -> x, axis=0", 5, "a comma, or '->', is missing before 'b'"),
+        ("a, b z -> x, axis=0", 6, "a comma, or '->', is missing before 'z'"),
         ("a -> x,", 8, "expected a name; got the end of the text"),
-        ("a x", 3, "expected ',' or '->'; got 'x'"),
+        ("a x", 3, "a comma, or '->', is missing before 'x'"),
+        ("a", 2, "expected ',' or '->'; got the end of the text"),
+        ("a axis=0", 3, "a comma, or '->', is missing before 'axis'"),
         ("-> x", 1, "expected a name; got '->'"),
         ("a -> x, axis", 6, "axis= is needed to cut"),
         ("a -> x, y, axis=first", 17, "expected a number or a quoted text after axis="),
@@ -47,7 +63,11 @@ def message(*texts: str) -> str:
         ("q[3 4] -> x", 5, "expected ':'"),
         ("q[-1:4] -> x", 3, "expected a whole number"),
         ('"" -> x', 1, "a name cannot be empty"),
-        ('"a -> x', 1, "unexpected character"),
+        (
+            '"a -> x',
+            1,
+            r"unexpected character '\"'. Remedy: .* between quotes, and in these \\x22 for a quotation mark",
+        ),
         ("0.weight -> x", 1, "put names .* that begin with a digit, between quotes"),
         ("a -> x, y, axis=2", 12, r"axis 2 is out of range for shape \[4, 6\]"),
         ("a, b -> x, axis=-3", 12, "axis -3 is out of range"),
@@ -79,6 +99,10 @@ def test_the_place(text: str, column: int, words: str):
     [
         (
             "none -> x",
+            "'none' is neither a source key nor assigned before; there are, for example, .*Remedy: correct the name$",
+        ),
+        (
+            "none -> u",
             "'none' is neither a source key nor assigned before; there are, for example, .*add the tag 'optional'",
         ),
         ("l.$LAYER_ID.f.$EXPERT_ID -> m.$LAYER_ID.$EXPERT_ID", "no source key or variable matches .*'l.0.e.0'"),
@@ -101,7 +125,18 @@ def test_what_is_wrong_with_names(text: str, words: str):
     found = message("b -> y", text)
     assert found.startswith("AOA statement 2")
     assert text in found
-    assert re.search(words, found), found
+    assert re.search(words, found, re.MULTILINE), found
+
+
+@pytest.mark.parametrize("statement", ["ww^T -> w", "l.$L.ww^T -> l.$L.w", "l.0.ww^T -> l.0.w"])
+def test_no_remedy_leaves_out_a_misspelled_statement_whose_target_the_source_has(statement: str):
+    """With ``optional`` the target would get the source's own tensor, not transposed."""
+    tensors = {"w": SQUARE, "l.0.w": SQUARE}
+    for target in (tensors, None):
+        with pytest.raises(AoaError) as error:
+            compiled([statement], tensors, target)
+        assert re.search("Remedy: correct the (name|pattern)$", str(error.value), re.MULTILINE)
+        assert "optional" not in str(error.value)
 
 
 def test_a_fill_needs_a_destination_that_says_how_large_it_is():
@@ -339,3 +374,39 @@ def test_any_configuration(config: object):
         compile_program(config, catalog(SOURCE), catalog(TARGET))  # type: ignore[arg-type]
     except AoaError as error:
         assert str(error)
+
+
+@pytest.mark.parametrize("name", ['a"b', "a'b", "a\"b'c", "a\nb", "a\\x22b", "a\\b", "copy", "0.w", 'l.$L."w"'])
+def test_every_name_can_be_written(name: str):
+    text = f"{quoted(name)}^T -> {quoted(name)}"
+    (statement,) = parse(text)
+    assert (statement.left[0].name, statement.right[0].name) == (name, name)
+    key = name.replace("$L", "3")
+    turned = run([text, *invert([text])["aoa_statements"], text], {key: SQUARE}, {key: room(4, 4)})
+    assert (turned[key] == SQUARE.T).all()
+
+
+@pytest.mark.parametrize(("source", "target"), [((2, 3, 2, 2), (6, 4)), ((6, 4), (2, 3, 2, 2)), ((2, 3, 2, 2), (24,)),
+                                                ((2, 3, 2, 2), (2, 6, 2)), ((2, 3, 2, 2), (2, 3, 2, 2))])  # fmt: skip
+@pytest.mark.parametrize("more", ["", ', dtype="float64"'])
+def test_a_reshape_goes_either_way_between_split_and_merged_axes(source, target, more):
+    """One statement serves a load and the way back: the destination's shape tells which it is."""
+    given, dtype = numbered(*source), "float64" if more else "float32"
+    texts = [f'a -> x, reshape="[2, 3, 2, 2]"{more}']
+    found = run(
+        texts, {"a": given, "a.moment1_0": given + 1}, {"x": room(*target, dtype=dtype), "x.moment1_0": room(*target)}
+    )
+    assert (found["x"] == given.reshape(target)).all()
+    assert (found["x.moment1_0"] == given.reshape(target) + 1).all()
+
+
+@pytest.mark.parametrize(("text", "target"), [
+    ('a -> x, reshape="[2, 3, 2, 2]"', (2, 2, 3, 2)),
+    ('a -> x, reshape="[2, 3, 2, 2]"', (4, 6)),
+    ('a -> x, reshape="[2, 3, 2, 2]"', (6, 5)),
+    ('a -> x, reshape="[2, 3, 2, 2]", permute="[]"', (6, 4)),
+    ('a -> x, reshape="[2, 3, -1, 2]"', (6, 4)),
+])  # fmt: skip
+def test_a_reshape_that_is_no_merge_stays_what_it_says(text, target):
+    with pytest.raises(AoaError, match="expected"):
+        compiled([text], {"a": numbered(2, 3, 2, 2)}, {"x": room(*target)})

@@ -14,6 +14,7 @@ from tests.aoa.small import Arrays, assert_equal, compiled, numbered, room, run
 from tests.remedies.following import Advice, advised, provoked
 
 A, B = numbered(4, 6), numbered(4, 6, start=100)
+SQUARE = numbered(4, 4)
 QKV = numbered(2, 16)
 PARTS = np.split(QKV, 4, axis=1)
 # [gate | up] along the last axis, in the parts of two ranks.
@@ -152,6 +153,23 @@ SCENARIOS = [
         Advice("aoa/program.py", "or add the tag 'optional'"),
         "_ -> new, fill=0 ; a -> x",
         {"_ -> new, fill=0, optional ; a -> x": {"x": A}, "a -> x": {"x": A}, "_ -> x, fill=0": {"x": A * 0}},
+    ),
+    Followed(
+        Advice("aoa/program.py", "correct the name"),
+        "aa^T -> a",
+        {"a^T -> a": {"a": SQUARE.T}},
+        {"a": SQUARE},
+    ),
+    Followed(
+        Advice("aoa/program.py", "correct the name"),
+        "aa -> b ; a^T -> x",
+        {"a -> b ; a^T -> x": {"x": A.T}, "aa -> b, optional ; a^T -> x": {"x": A.T}},
+    ),
+    Followed(
+        Advice("aoa/program.py", "correct the pattern"),
+        "l.$L.ww^T -> l.$L.w",
+        {"l.$L.w^T -> l.$L.w": {"l.0.w": SQUARE.T}},
+        {"l.0.w": SQUARE},
     ),
     Followed(
         Advice("aoa/rule.py", "name the same state everywhere, or the parameters alone"),

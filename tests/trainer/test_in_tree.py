@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import pickle
 import sys
 import types
 
@@ -15,6 +16,7 @@ import pytest
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.trainer import in_tree, is_in_tree_replaced, replace_in_tree, restore_in_tree
 
 NAMES = ("save_state_dict", "load_state_dict", "load_merged_state_dict")
@@ -170,6 +172,22 @@ def test_the_metadata_file_has_shapes_and_dtypes(tmp_path):
     }
 
 
+def test_readers_that_want_shapes_alone_may_stop_before_the_files(tmp_path):
+    """As develop's ``load_state_dict_metadata`` does: it ends the pickle where the next field's name is pushed.
+
+    It asks for frames after protocol 4, and takes a pickle of an older one as it lies.
+    """
+    replace_in_tree()
+    dist.save_state_dict(state(), str(tmp_path))
+    data = (tmp_path / PADDLE_METADATA).read_bytes()
+    assert (data[0], data[1] < 4) == (0x80, True)
+    name = b"storage_metadata"
+    cut = data.index(b"\x8c" + bytes([len(name)]) + name)
+    assert b"\x8c" + bytes([19]) + b"state_dict_metadata" in data[:cut]
+    found = pickle.loads(data[:cut] + pickle.STOP)  # what this test has written
+    assert found == paddle.load(str(tmp_path / PADDLE_METADATA)).state_dict_metadata
+
+
 def test_without_an_id_the_highest_is_replaced(tmp_path):
     replace_in_tree()
     dist.save_state_dict(state(1), str(tmp_path), unique_id=3)
@@ -191,3 +209,114 @@ def test_what_paddle_saved_is_loaded(tmp_path):
     target = zeros()
     dist.load_state_dict(target, str(tmp_path))
     assert np.array_equal(target["a"].numpy(), state(5)["a"].numpy())
+
+
+def test_options_that_paddle_lacks_are_set_for_all_calls(tmp_path):
+    replace_in_tree()
+    dist.save_state_dict(state(2), str(tmp_path))
+    halves = {name: tensor.astype("float16") for name, tensor in zeros().items() if name == "a"}
+    with pytest.raises(ValidationError) as error:
+        dist.load_state_dict(halves, str(tmp_path))
+    assert str(error.value).endswith(
+        "paddle.distributed.load_state_dict does not take dtype=...: set it for all calls with "
+        "paddle_flexckpt.trainer.replace_in_tree(dtype=...)"
+    )
+    replace_in_tree(dtype="cast")
+    dist.load_state_dict(halves, str(tmp_path))
+    assert halves["a"].tolist() == state(2)["a"].tolist()
+    wrong = {**halves, "c": paddle.full([1], 7.0)}
+    with pytest.raises(ValidationError, match="does not take strict=") as error:
+        dist.load_state_dict(wrong, str(tmp_path))
+    replace_in_tree(strict=False)
+    halves["a"].zero_()
+    dist.load_state_dict(wrong, str(tmp_path))  # dtype stays what it was
+    assert (wrong["a"].tolist(), wrong["c"].tolist()) == (state(2)["a"].tolist(), [7.0])
+    restore_in_tree()
+    replace_in_tree()
+    with pytest.raises(ValidationError, match="dtypes differ"):
+        dist.load_state_dict(halves, str(tmp_path))
+
+
+@pytest.mark.parametrize(("options", "kind", "words"), [
+    ({"dtyp": "cast"}, TypeError, "no option 'dtyp'; it sets check_replicas, strict, dtype"),
+    ({"offload": True}, TypeError, "no option 'offload'"),
+    ({"dtype": "casts"}, ValidationError, "dtype is 'raise' or 'cast'; got 'casts'"),
+    ({"check_replicas": "nearly"}, ValidationError, "check_replicas has"),
+])  # fmt: skip
+def test_options_are_looked_at_before_anything_is_replaced(options, kind, words):
+    with pytest.raises(kind, match=words):
+        replace_in_tree(**options)
+    assert not is_in_tree_replaced()
+
+
+def test_replicas_that_differ_as_paddle_saves_them(tmp_path, monkeypatch):
+    """Paddle's own tests draw weights on each rank."""
+    monkeypatch.setattr(in_tree, "communicator_for", lambda comm: comm)
+    monkeypatch.setattr(in_tree, "_is_there", lambda path: False)
+    path = str(tmp_path)
+
+    def job(comm):
+        try:
+            in_tree.save_state_dict({"w": np.full(3, comm.rank, np.float32)}, path, comm, unique_id=1)
+        except ValidationError as error:
+            return str(error)
+        return None
+
+    said = SimulatedWorld(2).run(job)
+    assert len(set(said)) == 1
+    assert "replace_in_tree(check_replicas=...)" in said[0]
+    replace_in_tree(check_replicas="first")
+    assert SimulatedWorld(2).run(job) == [None, None]
+    assert dist.load_merged_state_dict(path)["w"].tolist() == [0, 0, 0]
+
+
+def test_patterns_without_a_match_and_unknown_keys_are_warned_of_by_name(tmp_path, caplog):
+    """Lists of statements that Paddle's libraries have for several models."""
+    replace_in_tree()
+    dist.save_state_dict({"l.0.w": paddle.ones([2, 3]), "b": paddle.ones([1])}, str(tmp_path))
+    config = {
+        "aoa_statements": [
+            "l.$L.w^T -> m.$L.w",
+            "e.$L.w -> m.$L.e",
+            "gone.$L -> _",
+            "b.$L -> c.$L, optional",
+            "b -> b",
+        ],
+        "aoa_config_revers": True,
+    }
+    target = {"m.0.w": paddle.zeros([3, 2]), "b": paddle.zeros([1])}
+    before = {"l.0.w": paddle.zeros([2, 3]), "b": paddle.zeros([1])}
+    dist.save_state_dict({"m.0.w": paddle.full([3, 2], 2.0), "b": paddle.ones([1])}, str(tmp_path / "back"))
+    for load in (
+        lambda: dist.load_state_dict(target, str(tmp_path), aoa_config=config),
+        lambda: dist.load_merged_state_dict(str(tmp_path), aoa_config=config),
+        lambda: dict(in_tree.full_param({"l.0.w": paddle.ones([2, 3]), "b": paddle.ones([1])}, config)),
+        lambda: dist.load_state_dict(before, str(tmp_path / "back"), aoa_config={**config, "aoa_config_reverse": True}),
+    ):
+        caplog.clear()
+        load()
+        said = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+        assert sum("unknown keys ['aoa_config_revers'], which are ignored" in text for text in said) == 1
+        assert any("AOA statement 2 is left out" in text and "e.$L.w -> m.$L.e" in text for text in said), said
+        assert any("AOA statement 3 is left out" in text for text in said)
+        assert not any("statement 1 " in text or "statement 4 " in text for text in said)
+    assert (float(target["m.0.w"].sum()), float(before["l.0.w"].sum())) == (6, 12)
+
+
+def test_literal_names_and_other_mistakes_stay_errors(tmp_path):
+    replace_in_tree()
+    dist.save_state_dict(state(), str(tmp_path))
+    for statements in (["aa -> a"], ["a -> b, axis"], ["a.$L -> b"], 5):
+        with pytest.raises(ValidationError):
+            dist.load_state_dict(zeros(), str(tmp_path), aoa_config={"aoa_statements": statements})
+
+
+def test_a_load_tells_which_keys_are_missing_and_unexpected(tmp_path, caplog):
+    caplog.set_level("INFO", logger="paddle_flexckpt")
+    replace_in_tree(strict=False)
+    saved = {f"l.{i}.w": paddle.ones([1]) for i in range(4)}
+    dist.save_state_dict({**saved, "x": paddle.ones([1]), "a": paddle.ones([1])}, str(tmp_path))
+    dist.load_state_dict({"a": paddle.zeros([1]), **{f"m.{i}.w": paddle.zeros([1]) for i in range(3)}}, str(tmp_path))
+    (text,) = [each.getMessage() for each in caplog.records if each.getMessage().startswith("loaded")]
+    assert "loaded 1 tensor " in text
+    assert ", 3 missing (m.#.w x 3), 5 unexpected (l.#.w x 4, x)" in text
