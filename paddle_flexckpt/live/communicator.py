@@ -1,7 +1,8 @@
 """Communicators: the little that ranks must tell each other, and how an error on one becomes an error on all.
 
-Where Paddle's backend is one of the host (gloo), it carries what ranks tell each other. A device's backend would take
-that through device memory, so there host channels do (docs/design.md, "How ranks agree").
+What ranks tell each other goes through host channels (docs/design.md, "How ranks agree"). Paddle's groups belong to the
+training: a call that one rank makes alone must not answer a collective that the others make there. A device's backend
+would take it all through device memory.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
 from paddle_flexckpt.engine.kept_plans import KeptPlans
 from paddle_flexckpt.live.host_channel import HostChannel
-from paddle_flexckpt.live.lost_ranks import Missing, announce, default_store, describe_lost_ranks, find_missing_ranks
+from paddle_flexckpt.live.lost_ranks import announce, default_store, describe_lost_ranks
 from paddle_flexckpt.live.transport import SocketTransport, Transport
 
 Result = TypeVar("Result")
@@ -204,46 +205,27 @@ class PaddleCommunicator(Communicator):
             raise ValidationError([f"rank {rank} is not a member of the process group of ranks {list(ranks)}"])
         super().__init__(ranks, ranks.index(rank))
         self._group = group
-        self._channel: HostChannel | None = None
+        self._channel: HostChannel
         store = default_store()
         if store is not None:
             try:
                 announce(store, rank)
             except Exception as error:
                 raise LostRankError(describe_lost_ranks(None, error)) from error
-        if self.size > 1 and not DEVICE_BACKENDS.isdisjoint((_backend(group), _backend(_global_group()))):
+        if self.size > 1:
             if store is None:
                 raise ValidationError(
-                    f"ranks {list(ranks)} cannot agree on anything: their process group is of backend "
-                    f"{_backend(group)!r}, and the job has no key-value store through which their hosts could "
-                    "meet. Remedy: start it with paddle.distributed.launch, and call "
+                    f"ranks {list(ranks)} cannot agree on anything: the job has no key-value store through which their "
+                    "hosts could meet. Remedy: start it with paddle.distributed.launch, and call "
                     "paddle.distributed.init_parallel_env() or fleet.init() first"
                 )
-            self._channel = _host_channel(int(group.id), ranks, self.position)
+            self._channel = open_channel(group, ranks, self.position)
 
     def _all_gather(self, payload: bytes) -> list[bytes]:
-        import paddle.distributed as dist
-
-        if self._channel is not None:
-            return self._channel.all_gather(payload)
-        gathered: list[bytes] = []
-        try:
-            dist.all_gather_object(gathered, payload, group=self._group)
-        except Exception as error:
-            raise LostRankError(self._who_is_lost(error)) from error
-        return gathered
+        return self._channel.all_gather(payload)
 
     def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        if self._channel is not None:
-            return self._channel.all_to_all(note, payloads)
-        return super()._all_to_all(note, payloads)
-
-    def _who_is_lost(self, error: Exception) -> str:
-        store = default_store()
-        if store is None:
-            return describe_lost_ranks(Missing([], [], []), error)
-        name = _name_of(int(self._group.id), self.ranks)
-        return describe_lost_ranks(find_missing_ranks(store, name, self.ranks, self.rank), error)
+        return self._channel.all_to_all(note, payloads)
 
     @property
     def device_group(self) -> Any:
@@ -261,15 +243,15 @@ def _global_group() -> Any:
     return _get_global_group()
 
 
-def _name_of(group_id: int, ranks: tuple[int, ...]) -> str:
-    """Return a name of a group that its members agree about."""
-    return hashlib.sha256(repr((group_id, ranks)).encode()).hexdigest()[:16]
+def open_channel(group: Any, ranks: tuple[int, ...], position: int) -> HostChannel:
+    """Return the channel of a group, whose members meet once and stay connected as long as they live."""
+    return _host_channel(int(group.id), ranks, position)
 
 
 @functools.cache
 def _host_channel(group_id: int, ranks: tuple[int, ...], position: int) -> HostChannel:
-    """Return the channel of a group, whose members meet once and stay connected as long as they live."""
-    return HostChannel(default_store(), _name_of(group_id, ranks), ranks, position)
+    name = hashlib.sha256(repr((group_id, ranks)).encode()).hexdigest()[:16]
+    return HostChannel(default_store(), name, ranks, position)
 
 
 @functools.cache

@@ -28,7 +28,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.live.lost_ranks import KeyValueStore, describe_lost_ranks, find_missing_ranks
-from paddle_flexckpt.live.meeting import Meeting
+from paddle_flexckpt.live.meeting import NOTICE_SECONDS, Meeting, say_waiting
 
 Result = TypeVar("Result")
 # A rank may well be busy for long before it takes part: it writes its file, or is not done with what comes before the
@@ -179,7 +179,10 @@ class HostChannel:
             waiting.register(target, selectors.EVENT_READ | selectors.EVENT_WRITE)
             waiting.register(source, selectors.EVENT_READ)
             while not (leaving.is_done and arriving.is_done):
-                ready = waiting.select(self._patience)
+                ready = waiting.select(min(NOTICE_SECONDS, self._patience))
+                if not ready and self._patience > NOTICE_SECONDS:
+                    say_waiting(self.rank, [target_rank if arriving.is_done else source_rank])
+                    ready = waiting.select(self._patience - NOTICE_SECONDS)
                 if not ready and not arriving.is_done:
                     raise TimeoutError(f"rank {source_rank} has sent nothing for {self._patience:g} s")
                 if not ready:

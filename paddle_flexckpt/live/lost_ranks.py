@@ -29,6 +29,10 @@ FAREWELL_SECONDS = 60.0
 # longer for them.
 SPREAD_SECONDS = 5.0
 _POLL_SECONDS = 0.1
+# The commonest reason why a rank does not come.
+EVERY_RANK = (
+    "Remedy: make this call on every rank of the group (is it inside `if rank == 0`?), or pass process_group='self'"
+)
 
 
 class KeyValueStore(Protocol):
@@ -187,13 +191,13 @@ def describe_lost_ranks(missing: Missing | None, error: Exception) -> str:
         text = (
             "{rank} {is} missing: {it} {has} gone before {its} first call of this library, or {has} not come to it yet"
         )
-        return _of(missing.unknown, f"{text}. {remedy}")
+        return _of(missing.unknown, f"{text}. {EVERY_RANK}; else {remedy.partition('Remedy: ')[2]}")
     reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if missing.silent:
         text = (
             "{rank} {takes} no part in an exchange between ranks, though {it} {is} alive: {it} {hangs}, {was} "
-            "interrupted, or {is} in another call. Remedy: look into {its} log and at {its} stack, and restart the "
-            "job. What this rank saw: "
+            "interrupted, or {is} in another call. " + EVERY_RANK + "; else look into {its} log and at {its} stack, "
+            "and restart the job. What this rank saw: "
         )
         return _of(missing.silent, text) + reason
     return f"an exchange between ranks failed, though all of them are alive: {reason}"

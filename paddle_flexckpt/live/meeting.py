@@ -9,20 +9,26 @@ Tested in tests/live/test_host_channel.py.
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import selectors
 import socket
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from paddle_flexckpt.background.presence import own_host
-from paddle_flexckpt.live.lost_ranks import CONNECT_SECONDS, KeyValueStore, presence_of
+from paddle_flexckpt.live.lost_ranks import CONNECT_SECONDS, EVERY_RANK, KeyValueStore, presence_of
+
+logger = logging.getLogger("paddle_flexckpt")
 
 # A member says who it is at once; a stranger that says nothing is let go.
 GREETING_SECONDS = 10.0
 HELLO = struct.Struct("<16si")  # the token of the one that listens, the rank of the one that connects
+# A rank that waits so long says for whom.
+NOTICE_SECONDS = 60.0
 # How often the store is asked for those who are not there: the shortest pause, and the longest, as one rank may be
 # minutes late and the store belongs to all.
 _PAUSES = (0.01, 1.0)
@@ -99,6 +105,7 @@ class Meeting:
             ConnectionError: Another rank gave up.
         """
         pause, deadline = _PAUSES[0], time.monotonic() + patience
+        notice = time.monotonic() + NOTICE_SECONDS
         while True:
             for rank in [rank for rank in self._wanted if self._store.add(f"{self._prefix}/{rank}/there", 0)]:
                 self._connect(rank)
@@ -106,6 +113,9 @@ class Meeting:
                 return
             if self._store.add(f"{self._prefix}/failed", 0):
                 raise ConnectionError("another rank could not connect to all that it needs")
+            if time.monotonic() > notice:
+                say_waiting(self._rank, self.absent)
+                notice = deadline
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {', '.join(map(str, self.absent))} has not come for {patience:g} s")
             if pause == _PAUSES[1]:
@@ -187,6 +197,12 @@ class Meeting:
         self._callers.pop(connection, None)
         self._watched.pop(connection, None)
         connection.close()
+
+
+def say_waiting(rank: int, others: Sequence[int]) -> None:
+    """Warn that a rank has waited for others for long."""
+    names = f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
+    logger.warning(f"rank {rank} has waited {NOTICE_SECONDS:g} s for {names} in a call of this library. {EVERY_RANK}")
 
 
 def _prepare(connection: socket.socket) -> None:

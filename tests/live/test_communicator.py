@@ -197,20 +197,12 @@ def job(monkeypatch):
 
 
 DEVICES = ["NCCL", "BKCL", "XCCL", "FLAGCX"]
+JOBS = [("GLOO", "GLOO"), *zip(DEVICES, DEVICES), ("GLOO", "NCCL"), ("NCCL", "GLOO")]
 
 
 @pytest.mark.paddle
-@pytest.mark.parametrize("store", [None, Store()], ids=["without a store", "with a store"])
-def test_on_a_host_backend_paddle_carries_agreements(job, store):
-    comm = job("GLOO", "GLOO", store)
-    assert comm.all_gather(b"x") == [b"x", b"of the other"]
-    assert comm.sent == [b"x"]
-
-
-@pytest.mark.paddle
-@pytest.mark.parametrize(("own", "world"), [*zip(DEVICES, DEVICES), ("GLOO", "NCCL"), ("NCCL", "GLOO")])
-def test_in_a_job_on_devices_sockets_of_the_hosts_do(job, monkeypatch, own, world):
-    """A gloo group of such a job too: Paddle would hand it tensors of the device that is current."""
+@pytest.mark.parametrize(("own", "world"), JOBS)
+def test_sockets_of_the_hosts_carry_agreements_and_no_group_of_the_training(job, monkeypatch, own, world):
     store = Store()
     comm = job(own, world, store)
     announce(store, 1)
@@ -223,8 +215,8 @@ def test_in_a_job_on_devices_sockets_of_the_hosts_do(job, monkeypatch, own, worl
 
 
 @pytest.mark.paddle
-@pytest.mark.parametrize(("own", "world"), [*zip(DEVICES, DEVICES), ("GLOO", "NCCL"), ("NCCL", "GLOO")])
-def test_without_a_store_a_job_on_devices_is_refused(job, own, world):
+@pytest.mark.parametrize(("own", "world"), JOBS)
+def test_without_a_store_a_job_is_refused(job, own, world):
     with pytest.raises(ValidationError, match="cannot agree on anything: .* Remedy: .*init_parallel_env"):
         job(own, world, None)
 

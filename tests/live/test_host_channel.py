@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import LostRankError
-from paddle_flexckpt.live import lost_ranks, meeting
+from paddle_flexckpt.live import host_channel, lost_ranks, meeting
 from paddle_flexckpt.live.host_channel import HostChannel
 from paddle_flexckpt.live.lost_ranks import announce
+from tests.remedies.following import advised
 
 # More than the sockets at both ends of a connection hold: a sender has to wait for its receiver.
 LARGE = 16 << 20
@@ -342,6 +343,30 @@ def test_a_rank_that_dies_is_named_on_all_others_soon(store, size, point):
             f"the channel between ranks {list(range(size))} is closed since an exchange failed: {lost}",
         ], rank
     assert {rank for rank, _ in outcomes} == {*range(size)} - {victim}
+
+
+@pytest.mark.parametrize("has_met", [False, True])
+def test_a_rank_that_waits_for_long_says_for_whom(ranks, monkeypatch, has_met):
+    """While it waits: the other rank comes when that has been said."""
+    group, said = ranks(2), threading.Event()
+    if has_met:
+        group.run(lambda channel: channel.all_gather(b""))
+    monkeypatch.setattr(meeting, "NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr(host_channel, "NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr(meeting.logger, "warning", lambda text: (texts.append(text), said.set()))
+    texts = []
+
+    def work(channel):
+        if channel.rank == 1:
+            assert said.wait(60)
+        return channel.all_gather(b"%d" % channel.rank)
+
+    assert group.run(work) == {0: [b"0", b"1"], 1: [b"0", b"1"]}
+    assert texts[0].startswith("rank 0 has waited 0 s for rank 1 in a call of this library. Remedy: ")
+    # The other rank has made the call. What a rank does alone: tests/distributed/rank_0_script.py.
+    advised(
+        "live/lost_ranks.py", "make this call on every rank of the group (is it inside `if rank == 0`?), or", texts[0]
+    )
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])

@@ -13,12 +13,13 @@ import paddle
 from paddle.base import core
 from paddle.distributed import collective, fleet, parallel
 
+from paddle_flexckpt.live import communicator
 from paddle_flexckpt.undo import Undo
 
 from .group_sharded import patch_devices, patch_group_sharded
 from .kernels import patch_kernels, patch_moe
 from .mesh import Mesh
-from .process_group import MeshProcessGroup
+from .process_group import MeshChannel, MeshProcessGroup
 from .semi_auto import patch_semi_auto, reset_semi_auto
 from .static_graphs import patch_static_graphs
 from .training import patch_adamw, patch_data_parallel, patch_sharding_v2
@@ -207,6 +208,13 @@ def _patch_new_group(patches: Undo, own: Mesh) -> None:
             own.start(core.create_or_get_global_tcp_store(), env.rank, env.world_size)
         return MeshProcessGroup(own, rank, world_size, group_id)
 
+    def open_channel(group: Any, ranks: tuple[int, ...], position: int) -> Any:
+        if isinstance(group.process_group, MeshProcessGroup):
+            return MeshChannel(group, ranks, position)
+        return open_host_channel(group, ranks, position)
+
+    open_host_channel = communicator.open_channel
+    patches.set(communicator, "open_channel", open_channel)
     patches.set(collective, "_new_process_group_impl", new_process_group)
     patches.set(parallel, "_new_process_group_impl", new_process_group)
 

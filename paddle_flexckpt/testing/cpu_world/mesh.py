@@ -212,8 +212,8 @@ class Mesh:
                 for peer in range(self.size):
                     self.recv(peer, "bye")
             except MeshError as error:
-                # Nothing of ours is lost by a peer that left early; say it and go on closing.
-                _log.warning("leaving without a goodbye: %s", error)
+                # Nothing of ours is lost by a peer that leaves much earlier, or later.
+                _log.debug("leaving without a goodbye: %s", error)
         self._closing = True
         for box in self._outbox.values():
             box.put(None)

@@ -12,13 +12,17 @@ Tested in tests/distributed/test_process_group.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 from paddle.base import core
 from paddle.distributed import collective
+
+from paddle_flexckpt.catalog import LostRankError
+from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
+from paddle_flexckpt.live.lost_ranks import default_store, describe_lost_ranks, find_missing_ranks
 
 from .arrays import copy_into, put_array, reduce_arrays, to_array
 from .mesh import Mesh
@@ -282,3 +286,31 @@ class MeshProcessGroup:
 def empty_like(tensor: Any, count: int) -> list[Any]:
     """Return ``count`` tensors to gather into."""
     return [paddle.empty(tensor.shape, dtype=tensor.dtype) for _ in range(count)]
+
+
+class MeshChannel:
+    """Carry what the library's ranks tell each other over the mesh, beside the group's collectives."""
+
+    def __init__(self, group: Any, ranks: Sequence[int], position: int) -> None:
+        self._group, self._ranks, self._position = group, ranks, position
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        return self._exchange([payload] * len(self._ranks))
+
+    def all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        messages = [
+            pack_by_position({each: payloads[each]} if each in payloads else {}) for each in range(len(self._ranks))
+        ]
+        said = [split(each) for each in self._exchange([join((note, *message)) for message in messages])]
+        notes = {position: parts[0] for position, parts in enumerate(said) if parts[0]}
+        own = {position: unpack_by_position(parts[1:]).get(self._position) for position, parts in enumerate(said)}
+        return notes, {position: payload for position, payload in own.items() if payload is not None}
+
+    def _exchange(self, payloads: Sequence[bytes]) -> list[bytes]:
+        try:
+            arrays = [np.frombuffer(payload, dtype=np.uint8) for payload in payloads]
+            return [array.tobytes() for array in self._group.process_group.exchange("paddle_flexckpt", arrays)]
+        except Exception as error:
+            name, rank = f"mesh/{self._group.id}", self._ranks[self._position]
+            missing = find_missing_ranks(default_store(), name, self._ranks, rank)
+            raise LostRankError(describe_lost_ranks(missing, error)) from error
