@@ -20,6 +20,7 @@ from paddle_flexckpt.engine.kept_plans import KeptPlans
 from paddle_flexckpt.live.host_channel import HostChannel
 from paddle_flexckpt.live.lost_ranks import announce, default_store, describe_lost_ranks
 from paddle_flexckpt.live.transport import SocketTransport, Transport
+from paddle_flexckpt.overlaps import finish_steps
 
 Result = TypeVar("Result")
 # Backends of Paddle whose collectives work on device memory.
@@ -261,7 +262,7 @@ def _kept_plans(ranks: tuple[int, ...]) -> KeptPlans:
 
 
 def communicator_for(process_group: Any = None) -> Communicator:
-    """Return the communicator of a call.
+    """Return the communicator of a call. What the ranks' last training step has left under way is finished.
 
     Args:
         process_group: None for all ranks of the job (or the one process there is), ``"self"`` for this rank alone, a
@@ -269,6 +270,7 @@ def communicator_for(process_group: Any = None) -> Communicator:
             are waited for by this one, as it cannot know which it was to be called with.
     """
     if isinstance(process_group, Communicator):
+        finish_steps(process_group.ranks)
         return process_group
     import paddle.distributed as dist
 
@@ -285,4 +287,5 @@ def communicator_for(process_group: Any = None) -> Communicator:
             "process_group has to be a group of paddle.distributed, 'self' or None; got "
             f"{process_group!r} ({type(process_group).__name__})"
         )
+    finish_steps(comm.ranks)
     return comm

@@ -26,6 +26,7 @@ from paddle_flexckpt.live.state import LocalState, layout_of, open_state
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.virtual_files import gather_virtual_files, owned_tensors
 from paddle_flexckpt.observers import observed
+from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.report import LoadReport
 
 # A plan's number: bytes that one rank draws.
@@ -135,6 +136,7 @@ class ReshardPlan:
             CheckpointError: A rank failed during the exchange; targets are partly overwritten.
         """
         begin, peers = time.perf_counter(), self._peers
+        finish_steps(self._comm.ranks)
 
         def look() -> tuple[None, bytes]:
             unchanged = self._planned and self._layout == self._layout_now()

@@ -15,6 +15,7 @@ from paddle_flexckpt.catalog import CUT, NATURAL, Catalog, CatalogBuilder, Order
 from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.live.orders import order_of, with_orders_of_states
+from paddle_flexckpt.live.stale import refuse_stale
 from paddle_flexckpt.live.tensor_memory import dtype_name, element_count, is_contiguous, is_initialized
 from paddle_flexckpt.sharded_weight import ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
 
@@ -176,6 +177,7 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
     if not rows:
         return LocalState([], [], builder.build())
     keys, weights, tensors, global_shapes, offsets, shapes, flats, said = map(list, zip(*rows))
+    refuse_stale(keys, tensors, rank)
     dtypes = [tensor.dtype for tensor in tensors]
     numbers = list(map(id, dtypes))  # Paddle's are slow to hash
     names = {number: dtype_name(tensor) for number, tensor in dict(zip(numbers, tensors)).items()}

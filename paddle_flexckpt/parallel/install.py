@@ -24,6 +24,7 @@ from paddle_flexckpt.parallel.optimizers import (
     OverInstance,
     describe_optimizer,
 )
+from paddle_flexckpt.parallel.overlaps import note_earlier, overlap_mixins
 from paddle_flexckpt.parallel.pipeline import PipelineLayerMixin
 from paddle_flexckpt.parallel.semi_auto import (
     DistModelMixin,
@@ -122,13 +123,18 @@ def install() -> None:
     """
     if is_installed():
         return
+    overlapping = []
     for owner, mixins in _assignments():
+        overlaps = overlap_mixins(owner)
+        overlapping += [owner] if overlaps else []
+        mixins += overlaps
         members = {name: member for mixin in mixins for name, member in vars(mixin).items()}
         for name, member in members.items():
             if isinstance(member, (FunctionType, OverInstance)):
                 if name in vars(owner):
                     _changes.set(owner, _KEPT + name, vars(owner)[name])
                 _changes.set(owner, name, member)
+    note_earlier(overlapping)
 
 
 def uninstall() -> None:

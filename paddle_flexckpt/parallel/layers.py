@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.parallel.slices import describe_fused, describe_sliced, identity
 from paddle_flexckpt.sharded_weight import (
     FusedAxis,
@@ -122,6 +123,7 @@ def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
     Raises:
         ValueError: A split parameter has no rule, or a rule has no parameter.
     """
+    finish_steps()
     rules, state = shard_rules(layer), own_state(layer)
     for name, tensor in state.items():
         if name not in rules and getattr(tensor, "is_distributed", False):

@@ -86,7 +86,7 @@ class ShardingV2Mixin:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter.
 
         Raises:
-            ValueError: As well, if the pipeline has not made the buffers yet.
+            ValueError: As well, if the pipeline has not made the buffers yet, or parameters are without memory.
         """
         if not self._comm_buffer_list and not any(hasattr(p, "comm_buffer_ref") for p in self._parameter_list):
             raise ValueError(
@@ -94,6 +94,12 @@ class ShardingV2Mixin:
                 "take the model's sharded_state_dict() from what fleet.distributed_model() returned, which builds them"
             )
         self._collect_comm_buffers()
+        empty = [p.name for b in self._comm_buffer_list if not b.param_storage._is_initialized() for p in b._params]
+        if empty:
+            raise ValueError(
+                f"sharding V2: parameters have no memory between clear_param_storage() and step(): {empty[:5]}. "
+                "Remedy: ask for the state after step()"
+            )
         names = names_by_tensor(model_sharded_state_dict, self._parameter_list)
         check_experts(_buffer_groups(self), model_sharded_state_dict, names)
         ranges, slices = _buffer_slices(self)

@@ -19,11 +19,13 @@ class Strategy:
         flags: Command line of the trainer.
         split_param: Whether sharding is V2. The trainer asks for half precision with it, which no CPU can compute: the
             test sets it behind the trainer's back.
+        overlap: Whether V2 gathers its buffers, which are small, while the next forward runs; likewise.
     """
 
     ranks: int
     flags: str
     split_param: bool = False
+    overlap: bool = False
 
 
 STRATEGIES = {
@@ -34,6 +36,9 @@ STRATEGIES = {
     "sharding2": Strategy(2, "--per_device_train_batch_size 2 --sharding stage1 --sharding_parallel_degree 2"),
     "sharding2_v2": Strategy(
         2, "--per_device_train_batch_size 2 --sharding stage1 --sharding_parallel_degree 2", split_param=True
+    ),
+    "sharding2_v2_overlap": Strategy(
+        2, "--per_device_train_batch_size 2 --sharding stage1 --sharding_parallel_degree 2", True, overlap=True
     ),
     **{
         f"stage{stage}": Strategy(
@@ -89,3 +94,25 @@ def split_parameters() -> None:
         return original(*args, **kwargs)
 
     fleet.init = init
+
+
+def overlap_gathering() -> None:
+    """Switch the overlap of sharding V2 on, as the trainer does by its flag, with many buffers."""
+    from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer.dygraph_sharding_optimizer import (
+        DygraphShardingOptimizerV2,
+    )
+    from paddlenlp.trainer import Trainer
+
+    build, wrap = DygraphShardingOptimizerV2._build_comm_buffers, Trainer._wrap_model
+
+    def build_small(self: Any, acc_steps: int, group_size: int = 0, free_grads_in_comm: bool = False) -> None:
+        build(self, acc_steps, 1 << 12, free_grads_in_comm)
+
+    def wrap_model(self: Any, model: Any, training: bool = True) -> Any:
+        wrapped = wrap(self, model, training)
+        if training:
+            assert len(self.optimizer._inner_opt._comm_buffer_list) > 2
+            self.optimizer._set_all_gather_overlap_forward(True, wrapped)
+        return wrapped
+
+    DygraphShardingOptimizerV2._build_comm_buffers, Trainer._wrap_model = build_small, wrap_model

@@ -20,6 +20,18 @@ def test_what_one_strategy_saves_others_resume(tmp_path):
     assert min(row["tensors"] for row in rows) > 80
 
 
+def test_what_is_gathered_in_the_next_forward_is_saved_as_it_will_be(tmp_path):
+    flags = ["--save_steps", "3", "--max_grad_norm", "0"]
+    whole = {"name": "whole", "model": "llama", "output_dir": str(tmp_path / "whole"), "flags": flags}
+    expected = launch("sharding2_v2_overlap", [whole], tmp_path / "first")["whole"]["losses"]
+    checkpoint = str(tmp_path / "whole" / "checkpoint-3")
+    resume = {**whole, "output_dir": str(tmp_path / "again"), "resume": checkpoint}
+    for strategy in ("sharding2_v2_overlap", "tp2"):
+        losses = launch(strategy, [resume], tmp_path / strategy)["whole"]["losses"]
+        assert sorted(losses) == ["4", "5", "6"]
+        assert all(abs(losses[step] - expected[step]) <= TOLERANCE for step in losses)
+
+
 @pytest.mark.slow
 def test_group_sharded_stages_resume_each_other(tmp_path):
     rows = run_matrix(["llama"], ["tp2", "stage2", "stage3"], tmp_path)

@@ -33,7 +33,7 @@ from paddle_flexckpt.trainer import install
 from paddle_flexckpt.trainer.contents import collect_shards
 from tests.trainer.job_list import run_jobs
 from tests.trainer.models import Sequences, build
-from tests.trainer.strategies import ON_DEVICE, STRATEGIES, Strategy, split_parameters
+from tests.trainer.strategies import ON_DEVICE, STRATEGIES, Strategy, overlap_gathering, split_parameters
 
 install()  # the one line that a script needs
 
@@ -97,6 +97,8 @@ def main() -> None:
     strategies = {**STRATEGIES, **ON_DEVICE}
     if strategies[name].split_param:
         split_parameters()
+    if strategies[name].overlap:
+        overlap_gathering()
     run_jobs(jobs_file, results_file, lambda job: run(job, strategies[job.get("strategy", name)]))
 
 

@@ -14,6 +14,7 @@ from paddle.base import core
 from paddle.distributed import collective, fleet, parallel
 
 from paddle_flexckpt.live import communicator
+from paddle_flexckpt.overlaps import forget_overlaps
 from paddle_flexckpt.undo import Undo
 
 from .group_sharded import patch_devices, patch_group_sharded
@@ -123,6 +124,7 @@ def reset_fleet(job: int | None = None) -> None:
     elif job is not None:
         collective._start_ring_id = job * _GROUPS_OF_A_JOB
     reset_semi_auto()
+    forget_overlaps()
     gc.collect()
     if _mesh is not None:
         _mesh.next_epoch(job)
