@@ -21,6 +21,7 @@ from paddle_flexckpt.aoa.sides import NotFed, Side, of_constants
 from paddle_flexckpt.aoa.states import MASTER, PARAMETER, state_key
 from paddle_flexckpt.aoa.steps import Same
 from paddle_flexckpt.aoa.structure_ops import computed
+from paddle_flexckpt.aoa.wrappers import go_inside
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.collector import without_collector
 
@@ -53,8 +54,11 @@ def compile_program(
         AoaError: The statements are malformed or do not fit the tensors; all problems are listed.
     """
     with without_collector():
-        program = run_program(aoa_config, source, target, completion=completion)
-        return _Compilation(program, master_weights).run()
+        inside = go_inside(read_config(aoa_config), completion, source, target)
+        if inside is None:
+            return _Compilation(run_program(aoa_config, source, target, completion), master_weights).run()
+        program = run_program(inside.config, inside.source, inside.target, inside.completion)
+        return inside.outside(_Compilation(program, master_weights).run())
 
 
 def run_program(

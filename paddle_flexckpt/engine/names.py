@@ -8,7 +8,8 @@ counts by layer, in one of several ways. With ``linear_0.w_0`` for the parameter
   ``linear_0.w_0_moment1_1`` of the second optimizer in the process;
 - ``master_weights.linear_0.w_0`` (dynamic graph), ``linear_0.w_0_fp32_master_0`` (static graph);
 - ``linear_0.w_0.dist...`` in all of these once the parameter is a DistTensor;
-- ``model.`` or ``optimizer.`` in front, where the two are parts of one state dict.
+- ``model.`` or ``optimizer.`` in front, where the two are parts of one state dict;
+- ``_layers.`` in front, or behind these, where a fleet wrapper of the model gave the names.
 
 :func:`canonical` gives one form to all that mean the same. The rules of a search are
 
@@ -31,6 +32,7 @@ from typing import NamedTuple
 
 from paddle_flexckpt.aoa.states import ACCUMULATORS, is_torch_state, split_state
 from paddle_flexckpt.aoa.states import MASTER as MASTER_STATE
+from paddle_flexckpt.aoa.wrappers import unwrapped
 from paddle_flexckpt.catalog import Problem, ValidationError
 
 # Parts of a nested state dict that one side may have and the other not.
@@ -105,6 +107,7 @@ def canonical(name: str, parameters: Collection[str] = ()) -> str:
         name: As of :func:`split_raw`.
         parameters: Likewise.
     """
+    name = unwrapped(name)
     raw = split_raw(name, parameters)
     if raw is not None:
         return f"{raw.parameter}_{'fp32_master_0' if raw.state == MASTER_STATE else raw.state}"

@@ -170,6 +170,16 @@ def test_numbers_that_are_no_counters_stay_what_they_are(move):
     (("model.model.layers.0.w",), "model.layers.0.w", True),  # the model's own names begin so, there in a nested dict
     (("model.layers.0.w",), "model.model.layers.0.w", True),
     (("optimizer.model.w.moment1_0",), "model.w.moment1_0", True),
+    (("_layers.a.w",), "a.w", True),  # named by a fleet wrapper of the model
+    (("a.w",), "_layers.a.w", True),
+    (("_layers.a.w.moment1_0",), "a.w.moment1_0", True),
+    (("_layers.a.w",), "model.a.w", True),
+    (("model._layers.a.w",), "model.a.w", True),
+    (("model.a.w",), "_layers.a.w", True),
+    (("optimizer.a.w.moment1_0",), "optimizer._layers.a.w.moment1_0", True),
+    (("_layers.linear_0.w_0_moment1_0",), "linear_0.w_0.dist_moment1_0", True),
+    (("optimizer._layers.w",), "model.w", False),
+    (("_layers.w", "model.w"), "w", None),
     (("optimizer.w",), "model.w", False),
     (("ema.w",), "model.w", False),
     (("model.w", "optimizer.w"), "w", None),
@@ -182,6 +192,19 @@ def test_prefixes(move, there, here, found):
         return
     with pytest.raises(ValidationError, match="no such key" if found is False else "several that may be meant"):
         move(numbers(*there), target)
+
+
+def test_states_of_a_wrapped_parameter_are_not_left_behind(move):
+    source = numbers("_layers.a.w", "_layers.a.w.moment1_0")
+    with pytest.raises(ValidationError, match="no rank asks for 1 optimizer states"):
+        move(source, zeros("a.w"))
+    target = zeros("a.w", "a.w.moment1_0")
+    assert move(source, target).aliases == {"a.w": "_layers.a.w", "a.w.moment1_0": "_layers.a.w.moment1_0"}
+    turned = zeros("_layers.b", "_layers.b.moment1_0")
+    move(source, turned, aoa_config=["a.w -> b"])
+    assert turned["_layers.b.moment1_0"].tolist() == [2, 2]
+    with pytest.raises(ValidationError, match="no such key"):
+        move(source, zeros("a.w"), mw_name_compatibility=False)
 
 
 def test_aliases_of_tied_parameters_are_found_with_other_prefixes(move):
