@@ -123,7 +123,9 @@ def config_digest(aoa_config: Any) -> str | None:
     """Return what tells one program from another, however it is given; None where there is none."""
     if aoa_config is None:
         return None
-    text = json.dumps(asdict(read_config(aoa_config)))
+    config = asdict(read_config(aoa_config))
+    lenient = config.pop("is_lenient")
+    text = json.dumps({**config, **({"is_lenient": True} if lenient else {})})
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
