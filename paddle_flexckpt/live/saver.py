@@ -177,6 +177,7 @@ class Save:
         # Of a save in slices: its handle, the digests of the call, and the seconds that the caller spent elsewhere.
         self._handle: SaveHandle | None = None
         self._found: bytes | None = None
+        self._is_given_up = False
         self._elsewhere = 0.0
         self._per_node = options.storage == "per_node"
         self._context = "cannot save to the nodes' directories" if self._per_node else f"cannot save to {shown(path)}"
@@ -241,8 +242,14 @@ class Save:
 
     def give_up(self) -> None:
         """Implement :class:`~paddle_flexckpt.live.sliced_saves.OpenSave`."""
-        with self._kept:
-            self.destination.discard()
+        self._is_given_up = True
+        try:
+            with self._kept, self._tidying():
+                self.write()
+        except LostRankError:
+            raise
+        except CheckpointError:  # so it is on all ranks, whichever of them stage the rest
+            pass
 
     def describe(self) -> tuple[LocalState, bytes]:
         """Describe this rank's shards, and begin the save, when there is room for it and earlier ones are over."""
@@ -384,6 +391,10 @@ class Save:
 
         def work() -> tuple[bytes, dict[int, bytes], Mapping[int, bytes]]:
             begin = time.perf_counter()
+            if self._is_given_up:
+                raise CheckpointError(
+                    "give_up() was called in place of finish_staging(). Remedy: call the same of the two on every rank"
+                )
             if self._found is None:
                 with self._digests() as digests:
                     part, checksums, rows = self.destination.write(self._share, digests.written)

@@ -24,7 +24,7 @@ class OpenSave(Protocol):
         """Stage what is left and hand the save over; the caller spent so many seconds elsewhere since it began."""
 
     def give_up(self) -> None:
-        """Take back what this rank has begun."""
+        """Take back what has been begun, on all ranks."""
 
 
 class SlicedSave(SaveHandle):
@@ -97,10 +97,14 @@ class SlicedSave(SaveHandle):
         return self._hook
 
     def give_up(self) -> None:
-        """Do not save after all. Every rank calls this in place of :meth:`finish_staging`."""
-        self._close().give_up()
+        """Do not save after all. Every rank calls this in place of :meth:`finish_staging`; one collective.
+
+        Where others call :meth:`finish_staging`, that raises, and nothing is saved either.
+        """
+        save = self._close()
         self.seen = True
         self.finish(CheckpointError(f"the save of id {self.unique_id} to {self.path!r} was given up"))
+        save.give_up()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait as :meth:`SaveHandle.wait` does.

@@ -15,6 +15,7 @@ from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_blocks
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, SOLO, load, load_shards, save, shards, state
 from tests.background.test_exit import run
+from tests.remedies.following import provoked
 
 SLICE = 4096
 
@@ -238,6 +239,36 @@ def test_a_save_that_is_given_up_leaves_nothing(tmp_path, writers):
         handle.result()
     save(tmp_path, 2, writer).result(PATIENCE_SECONDS)
     assert load(tmp_path) == 2
+    assert len(list(tmp_path.glob("*.manifest"))) == 1
+
+
+@pytest.mark.parametrize("giving", [(0,), (1,), (0, 1)])
+def test_one_rank_gives_up_and_no_rank_waits_or_saves(tmp_path, writers, giving):
+    both = [writers(), writers()]
+
+    def job(comm):
+        handle = save_state_dict(
+            shards(comm.position, 2, 1, rows=1000), tmp_path, comm, async_save=both[comm.position], slice_bytes=SLICE
+        )
+        called = comm.collectives
+        handle.stage_next()
+        if comm.position in giving:
+            handle.give_up()
+        else:
+            with provoked("live/saver.py", "call the same of the two on every rank"):
+                handle.finish_staging()
+        with pytest.raises(CheckpointError, match=r"give_up\(\) was called|was given up"):
+            handle.result()
+        assert comm.collectives == called + 1
+        assert not list(tmp_path.glob("*.manifest"))
+        # As it says. Nothing is in the way of that.
+        again = save_state_dict(
+            shards(comm.position, 2, 2, rows=1000), tmp_path, comm, async_save=both[comm.position], slice_bytes=SLICE
+        )
+        again.finish_staging().result(PATIENCE_SECONDS)
+
+    SimulatedWorld(2).run(job)
+    assert load_shards(tmp_path, 2, rows=1000) == 2
     assert len(list(tmp_path.glob("*.manifest"))) == 1
 
 
