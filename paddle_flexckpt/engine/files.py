@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
+from paddle_flexckpt.aoa.states import is_torch_state
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.announcing import announce
 from paddle_flexckpt.engine.buffered_reads import read_through_buffers
 from paddle_flexckpt.engine.filling import Filling
+from paddle_flexckpt.engine.mapping import tensor_infos
 from paddle_flexckpt.engine.options import FileOptions
 from paddle_flexckpt.engine.piece_columns import PieceColumns
 from paddle_flexckpt.engine.plan import FillPlan
@@ -32,6 +36,8 @@ from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
 
 CONFIG_FILE = "config.json"
+# torch's optimizers count in a tensor for each parameter.
+_STEP = ".step"
 
 
 class Files(Source):
@@ -89,6 +95,21 @@ class Files(Source):
     def settings(self) -> Mapping[str, Any]:
         """Return what the model's configuration in the directory says; nothing of a file that is none."""
         return read_settings(self.directory)
+
+    def progress(self, key: str) -> tuple[float, tuple[float, ...]] | None:
+        """Return after how many steps a moment is: as its program says, or the number beside it that torch stores."""
+        known = self.manifest.progress.get(key)
+        steps = None if known is not None or not is_torch_state(key) else self._steps.get(key.rpartition(".")[0])
+        return known if steps is None else (steps, ())
+
+    @cached_property
+    def _steps(self) -> Mapping[str, float]:
+        from paddle_flexckpt.engine.whole_tensors import iterate_tensors
+
+        infos = tensor_infos(self.catalog)
+        names = [key for key, info in infos.items() if key.endswith(_STEP) and math.prod(info.shape) == 1]
+        tensors = iterate_tensors(self.directory.backend, self.manifest, None, names)
+        return {name[: -len(_STEP)]: float(array.item()) for name, array in tensors}
 
     def _reading(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._plain_errors else reading(self.path)

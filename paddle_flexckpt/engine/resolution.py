@@ -5,7 +5,7 @@ Tested in tests/engine/test_resolution.py and tests/live/test_policies.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ from paddle_flexckpt.engine.fused import FusedMismatch, find_mismatch, mending_s
 from paddle_flexckpt.engine.mapping import compile_mapping
 from paddle_flexckpt.engine.names import CompatibleNames, Unresolved, find_compatible, raw_meanings
 from paddle_flexckpt.engine.options import TransferOptions
+from paddle_flexckpt.engine.powers import NOTHING, Facts, Power
 from paddle_flexckpt.engine.remedies import reshaped, untied
 from paddle_flexckpt.engine.shared_targets import share_memory
 from paddle_flexckpt.engine.targets import Targets
@@ -47,6 +48,7 @@ class Resolved(NamedTuple):
         mismatch: That the source holds it in other parts: it is not filled until statements put them right.
         maybe_fused: The source key, if it may be fused, for all that the source says, and is not as the target is cut.
         problem: Why it cannot be filled.
+        completion: The statement that makes it, of what the source says besides; it is not filled without that.
     """
 
     how: str
@@ -57,6 +59,7 @@ class Resolved(NamedTuple):
     mismatch: FusedMismatch | None = None
     maybe_fused: str = ""
     problem: Problem | None = None
+    completion: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,11 +114,12 @@ class Resolution:
         return [other.mismatch for other in self.others.values() if other.mismatch is not None]
 
     def statements(self, source: Catalog) -> tuple[str, ...]:
-        """Return the statements that put the parts of fused targets right."""
+        """Return the statements that put the parts of fused targets right, and that make what only facts tell."""
+        completions = tuple(sorted(self.by_key("completion").values()))
         if not self.mismatches:
-            return ()
+            return completions
         keys = {*source.keys, *(one.key for one in self.mismatches), *self.catalog.keys}
-        return mending_statements(self.mismatches, keys)
+        return (*mending_statements(self.mismatches, keys), *completions)
 
     def raw_meanings(self) -> dict[str, list[str]]:
         """Return the parameters by the raw names of them that lead to keys of the source."""
@@ -160,7 +164,7 @@ def resolve(
     source: Catalog,
     options: TransferOptions,
     mapping: TensorMapping | None = None,
-    settings: Callable[[], Mapping[str, Any]] = dict,
+    facts: Facts = NOTHING,
 ) -> Resolution:
     """Find what every target is made of, and check that it fits.
 
@@ -169,12 +173,12 @@ def resolve(
         source: All source shards.
         options: What is allowed.
         mapping: What the keys that it defines are made of; every other target is the source's tensor of its name.
-        settings: Gives the configuration of the source's model, where it is asked for.
+        facts: What the source says besides.
 
     Raises:
         ValidationError: A target is malformed, its key is missing, or dtype or global shape differ; all are listed.
     """
-    resolver = _Resolver(targets, source, options, mapping, settings)
+    resolver = _Resolver(targets, source, options, mapping, facts)
     problems = [*validate_shards(targets.catalog), *resolver.compatible.problems]
     others = {row: resolver.resolve(row) for row in np.flatnonzero(~resolver.are_plain()).tolist()}
     problems += [other.problem for other in others.values() if other.problem is not None]
@@ -182,7 +186,7 @@ def resolve(
         raise ValidationError(problems)
     names = dict(enumerate(targets.catalog.keys))
     for row, other in others.items():
-        if other.how == MISSING or other.mismatch is not None:
+        if other.how == MISSING or other.mismatch is not None or other.completion:
             del names[row]
         else:
             names[row] = other.name
@@ -196,7 +200,7 @@ def complete(
     source: Catalog,
     options: TransferOptions,
     targets: Catalog,
-    settings: Callable[[], Mapping[str, Any]] = dict,
+    facts: Facts = NOTHING,
 ) -> tuple[TensorMapping, Resolution]:
     """Resolve a rank's targets again, with the statements that put fused parameters right.
 
@@ -210,12 +214,17 @@ def complete(
     if problems:
         raise ValidationError(problems)
     mapping = compile_mapping(options.aoa_config, source, targets, options.master_weights, statements)
-    again = resolve(first.targets, source, options, mapping, settings)
+    again = resolve(first.targets, source, options, mapping, facts)
     if again.mismatches:
         raise ValidationError([one.problem() for one in again.mismatches])
     # What was found before is what the report tells.
     others = {
-        row: new._replace(mismatch=old.mismatch, alias=new.alias or old.alias, maybe_fused=old.maybe_fused)
+        row: new._replace(
+            mismatch=old.mismatch,
+            alias=new.alias or old.alias,
+            maybe_fused=old.maybe_fused,
+            completion=old.completion,
+        )
         for row, (old, new) in enumerate(zip(first.rows, again.rows))
     }
     return mapping, replace(again, others=others)
@@ -252,11 +261,12 @@ class _Resolver:
         source: Catalog,
         options: TransferOptions,
         mapping: TensorMapping | None,
-        settings: Callable[[], Mapping[str, Any]],
+        facts: Facts,
     ) -> None:
         self._targets, self._catalog, self._source = targets, targets.catalog, source
         self._options, self._mapping, self._casts = options, mapping, options.dtype == "cast"
-        self._codes = Codes(source, mapping, settings)
+        self._facts = facts
+        self._codes = Codes(source, mapping, facts.settings)
         self._numbers = {name: i for i, name in enumerate(source.keys)}
         self._defined: Collection[str] = () if mapping is None else mapping.tensors
         # What statements take away or leave unfed is not looked for elsewhere.
@@ -327,6 +337,9 @@ class _Resolver:
             return self._by_statement(row, found, self._mapping)
         master = self._master(row, found)
         name = master or found
+        power = Power.of(key) if name is None else None
+        if power is not None:
+            return self._of_steps(row, power)
         if name is None:
             problem = self._missing(row) if self._options.missing_is_an_error else None
             return Resolved(MISSING, key, problem=problem)
@@ -341,6 +354,29 @@ class _Resolver:
         problem = self._of_codes(row, name) or problem
         resolved = Resolved(how, name, alias, cast, master or "", problem=problem)
         return resolved if problem else self._in_order(resolved, row, number)
+
+    def _of_steps(self, row: int, power: Power) -> Resolved:
+        """Return how a power of beta is filled that the source lacks: by the steps after which its moments are."""
+        key, mapping, sources = self._catalog.keys[row], self._mapping, set[str]()
+        for moment in power.moments:
+            number = self._target_numbers.get(moment)
+            name = (moment if number is None else self._names[number]) or self.compatible.names.get(moment, "")
+            sources |= {name} if mapping is None else mapping.source_names([name])
+        sources &= self._numbers.keys()
+        steps, beta = power.progress(self._facts, sorted(sources))
+        if steps is not None and beta is None:
+            beta = self._targets.memory.beta(row, power.number)
+        if steps is not None and beta is not None:
+            # Paddle begins with beta itself, and multiplies after each step.
+            return Resolved(STATEMENT, key, completion=power.statement(float(beta ** (steps + 1))))
+        problem = self._missing(row) if self._options.missing_is_an_error else None
+        if problem is None or not sources:
+            return Resolved(MISSING, key, problem=problem)
+        return Resolved(MISSING, key, problem=replace(problem, remedy=power.remedy(steps)))
+
+    @cached_property
+    def _target_numbers(self) -> dict[str, int]:
+        return {key: row for row, key in enumerate(self._catalog.keys)}
 
     def _by_statement(self, row: int, found: str, mapping: TensorMapping) -> Resolved:
         """Return how a target is filled by what statements make under a name."""

@@ -80,6 +80,10 @@ class Memory:
         """Return whether two targets whose addresses overlap have an element in common, or may have one."""
         return False
 
+    def beta(self, row: int, number: int) -> float | None:
+        """Return the beta, 1 or 2, of the optimizer whose power of it a target is; None where that is not known."""
+        return None
+
     def wait(self) -> None:
         """Wait until devices have done what was begun on them."""
 

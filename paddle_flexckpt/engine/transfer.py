@@ -29,6 +29,7 @@ from paddle_flexckpt.engine.mapping import compile_mapping
 from paddle_flexckpt.engine.names import check_across_ranks
 from paddle_flexckpt.engine.options import TransferOptions
 from paddle_flexckpt.engine.plan import FillPlan, plan_fill
+from paddle_flexckpt.engine.powers import NOTHING, Facts
 from paddle_flexckpt.engine.resolution import Resolution, complete, resolve
 from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.engine.unexpected import check_unexpected
@@ -65,7 +66,7 @@ class Task:
         return self.resolution.targets.memory
 
 
-class Source:
+class Source(Facts):
     """Give what targets are filled from. :class:`Transfer` calls :meth:`open`, ``prepare``, ``plan`` and ``move``.
 
     Attributes:
@@ -97,10 +98,6 @@ class Source:
     def complete(self) -> bool:
         """Know all shards; return whether it has not known them before."""
         return False
-
-    def settings(self) -> Mapping[str, Any]:
-        """Return the configuration of the model that it is of; nothing where there is none."""
-        return {}
 
     def describe(self) -> bytes:
         """Return what is the same for a source with the same shards, and what only the other ranks know of it."""
@@ -338,7 +335,9 @@ class Transfer:
         self._task = task
         names = json.dumps(task.resolution.raw_meanings()).encode()
         # Names of tensors are no part of what a plan is kept for.
-        own = b"" if "by_tensor_name" in vars(targets) else self._own or b""
+        # Nor is the number of steps.
+        alone = "by_tensor_name" not in vars(targets) and not task.resolution.by_key("completion")
+        own = self._own or b"" if alone else b""
         return join((head, json.dumps(needed).encode(), source.used(task), names, own, *source.prepare(task)))
 
     def _make_task(self, targets: Targets, statements: Sequence[str] | None) -> tuple[Task, tuple[str, ...]]:
@@ -346,7 +345,7 @@ class Transfer:
 
         def make() -> tuple[Task, tuple[str, ...]]:
             source = self._source
-            return make_task(targets, source.catalog, self._options, self._all_targets, statements, source.settings)
+            return make_task(targets, source.catalog, self._options, self._all_targets, statements, source)
 
         try:
             made = make()
@@ -418,7 +417,7 @@ def make_task(
     options: TransferOptions,
     known: Catalog | None,
     statements: Sequence[str] | None = None,
-    settings: Callable[[], Mapping[str, Any]] = dict,
+    facts: Facts = NOTHING,
 ) -> tuple[Task, tuple[str, ...]]:
     """Resolve a rank's targets and plan what to fill; return also the statements that its fused parameters need.
 
@@ -428,7 +427,7 @@ def make_task(
         options: Of the call.
         known: The targets of all ranks; None where they are not known, and there are no AOA statements.
         statements: Those that put fused parameters right on some rank; None: this rank's count.
-        settings: Gives the configuration of the source's model, where it is asked for.
+        facts: What the source says besides.
 
     Raises:
         ValidationError: Source and targets do not fit.
@@ -436,13 +435,13 @@ def make_task(
     mapping = targets.mapping
     if options.aoa_config is not None:
         mapping = compile_mapping(options.aoa_config, source, known, options.master_weights)
-    resolution = resolve(targets, source, options, mapping, settings)
+    resolution = resolve(targets, source, options, mapping, facts)
     needed = resolution.statements(source)
     if statements is None:
         statements = needed
     if statements:
         everything = targets.catalog if known is None else known
-        mapping, resolution = complete(resolution, statements, source, options, everything, settings)
+        mapping, resolution = complete(resolution, statements, source, options, everything, facts)
     plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory, targets.bands)
     return Task(resolution, mapping, plan), needed
 

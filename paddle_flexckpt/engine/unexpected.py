@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.aoa.states import is_torch_state, split_state
+from paddle_flexckpt.aoa.states import is_counter, is_torch_state, split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, ValidationError
 from paddle_flexckpt.engine.names import is_state, split_raw
 from paddle_flexckpt.engine.options import TransferOptions
@@ -60,7 +60,9 @@ def _states_of_loaded(unused: list[str], keys: Sequence[str], used: set[str]) ->
     Raw names (of a plain ``optimizer.state_dict()``) and torch's do not say whose states they are: they are taken for
     those of what is loaded, if a parameter is.
     """
-    candidates = [key for key in unused if key[-1:].isdigit() or is_torch_state(key)]
+    # Steps and settings of torch's are no tensors of an optimizer of Paddle.
+    torch = {key for key in unused if is_torch_state(key) and not is_counter(key) and "param_groups." not in key}
+    candidates = [key for key in unused if key[-1:].isdigit() or key in torch]
     if not candidates or not used:
         return []
     everything = set(keys)
@@ -68,7 +70,7 @@ def _states_of_loaded(unused: list[str], keys: Sequence[str], used: set[str]) ->
     parameters = any(not is_state(key, everything) for key in used)
 
     def is_one(key: str) -> bool:
-        is_other = split_raw(key) is not None or is_torch_state(key)
+        is_other = split_raw(key) is not None or key in torch
         return split_state(key, everything)[0] in used or (parameters and is_other)
 
     return [key for key in candidates if is_one(key)]

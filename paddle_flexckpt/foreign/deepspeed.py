@@ -16,6 +16,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import xxhash
@@ -32,12 +33,12 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.deepspeed_values import DEEPSPEED, Fragment
+from paddle_flexckpt.foreign.deepspeed_file import DeepSpeedFile, Progress, load_deepspeed_file
+from paddle_flexckpt.foreign.deepspeed_values import Fragment
 from paddle_flexckpt.foreign.pickle_values import is_integer
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, row_major
-from paddle_flexckpt.foreign.torch_archive import open_archive, place_elements
 from paddle_flexckpt.foreign.torch_values import SavedTensor
-from paddle_flexckpt.media.backend import Backend, inner, map_files, open_member
+from paddle_flexckpt.media.backend import Backend, inner, map_files
 from paddle_flexckpt.native.manifest import Manifest
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -47,27 +48,15 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,5})(_\d+)?_model
 _UNIVERSAL = "zero"
 # In the directory above: the name of the last checkpoint's directory.
 LATEST_FILES = ("latest", "latest_universal")
-# Names, shapes and settings: for 100,000 parameters some 30 MB.
-_MOST_PICKLE_BYTES = 64 << 20
 _STATES = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
 _FP32, _MASTER = "fp32", "w_0"
 _CONVERT = "convert it in DeepSpeed (python -m deepspeed.checkpoint.ds_to_universal), and give the new directory"
 
 
-class _File(NamedTuple):
-    """Hold a file: its name, rank and bytes, what was pickled, and where each tensor's elements begin."""
-
-    name: str
-    rank: int
-    size: int
-    value: Mapping[Any, Any]
-    places: Mapping[SavedTensor, int]
-
-
 class _Row(NamedTuple):
     """Describe a shard: its file, key, element type, the tensor's shape, the box or flat range, its first byte."""
 
-    file: _File
+    file: DeepSpeedFile
     key: str
     dtype: str
     whole: tuple[int, ...]
@@ -75,6 +64,7 @@ class _Row(NamedTuple):
     shape: tuple[int, ...]
     flat: tuple[int, int] | None
     begin: int
+    progress: Progress | None = None
 
 
 def is_deepspeed(names: Sequence[str]) -> bool:
@@ -129,30 +119,16 @@ def _manifest(backend: Backend, rows: Sequence[_Row]) -> Manifest:
     for row in rows:
         digest.update(repr((row[1:], row.file.name, row.file.size)).encode())
     size = 1 + max(row.file.rank for row in rows)
-    return Manifest.of_foreign("deepspeed", catalog, sizes, digest.hexdigest(), 0, size)
+    manifest = Manifest.of_foreign("deepspeed", catalog, sizes, digest.hexdigest(), 0, size)
+    return replace(manifest, progress={row.key: row.progress for row in rows if row.progress is not None})
 
 
-def _load(backend: Backend, name: str) -> _File:
-    """Read a file's pickle, and find the elements of all tensors in it."""
-    where = backend.where(name)
+def _load(backend: Backend, name: str) -> DeepSpeedFile:
     match = _OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name)
-    with open_member(backend, name) as file:
-        archive = open_archive(file.read, file.size, where, DEEPSPEED, _MOST_PICKLE_BYTES, {})
-        places: dict[SavedTensor, int] = {}
-        stack = [archive.value]
-        while stack:
-            each = stack.pop()
-            if type(each) is dict:
-                stack.extend(each.values())
-            elif type(each) is list:
-                stack.extend(each)
-            elif type(each) is SavedTensor and each.dtype in DTYPES and each not in places:
-                places[each] = place_elements(file.read, archive, each, where)[0]
-        value = archive.value if type(archive.value) is dict else {"param": archive.value}
-        return _File(name, int(match[1] or 0) if match else 0, file.size, value, places)
+    return load_deepspeed_file(backend, name, int(match[1] or 0) if match else 0)
 
 
-def _of_ranks(backend: Backend, models: Sequence[_File], optimizers: Sequence[_File]) -> Iterator[_Row]:
+def _of_ranks(backend: Backend, models: Sequence[DeepSpeedFile], optimizers: Sequence[DeepSpeedFile]) -> Iterator[_Row]:
     """Yield the shards of what ranks have saved."""
     states = [_field(backend, file, file.value, "optimizer_state_dict", dict) for file in optimizers]
     if not models:
@@ -194,7 +170,10 @@ def _is_full(tensor: Any) -> bool:
 
 
 def _first_stages(
-    backend: Backend, files: Sequence[_File], states: Sequence[Mapping[Any, Any]], shapes: Mapping[str, tuple[int, ...]]
+    backend: Backend,
+    files: Sequence[DeepSpeedFile],
+    states: Sequence[Mapping[Any, Any]],
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[_Row]:
     """Yield the slices of stages 1 and 2: a parameter's follow each other in the order of ranks."""
     done: dict[str, int] = {}
@@ -208,6 +187,7 @@ def _first_stages(
         base = _field(backend, file, state, "base_optimizer_state", dict)
         for number, (flat, slices) in enumerate(zip(flats, state["param_slice_mappings"])):
             columns = _columns(backend, file, flat, _state(base, number))
+            progress = file.progress(base, number)
             if type(slices) is not dict:
                 raise _contradiction(backend, file, "param_slice_mappings are none")
             for name, fragment in slices.items():
@@ -216,14 +196,13 @@ def _first_stages(
                 begin = done.get(name, 0)
                 done[name] = begin + fragment.numel
                 for suffix, tensor in columns.items():
-                    yield from _slice(
-                        backend, file, f"{name}.{suffix}", shapes[name], tensor, begin, fragment.start, fragment.numel
-                    )
+                    key, place = f"{name}.{suffix}", (begin, fragment.start, fragment.numel)
+                    yield from _after(progress, suffix, _slice(backend, file, key, shapes[name], tensor, *place))
 
 
 def _third_stage(
     backend: Backend,
-    file: _File,
+    file: DeepSpeedFile,
     state: Mapping[Any, Any],
     shapes: Mapping[str, tuple[int, ...]],
     rank: int,
@@ -237,28 +216,29 @@ def _third_stage(
     for number, flat in enumerate(flats):
         columns = _columns(backend, file, flat, _state(base, number))
         length = columns[_MASTER].size[0]
-        buffers.append((begin, begin + length, columns))
+        buffers.append((begin, begin + length, columns, file.progress(base, number)))
         begin += length
     at = 0
     for name, shape in shapes.items():
         size = math.prod(shape)
         part = -(-size // count)
         first, last = min(rank * part, size), min((rank + 1) * part, size)
-        for low, high, columns in buffers:
+        for low, high, columns, progress in buffers:
             # What of [at, at + last - first) is in this buffer.
             start, stop = max(at, low), min(at + last - first, high)
             if start >= stop:
                 continue
             for suffix, tensor in columns.items():
                 keys = [name, f"{name}.{suffix}"] if suffix == _MASTER else [f"{name}.{suffix}"]
+                place = first + start - at, start - low, stop - start
                 for key in keys:
-                    yield from _slice(backend, file, key, shape, tensor, first + start - at, start - low, stop - start)
+                    yield from _after(progress, suffix, _slice(backend, file, key, shape, tensor, *place))
         at += part
     if at != begin:
         raise _contradiction(backend, file, f"parameters of {at} elements a rank in buffers of {begin}")
 
 
-def _frozen(backend: Backend, models: Sequence[_File], count: int) -> Iterator[_Row]:
+def _frozen(backend: Backend, models: Sequence[DeepSpeedFile], count: int) -> Iterator[_Row]:
     """Yield the parameters of stage 3 that are not trained: each rank's file has its slices."""
     for file in models:
         shapes, parts = (file.value.get(name) or {} for name in ("frozen_param_shapes", "frozen_param_fragments"))
@@ -289,6 +269,8 @@ def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
             f"{folder.path} lacks {_FP32}.pt of {listed(lacking)}. Remedy: restore it, or convert the checkpoint anew"
         )
     loaded = map_files(backend, lambda each: _load(backend, f"{_UNIVERSAL}/{each[0]}/{each[1]}.pt"), wanted)
+    steps = {name: file for (name, state), file in zip(wanted, loaded) if state == "step"}
+    progress: Progress | None = None
     budget = BoxBudget()
     shapes: dict[Any, Any] = {}
     # Of a model that is cut among ranks these are the shapes of parts, and buffers may be parts.
@@ -298,7 +280,7 @@ def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
         model = min((_load(backend, name) for name in models), key=lambda file: file.rank)
         groups = _field(backend, model, model.value, "param_shapes", list)
         shapes = {name: shape for group in groups if type(group) is dict for name, shape in group.items()}
-        module = _field(backend, model, model.value, "module", dict)
+        module, progress = _field(backend, model, model.value, "module", dict), model.progress_of_model()
         buffers = {k: v for k, v in module.items() if k not in shapes and k not in listing and _is_full(v)}
         yield from _tensors(backend, model, buffers, budget)
     for (name, state), file in zip(wanted, loaded):
@@ -311,13 +293,14 @@ def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
             keys = [name, f"{name}.{_MASTER}"] if len(listing[name]) > 1 else [name]
         shape = shapes.get(name)
         if type(shape) is tuple and len(tensor.size) == 1 and tensor.size != shape:
-            for key in keys:
-                yield from _slice(backend, file, key, shape, tensor, 0, 0, tensor.size[0])
-            continue
-        yield from (row for key in keys for row in _tensors(backend, file, {key: tensor}, budget))
+            found = (row for key in keys for row in _slice(backend, file, key, shape, tensor, 0, 0, tensor.size[0]))
+        else:
+            found = (row for key in keys for row in _tensors(backend, file, {key: tensor}, budget))
+        own = steps[name].number(steps[name].value.get("param")) if name in steps else None
+        yield from _after(progress if own is None else Progress(own), _STATES.get(state, ""), found)
 
 
-def _columns(backend: Backend, file: _File, flat: Any, states: Mapping[Any, Any]) -> dict[str, SavedTensor]:
+def _columns(backend: Backend, file: DeepSpeedFile, flat: Any, states: Mapping[Any, Any]) -> dict[str, SavedTensor]:
     """Return a flat buffer of master weights, and those of the states that are as long."""
     if type(flat) is not SavedTensor or len(flat.size) != 1:
         raise _contradiction(backend, file, "a group's fp32 weights are no flat tensor")
@@ -335,9 +318,14 @@ def _state(base: Mapping[Any, Any], number: int) -> Mapping[Any, Any]:
     return found if type(found) is dict else {}
 
 
+def _after(progress: Progress | None, suffix: str, rows: Iterator[_Row]) -> Iterator[_Row]:
+    """Yield rows, and with those of moments after how many steps they are."""
+    return (row._replace(progress=progress) for row in rows) if suffix in _STATES.values() else rows
+
+
 def _slice(
     backend: Backend,
-    file: _File,
+    file: DeepSpeedFile,
     key: str,
     whole: tuple[int, ...],
     tensor: SavedTensor,
@@ -358,7 +346,7 @@ def _slice(
         yield _Row(file, key, tensor.dtype, whole, offset, whole, (begin, begin + count) if whole else None, at)
 
 
-def _tensors(backend: Backend, file: _File, tensors: Mapping[Any, Any], budget: BoxBudget) -> Iterator[_Row]:
+def _tensors(backend: Backend, file: DeepSpeedFile, tensors: Mapping[Any, Any], budget: BoxBudget) -> Iterator[_Row]:
     """Yield whole tensors; what is no tensor is left out."""
     for key, tensor in tensors.items():
         if type(tensor) is not SavedTensor or type(key) is not str:
@@ -376,14 +364,14 @@ def _tensors(backend: Backend, file: _File, tensors: Mapping[Any, Any], budget: 
             yield _Row(file, key, tensor.dtype, tensor.size, box.offset, box.shape, None, begin)
 
 
-def _field(backend: Backend, file: _File, value: Mapping[Any, Any], name: str, kind: type) -> Any:
+def _field(backend: Backend, file: DeepSpeedFile, value: Mapping[Any, Any], name: str, kind: type) -> Any:
     found = value.get(name)
     if type(found) is not kind:
         raise _contradiction(backend, file, f"it has no {name} of DeepSpeed's")
     return found
 
 
-def _contradiction(backend: Backend, file: _File, what: str) -> CorruptCheckpointError:
+def _contradiction(backend: Backend, file: DeepSpeedFile, what: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{backend.where(file.name)} is not as DeepSpeed writes it: {what}. Remedy: restore it, or {_CONVERT}"
     )

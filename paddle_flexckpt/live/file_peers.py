@@ -138,6 +138,10 @@ class FilePeers(Peers):
         """Return the configuration of the model that it is of."""
         return self._files.settings()
 
+    def progress(self, key: str) -> tuple[float, tuple[float, ...]] | None:
+        """Return after how many steps a moment is, and with which betas."""
+        return self._files.progress(key)
+
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Return what the other ranks have to know: what Peers say, and whether this rank computes values."""
         return (*super().prepare(task), bytes([bool(task.plan.tiles)]))

@@ -75,14 +75,24 @@ def _renew_all(loaded: Mapping[str, Sequence[Any]], filled: Sequence[int]) -> tu
     return renewed, stale
 
 
-def _optimizers() -> Iterator[Any]:
-    """Yield every live optimizer of Paddle that has masters."""
+def betas_by_address() -> Iterator[tuple[tuple[int, int], float]]:
+    """Yield the betas of all live optimizers, by the address of each power of one, and its number, 1 or 2."""
+    for optimizer in _optimizers("_accumulators"):
+        for number in (1, 2):
+            beta: Any = getattr(optimizer, f"_beta{number}", None)
+            powers = optimizer._accumulators.get(f"beta{number}_pow_acc", {}) if beta is not None else {}
+            spans = (address_range(_local(power)) for power in powers.values())
+            yield from (((span[0], number), float(beta)) for span in spans if span is not None)
+
+
+def _optimizers(having: str = "_master_weights") -> Iterator[Any]:
+    """Yield every live optimizer of Paddle that has masters, or other tensors."""
     from paddle.optimizer import Optimizer
 
     gc.unfreeze()  # what gc.freeze() has set aside is not among the objects
     for each in gc.get_objects():
         # Of the type itself: isinstance() asks proxies, which may do anything.
-        if issubclass(type(each), Optimizer) and getattr(each, "_master_weights", None):
+        if issubclass(type(each), Optimizer) and getattr(each, having, None):
             yield each
 
 

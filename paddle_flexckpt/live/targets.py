@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.engine.copies import DeviceStorage
 from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.live.device_memory import DeviceMemory, devices_of, wait_for_devices
-from paddle_flexckpt.live.live_masters import renew_masters
+from paddle_flexckpt.live.live_masters import betas_by_address, renew_masters
 from paddle_flexckpt.live.page_lock import lock_pages
 from paddle_flexckpt.live.state import LocalState, open_state, tensor_name
 from paddle_flexckpt.live.tensor_memory import address_range, device_of, dtype_name, is_contiguous, odd_strides
@@ -116,6 +117,15 @@ class TargetTensors(Memory):
             return bool(shares_memory(*map(_as_array, tensors), max_work=_MAX_WORK))
         except np.exceptions.TooHardError:
             return True
+
+    def beta(self, row: int, number: int) -> float | None:
+        """Return the beta of the live optimizer that a power of it belongs to."""
+        span = address_range(self._state.tensor(row))
+        return None if span is None else self._betas.get((span[0], number))
+
+    @cached_property
+    def _betas(self) -> dict[tuple[int, int], float]:
+        return dict(betas_by_address())
 
     def wait(self) -> None:
         """Wait until devices have done what was begun on them."""

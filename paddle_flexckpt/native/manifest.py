@@ -76,6 +76,7 @@ class Manifest:
         partitions: Where the rows are in files of their own: these. The catalog and the checksums have the rows of
             those that have been read, and the catalog's table of files has all files.
         partial: Where a repair has rebuilt it without some data files: which these were, as far as that is known.
+        progress: Of another program's, by key of an optimizer's moment: the steps that it has taken, and its betas.
     """
 
     catalog: Catalog
@@ -89,6 +90,7 @@ class Manifest:
     nodes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     partitions: tuple[Partition, ...] = ()
     partial: str = ""
+    progress: Mapping[str, tuple[float, tuple[float, ...]]] = field(default_factory=dict)
 
     @classmethod
     def of_save(
