@@ -65,12 +65,15 @@ class SaveHandle:
         Raises:
             CheckpointError: The handle came here by a fork.
         """
+        self._check_own()
+        return self._finished.wait(timeout)
+
+    def _check_own(self) -> None:
         if os.getpid() != self._owner:
             raise CheckpointError(
                 f"the handle of the save of id {self.unique_id} to {self.path!r} belongs to process {self._owner}, of "
                 "which this one is a fork. Remedy: ask there"
             )
-        return self._finished.wait(timeout)
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the save is over and return what it did.
@@ -148,7 +151,6 @@ class SaveSlot:
         timeout: Seconds that the ranks' writers wait for each other.
         address: Where others can look whether the writer is alive.
         sliced: The handle of a save that is being staged in slices: only its holder can end that.
-        lock: That of a save that is not handed over yet.
     """
 
     def __init__(self, pool: StagingPool, launch: Callable[[PendingSave], None], timeout: float, address: str) -> None:
@@ -160,7 +162,6 @@ class SaveSlot:
         self._staged: tuple[WriteJob, Segment] | None = None
         self._in_waves: tuple[PendingSave, WaveSender] | None = None
         self.sliced: SaveHandle | None = None
-        self.lock: SaveLock | None = None
 
     def stage(self, job: WriteJob, lock: LockPages | None = None) -> np.ndarray:
         """Return memory for the data of a job: uint8, for the bytes of the job's items, end to end.
@@ -277,12 +278,6 @@ class PendingSaves:
             self._count += 1
             self._saves[number] = save
             return number
-
-    def forget_locks(self) -> None:
-        """Close a fork's copies of locks. It has no other thread: nobody waits."""
-        for save in self._saves.values():
-            if save.lock is not None:
-                save.lock.forget()
 
     def take_orphans(self, process: WriterProcess) -> list[int]:
         """Return the saves that a process had when it died. It has them no more, so they are given once."""

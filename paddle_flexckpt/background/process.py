@@ -19,6 +19,7 @@ from paddle_flexckpt.background.presence import address_of, open_presence
 from paddle_flexckpt.background.protocol import Channel
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.progress import Progress
 
 # Signals that end a job are not for the writer: it ends when it has written. Modules are found as multiprocessing's
@@ -70,6 +71,7 @@ class WriterProcess:
         # What it says before it dies; a file without a name, as the descriptors of this process may be somebody's pipe
         # that is read to its end.
         self._words = os.memfd_create("paddle_flexckpt-stderr", os.MFD_CLOEXEC)
+        close_in_forks(self, WriterProcess._close_words)
         options = {"path": list(map(str, sys.path)), "nice": nice, "io_class": io_class}
         try:
             with theirs, open_presence() as presence:
@@ -87,7 +89,7 @@ class WriterProcess:
                 )
         except OSError as error:
             ours.close()
-            os.close(self._words)
+            self._close_words()
             raise CheckpointError(f"the background writer could not be started: {error}") from error
         self.pid = self._process.pid
         self.is_finishing = False
@@ -135,10 +137,6 @@ class WriterProcess:
         self._channel.end()
         self._listener.join()
 
-    def forget(self) -> None:
-        """Close what would keep the process waiting for this one: after a fork, in the child."""
-        self._channel.close()
-
     def _listen(self) -> None:
         try:
             while (received := self._channel.receive()) is not None:
@@ -157,7 +155,12 @@ class WriterProcess:
             self._process.wait()
         self._on_end(self, f"the background writer (pid {self.pid}) {how}")
         self._channel.close()
-        os.close(self._words)
+        self._close_words()
+
+    def _close_words(self) -> None:
+        words, self._words = self._words, -1
+        if words >= 0:
+            os.close(words)
 
     def _end(self) -> str:
         """Wait for the process to end; return how it did."""

@@ -17,6 +17,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
+from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.native.directory import SaveNames
 
 _HEAD_BYTES = 8
@@ -89,7 +90,7 @@ class Channel:
 
     def __init__(self, connection: socket.socket) -> None:
         """Args: connection: a connected Unix stream socket, which is the channel's own from now on."""
-        self._socket = connection
+        self._socket = close_in_forks(connection)
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Send one message; the other end gets descriptors of its own for what the given ones stand for.

@@ -17,6 +17,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.texts import format_bytes
+from paddle_flexckpt.forks import close_in_forks
 
 _HUGE_PAGE_BYTES = 2 << 20
 # Page-locks memory for a device, and returns what unlocks it; None where that cannot be done.
@@ -41,6 +42,7 @@ class Segment:
         self._memory = np.zeros(0, dtype=np.uint8)
         self._was_asked = False
         self._unlock: Callable[[], None] | None = None
+        close_in_forks(self, Segment._leave_to_owner)
 
     @classmethod
     def create(cls, number: int) -> Segment:
@@ -109,8 +111,14 @@ class Segment:
     def close(self) -> None:
         """Give the memory back, here; views that are still in use keep it."""
         self._unlock_pages()
-        os.close(self.descriptor)
+        self._leave_to_owner()
+
+    def _leave_to_owner(self) -> None:
+        self._unlock = None  # a fork has not locked the pages
         self._memory, self.nbytes = np.zeros(0, dtype=np.uint8), 0
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 def _check_memory(more: int) -> None:

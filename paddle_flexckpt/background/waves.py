@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.forks import close_in_forks
 
 # The writer keeps what it has asked for last: up to a batch of a data file, which is less than a bucket. So two are
 # being written while two are being filled.
@@ -36,7 +37,7 @@ class WaveSender:
     def __init__(self, space: np.ndarray) -> None:
         """Take the memory; :attr:`theirs` is the writer's end of the connection."""
         self._buckets = buckets_of(space)
-        self._ours, self.theirs = socket.socketpair()
+        self._ours, self.theirs = (close_in_forks(end) for end in socket.socketpair())
         self._count = 0
 
     def bucket(self) -> np.ndarray:

@@ -97,7 +97,6 @@ class BackgroundWriter:
         self._is_closed = False
         _WRITERS.add(self)
         atexit.register(self._at_exit)
-        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
 
     @property
     def is_own(self) -> bool:
@@ -356,19 +355,6 @@ def _writer_of(pid: int) -> BackgroundWriter:
 
 def _real_path(path: str) -> str:
     return path.rstrip("/") if "://" in path else os.path.realpath(path)
-
-
-def _forget(reference: weakref.ReferenceType[BackgroundWriter]) -> None:
-    """Close a fork's copies of locks, and of the connection, which would keep a writer process that has no parent."""
-    writer = reference()
-    if writer is None:
-        return
-    writer._saves.forget_locks()
-    for slot in writer._slots:
-        if slot.lock is not None:
-            slot.lock.forget()
-    if writer._process is not None:
-        writer._process.forget()
 
 
 def _exit_with_status_1() -> None:

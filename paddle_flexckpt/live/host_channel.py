@@ -14,19 +14,17 @@ at most ceil(log2 n) times, on average half as often.
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import selectors
 import socket
 import struct
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
+from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.live.lost_ranks import KeyValueStore, describe_lost_ranks, find_missing_ranks
 from paddle_flexckpt.live.meeting import NOTICE_SECONDS, Meeting, say_waiting
 
@@ -72,7 +70,7 @@ class HostChannel:
         self._has_met = False
         self._broken = ""
         self._lock = threading.Lock()
-        os.register_at_fork(after_in_child=functools.partial(_forget, weakref.ref(self)))
+        close_in_forks(self, HostChannel.leave_to_parent)
 
     @property
     def rank(self) -> int:
@@ -312,10 +310,3 @@ def _blaming(rank: int) -> Iterator[None]:
         raise EOFError(f"rank {rank} has closed its connection") from error
     except OSError as error:
         raise ConnectionError(f"the connection to rank {rank} broke: {error}") from error
-
-
-def _forget(reference: weakref.ref[HostChannel]) -> None:
-    """Close a fork's copies of the connections, which would keep them open when the process that made them has gone."""
-    channel = reference()
-    if channel is not None:
-        channel.leave_to_parent()

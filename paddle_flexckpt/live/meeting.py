@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paddle_flexckpt.background.presence import own_host
+from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.live.lost_ranks import CONNECT_SECONDS, EVERY_RANK, KeyValueStore, presence_of
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -69,6 +70,7 @@ class Meeting:
             self._waiting = self._open.enter_context(selectors.DefaultSelector())
             host = own_host()
             self._listener = self._open.enter_context(socket.create_server((host, 0), backlog=_BACKLOG))
+            close_in_forks(self._listener)
             self._listener.setblocking(False)
             self._waiting.register(self._listener, selectors.EVENT_READ)
             port = self._listener.getsockname()[1]
@@ -133,7 +135,7 @@ class Meeting:
         host, _, port = address.rpartition(":")
         try:
             connection = socket.create_connection((host, int(port)), timeout=CONNECT_SECONDS)
-            self.targets[rank] = connection
+            self.targets[rank] = close_in_forks(connection)
             connection.sendall(HELLO.pack(bytes.fromhex(token), self._rank))
         except OSError as error:
             raise ConnectionError(f"rank {rank} cannot be reached at {address}: {error}") from error
@@ -150,7 +152,7 @@ class Meeting:
                 connection = socket.create_connection(presence, timeout=CONNECT_SECONDS)
             except OSError as error:
                 raise EOFError(f"rank {rank} has gone: {error}") from error
-            self._watched[connection] = rank
+            self._watched[close_in_forks(connection)] = rank
             self._waiting.register(connection, selectors.EVENT_READ)
 
     def _hear(self, speaker: Any) -> None:
@@ -158,7 +160,7 @@ class Meeting:
             with contextlib.suppress(BlockingIOError, ConnectionAbortedError):  # it has left again
                 caller, _ = self._listener.accept()
                 caller.setblocking(False)
-                self._callers[caller] = (bytearray(), time.monotonic() + GREETING_SECONDS)
+                self._callers[close_in_forks(caller)] = (bytearray(), time.monotonic() + GREETING_SECONDS)
                 self._waiting.register(caller, selectors.EVENT_READ)
         elif speaker in self._watched:
             rank = self._watched[speaker]

@@ -200,7 +200,6 @@ class BackgroundSave(SharedSave):
     def begin(self) -> tuple[SaveNames | None, bytes]:
         """Implement :meth:`SharedSave.begin`. At the addresses the others' writers see whether this rank is alive."""
         names, _ = super().begin()
-        self._slot.lock = self.lock
         address = "" if self._comm.size == 1 else self._slot.address
         return names, json.dumps([own_presence(), address] if address else []).encode()
 
@@ -284,7 +283,7 @@ class BackgroundSave(SharedSave):
         Returns the block checksums of ``hashed``, as :meth:`Staging.finish` does: a bucket has whole blocks.
         """
         job = self._job(share)
-        lock, self.lock, self._slot.lock = self.lock, None, None
+        lock, self.lock = self.lock, None
         self._is_removable = False  # the files are the writer's
         waves = self._slot.stage_in_waves(job, nbytes, _page_lock(share), lock)
         staging, left = Staging(share.sources(), np.empty(0, dtype=np.uint8), None), job.data_bytes

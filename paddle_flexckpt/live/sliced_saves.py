@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.observers import tell
 from paddle_flexckpt.undo import Undo
 
@@ -41,6 +42,7 @@ class SlicedSave(SaveHandle):
         self._left = time.perf_counter()
         self._elsewhere = 0.0
         self._hook = Undo()
+        close_in_forks(self, SlicedSave._leave_to_owner)
 
     @property
     def is_staged(self) -> bool:
@@ -118,12 +120,16 @@ class SlicedSave(SaveHandle):
             )
         return super().wait(timeout)
 
+    def _leave_to_owner(self) -> None:
+        self._save = None
+
     def _close(self) -> OpenSave:
         save, self._save = self._come_back(), None
         self._hook.put_back()
         return save
 
     def _come_back(self) -> OpenSave:
+        self._check_own()
         if self._save is None:
             raise ValidationError([f"the save of id {self.unique_id} to {self.path!r} is staged, or was given up"])
         self._elsewhere += time.perf_counter() - self._left

@@ -22,6 +22,7 @@ import numpy as np
 
 from paddle_flexckpt.background.presence import own_host
 from paddle_flexckpt.catalog.errors import StoppedExchangeError
+from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.live.lost_ranks import CONNECT_SECONDS
 from paddle_flexckpt.live.meeting import GREETING_SECONDS, HELLO
 from paddle_flexckpt.live.shared_stream import SharedReceiver, SharedSender, receive_exactly
@@ -107,6 +108,7 @@ class SocketTransport(Transport):
         self._arrival = threading.Condition()
         self._failure: BaseException | None = None
         self._stop: Callable[[], None] = lambda: None
+        close_in_forks(self)
 
     def address(self) -> bytes:
         """Return host, port, a name on this machine, and a token that tells members from strangers."""
@@ -215,7 +217,7 @@ class SocketTransport(Transport):
                 return
 
     def _connect(self, address: bytes) -> socket.socket:
-        connection = self._reach(*place_of(address), self._stall)
+        connection = close_in_forks(self._reach(*place_of(address), self._stall))
         connection.sendall(HELLO.pack(address[:16], self._ranks[self._position]))
         return connection
 
@@ -243,7 +245,7 @@ class SocketTransport(Transport):
             if not self._listeners:
                 raise OSError("address() was not called before exchange()")
             while expected and self._failure is None:
-                connection = self._accept(expected)
+                connection = close_in_forks(self._accept(expected))
                 rank = self._greet(connection)
                 connection.settimeout(self._stall)
                 if rank is None or rank not in expected:

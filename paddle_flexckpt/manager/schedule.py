@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import itertools
 import json
+import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterable, Sequence
 from types import FrameType
 from typing import Any
@@ -16,12 +21,17 @@ from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.manager.contents import check_step
 from paddle_flexckpt.manager.policies import SavePolicy
 
+_LIBC = ctypes.CDLL(None)
+# Room for a struct sigaction or a sigset_t of any C library; what is in it is the library's own business.
+_STRUCT_BYTES = 1024
+
 
 class PreemptionSignals:
     """Set a flag when a signal comes, and do nothing else: the loop saves, between two steps.
 
     A handler that was there before and is a Python function is called as well; Python's own handler of SIGINT, which
-    raises KeyboardInterrupt, is not. Without signals nothing is installed.
+    raises KeyboardInterrupt, is not. Without signals nothing is installed. A fork of the process has the handlers that
+    were there before, from its first instruction.
     """
 
     def __init__(self, signals: Iterable[int]) -> None:
@@ -33,7 +43,8 @@ class PreemptionSignals:
         """
         self._received = False
         self._closed = False
-        self._previous: dict[int, Any] = {}
+        # What Python knows of the handler that was there, and what the system knows: it may be one in C.
+        self._previous: dict[int, tuple[Any, Any]] = {}
         numbers = tuple(dict.fromkeys(signals))
         if numbers and threading.current_thread() is not threading.main_thread():
             raise ValidationError(
@@ -42,13 +53,18 @@ class PreemptionSignals:
             )
         for number in numbers:
             try:
+                previous, action = signal.getsignal(number), ctypes.create_string_buffer(_STRUCT_BYTES)
+                _LIBC.sigaction(number, None, action)
                 # Known before the handler can run.
-                self._previous[number] = signal.getsignal(number)
+                self._previous[number] = previous, action
                 signal.signal(number, self._handle)
             except (OSError, ValueError, TypeError) as error:
                 self._previous.pop(number, None)
                 self.close()
                 raise ValidationError([f"preemption_signals: {number!r} cannot be handled: {error}"]) from error
+        if numbers:
+            _watch_forks()
+            _WATCHES.add(self)
 
     @property
     def watches(self) -> bool:
@@ -70,23 +86,66 @@ class PreemptionSignals:
             return
         self._closed = True
         if threading.current_thread() is threading.main_thread():
-            for number, previous in self._previous.items():
-                if signal.getsignal(number) == self._handle:
-                    # What was not installed from Python is unknown (None), and cannot be put back.
-                    signal.signal(number, signal.SIG_DFL if previous is None else previous)
+            for number in self._previous:
+                _uncover(number)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        previous = self._previous[number]
-        if self._closed:
-            if callable(previous):
+        previous = self._previous[number][0]
+        if not self._closed:
+            self._received = True
+            if callable(previous) and previous is not signal.default_int_handler:
                 previous(number, frame)
-            elif previous != signal.SIG_IGN and signal.getsignal(number) == self._handle:
-                signal.signal(number, signal.SIG_DFL)
-                signal.raise_signal(number)
-            return
-        self._received = True
-        if callable(previous) and previous is not signal.default_int_handler:
+        elif signal.getsignal(number) == self._handle:
+            _uncover(number)
+            signal.raise_signal(number)
+        elif callable(previous):
             previous(number, frame)
+
+
+# Those that live, closed or not.
+_WATCHES: weakref.WeakSet[PreemptionSignals] = weakref.WeakSet()
+# For each thread that forks, the arguments of what gives it back the signals that it had blocked before.
+_MASKS: dict[int, tuple[int, Any, None]] = {}
+
+
+def _uncover(number: int) -> None:
+    """Put back what the handlers of closed watches on top have replaced."""
+    while True:
+        watch = getattr(signal.getsignal(number), "__self__", None)
+        if not isinstance(watch, PreemptionSignals) or not watch._closed:
+            return
+        previous, action = watch._previous[number]
+        # What Python does not know (None) cannot be given to it; the system gets it back all the same.
+        signal.signal(number, signal.SIG_DFL if previous is None else previous)
+        _LIBC.sigaction(number, action, None)
+
+
+@functools.cache
+def _watch_forks() -> None:
+    """Have each fork end the watches; a signal that comes before that waits until it is done.
+
+    Signals are given back by a function that runs no Python: one of a handler that raises has to raise in the caller,
+    and not in this.
+    """
+    arguments = map(_MASKS.pop, iter(threading.get_ident, None))
+    give_back = functools.partial(next, itertools.starmap(_LIBC.pthread_sigmask, arguments))
+    os.register_at_fork(before=_hold_signals, after_in_child=_end_watches)
+    os.register_at_fork(after_in_parent=give_back, after_in_child=give_back)
+
+
+def _hold_signals() -> None:
+    held, before = (ctypes.create_string_buffer(_STRUCT_BYTES) for _ in range(2))
+    for number in {number for watch in _WATCHES for number in watch._previous}:
+        _LIBC.sigaddset(held, number)
+    _LIBC.pthread_sigmask(int(signal.SIG_BLOCK), held, before)
+    _MASKS.setdefault(threading.get_ident(), (int(signal.SIG_SETMASK), before, None))
+
+
+def _end_watches() -> None:
+    for watch in list(_WATCHES):
+        watch._closed = True
+    for number in {number for watch in _WATCHES for number in watch._previous}:
+        _uncover(number)
 
 
 class SaveSchedule:

@@ -171,9 +171,6 @@ class SaveLock(Lock):
     def detach(self) -> None:
         """End this process's part after another process has adopted the lock: the lock is not freed."""
 
-    def forget(self) -> None:
-        """Close a fork's copy, right after the fork and in it: it would keep the lock after its holder's death."""
-
 
 class Locks:
     """Hand out the locks of one directory: to one saver at a time, and to readers of a file or one who removes it."""

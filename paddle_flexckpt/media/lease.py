@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.media.backend import Backend, Locks, SaveLock, write_file
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -102,6 +103,7 @@ class LeaseLock(SaveLock):
         # When it was asked last whether the lease is still held, if it was.
         self._confirmed_at = -math.inf
         self._ended = threading.Event()
+        close_in_forks(self, LeaseLock._leave_to_owner)
         self._thread = threading.Thread(target=self._renew, name="flexckpt-lease", daemon=True)
         self._thread.start()
 
@@ -219,6 +221,10 @@ class LeaseLock(SaveLock):
     def handover(self) -> tuple[dict[str, Any], int | None]:
         """Implement the base class; there is no descriptor."""
         return {"kind": "lease", "claim": asdict(self._claim), "renewed_at": self._renewed_at}, None
+
+    def _leave_to_owner(self) -> None:
+        self._ended = threading.Event()  # a thread that a fork does not have may hold the lock inside the other
+        self._ended.set()
 
     def detach(self) -> None:
         """Implement the base class."""

@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.media.backend import Backend, Lock, SaveLock
 from paddle_flexckpt.media.file_names import naming, open_inside
 from paddle_flexckpt.media.lease import LeaseLocks
@@ -29,6 +30,7 @@ class Flock(Lock):
     def __init__(self, descriptor: int) -> None:
         """Args: descriptor: of the file or directory, with the lock; it is closed with this."""
         self._descriptor = descriptor
+        close_in_forks(self, Flock.detach)  # else the lock would outlive its holder
 
     def is_of(self, path: str) -> bool:
         """Return whether the file has this path still: another may have taken its place meanwhile. If not, release."""
@@ -92,10 +94,6 @@ class DirectoryLock(Flock, SaveLock):
     def handover(self) -> tuple[dict[str, Any], int | None]:
         """Implement the base class."""
         return {"kind": "directory"}, self._descriptor
-
-    def forget(self) -> None:
-        """Implement the base class."""
-        self.detach()
 
 
 class LocalLocks(LeaseLocks):

@@ -1,12 +1,18 @@
-"""The signal handlers: a flag, the handler that was there before, and the way back."""
+"""The signal handlers: a flag, the handler that was there before, the way back, and forks."""
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
 import threading
+from functools import partial
 
+import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
@@ -97,16 +103,16 @@ def test_the_default_action_is_the_default_action_again():
     code = """
 import signal
 from paddle_flexckpt.manager.schedule import PreemptionSignals
-first, second = PreemptionSignals([signal.SIGTERM]), PreemptionSignals([signal.SIGTERM])
+first, second = PreemptionSignals([signal.SIGUSR2]), PreemptionSignals([signal.SIGUSR2])
 first.close()
-signal.raise_signal(signal.SIGTERM)
+signal.raise_signal(signal.SIGUSR2)
 print("alive", second.received, first.received, flush=True)
 second.close()
-signal.raise_signal(signal.SIGTERM)
+signal.raise_signal(signal.SIGUSR2)
 print("never")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert (done.stdout, done.returncode) == ("alive True False\n", -signal.SIGTERM), done.stderr
+    assert (done.stdout, done.returncode) == ("alive True False\n", -signal.SIGUSR2), done.stderr
 
 
 def test_another_thread_cannot_install():
@@ -146,3 +152,153 @@ def test_what_cannot_be_handled_is_an_error_and_nothing_is_installed(number):
     with pytest.raises(ValidationError, match="cannot be handled"):
         PreemptionSignals([SIGNAL, number])
     assert signal.getsignal(SIGNAL) == before
+
+
+# -- forks -------------------------------------------------------------------------------------------------------------
+
+# Writes what the system has for the signal (handler, mask and flags), and Python, and which signals are blocked.
+REPORT = f"""
+import ctypes, os, pathlib, signal
+action = ctypes.create_string_buffer(1024)
+ctypes.CDLL(None).sigaction({int(SIGNAL)}, None, action)
+handler = signal.getsignal({int(SIGNAL)})
+said = [action.raw[:16].hex(), action.raw[136:140].hex(), getattr(handler, "__qualname__", repr(handler))]
+said.append(sorted(signal.pthread_sigmask(0, [])))
+pathlib.Path(path + ".new").write_text(repr(said)), os.replace(path + ".new", path)
+"""
+
+
+def report(path: str) -> None:
+    exec(REPORT, {"path": path})
+
+
+def fork(path: str) -> None:
+    child = os.fork()
+    if not child:
+        report(path)
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def start(method: str, path: str) -> None:
+    process = multiprocessing.get_context(method).Process(target=exec, args=(REPORT, {"path": path}))
+    process.start()
+    process.join()
+
+
+def load_data(path: str) -> None:
+    from paddle.io import DataLoader
+
+    samples = [np.zeros(1, "float32")] * 2
+    list(DataLoader(samples, batch_size=1, num_workers=1, worker_init_fn=lambda worker: report(path)))
+
+
+FORKS = {
+    "os.fork": fork,
+    "fork": partial(start, "fork"),
+    "forkserver": partial(start, "forkserver"),
+    "preexec_fn": lambda path: subprocess.run(["true"], preexec_fn=lambda: report(path), check=True),
+    "data loader": load_data,
+}
+
+
+def of_python(number, frame):
+    """A handler that was there before."""
+
+
+@contextlib.contextmanager
+def handler_in_c():
+    with open(os.devnull, "w") as nowhere:
+        faulthandler.register(SIGNAL, file=nowhere)
+        try:
+            yield
+        finally:
+            faulthandler.unregister(SIGNAL)
+
+
+BEFORE = {
+    "default": lambda stack: signal.signal(SIGNAL, signal.SIG_DFL),
+    "ignored": lambda stack: signal.signal(SIGNAL, signal.SIG_IGN),
+    "python": lambda stack: signal.signal(SIGNAL, of_python),
+    "in C": lambda stack: stack.enter_context(handler_in_c()),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer Pythons warn of every fork of a process with threads
+@pytest.mark.parametrize("way, before", [*((way, "in C") for way in FORKS), *(("fork", each) for each in BEFORE)])
+def test_a_fork_has_what_was_there_before_the_manager(tmp_path, way, before):
+    """However it is made, of nested watches, of which one is closed, and after all are closed."""
+    path = tmp_path / "report"
+
+    def seen() -> str:
+        path.unlink(missing_ok=True)
+        FORKS[way](str(path))
+        return path.read_text()
+
+    with contextlib.ExitStack() as stack:
+        BEFORE[before](stack)
+        expected = seen()
+        watches = [PreemptionSignals([SIGNAL]) for _ in range(3)]
+        assert seen() == expected
+        watches[1].close()
+        assert seen() == expected
+        signal.raise_signal(SIGNAL)
+        assert [watch.received for watch in watches] == [True, False, True]
+        for watch in watches:
+            watch.close()
+        assert seen() == expected
+
+
+def run(code: str) -> tuple[int, str]:
+    prelude = """
+import os, signal, sys, threading
+wait = lambda child: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+"""
+    command = [sys.executable, "-W", "ignore", "-c", prelude + code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def test_a_signal_to_a_fork_that_has_not_begun_does_what_it_did_before():
+    """It comes before the library has a say there; the second time the handler before raises an exception."""
+    status, said = run("""
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGUSR2))
+from paddle_flexckpt.manager.schedule import PreemptionSignals
+class Ended(Exception): pass
+def end(number, frame): raise Ended
+for before in (signal.SIG_DFL, end):
+    signal.signal(signal.SIGUSR2, before)
+    watches = [PreemptionSignals([signal.SIGUSR2]) for _ in range(2)]
+    try:
+        child = os.fork()
+        if not child:
+            os._exit(1)
+    except Ended:
+        os._exit(7)
+    print(wait(child), watches[0].received, watches[1].received)
+    for watch in watches:
+        watch.close()
+""")
+    assert (status, said) == (0, f"{-signal.SIGUSR2} False False\n7 False False\n")
+
+
+def test_an_exception_of_a_handler_is_raised_where_a_process_forks():
+    """The signal comes in the middle of the fork. Its handler ran in a hook before, whose exceptions nobody sees."""
+    status, said = run("""
+os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGUSR2))
+from paddle_flexckpt.manager.schedule import PreemptionSignals
+class Ended(Exception): pass
+calls = []
+def end(number, frame):
+    calls.append(number)
+    raise Ended
+signal.signal(signal.SIGUSR2, end)
+watch = PreemptionSignals([signal.SIGUSR2])
+try:
+    if not os.fork():
+        os._exit(len(calls))
+except Ended:
+    print(wait(-1), len(calls), watch.received, signal.pthread_sigmask(0, []))
+""")
+    assert (status, said) == (0, "0 1 True set()\n")
