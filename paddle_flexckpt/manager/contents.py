@@ -20,8 +20,9 @@ from paddle_flexckpt.live.save_options import CheckReplicas
 from paddle_flexckpt.live.sources import check_state
 from paddle_flexckpt.live.state import flatten_state_dict
 from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
+from paddle_flexckpt.parallel.optimizers import optimizer_inside
 from paddle_flexckpt.parallel.state_creation import no_new_states
-from paddle_flexckpt.run_state.extra_state import collect_extra_state
+from paddle_flexckpt.run_state.extra_state import ConstantRate, collect_extra_state
 
 _TAKEN = ("lr_scheduler", "scaler", "step", "rng", "dataloader")
 OWN_OBJECTS = {
@@ -106,6 +107,22 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
             )
         shards[key] = value
     return shards
+
+
+def schedule_of(lr_scheduler: Any, optimizer: Any) -> Any:
+    """Return what decides about the rate: what was given, else the optimizer's own scheduler or constant rate."""
+    from paddle.optimizer.lr import LRScheduler
+
+    seen: list[Any] = []
+    while lr_scheduler is None and optimizer is not None and not any(optimizer is each for each in seen):
+        rate = getattr(optimizer, "_learning_rate", None)
+        if isinstance(rate, LRScheduler):
+            return rate
+        if isinstance(rate, (int, float)):
+            return ConstantRate(optimizer)
+        seen.append(optimizer)
+        optimizer = optimizer_inside(optimizer)
+    return lr_scheduler
 
 
 def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -218,7 +235,7 @@ def check(
     def describe() -> dict[str, Any]:
         with no_new_states():
             shards = collect_shards(model, optimizer, state)
-        return {**shards, **collect_extra_state(lr_scheduler, scaler)}
+        return {**shards, **collect_extra_state(schedule_of(lr_scheduler, optimizer), scaler)}
 
     head = encode_options(check, options, **given(options))
     check_state(describe, communicator_for(process_group), "cannot save", head)

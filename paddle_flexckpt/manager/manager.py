@@ -28,6 +28,7 @@ from paddle_flexckpt.manager.contents import (
     check_step,
     collect_shards,
     given,
+    schedule_of,
 )
 from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, Mode, SaveEvery, SavePolicy, check_policies
@@ -242,7 +243,8 @@ class CheckpointManager:
             step: Training step.
             model: Its ``sharded_state_dict()`` is saved, and so is that of ``optimizer``.
             lr_scheduler: Saved with the run's extra state, as by :func:`collect_extra_state`; so are ``scaler``,
-                ``dataloader`` and, with ``rng``, the random number generators.
+                ``dataloader`` and, with ``rng``, the random number generators. None: the optimizer's own scheduler, or
+                its constant rate.
             state: Shards or tensors besides, or instead of, those of model and optimizer.
             extra: Portable values, the same on every rank.
             metrics: Numbers by which the best checkpoint is chosen, the same on every rank.
@@ -271,7 +273,8 @@ class CheckpointManager:
             check_step(step)
             contents = StepContents(collect_shards(model, optimizer, state), check_metrics(metrics))
             more = check_extra(extra)
-            contents.shards.update(collect_extra_state(lr_scheduler, scaler, step, rng, dataloader, **more))
+            schedule = schedule_of(lr_scheduler, optimizer)
+            contents.shards.update(collect_extra_state(schedule, scaler, step, rng, dataloader, **more))
             if self._comm.position == 0:
                 self._steps.prepare(step, replaces)
             also = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).agreed}
@@ -408,7 +411,8 @@ class CheckpointManager:
             self._check_open()
             if step not in ("latest", "best"):
                 check_step(step)
-            targets = Targets(collect_shards(model, optimizer, state), lr_scheduler, scaler, asked.rng)
+            shards, schedule = collect_shards(model, optimizer, state), schedule_of(lr_scheduler, optimizer)
+            targets = Targets(shards, schedule, scaler, asked.rng, optimizer is not None)
             head = asked.encode("restore", **given({"lr_scheduler": lr_scheduler, "scaler": scaler}))
             if self._comm.position != 0:
                 return targets, join((head, b"null"))

@@ -9,10 +9,16 @@ import contextlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
-from paddle_flexckpt.engine.options import LoadOptions, Storage, Strict
+from paddle_flexckpt.catalog import (
+    CheckpointError,
+    CorruptCheckpointError,
+    Problem,
+    UnreadableCheckpointError,
+    ValidationError,
+)
+from paddle_flexckpt.engine.options import LoadOptions, Storage, Strict, rule
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.loader import load_state_dict
@@ -20,7 +26,12 @@ from paddle_flexckpt.manager.steps import UNIQUE_ID, save_token_in
 from paddle_flexckpt.media.backend import Backend, reading
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.report import LoadReport
-from paddle_flexckpt.run_state.extra_state import ExtraStateReport, load_extra_state, restore_extra_state
+from paddle_flexckpt.run_state.extra_state import (
+    ExtraStateReport,
+    load_extra_state,
+    restore_extra_state,
+    schedule_left_out,
+)
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -78,6 +89,8 @@ class RestoreOptions(LoadOptions):
             (for ``"best"``, to the next best). Damage that only reading finds leaves targets partly overwritten; the
             next checkpoint overwrites all of them, and a target that it lacks is an error whatever ``strict`` says.
             What is no damage (names, shapes, dtypes) is raised: an older checkpoint would not be better.
+        schedule: ``"raise"``: a saved schedule (or constant rate) or scaler that this run has not, or has another kind
+            of, is an error, unless the model alone is wanted. ``"ignore"``: this run's stays as it is, with a warning.
     """
 
     coordinator_rank: int = field(default=0, init=False)
@@ -86,6 +99,7 @@ class RestoreOptions(LoadOptions):
     step: int | str = "latest"
     rng: bool = True
     fallback: bool = False
+    schedule: Literal["raise", "ignore"] = field(default="raise", metadata=rule(choices=("raise", "ignore")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +110,26 @@ class Targets:
     lr_scheduler: Any
     scaler: Any
     rng: bool
+    has_optimizer: bool
+
+    def refuse(self, state: Mapping[str, Any], options: RestoreOptions) -> tuple[None, bytes]:
+        """Raise ValidationError where a saved schedule or scaler would not be restored, and so start anew."""
+        is_alone = not self.has_optimizer and options.optimizer_states == "ignore"
+        model = "" if self.has_optimizer else "; for the model alone give optimizer_states='ignore'"
+        left_out = schedule_left_out(state, self.lr_scheduler, self.scaler)
+        given = {"lr_scheduler": self.lr_scheduler, "scaler": self.scaler}
+        problems = [
+            Problem(
+                f"{name} is saved and would not be restored: {why}",
+                remedy=f"give {name}=, built as in the run that saved it; with schedule='ignore' this run's stays as "
+                f"it is, and the rate or scale starts over{model}",
+            )
+            for name, why in left_out.items()
+            if given[name] is not None or not is_alone
+        ]
+        if problems:
+            raise ValidationError(problems)
+        return None, b""
 
 
 class ReplacedError(CheckpointError):
@@ -132,6 +166,8 @@ def restore_checkpoint(
             raise ReplacedError(_replaced(context))
         try:
             state = load_extra_state(directory, UNIQUE_ID, comm)
+            if options.schedule == "raise":
+                comm.together(lambda: targets.refuse(state, options), context)
             load = load_state_dict(targets.shards, directory, comm, **options.keywords(LoadOptions))
         except (CorruptCheckpointError, UnreadableCheckpointError, ValidationError) as error:
             # Where there are no locks for readers, the files of what is replaced go at once. And ranks that look at it

@@ -393,7 +393,7 @@ def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDic
     inner, seen = optimizer, []
     while not callable(getattr(inner, "sharded_state_dict", None)):
         seen.append(inner)
-        inside = _optimizer_inside(inner)
+        inside = optimizer_inside(inner)
         if inside is None or any(inside is wrapper for wrapper in seen):
             raise ValueError(
                 f"{type(optimizer).__name__} is no optimizer that can be described: expected a sharded_state_dict() "
@@ -415,7 +415,7 @@ def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDic
     return state
 
 
-def _optimizer_inside(wrapper: Any) -> Any:
+def optimizer_inside(wrapper: Any) -> Any:
     """Return the optimizer that a wrapper keeps under a usual name, or None."""
     own = getattr(wrapper, "__dict__", {})
     return next((own[name] for name in _OPTIMIZER_NAMES if own.get(name) is not None), None)

@@ -23,6 +23,7 @@ the report, by name.
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ from paddle_flexckpt.live.merged import empty_tensors
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.run_state.random_state import collect_random_state, restore_random_state
+
+logger = logging.getLogger("paddle_flexckpt")
 
 _PREFIX = EXTRA_STATE
 _COMMON = f"{_PREFIX}common"
@@ -175,7 +178,7 @@ def saved_world_size(state: Mapping[str, Any]) -> int:
 def restore_extra_state(
     state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True
 ) -> ExtraStateReport:
-    """Put scheduler, scaler and generators back in place.
+    """Put scheduler, scaler and generators back in place. What could not be is one warning of rank 0.
 
     Args:
         state: Of :func:`load_extra_state` or :func:`collect_extra_state`.
@@ -190,23 +193,32 @@ def restore_extra_state(
         ValidationError: This is no extra state.
         CorruptCheckpointError: It is damaged.
     """
+    report = put_back_extra_state(state, lr_scheduler, scaler, rng)
+    if report.not_restored and _rank() == 0:
+        logger.warning("not restored: " + "; ".join(f"{name}: {why}" for name, why in report.not_restored.items()))
+    return report
+
+
+def put_back_extra_state(
+    state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True
+) -> ExtraStateReport:
+    """Do as :func:`restore_extra_state`, for callers that warn themselves."""
     common = _common(state)
+    not_restored = schedule_left_out(state, lr_scheduler, scaler)
     restored: list[str] = []
-    not_restored: dict[str, str] = {}
-    for name, target, restore in (
-        ("lr_scheduler", lr_scheduler, _restore_scheduler),
-        ("scaler", scaler, restore_scaler),
-    ):
-        if common[name] is None and target is None:
+    for name, target in (("lr_scheduler", lr_scheduler), ("scaler", scaler)):
+        if target is None or name in not_restored:
             continue
-        if target is None:
-            not_restored[name] = "none was passed to restore_extra_state()"
-        elif common[name] is None:
-            not_restored[name] = "the checkpoint has none"
-        elif (problem := restore(target, common[name])) is not None:
-            not_restored[name] = problem
-        else:
+        if common[name]:
+            restore = _restore_scheduler if name == "lr_scheduler" else type(target).load_state_dict
+            restore(target, common[name])
             restored.append(name)
+        elif name == "lr_scheduler" and not isinstance(target, ConstantRate):  # else the rate is the caller's own
+            not_restored[name] = "the checkpoint has none"
+        elif name == "scaler" and target.state_dict():
+            not_restored[name] = (
+                "the checkpoint has none" if common[name] is None else "it was disabled when it was saved"
+            )
     layout = _layout()
     same = common["layout"] == layout
     other = f"saved under {_describe(common['layout'])}, this run has {_describe(layout)}"
@@ -227,6 +239,22 @@ def restore_extra_state(
         restored=restored,
         not_restored=not_restored,
     )
+
+
+def schedule_left_out(state: Mapping[str, Any], lr_scheduler: Any, scaler: Any) -> dict[str, str]:
+    """Return which of a saved schedule and scaler :func:`restore_extra_state` would not restore, and why.
+
+    Raises:
+        ValidationError: As of it; so is CorruptCheckpointError.
+    """
+    common, found = _common(state), {}
+    for name, target, refuse in (("lr_scheduler", lr_scheduler, _refuse_scheduler), ("scaler", scaler, scaler_problem)):
+        if not common[name]:  # a scaler that is disabled has an empty state
+            continue
+        problem = "none was passed" if target is None else refuse(target, common[name])
+        if problem is not None:
+            found[name] = problem
+    return found
 
 
 def _restore_generators(state: Mapping[str, Any], restored: list[str], not_restored: dict[str, str]) -> str | None:
@@ -296,6 +324,22 @@ def _text(tensor: Any) -> bytes:
 # -- schedulers and scalers --------------------------------------------------------------------------------------------
 
 
+class ConstantRate:
+    """Stand for the rate of an optimizer without a scheduler, which ``set_lr`` may have changed."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """Take the optimizer, in whatever wrappers."""
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, float]:
+        """Return the rate."""
+        return {"rate": float(self.optimizer.get_lr())}
+
+    def set_state_dict(self, state: Mapping[str, float]) -> None:
+        """Set the rate."""
+        self.optimizer.set_lr(state["rate"])
+
+
 def _scheduler_state(scheduler: Any) -> dict[str, Any]:
     """Return a scheduler's state and that of the schedulers inside it, whatever wraps whatever."""
     return {
@@ -316,11 +360,14 @@ def _schedulers_inside(scheduler: Any) -> list[tuple[str, Any]]:
     return [(name, value) for name, value in sorted(vars(scheduler).items()) if isinstance(value, LRScheduler)]
 
 
-def _restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
-    """Set a scheduler, and those inside it, to a saved state; or return why it cannot."""
+def _refuse_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
+    """Return why a scheduler cannot have a saved state; None if it can."""
     expected, got = _classes(saved), _classes(_scheduler_state(scheduler))
-    if expected != got:
-        return f"the checkpoint has a {expected}, this run a {got}"
+    return None if expected == got else f"the checkpoint has a {expected}, this run a {got}"
+
+
+def _restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
+    """Set a scheduler, and those inside it, to a saved state."""
 
     def restore(target: Any, state: dict[str, Any]) -> None:
         target.set_state_dict(state["state"])
@@ -330,16 +377,14 @@ def _restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
             restore(inner, state["inside"][name])
 
     restore(scheduler, saved)
-    return None
 
 
-def restore_plain_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
-    """Set a scheduler to a state of its own ``state_dict()``, as others save it; or return why it cannot."""
+def plain_scheduler_problem(scheduler: Any, saved: dict[str, Any]) -> str | None:
+    """Return why a scheduler cannot have a state of its own ``state_dict()``, as others save it; None if it can."""
     own = scheduler.state_dict()
-    if own.keys() != saved.keys():
-        return f"the checkpoint has a scheduler's {sorted(saved)}, this run's {type(scheduler).__name__} {sorted(own)}"
-    scheduler.set_state_dict(saved)
-    return None
+    if own.keys() == saved.keys():
+        return None
+    return f"the checkpoint has a scheduler's {sorted(saved)}, this run's {type(scheduler).__name__} {sorted(own)}"
 
 
 def _classes(state: dict[str, Any]) -> str:
@@ -347,11 +392,6 @@ def _classes(state: dict[str, Any]) -> str:
     return f"{state['class']}({inside})" if inside else state["class"]
 
 
-def restore_scaler(scaler: Any, saved: dict[str, Any]) -> str | None:
-    """Set a GradScaler to a state of its ``state_dict()``; or return why it cannot."""
-    if not saved:
-        return "it was disabled when it was saved"
-    if not scaler.state_dict():
-        return "it is disabled in this run"
-    scaler.load_state_dict(saved)
-    return None
+def scaler_problem(scaler: Any, saved: dict[str, Any]) -> str | None:
+    """Return why a GradScaler cannot have a state of its ``state_dict()``; None if it can."""
+    return "it is disabled in this run" if saved and not scaler.state_dict() else None

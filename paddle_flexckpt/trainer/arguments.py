@@ -93,6 +93,10 @@ class FlexTrainingArguments:
     flex_ignore_optimizer_states: bool = _flag(
         False, "Load without the optimizer states that only the checkpoint has; else they are an error."
     )
+    flex_ignore_schedule: bool = _flag(
+        False,
+        "Start the learning rate's schedule or the scaler anew where the checkpoint's does not fit; else an error.",
+    )
 
 
 _SWITCHES = [each.name[len("flex_") :] for each in fields(FlexTrainingArguments) if each.default is False]
@@ -116,6 +120,7 @@ class TrainerOptions:
         cast: Whether dtypes may differ on load.
         convert_master_weights: Whether masters and parameters may replace each other.
         ignore_optimizer_states: Whether optimizer states that only the checkpoint has are left out.
+        ignore_schedule: Whether a schedule or scaler of the checkpoint that does not fit is left out.
         load_transform: As of :func:`load_state_dict`; no flag's, but what a load of quantized weights takes.
     """
 
@@ -134,6 +139,7 @@ class TrainerOptions:
     cast: bool = False
     convert_master_weights: bool = False
     ignore_optimizer_states: bool = False
+    ignore_schedule: bool = False
     load_transform: Any = None
 
     def staging(self) -> dict[str, Any]:

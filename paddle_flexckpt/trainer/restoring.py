@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,11 @@ from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import (
     load_extra_state,
-    restore_extra_state,
-    restore_plain_scheduler,
-    restore_scaler,
+    plain_scheduler_problem,
+    put_back_extra_state,
     saved_world_size,
+    scaler_problem,
+    schedule_left_out,
 )
 from paddle_flexckpt.trainer.arguments import TrainerOptions
 from paddle_flexckpt.trainer.contents import collect_shards
@@ -49,7 +50,7 @@ class Restored:
         state, self.state = self.state, {}
         if not state:
             return {}
-        report = restore_extra_state(state)
+        report = put_back_extra_state(state)
         return {name: why for name, why in report.not_restored.items() if name.split(".")[0] == "rng"}
 
 
@@ -64,8 +65,11 @@ def restore_from(trainer: Any, path: str, everything: bool, options: TrainerOpti
     shards, _ = comm.together(lambda: (collect_shards(trainer, everything), b""), context)
     if is_flex(path):
         return _restore_native(trainer, path, shards, everything, options, comm)
+    foreign: list[tuple[str, Any, Any, str]] = []
+    if everything:
+        foreign, _ = comm.together(lambda: (_look_at_foreign(trainer, Path(path), options), b""), context)
     load = load_state_dict(shards, path, comm, **_loading(trainer, everything, options))
-    missing, _ = comm.together(lambda: (_restore_foreign(trainer, Path(path)) if everything else {}, b""), context)
+    missing, _ = comm.together(lambda: (_restore_foreign(foreign) if everything else {}, b""), context)
     return Restored(path, False, load, not_restored=missing)
 
 
@@ -75,17 +79,35 @@ def _restore_native(
     inside = os.path.join(path, SUBDIRECTORY)
     # First of all: it is small, and touches nothing. A model that was saved alone has none.
     state = load_extra_state(inside, process_group=comm) if everything else {}
+    scaler = trainer.scaler if trainer.do_grad_scaling else None
+    if everything:
+
+        def look() -> tuple[None, bytes]:
+            _refuse(schedule_left_out(state, trainer.lr_scheduler, scaler), options)
+            return None, b""
+
+        comm.together(look, f"cannot resume from {path}")
     load = load_state_dict(shards, inside, comm, **_loading(trainer, everything, options))
     if not everything:
         return Restored(path, True, load)
-    scaler = trainer.scaler if trainer.do_grad_scaling else None
 
     def put_back() -> tuple[dict[str, str], bytes]:
-        missing = restore_extra_state(state, trainer.lr_scheduler, scaler, rng=False).not_restored
+        missing = put_back_extra_state(state, trainer.lr_scheduler, scaler, rng=False).not_restored
         return {**missing, **_other_samples(saved_world_size(state), comm.size)}, b""
 
     missing, _ = comm.together(put_back, f"cannot resume from {path}")
     return Restored(path, True, load, state, missing)
+
+
+def _refuse(left_out: Mapping[str, str], options: TrainerOptions) -> None:
+    """Raise ValidationError where a saved schedule or scaler would start anew, and that is not what was asked for."""
+    if left_out and not options.ignore_schedule:
+        raise ValidationError(
+            [
+                f"{name}: {why}. Remedy: give the flags of the saved run; --flex_ignore_schedule 1 starts it anew"
+                for name, why in left_out.items()
+            ]
+        )
 
 
 def _loading(trainer: Any, everything: bool, options: TrainerOptions) -> dict[str, Any]:
@@ -128,23 +150,41 @@ def _other_samples(before: int, now: int) -> dict[str, str]:
     }
 
 
-def _restore_foreign(trainer: Any, path: Path) -> dict[str, str]:
-    """Restore scheduler and scaler of another format; return what could not be restored, and why."""
-    missing = {"rng": "the checkpoint is not of this library; generators are left to the trainer"}
+def _look_at_foreign(trainer: Any, path: Path, options: TrainerOptions) -> list[tuple[str, Any, Any, str]]:
+    """Return scheduler and scaler: names, what is to be set, the states of another format, and why one cannot be set.
+
+    Raises:
+        ValidationError: A state is there, and cannot be set.
+    """
     scaler = trainer.scaler if trainer.do_grad_scaling else None
-    for name, file, target, restore in (
-        ("lr_scheduler", _SCHEDULER, trainer.lr_scheduler, restore_plain_scheduler),
-        ("scaler", _SCALER, scaler, restore_scaler),
+    found: list[tuple[str, Any, Any, str]] = []
+    for name, file, target, refuse in (
+        ("lr_scheduler", _SCHEDULER, trainer.lr_scheduler, plain_scheduler_problem),
+        ("scaler", _SCALER, scaler, scaler_problem),
     ):
         if target is None:
             continue
         if not (path / file).is_file():
-            missing[name] = f"there is no {file}"
+            found.append((name, target, None, f"there is no {file}"))
             continue
         state = read_plain_file(path, file)
         if not isinstance(state, Mapping):
             raise ValidationError([f"{path / file} holds a {type(state).__name__}; expected a dict"])
-        problem = restore(target, dict(state))
-        if problem is not None:
-            missing[name] = problem
+        found.append((name, target, dict(state), refuse(target, dict(state)) or ""))
+    _refuse({name: why for name, _, state, why in found if why and state is not None}, options)
+    return found
+
+
+def _restore_foreign(foreign: Sequence[tuple[str, Any, Any, str]]) -> dict[str, str]:
+    """Restore scheduler and scaler of another format; return what could not be restored, and why."""
+    missing = {"rng": "the checkpoint is not of this library; generators are left to the trainer"}
+    for name, target, state, why in foreign:
+        if name == "scaler" and not why and not state:
+            why = "it was disabled when it was saved"
+        if why:
+            missing[name] = why
+        elif name == "scaler":
+            target.load_state_dict(state)
+        else:
+            target.set_state_dict(state)
     return missing

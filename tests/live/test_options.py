@@ -47,6 +47,7 @@ VALUES = {
     "coordinator_rank": (0, 1),
     "dtype": ("raise", "cast"),
     "fallback": (False, True),
+    "schedule": ("raise", "ignore"),
     "fused": ("convert", "exact"),
     "keep": (KeepLatest(1), KeepLatest(2)),
     "lr_scheduler": (None, "a schedule"),

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from types import SimpleNamespace
+
 import numpy as np
 import paddle
 import pytest
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.run_state import collect_extra_state
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.trainer import TrainerOptions
+from paddle_flexckpt.trainer.restoring import restore_from
 from tests.remedies.following import provoked
 
 A = np.arange(6, dtype=np.float32)
@@ -119,3 +126,51 @@ def test_the_best_cannot_be_told_beside_a_damaged_one(manager, tmp_path):
     fc.repair_manifest(damaged, 0, overwrite=True)
     assert manager.best_step("loss") == 1
     assert restored(manager, step=2) == (2, (A + 2).tolist())
+
+
+def test_a_schedule_that_is_saved_is_given_or_left_out_by_name(manager):
+    model = paddle.nn.Linear(2, 2)
+
+    def schedule():
+        return paddle.optimizer.lr.StepDecay(0.1, 1)
+
+    saved, other = schedule(), paddle.optimizer.lr.NoamDecay(64, 10)
+    saved.step()
+    manager.save(1, model=model, lr_scheduler=saved)
+    with provoked("manager/restore.py", "built as in the run that saved it"):
+        manager.restore(model=model, lr_scheduler=other)
+    restored = schedule()
+    manager.restore(model=model, lr_scheduler=restored)
+    assert restored() == saved() != schedule()()
+    rate = other()
+    report = manager.restore(model=model, lr_scheduler=other, schedule="ignore")
+    assert (other(), list(report.extra.not_restored)) == (rate, ["lr_scheduler"])
+    with provoked("manager/restore.py", "for the model alone give optimizer_states='ignore'"):
+        manager.restore(model=model)
+    manager.restore(model=model, optimizer_states="ignore")
+
+
+def test_a_trainer_with_another_schedule(tmp_path):
+    model = paddle.nn.Linear(2, 2)
+
+    def trainer(scheduler):
+        return SimpleNamespace(model=model, model_wrapped=model, optimizer=None, lr_scheduler=scheduler,
+                               args=SimpleNamespace(), scaler=None, do_grad_scaling=False)  # fmt: skip
+
+    def schedule():
+        return paddle.optimizer.lr.StepDecay(0.1, 1)
+
+    saved, other = schedule(), paddle.optimizer.lr.NoamDecay(64, 10)
+    saved.step()
+    inside = tmp_path / "checkpoint-1" / "flex_checkpoint"
+    state = {**model.sharded_state_dict(), **collect_extra_state(saved, step=1)}
+    fc.save_state_dict(state, inside, process_group="self")
+    resume = functools.partial(restore_from, path=str(inside.parent), everything=True, comm=communicator_for("self"))
+    with provoked("trainer/restoring.py", "give the flags of the saved run; --flex_ignore_schedule 1"):
+        resume(trainer(other), options=TrainerOptions())
+    restored = schedule()
+    resume(trainer(restored), options=TrainerOptions())
+    assert restored() == saved() != schedule()()
+    rate = other()
+    assert "lr_scheduler" in resume(trainer(other), options=TrainerOptions(ignore_schedule=True)).not_restored
+    assert other() == rate
