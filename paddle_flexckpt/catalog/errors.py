@@ -203,9 +203,9 @@ class Failure:
 
 
 def combine(failures: Sequence[tuple[int, Failure]]) -> Failure:
-    """Return one failure for all ranks that failed: each problem once, with the ranks that met it."""
+    """Return one failure for all ranks that failed: each problem once, with the ranks that met it, culprits first."""
     met: dict[str, list[int]] = {}
-    for rank, failure in failures:
+    for rank, failure in sorted(failures, key=lambda each: each[1].kind == StoppedExchangeError.__name__):
         for problem in failure.problems:
             met.setdefault(problem, []).append(rank)
     texts = tuple(f"[rank {', '.join(map(str, ranks))}] {problem}" for problem, ranks in met.items())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -32,6 +32,7 @@ from paddle_flexckpt.native.checksums import verify_mode
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.native.verify import verify_files
 from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
 
@@ -145,6 +146,17 @@ class Files(Source):
         counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": self._filling.peak_scratch_bytes}
         said = {"comm_method": "direct", "comm_reason": self._reason}
         return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader), **said}
+
+    def damaged_files(self) -> list[str]:
+        """Return the names of files of which a read has found something damaged."""
+        return self.reader.damaged_files if "reader" in vars(self) else []
+
+    def damaged_shards(self, names: Collection[str]) -> list[tuple[str, int]]:
+        """Look through those of some files that are here; return file and first byte of all shards that are damaged."""
+        backend, catalog = self.directory.backend, self.manifest.catalog
+        found = verify_files(backend, self.manifest, names={*names} & {*backend.names()})
+        rows = {*found.lost_blocks, *np.flatnonzero(np.isin(catalog.file, list(found.lost_files))).tolist()}
+        return [(catalog.file_name(row) or "", int(catalog.byte_offset[row])) for row in sorted(rows)]
 
     def fill(self, task: Task) -> Iterator[int]:
         """Fill the targets; where memory holds one at a time, yield the row of each before the next is begun."""

@@ -204,8 +204,9 @@ class FileOptions(ProgressOptions):
         verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
             too of which only a part is needed, so that every byte that reaches a target is verified; the report says
             how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
-        use_replicas: Whether a replica (of a save with ``save_replicas=True``) is read where a file or a block turns
-            out to be damaged; the report and a warning say so. What is not verified is not noticed.
+        use_replicas: Whether a replica (of a save with ``save_replicas=True``; of a load with ``storage="per_node"``
+            another node's copy, too) is read where a file or a block turns out to be damaged; the report and a warning
+            say so. What is not verified is not noticed.
     """
 
     unique_id: int | None = field(default=None, metadata=rule(own=CHECKPOINT))

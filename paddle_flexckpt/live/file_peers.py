@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.direct_files import DirectFiles
-from paddle_flexckpt.live.node_files import Found, find_nodes
+from paddle_flexckpt.live.node_files import DamagedCopies, Found, find_nodes
 from paddle_flexckpt.live.peers import Peers, plan_rank
 from paddle_flexckpt.live.rounds import HeldRows, Rounds, RowsReadAhead
 from paddle_flexckpt.live.transforms import TransformedFiles
@@ -103,6 +104,7 @@ class FilePeers(Peers):
     """Read the files of a checkpoint for all ranks, each of which receives what it does not read itself.
 
     Attributes:
+        files: The checkpoint.
         comm_method: As of :class:`LoadReport`; known when the exchange is planned.
         comm_reason: Likewise.
     """
@@ -123,12 +125,12 @@ class FilePeers(Peers):
             found: Which rank sees which of its files, which are known; by default all see all.
         """
         super().__init__(comm, context, offload=True)  # files are read into host memory
-        self._files, self._options, self._found = files, options, found
+        self.files, self._options, self._found = files, options, found
         self.closing.callback(files.closing.close)
 
     def open(self) -> dict[str, str]:
         """Open the checkpoint; return which one it is."""
-        files = self._files
+        files = self.files
         said = {**files.open(), "reads": "together"}
         self.path, self.catalog, self.unique_id = files.path, files.catalog, files.unique_id
         self.partial = files.partial
@@ -136,7 +138,7 @@ class FilePeers(Peers):
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration of the model that it is of."""
-        return self._files.settings()
+        return self.files.settings()
 
     def progress(self, key: str) -> tuple[float, tuple[float, ...]] | None:
         """Return after how many steps a moment is, and with which betas."""
@@ -149,13 +151,17 @@ class FilePeers(Peers):
     @property
     def access(self) -> bytes:
         """Return what else decides who reads what: how long blocks are, and which rank sees which files."""
-        seen = b"" if self._found is None else np.packbits(self._found.seen).tobytes()
-        return json.dumps([self._files.manifest.checksums.block_bytes, self._found is None, seen.hex()]).encode()
+        seen, damaged = b"", list[Any]()
+        if self._found is not None:
+            seen = np.packbits(self._found.seen).tobytes()
+            damaged = [[position, sorted(each)] for position, each in sorted(self._found.damaged.items())]
+        said = [self.files.manifest.checksums.block_bytes, self._found is None, seen.hex(), damaged]
+        return json.dumps(said).encode()
 
     def keep(self) -> PlannedReads:
         """Return who reads what."""
         if self._plan is None:
-            return PlannedReads(self.comm_method, self.comm_reason, self._files.keep())
+            return PlannedReads(self.comm_method, self.comm_reason, self.files.keep())
         rows = replace(self.rows, files=())
         reads = RowReads(rows, self._item, self._start, self._round, self._plan)
         return PlannedReads(self.comm_method, self.comm_reason, reads)
@@ -165,7 +171,7 @@ class FilePeers(Peers):
         self.comm_method, self.comm_reason, self._recalled = planned.comm_method, planned.comm_reason, planned
         reads = planned.reads
         if isinstance(reads, ReadPlan):
-            return self._files.recall(task, reads)
+            return self.files.recall(task, reads)
         self._wait_for_devices(task)
         self.rows, self._item, self._start, self._round = reads.rows, reads.item, reads.start, reads.round
         self._plan, self._on_device = reads.exchange, None
@@ -185,7 +191,7 @@ class FilePeers(Peers):
 
     def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
         """Plan this rank's part of the exchange; where each reads for itself, its reads, and return None."""
-        comm, stored, manifest = self._comm, self.catalog, self._files.manifest
+        comm, stored, manifest = self._comm, self.catalog, self.files.manifest
         groups, block_bytes = group_replicas(stored), manifest.checksums.block_bytes
         nobody = max(comm.ranks) + 1
         matched = match_sections(stored, groups, targets, comm.size, block_bytes, task.maps, nobody)
@@ -196,7 +202,7 @@ class FilePeers(Peers):
         self._choose(lambda: estimate_seconds(pieces, rows, place, together, comm.size, block_bytes))
         if self.comm_method == "direct" and self._found is None:
             self.between_ranks = False
-            self._files.prepare(task)
+            self.files.prepare(task)
             return None
         readers = together
         if self.comm_method == "direct":
@@ -235,7 +241,7 @@ class FilePeers(Peers):
         """Return bool ``[ranks, sections]``, whether a rank can read a section of a shard or of its replica."""
         if self._found is None:
             return None
-        items = self._found.seen[:, self.catalog.file][:, groups.order]
+        items = self._found.readable[:, groups.order]
         of_group = np.logical_or.reduceat(items, groups.start[:-1], axis=1) if len(groups) else items
         return of_group[:, sections.group]
 
@@ -251,7 +257,7 @@ class FilePeers(Peers):
         self.rows = replace(sections.catalog.take(section), rank=ranks[place].astype(np.int32))
         self._start, group = sections.start[section], sections.group[section]
         self._item = groups.first[group]
-        for own, sees in enumerate(() if self._found is None else self._found.seen[:, self.catalog.file]):
+        for own, sees in enumerate(() if self._found is None else self._found.readable):
             # One of each group that the rank sees; where it sees none, it reads none.
             here = np.where(sees[groups.order], groups.order, len(self.catalog))
             first = np.minimum.reduceat(here, groups.start[:-1]) if len(groups) else here
@@ -264,9 +270,9 @@ class FilePeers(Peers):
         Raises:
             CorruptCheckpointError: They are not as they were.
         """
-        backend = self._files.directory.backend
-        reader = FileReader(backend, self._files.manifest, self._options.verify, self._options.use_replicas)
-        self._reader = self.closing.enter_context(reader)
+        backend = self.files.directory.backend
+        reader = FileReader(backend, self.files.manifest, self._options.verify, self._options.use_replicas)
+        self._reader = self.files.reader = self.closing.enter_context(reader)
         used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
         rows = np.unique(np.concatenate(used))
         self._read_bytes = int(self.rows.byte_length[rows].sum())
@@ -307,16 +313,23 @@ class FilePeers(Peers):
         """Read, copy, send and receive."""
         said = {"comm_method": self.comm_method, "comm_reason": self.comm_reason}
         if not self.between_ranks:
-            return {**self._files.move(task), **said}
+            return {**self.files.move(task), **said}
         moved = super().move(task)
         self._meter.finish()
-        return {**moved, "reads": self._reader.count.reads, **reads_of(self._reader), **said}
+        reads = reads_of(self._reader)
+        if self._found is not None:
+            used = {self.catalog.key_name(row): row for row in self._found.damaged_rows(self._comm.position)}
+            text = "{} is damaged in this rank's directory; read from another node's copy"
+            reads["replicas_used"] |= {key: text.format(self.catalog.file_name(row)) for key, row in used.items()}
+        return {**moved, "reads": self._reader.count.reads, **reads, **said}
 
     def _lost(self, rows: np.ndarray) -> list[str]:
         """Return what of some source rows is lost, by file."""
-        catalog, manifest = self.catalog, self._files.manifest
+        catalog, manifest = self.catalog, self.files.manifest
         items = np.unique(self._item[rows])
-        wrong = {} if self._found is None else self._found.wrong
+        wrong = {} if self._found is None else dict(self._found.wrong)
+        for name, _ in () if self._found is None else set().union(*self._found.damaged.values()):
+            wrong.setdefault(name, "the copies that ranks see are damaged")
         texts = []
         for file in np.unique(catalog.file[items]).tolist():
             name = catalog.files[file]
@@ -337,8 +350,15 @@ def _places(ranks: Sequence[int]) -> np.ndarray:
     return places
 
 
-def source_of(comm: Communicator, path: Location, options: LoadOptions, call: str, context: str) -> Source:
-    """Return the files of a checkpoint as the source that its options ask for.
+def source_of(
+    comm: Communicator,
+    path: Location,
+    options: LoadOptions,
+    call: str,
+    context: str,
+    damaged: DamagedCopies = MappingProxyType({}),
+) -> Source:
+    """Return the files of a checkpoint as the source that its options ask for; none of the ``damaged`` copies is read.
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded; only where nodes
@@ -348,7 +368,7 @@ def source_of(comm: Communicator, path: Location, options: LoadOptions, call: st
     if options.load_transform is not None:
         return TransformedFiles(path, options)
     if options.storage == "per_node":
-        found, locks = find_nodes(comm, path, options, call, context)
+        found, locks = find_nodes(comm, path, options, call, context, damaged)
         if not found.everywhere:
             files = Files(path, options, found.manifest)
             files.closing.push(locks)

@@ -10,12 +10,15 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError
+from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, CommMethod, LoadOptions, takes
 from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.foreign.formats import shown
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.dequant_transforms import with_statements
-from paddle_flexckpt.live.file_peers import source_of
+from paddle_flexckpt.live.file_peers import FilePeers, source_of
+from paddle_flexckpt.live.node_files import DamagedCopies, find_damaged_copies
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.observers import observed
@@ -92,6 +95,20 @@ def load_state_dict(
         context = "cannot load from the nodes' directories"
     if asked.load_transform is not None:
         asked = with_statements(asked, path, comm, context)
-    source = source_of(comm, path, asked, "load_state_dict", context)
     describe = lambda: describe_targets(state_dict, comm.rank)  # noqa: E731
-    return Transfer(comm, source, describe, asked, "load_state_dict", context, begin, comm.kept).run()
+    damaged: DamagedCopies = {}
+    while True:
+        source = source_of(comm, path, asked, "load_state_dict", context, damaged)
+        try:
+            return Transfer(comm, source, describe, asked, "load_state_dict", context, begin, comm.kept).run()
+        except (CorruptCheckpointError, UnreadableCheckpointError):
+            # Every rank has the same error. Where another node has a whole copy, the next try reads that.
+            files = source.files if isinstance(source, FilePeers) else source
+            if asked.storage != "per_node" or not asked.use_replicas or not isinstance(files, Files):
+                raise
+            known, found = damaged, find_damaged_copies(comm, files, context)
+            damaged = {
+                place: known.get(place, frozenset()) | found.get(place, frozenset()) for place in {*known, *found}
+            }
+            if damaged == known:
+                raise

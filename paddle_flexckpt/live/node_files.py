@@ -9,8 +9,9 @@ import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, group_replicas
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator, check_heads, check_same
+from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.kept_plans import in_full
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.formats import SourceDirectory
@@ -28,6 +30,9 @@ from paddle_flexckpt.native.manifest import Manifest
 
 logger = logging.getLogger("paddle_flexckpt")
 
+# By position in the group: file and first byte of the shards whose copies are damaged where that rank looks.
+DamagedCopies = Mapping[int, frozenset[tuple[str, int]]]
+
 
 class Found(NamedTuple):
     """Describe a checkpoint, and which ranks can read what of it.
@@ -37,19 +42,37 @@ class Found(NamedTuple):
         seen: bool ``[ranks, files]``, the data files that each rank can read, by position in the group.
         wrong: By name, what is wrong with files that are there and cannot be read.
         everywhere: Whether every rank has the manifest and all of the files: then a load as from shared storage does.
+        damaged: What an earlier try of this load has found to be damaged.
     """
 
     manifest: Manifest
     seen: np.ndarray
     wrong: dict[str, str]
     everywhere: bool
+    damaged: DamagedCopies = MappingProxyType({})
+
+    @property
+    def readable(self) -> np.ndarray:
+        """Return bool ``[ranks, rows]``: whether a rank can read a row of the catalog, for all that is known."""
+        readable = self.seen[:, self.manifest.catalog.file]
+        for position in self.damaged:
+            readable[position, self.damaged_rows(position)] = False
+        return readable
+
+    def damaged_rows(self, position: int) -> list[int]:
+        """Return the rows of which a rank sees damaged copies."""
+        catalog, rows = self.manifest.catalog, list[int]()
+        for name, begin in sorted(self.damaged.get(position, ())):
+            here = (catalog.file == catalog.files.index(name)) & (catalog.byte_offset == begin)
+            rows += np.flatnonzero(here & (catalog.byte_length > 0)).tolist()
+        return rows
 
     @property
     def lost(self) -> np.ndarray:
         """Return bool per row of the catalog: no rank can read it, nor a replica of it."""
         catalog = self.manifest.catalog
         groups = group_replicas(catalog)
-        readable = (self.seen.sum(axis=0) > 0)[catalog.file]
+        readable = self.readable.sum(axis=0) > 0
         of_group = np.add.reduceat(readable[groups.order], groups.start[:-1]) if len(groups) else readable
         lost = np.zeros(len(catalog), dtype=bool)
         lost[groups.order] = np.repeat(of_group == 0, groups.count)
@@ -183,10 +206,25 @@ def _found(manifest: Manifest, flags: Sequence[bytes], wrongs: Sequence[bytes]) 
     return Found(manifest, seen[:, 1:], wrong, bool(seen.all()))
 
 
+def find_damaged_copies(comm: Communicator, files: Files, context: str) -> DamagedCopies:
+    """Return what is damaged where each rank looks, of the files of which a rank has found something damaged.
+
+    Two collectives, after a load that has failed everywhere. Whether ranks look into the same directory is not known,
+    so each looks through its own copy.
+    """
+    _, answers = comm.together(lambda: (None, json.dumps(files.damaged_files()).encode()), context)
+    names = {name for answer in answers for name in json.loads(answer)}
+    _, answers = comm.together(lambda: (None, json.dumps(files.damaged_shards(names)).encode()), context)
+    said = [frozenset((name, begin) for name, begin in json.loads(answer)) for answer in answers]
+    return {position: damaged for position, damaged in enumerate(said) if damaged}
+
+
 def find_nodes(
-    comm: Communicator, path: Location, options: LoadOptions, call: str, context: str
+    comm: Communicator, path: Location, options: LoadOptions, call: str, context: str, damaged: DamagedCopies
 ) -> tuple[Found, contextlib.ExitStack]:
     """Agree on a checkpoint as :func:`find_checkpoint` does; return what was found, and the manifest's lock.
+
+    Copies that are known to be ``damaged`` are not read.
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
@@ -203,4 +241,4 @@ def find_nodes(
 
     with contextlib.ExitStack() as locks:
         found = find_checkpoint(comm, directory, options.unique_id, head, locks, context)
-        return found, locks.pop_all()
+        return found._replace(damaged=damaged, everywhere=found.everywhere and not damaged), locks.pop_all()

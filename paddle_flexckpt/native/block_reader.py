@@ -150,6 +150,11 @@ class BlockReader:
                     self.resolve(item)
 
     @property
+    def damaged_files(self) -> list[str]:
+        """Return the names of files of which something has turned out to be damaged."""
+        return sorted({self.catalog.file_name(row) or "" for row in self.choice.damaged})
+
+    @property
     def replicas_used(self) -> dict[str, str]:
         """Return what was damaged and which file served instead, by key."""
         return self.choice.used

@@ -22,6 +22,16 @@ from paddle_flexckpt.native.row_files import DamagedCopy
 _MAX_REPORTED = 3
 
 
+def remedy_of_copies(manifest: Manifest, file: str) -> str:
+    """Return what to do about a damaged data file of which nodes have copies; empty if there are none."""
+    nodes = manifest.nodes_of(file)
+    remedy = (
+        f"put a whole copy of {file}, of which the nodes {' and '.join(nodes)} have one each, in place of the damaged "
+        "one, or load with storage='per_node', which reads the others"
+    )
+    return remedy if len(nodes) > 1 else ""
+
+
 class StoredReplicas:
     """Tell which items of a checkpoint are the same bytes."""
 
@@ -105,7 +115,10 @@ class ReplicaChoice:
             return failures[0][1]
         text = "; nor can its replica be read: ".join(self._describe(row, error) for row, error in failures)
         state = " Targets are partly overwritten." if touched else ""
-        return CorruptCheckpointError(f"{text}.{state} Remedy: load another checkpoint")
+        name = self._manifest.catalog.file_name(failures[0][0]) or ""
+        remedy = "load another checkpoint"
+        remedy = remedy_of_copies(self._manifest, name) or remedy
+        return CorruptCheckpointError(f"{text}.{state} Remedy: {remedy}")
 
     def _where(self, row: int) -> str:
         """Return a row's file, key and rank."""

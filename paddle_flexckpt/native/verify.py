@@ -5,6 +5,7 @@ Each file is read once, block by block, in the order of its bytes.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from paddle_flexckpt.native.checksums import hash_block
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.header import DataFileHeader, encode_header, read_header
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.replicas import StoredReplicas
+from paddle_flexckpt.native.replicas import StoredReplicas, remedy_of_copies
 from paddle_flexckpt.progress import SILENT, Meter
 
 _MAX_NAMED = 3
@@ -52,8 +53,10 @@ class Verification:
     recoverable: bool = True
 
 
-def verify_files(directory: Location, manifest: Manifest, meter: Meter = SILENT) -> Verification:
-    """Read all data files of a checkpoint once and compare them with its manifest.
+def verify_files(
+    directory: Location, manifest: Manifest, meter: Meter = SILENT, names: Collection[str] | None = None
+) -> Verification:
+    """Read data files of a checkpoint (None: all) once and compare them with its manifest.
 
     Compared are sizes, save tokens, headers (with the bytes that the manifest says they have), the checksum of every
     block, and whether items follow each other without gaps. One block is in memory at a time. ``meter`` is told of the
@@ -65,7 +68,9 @@ def verify_files(directory: Location, manifest: Manifest, meter: Meter = SILENT)
     # Rows in the order of files and bytes; the sort is stable, so empty items stay where they were written.
     order = np.lexsort((catalog.byte_offset, catalog.file))
     edges = np.searchsorted(catalog.file[order], np.arange(len(catalog.files) + 1))
-    for file in range(len(catalog.files)):
+    for file, name in enumerate(catalog.files):
+        if names is not None and name not in names:
+            continue
         notes += _FileVerifier(directory, manifest, file, order[edges[file] : edges[file + 1]], found, meter).verify()
         meter.add(0, items=1)
     replicas = StoredReplicas(manifest)
@@ -163,7 +168,7 @@ class _FileVerifier:
             file=self._path,
             expected=expected,
             got=got,
-            remedy=REMEDY,
+            remedy=remedy_of_copies(self._manifest, self._name) or REMEDY,
             offset=stretch[0],
             end=stretch[1],
         )

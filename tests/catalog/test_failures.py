@@ -77,3 +77,9 @@ def test_an_error_is_told_with_what_was_being_done():
         assert (str(failure.error()), str(failure.error("cannot save"))) == ("x", "cannot save: x")
     assert str(Failure("CorruptCheckpointError", ("x", "y")).error("cannot save")) == "cannot save: x; y"
     assert Failure("ValidationError", ("x", "y")).error("cannot save").problems == ["x", "y"]
+
+
+def test_culprits_come_before_those_who_were_left_waiting():
+    waiting, culprit = Failure("StoppedExchangeError", ("refused",)), Failure("CorruptCheckpointError", ("damaged",))
+    found = combine([(0, waiting), (1, culprit), (2, waiting)])
+    assert found == Failure("CorruptCheckpointError", ("[rank 1] damaged", "[rank 0, 2] refused"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,13 +15,16 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Los
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.live import loader as loader_module
 from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.file_peers import source_of
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
 from paddle_flexckpt.live.node_saves import NodeSave
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.node_directory import NodeDirectory
@@ -28,7 +32,8 @@ from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import shards
 from tests.live.test_fused_degrees import layout
 from tests.live.test_orders import KEYS, natural, targets
-from tests.native.samples import items_of, whole
+from tests.native.samples import flip, items_of, whole
+from tests.remedies.following import provoked
 
 ROWS = 16
 # w is 16 x 5 float32, b 7 int64.
@@ -199,6 +204,116 @@ def test_a_file_that_is_not_as_it_was_is_read_on_another_node(nodes):
     os.truncate(f"{b}/0.manifest", 50)
     save([a, b], 2, node_copies=2)
     assert load([a, b])[1] == 2
+
+
+def hurt(directory: str, name: str, byte: int = -1) -> None:
+    path = Path(directory) / name
+    flip(path, path.stat().st_size + byte)
+
+
+# What the ranks see, and the copies of which a byte is flipped: by node, the rank that has written the file.
+DAMAGED_COPIES = [
+    ("ab", [("a", 0)]),
+    ("ab", [("b", 0)]),
+    ("ab", [("a", 0), ("b", 1)]),
+    ("abc", [("a", 0)]),
+    ("abc", [("a", 0), ("b", 1), ("c", 2)]),
+    ("aabb", [("a", 0), ("a", 1)]),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": "full"}, {"comm_method": "cooperative"}])
+@pytest.mark.parametrize(("ranks", "damage"), DAMAGED_COPIES)
+def test_a_damaged_copy_is_read_on_another_node(nodes, ranks, damage, options):
+    """Twice: a plan that was kept for whole copies does not serve damaged ones, and the other way round."""
+    path_of = dict(zip("abc", nodes))
+    paths = [path_of[each] for each in ranks]
+    assert not isinstance(save(paths, 1, node_copies=2)[0], Exception)
+    assert load(paths, **options)[1] == 1
+    for node, rank in damage:
+        hurt(path_of[node], f"{rank}_0.safetensors")
+    for _ in range(2):
+        reports, version = load(paths, **options)
+        assert version == 1
+    told = {
+        (node, text)
+        for node, report in zip(ranks, reports)
+        for text in report.replicas_used.values()
+        if "is damaged in this rank's directory; read from another node's copy" in text
+    }
+    assert {(node, int(text[0])) for node, text in told} <= {*damage}
+    for node, rank in damage:
+        hurt(path_of[node], f"{rank}_0.safetensors")
+    reports, version = load(paths, **options)
+    assert (version, [report.replicas_used for report in reports]) == (1, [{}] * len(paths))
+
+
+def test_one_more_try_goes_around_all_that_is_damaged_in_a_file(nodes, monkeypatch):
+    a, b, _ = nodes
+    state = {f"k{i}": np.full(3, i, "f4") for i in range(40)}
+    SimulatedWorld(2).run(
+        lambda comm: save_state_dict(state, [a, b][comm.rank], comm, storage="per_node", node_copies=2)
+    )
+    manifest = CheckpointDirectory(a).read_manifest()
+    for row in range(len(manifest.catalog)):
+        hurt(
+            a,
+            manifest.catalog.file_name(row),
+            int(manifest.catalog.byte_offset[row]) - Path(a, manifest.catalog.file_name(row)).stat().st_size,
+        )
+    tries = []
+    monkeypatch.setattr(loader_module, "source_of", lambda *given: tries.append(given) or source_of(*given))
+
+    def job(comm):
+        target = {key: np.zeros(3, "f4") for key in state}
+        report = load_state_dict(target, [a, b][comm.rank], comm, storage="per_node")
+        return [int(target[key][0]) for key in state], report
+
+    (values, report), (other, whole_report) = SimulatedWorld(2).run(job)
+    assert values == other == [*range(40)]
+    assert (len(report.replicas_used), whole_report.replicas_used) == (40, {})
+    assert len(tries) == 2 * (1 + len(manifest.catalog.files)), "a try for each damaged file"
+
+
+def test_what_is_damaged_in_all_copies_is_an_error(nodes):
+    a, b, c = nodes
+    save([a, b, c], 1, node_copies=2)
+    hurt(a, "0_0.safetensors")
+    hurt(b, "0_0.safetensors")
+    text = one_error(load([a, b, c]), CorruptCheckpointError)
+    assert "no rank can read '0_0.safetensors' of id 0 with shards of 'w'" in text
+    assert "the copies that ranks see are damaged" in text
+
+
+def test_without_replicas_the_other_copy_is_not_asked_for(nodes):
+    a, b, _ = nodes
+    save([a, b], 1, node_copies=2)
+    hurt(a, "0_0.safetensors")
+    text = one_error(load([a, b], use_replicas=False), CorruptCheckpointError)
+    assert "are damaged: expected xxh3" in text
+
+
+@pytest.mark.parametrize("way", ["put", "load"])
+def test_those_who_see_one_node_are_told_of_the_copies(nodes, way):
+    """They read one directory: a verification, a merged load. Both ways out that the error names lead out."""
+    a, b, _ = nodes
+    save([a, b], 1, node_copies=2)
+    name = "0_0.safetensors"
+    hurt(a, name)
+    with provoked("native/replicas.py", "in place of the damaged one, or load with storage='per_node'"):
+        load_merged_state_dict(a, verify="full")
+    (problem,), held = verify_checkpoint(a).problems, CheckpointDirectory(a).read_manifest().nodes
+    with pytest.raises(CorruptCheckpointError) as loaded:
+        load_state_dict(shards(0, 1, -1, ROWS), a, SoloCommunicator())
+    for text in (str(problem), str(loaded.value)):
+        assert f"put a whole copy of {name}, of which the nodes {' and '.join(held)} have one each" in text
+        assert f":{b})" in text
+    if way == "put":
+        shutil.copy(f"{b}/{name}", f"{a}/{name}")
+        assert verify_checkpoint(a).ok
+        assert load([a, b])[1] == load([a], storage="shared")[1] == 1
+    else:
+        assert load([a, b])[1] == 1
 
 
 def test_the_highest_id_of_all_nodes_is_the_next_and_is_loaded(nodes):
