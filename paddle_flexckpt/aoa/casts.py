@@ -10,6 +10,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa.structure import StructureError
 from paddle_flexckpt.catalog import CheckpointError, dtype_of
+from paddle_flexckpt.catalog.dtypes import to_round_once
 
 Number = Union[int, float]
 
@@ -51,26 +52,7 @@ def _converted(array: np.ndarray, dtype: str) -> np.ndarray:
     is_float = source.name in FLOATS
     if is_float and target.kind in "iu":
         return _to_integer(array, target)
-    if target.name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
-        # These are made by way of float32, which would round a second time.
-        if source.kind in "iu":
-            array = array.astype(np.float64)
-        if array.dtype == np.float64:
-            array = _rounded_to_odd(array)
-    return array.astype(target)
-
-
-def _rounded_to_odd(array: np.ndarray) -> np.ndarray:
-    """Round float64 to float32 so that a further rounding to a narrower float gives what one rounding would give."""
-    near = array.astype(np.float32)
-    wide = near.astype(np.float64)
-    bits = np.atleast_1d(near).view(np.int32)
-    # An inexact number with an even last bit moves to its odd neighbour on the other side of the exact value.
-    inexact = np.atleast_1d((wide != array) & ~np.isnan(array)) & (bits & 1 == 0)
-    outward = np.atleast_1d(np.abs(wide) < np.abs(array))
-    # Near 0 the sign of a number that vanished is in its bits already: bits of magnitude count upwards for both signs.
-    moved = np.where(inexact, bits + np.where(outward, 1, -1).astype(np.int32), bits)
-    return moved.astype(np.int32).view(np.float32).reshape(array.shape)
+    return to_round_once(array, target).astype(target)
 
 
 def _to_integer(array: np.ndarray, target: np.dtype) -> np.ndarray:

@@ -58,6 +58,7 @@ _TABLE = (
 DTYPES = MappingProxyType({dtype.name: dtype for dtype in _TABLE})
 _FLOATS = frozenset({"float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"})
 _COMPLEX = frozenset({"complex64", "complex128"})
+_BY_FLOAT32 = frozenset({"float8_e4m3fn", "float8_e5m2", "bfloat16"})
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,30 +105,63 @@ def assign(target: np.ndarray, values: np.ndarray, row: int = -1) -> None:
         row: What is filled, for the error.
 
     Raises:
-        OverflowingCastError: Finite numbers are too large for the type; the target has been written.
+        OverflowingCastError: Numbers are too large for the type; the target has been written.
     """
     if values.dtype == target.dtype or target.dtype.name not in _FLOATS | _COMPLEX:
         target[...] = values
         return
     # A signalling NaN is told of when it is cast or looked at, and is NaN afterwards as it was before.
     with np.errstate(over="ignore", invalid="ignore"):
-        target[...] = values
+        target[...] = to_round_once(values, target.dtype)
         check_range(values, target, row)
 
 
 def check_range(values: np.ndarray, cast: np.ndarray, row: int = -1) -> None:
-    """Raise OverflowingCastError if finite numbers are infinite, or no number, now that they are cast."""
+    """Raise OverflowingCastError if numbers are infinite, or infinity is no number, now that they are cast."""
     if not _is_narrower(values.dtype, cast.dtype) or np.isfinite(cast).all():
         return
+    pair = f"a cast from {values.dtype.name} to {cast.dtype.name} met"
+    where = f"of {cast.size} that are cast at a time"
     lost = np.isfinite(values) & ~np.isfinite(cast)
-    count = int(np.count_nonzero(lost))
-    if count:
+    if lost.any():
         raise OverflowingCastError(
-            f"a cast from {values.dtype.name} to {cast.dtype.name} met {count} finite numbers, of {cast.size} that are "
-            f"cast at a time, which are too large, such as {values[lost][0]}; targets are partly overwritten. Remedy: "
-            f"take {values.dtype.name} or another dtype with its range, or scale the values first",
+            f"{pair} {np.count_nonzero(lost)} finite numbers, {where}, which are too large, such as {values[lost][0]}; "
+            f"targets are partly overwritten. Remedy: take {values.dtype.name} or another dtype with its range, or "
+            "scale the values first",
             row,
         )
+    lost = np.isinf(values) & np.isnan(cast)
+    if lost.any():
+        raise OverflowingCastError(
+            f"{pair} infinity {np.count_nonzero(lost)} times, {where}, which that dtype lacks; targets are partly "
+            f"overwritten. Remedy: take {values.dtype.name} or another dtype that has infinity",
+            row,
+        )
+
+
+def to_round_once(values: np.ndarray, target: np.dtype) -> np.ndarray:
+    """Return numbers that a cast rounds as it would round the given ones, if it rounded them once.
+
+    Casts to the types of ml_dtypes go by way of float32, which would round a second time. So float64 and wide integers
+    are rounded to odd before: an inexact number becomes that of its two neighbours in float32 whose last bit is 1.
+    """
+    if target.name not in _BY_FLOAT32 or values.dtype.kind not in "iuf" or values.dtype.itemsize < 4:
+        return values
+    if values.dtype == np.float32:
+        return values
+    if values.dtype.itemsize == 8 and values.dtype.kind in "iu":
+        # float64 is exact up to 2 ** 53. Beyond, the last 11 bits say no more than whether there are any.
+        rest, wide = values & 2047, (values >= 1 << 53) | (values <= -(1 << 53) if values.dtype.kind == "i" else False)
+        values = np.where(wide & (rest != 0), (values - rest) | 2048, values)
+    exact = values.astype(np.float64)
+    near = exact.astype(np.float32)
+    wide, bits = near.astype(np.float64), np.atleast_1d(near).view(np.int32)
+    # An inexact number with an even last bit moves to its odd neighbour on the other side of the exact value.
+    inexact = np.atleast_1d((wide != exact) & ~np.isnan(exact)) & (bits & 1 == 0)
+    outward = np.atleast_1d(np.abs(wide) < np.abs(exact))
+    # Near 0 the sign of a number that vanished is in its bits already: bits of magnitude count upwards for both signs.
+    moved = np.where(inexact, bits + np.where(outward, 1, -1).astype(np.int32), bits)
+    return moved.astype(np.int32).view(np.float32).reshape(exact.shape)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -67,7 +67,7 @@ def choose_tensors(
     if not chosen:
         among = "no key" if not start else f"no key that starts with {start!r}"
         what = "optimizer states and extra state alone" if inside else f"{among} among {len(infos)}"
-        remedy = "give states=True" if inside else "correct prefix"
+        remedy = "give states=True" if inside else "correct prefix" if start else "give tensors, and leave out fewer"
         problems.append(Problem("there is nothing to export", got=what, remedy=remedy))
     if problems:
         raise ValidationError(problems)

@@ -32,7 +32,7 @@ from paddle_flexckpt.engine.plan import FillPlan, plan_fill
 from paddle_flexckpt.engine.powers import NOTHING, Facts
 from paddle_flexckpt.engine.resolution import Resolution, complete, resolve
 from paddle_flexckpt.engine.targets import Memory, Targets
-from paddle_flexckpt.engine.unexpected import check_unexpected
+from paddle_flexckpt.engine.unexpected import check_unexpected, refuse_nothing
 from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -376,10 +376,15 @@ class Transfer:
 
         def move() -> tuple[dict[str, Any], bytes]:
             moved = self._source.move(self._task)
-            return moved, str(moved["bytes_needed"]).encode()
+            resolution = self._task.resolution
+            own = moved["bytes_needed"], len(resolution.filled), len(resolution.targets.catalog)
+            return moved, " ".join(map(str, own)).encode()
 
         self._moved, answers = self._comm.together(move, self._context)
-        self._total_bytes = sum(int(answer) for answer in answers)
+        columns = zip(*(map(int, answer.split()) for answer in answers))
+        self._total_bytes, filled, asked = map(sum, columns)
+        if not filled:
+            refuse_nothing(asked, self._unexpected, self._context)
         self._task.memory.finish({*self._task.resolution.missing, *self._keys(self._task.plan.kept)})
 
     def _keys(self, rows: Iterator[int] | Mapping[int, Any] | set[int]) -> list[str]:

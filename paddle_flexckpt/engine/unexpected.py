@@ -54,6 +54,20 @@ def check_unexpected(
     return unexpected
 
 
+def refuse_nothing(asked: int, unexpected: Sequence[str], context: str) -> None:
+    """Raise ValidationError for a transfer that fills none of its targets.
+
+    ``asked`` is the number of all ranks' targets, ``unexpected`` the keys that nobody asks for.
+    """
+    if asked:
+        there = f"{len(unexpected)} keys, such as {', '.join(map(repr, unexpected[:3]))}" if unexpected else "no key"
+        raise ValidationError(
+            f"nothing was filled: none of the {asked} targets has a name that the source knows, which has {there}. "
+            "Remedy: correct the targets' names, or give the source's keys these names by AOA statements",
+            context,
+        )
+
+
 def _states_of_loaded(unused: list[str], keys: Sequence[str], used: set[str]) -> list[str]:
     """Return those of some keys that are optimizer states of used ones.
 

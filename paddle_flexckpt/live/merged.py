@@ -232,6 +232,10 @@ def _choose(source: Catalog, mapping: TensorMapping | None, start: str) -> dict[
     """Return a fresh tensor for each key that starts so, sorted by name."""
     there = tensor_infos(source, mapping, extra_state=mapping is None and bool(start))
     names = [key for key in sorted(there) if key.startswith(start)]
+    if start and not names:
+        got = f"{len(there)} keys, such as {', '.join(map(repr, sorted(there)[:3]))}" if there else "no keys"
+        what = f"no key starts with {start!r}, the prefix and a dot"
+        raise ValidationError([Problem(what, got=got, remedy="correct prefix")])
     _check_complete(source, names if mapping is None else mapping.source_names(names))
     check_axes({key: len(there[key].shape) for key in names})
     if mapping is not None and mapping.unfed:

@@ -439,7 +439,8 @@ def test_a_merged_load_gives_what_statements_define_and_what_they_do_not_touch(c
     program = ("a -> m.t", "b -> m.u, scale=2.0", "a -> b", "gone -> _")
     assert merged(checkpoint, *program) == {"b": [1, 2], "m.t": [1, 2], "m.u": [6, 8], "plain": [7]}
     assert merged(checkpoint, *program, prefix="m") == {"t": [1, 2], "u": [6, 8]}
-    assert merged(checkpoint, *program, prefix="extra_state") == {}
+    with pytest.raises(ValidationError, match="no key starts with 'extra_state"):
+        merged(checkpoint, *program, prefix="extra_state")
     assert merged(checkpoint, "a -> _", "b -> _", "gone -> _", "plain -> _") == {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from fractions import Fraction
 
 import ml_dtypes
 import numpy as np
@@ -178,7 +179,8 @@ def test_casts_between_floats_round_like_ml_dtypes(move):
 )
 def test_numbers_that_a_cast_cannot_hold_are_an_error(move, source, target, large):
     of, to = dtype_of(source).numpy, dtype_of(target).numpy
-    fine = np.asarray([0, 1, 2, 3] if of.kind == "i" else [0, 1, np.inf, np.nan]).astype(of)
+    finite = of.kind == "i" or target == "float8_e4m3fn"
+    fine = np.asarray([0, 1, 2, 3] if finite else [0, 1, np.inf, np.nan]).astype(of)
     into = np.zeros(8, to)
     move({"w": np.tile(fine, 2)}, {"w": into}, dtype="cast")
     assert into.tobytes() == np.tile(fine, 2).astype(to).tobytes()
@@ -194,6 +196,60 @@ def test_numbers_that_a_cast_cannot_hold_are_an_error(move, source, target, larg
         count = 24 if name == "whole" else 12
         for words in ("key 'w'", f"a cast from {source} to {target} met {count} finite numbers", "Remedy"):
             assert words in str(caught.value), (name, str(caught.value))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("source", ["float64", "float32", "bfloat16", "float16", "float8_e5m2"])
+@pytest.mark.parametrize("by_statement", [False, True])
+def test_infinity_where_there_is_none_is_an_error(move, source, by_statement):
+    values = np.asarray([1, -np.inf, np.nan, np.inf]).astype(dtype_of(source).numpy)
+    statements = ['w -> v, dtype="float8_e4m3fn"'] if by_statement else ["w -> v"]
+    for dtype in ("float8_e4m3fn", "float32") if by_statement else ("float8_e4m3fn",):
+        into = np.zeros(4, dtype_of(dtype).numpy)
+        with provoked("catalog/dtypes.py", "or another dtype that has infinity") as caught:
+            move({"w": values}, {"v": into}, dtype="cast", aoa_config=statements)
+        assert f"a cast from {source} to float8_e4m3fn met infinity 2 times" in str(caught.value)
+    into = np.zeros(4, dtype_of("float8_e5m2").numpy)
+    move({"w": values}, {"v": into}, dtype="cast", aoa_config=["w -> v"])
+    assert into.tobytes() == values.astype(into.dtype).tobytes()
+
+
+@pytest.mark.parametrize("target", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("source", ["float64", "int64", "uint64", "int32", "uint32"])
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_a_cast_rounds_once(move, source, target):
+    """Numbers half way between two neighbours and next to half way; a way by float32 would make ties of both."""
+    narrow, wide = dtype_of(target).numpy, dtype_of(source).numpy
+    bits = np.random.default_rng(0).integers(0, 1 << (8 * min(narrow.itemsize, 4) - 1), 3000)
+    some = np.unique(bits.astype(f"u{narrow.itemsize}").view(narrow).astype(np.float64))
+    some = some[np.isfinite(some)]
+    if wide.kind in "iu":
+        some = some[(some >= 1) & (some < float(np.iinfo(wide).max) / 2)]
+    # The neighbour above, exactly.
+    above = (some.astype(narrow).view(f"u{narrow.itemsize}") + 1).astype(f"u{narrow.itemsize}").view(narrow)
+    values, expected = [], []
+    for low, high, odd in zip(some.tolist(), above.astype(np.float64).tolist(), bits_of(some, narrow)):
+        middle = (Fraction(low) + Fraction(high)) / 2 if np.isfinite(high) else None
+        if middle is None or (wide.kind in "iu" and middle.denominator > 1):
+            continue
+        step = 1 if wide.kind in "iu" else np.spacing(float(middle))
+        for value, rounded in ((middle - step, low), (middle, high if odd else low), (middle + step, high)):
+            if wide.kind not in "iu" or abs(value - Fraction(rounded)) <= (Fraction(high) - Fraction(low)) / 2:
+                values.append(int(value) if wide.kind in "iu" else float(value))
+                expected.append(rounded)
+    array = np.asarray(values, wide)
+    into = np.zeros(array.shape, narrow)
+    move({"w": array}, {"w": into}, dtype="cast")
+    assert len(values) > 50
+    assert into.astype(np.float64).tolist() == expected
+    if wide.kind != "u":
+        move({"w": -array}, {"w": into}, dtype="cast")
+        assert (-into.astype(np.float64)).tolist() == expected
+
+
+def bits_of(numbers: np.ndarray, dtype: np.dtype) -> list[int]:
+    """The last bit of each number."""
+    return (numbers.astype(dtype).view(f"u{dtype.itemsize}") & 1).tolist()
 
 
 @pytest.mark.filterwarnings("error")
