@@ -13,10 +13,17 @@ import numpy as np
 
 from paddle_flexckpt.catalog import CUT, NATURAL, Catalog, CatalogBuilder, Order, Problem, ValidationError
 from paddle_flexckpt.catalog.collector import without_collector
+from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.live.orders import order_of, with_orders_of_states
 from paddle_flexckpt.live.stale import refuse_stale
-from paddle_flexckpt.live.tensor_memory import dtype_name, element_count, is_contiguous, is_initialized
+from paddle_flexckpt.live.tensor_memory import (
+    dtype_name,
+    element_count,
+    is_contiguous,
+    is_initialized,
+    unusable_tensor,
+)
 from paddle_flexckpt.sharded_weight import ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
 
 _SCHEDULER = "LR_Scheduler"  # where Paddle's optimizer.state_dict() has the state of its scheduler
@@ -181,6 +188,11 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
     dtypes = [tensor.dtype for tensor in tensors]
     numbers = list(map(id, dtypes))  # Paddle's are slow to hash
     names = {number: dtype_name(tensor) for number, tensor in dict(zip(numbers, tensors)).items()}
+    odd = {number for number, name in names.items() if name not in DTYPES}
+    if odd:
+        pairs = ((keys[row], tensors[row]) for row, number in enumerate(numbers) if number in odd)
+        found = (unusable_tensor(tensor, functools.partial(Problem, key=key, rank=rank)) for key, tensor in pairs)
+        raise ValidationError(list(filter(None, found)))
     orders = with_orders_of_states(keys, said, global_shapes, shapes)
     builder.add_many(keys, [names[number] for number in numbers], global_shapes, offsets, shapes, flats, orders)
     return LocalState(weights, tensors, builder.build())
@@ -199,7 +211,7 @@ def _usual_rows(flat_state: Mapping[str, Any], rank: int) -> list[_Row | None]:
         if kind == _OTHER or key in odd:
             continue
         extents = tuple(tensor.shape)
-        if kind == _TENSOR and (tensor.is_dist() or not (tensor._is_initialized() or 0 in extents)):
+        if kind == _TENSOR and not (tensor.is_dense() and (tensor._is_initialized() or 0 in extents)):
             continue
         if weight is None:
             if not getattr(value, "is_distributed", False):
@@ -261,7 +273,7 @@ def _kinds(values: Collection[Any]) -> dict[type, int]:
         examples.update({type(tensor): tensor for tensor in held})
     for kind, example in examples.items():
         tensor = _TENSOR if is_tensor(example) and hasattr(example, "is_dist") else _OTHER
-        kinds.setdefault(kind, _ARRAY if isinstance(example, np.ndarray) else tensor)
+        kinds.setdefault(kind, _ARRAY if kind in (np.ndarray, np.memmap) else tensor)
     return kinds
 
 
@@ -348,7 +360,7 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
             return problem(
                 "the local_tensor of a ShardedWeight has to be a tensor", got=type(value.local_tensor).__name__
             )
-        return None
+        return unusable_tensor(value.local_tensor, problem)
     if not is_tensor(value) and _SCHEDULER in path:
         return problem(
             "the state of an LR scheduler, which optimizer.state_dict() has in it, is not made of tensors",
@@ -375,7 +387,7 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
             "a plain tensor that is marked is_distributed is one rank's part of a whole, of unknown place",
             remedy="use model.sharded_state_dict() instead of model.state_dict()",
         )
-    return None
+    return unusable_tensor(value, problem)
 
 
 def _malformed(key: str, weight: ShardedWeight, rank: int) -> Problem | None:

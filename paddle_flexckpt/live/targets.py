@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import dtype_of
+from paddle_flexckpt.catalog import Problem, ValidationError, dtype_of
 from paddle_flexckpt.engine.copies import DeviceStorage
 from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.live.device_memory import DeviceMemory, devices_of, wait_for_devices
@@ -27,9 +27,24 @@ _MAX_WORK = 100_000
 
 
 def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
-    """Return the table of a rank's targets; arguments and errors as of :func:`.open_state`."""
+    """Return the table of a rank's targets; arguments and errors as of :func:`.open_state`, and what is read-only."""
     state = open_state(state_dict, rank)
     spans, addresses, devices, strides = _locate(state)
+    fixed = [row for row in np.flatnonzero(addresses < 0).tolist() if _is_read_only(state.tensors[row])]
+    if fixed:
+        catalog = state.catalog
+        raise ValidationError(
+            [
+                Problem(
+                    "a target cannot be written to",
+                    key=catalog.keys[row],
+                    rank=rank,
+                    got=f"a read-only array of numpy, {catalog.describe(row)}",
+                    remedy="load into a copy of it, or open a memory map with mode 'r+' or 'c'",
+                )
+                for row in fixed
+            ]
+        )
     return Targets(
         state.catalog,
         tuple([tuple(getattr(weight, "aliases", ())) for weight in state.weights]),
@@ -38,6 +53,10 @@ def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
         TargetTensors(state, rank, addresses, devices),
         strides=strides,
     )
+
+
+def _is_read_only(tensor: Any) -> bool:
+    return isinstance(tensor, np.ndarray) and tensor.size > 0 and not tensor.flags.writeable
 
 
 def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str], dict[int, tuple[int, ...]]]:

@@ -1,6 +1,6 @@
 """Ask a tensor what it is, reach its memory where the host can, and refuse targets that share memory with sources.
 
-Tested in tests/live/test_tensors.py and tests/live/test_shared_memory.py.
+Tested in tests/live/test_tensors.py, tests/live/test_odd_tensors.py and tests/live/test_shared_memory.py.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of
+from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS
 
@@ -39,6 +40,29 @@ def is_initialized(tensor: Any) -> bool:
 def element_count(tensor: Any) -> int:
     """Return the number of elements of a tensor or array."""
     return math.prod(int(n) for n in tensor.shape)
+
+
+def unusable_tensor(tensor: Any, problem: Callable[..., Problem]) -> Problem | None:
+    """Return why a tensor or an array cannot be a shard: elements are not all there, or not as they look."""
+    if isinstance(tensor, np.ndarray) and type(tensor) not in (np.ndarray, np.memmap):
+        return problem(
+            "an array of numpy has to be a plain one, as others may show other elements than their memory has",
+            got=f"{type(tensor).__module__}.{type(tensor).__name__}",
+            remedy="give numpy.asarray() of it; of a masked array its filled(), and its mask as another tensor",
+        )
+    if not isinstance(tensor, np.ndarray) and not (tensor.is_dense() or tensor.is_dist()):
+        return problem(
+            "a tensor has to be dense",
+            got=f"a sparse one of shape {list(tensor.shape)}",
+            remedy="give its to_dense(); or save its indices() and values(), and load into tensors of their shapes",
+        )
+    if dtype_name(tensor) not in DTYPES:
+        expected = f"one of {', '.join(DTYPES)}"
+        remedy = "cast it, or take it out and save it as extra state, collect_extra_state(name=value)"
+        return problem(
+            "the dtype of a tensor is not supported", expected=expected, got=dtype_name(tensor), remedy=remedy
+        )
+    return None
 
 
 def address_range(tensor: Any) -> tuple[int, int] | None:

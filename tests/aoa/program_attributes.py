@@ -21,7 +21,8 @@ class Attributes(Writer):
             return []
         if handle.dtype in COMPLEX:
             return list(COMPLEX)
-        options = [*FLOATS, *COMPLEX]
+        # Infinity among the special numbers is an error where a dtype has none.
+        options = [name for name in FLOATS if self.values_kind != "specials" or name != "float8_e4m3fn"] + [*COMPLEX]
         if self.values_kind == "numbers" and handle.tame:
             options += ["bool", "int8", "int16", "int32", "int64", *([] if self.signed else UNSIGNED)]
         return [name for name in options if name != handle.dtype]
