@@ -12,8 +12,9 @@ import functools
 import logging
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, dtype_of
@@ -29,6 +30,10 @@ logger = logging.getLogger("paddle_flexckpt")
 MAX_LISTED = 50
 # Of all replicas that have to be close and differ, so much is compared element by element.
 MEASURED_BYTES = 64 << 20
+# Replicas that have to be close may differ by this part of the largest value, or by two steps of a dtype that has fewer
+# bits. Gradients that are summed in another order, in bfloat16, take them 0.008 apart in 1000 steps of Adam; different
+# tensors under one name are about 1 apart. What is no floating point has to be equal.
+CLOSE_PART = 1 / 16
 # Keys that this process has warned of.
 _warned: set[str] = set()
 
@@ -143,6 +148,20 @@ class Replicas:
             f"{{{key!r}: 'first'}}, or 'close' to be told how far apart they are",
         )
 
+    def _too_far(self, row: int, part: float, bound: float) -> Problem:
+        catalog = self._catalog
+        key = catalog.key_name(row)
+        return Problem(
+            "replicas of one shard are not close",
+            key=key,
+            expected=f"differences of at most {bound:.3g} of the largest value, in {catalog.dtype_name(row)}, from "
+            f"{catalog.describe(row)} on rank {catalog.rank[row]}",
+            got=f"{part:.3g} of it",
+            remedy=_drift() + "give different tensors (such as the experts of different ranks) different names, or "
+            f"bring the ranks in step; only if they are one tensor and one rank's values will do, pass "
+            f"check_replicas={{{key!r}: 'first'}}",
+        )
+
     def narrowed(self, differing: np.ndarray | None = None) -> ReplicaGroups:
         """Return the groups as they may be read: where replicas may differ, the one replica that counts is left.
 
@@ -183,6 +202,9 @@ class Replicas:
 
         Two collectives where replicas differ that have to be close, else none. ``warns``: this rank warns of keys that
         have to be close and differ, of each once in a process.
+
+        Raises:
+            ValidationError: Replicas that have to be close are not; the same on every rank.
         """
         rows = self._counting
         counting = dict(zip(self._groups.of_row[rows].tolist(), rows.tolist()))
@@ -190,7 +212,12 @@ class Replicas:
         measured = self._measure([counting[group] for group in close]) if close else []
         told: dict[str, str] = {}
         warnings: dict[str, str] = {}
-        for group, (difference, whole) in sorted(zip(close, measured), key=lambda each: _nan_last(each[1][0])):
+        bounds = [_bound(self._catalog.dtype_name(counting[group])) for group in close]
+        far = [(counting[group], each.part, bound) for group, each, bound in zip(close, measured, bounds)]
+        problems = [self._too_far(*each) for each in far if not each[1] <= each[2]]
+        if problems:
+            raise ValidationError(problems[:MAX_LISTED], self._context)
+        for group, (difference, _, whole) in sorted(zip(close, measured), key=lambda each: each[1]):
             size = f"by at {'most' if whole else 'least'} {difference:.3g}"
             warnings[self._catalog.key_name(counting[group])] = f"differ {size}; {self._whose(counting[group])}"
         for group in np.flatnonzero(self._policy == FIRST).tolist() if self.compares else ():
@@ -213,16 +240,18 @@ class Replicas:
     def _whose(self, row: int) -> str:
         return f"rank {self._catalog.rank[row]}'s values count"
 
-    def _measure(self, rows: list[int]) -> list[tuple[float, bool]]:
-        """Return by how much the replicas of some groups differ at most, and whether all elements were compared.
+    def _measure(self, rows: list[int]) -> list[_Distance]:
+        """Return how far apart the replicas of some groups are.
 
         ``rows`` has the row of each group that counts. Its rank tells the others its values, MEASURED_BYTES at most.
         """
         catalog, groups, room = self._catalog, self._groups, MEASURED_BYTES
         size, dtypes = catalog.size, [dtype_of(catalog.dtype_name(row)).numpy for row in rows]
-        counts = {}
+        counts: dict[int, int] = {}
         for i in sorted(range(len(rows)), key=lambda i: int(size[rows[i]]) * dtypes[i].itemsize):
-            counts[i] = min(int(size[rows[i]]), room // dtypes[i].itemsize)
+            # None goes without: an even share of what is left.
+            share = room // (len(rows) - len(counts)) // dtypes[i].itemsize
+            counts[i] = min(int(size[rows[i]]), max(share, 1))
             room -= counts[i] * dtypes[i].itemsize
 
         def tell() -> tuple[None, bytes]:
@@ -241,12 +270,30 @@ class Replicas:
                 members = groups.order[groups.of_row[groups.order] == groups.of_row[row]].tolist()
                 others = (member for member in members if member != row and member in self._held)
                 own = (_values(self._held[member], counts[i]) for member in others)
-                found.append(max((_difference(each, values) for each in own), default=0.0, key=_nan_last))
+                found.append(np.max([(0.0, 0.0), *(_difference(each, values) for each in own)], axis=0))
             return None, np.asarray(found).tobytes()
 
         _, answers = self._comm.together(compare, self._context)
-        differences = np.max([np.frombuffer(answer) for answer in answers], axis=0)  # NaN where one is
-        return [(float(differences[i]), counts[i] == size[row]) for i, row in enumerate(rows)]
+        # NaN where one is.
+        found = np.max([np.frombuffer(answer).reshape(-1, 2) for answer in answers], axis=0).tolist()
+        return [_Distance(difference, part, counts[i] == size[rows[i]]) for i, (difference, part) in enumerate(found)]
+
+
+class _Distance(NamedTuple):
+    """Say how far apart replicas are: at most, as a part of the largest value, and whether all was compared."""
+
+    difference: float
+    part: float
+    whole: bool
+
+
+def _bound(dtype: str) -> float:
+    """Return by which part of the largest value replicas that have to be close may differ."""
+    kind = np.zeros(0, dtype_of(dtype).numpy).real.dtype
+    try:
+        return max(CLOSE_PART, 2 * float(ml_dtypes.finfo(kind).eps))
+    except ValueError:
+        return 0.0
 
 
 def _layer_of(key: str, keys: Collection[str]) -> str:
@@ -263,19 +310,20 @@ def _values(tensor: Any, count: int) -> np.ndarray:
     return storage[:count] if isinstance(storage, np.ndarray) else storage.read_range(0, count)
 
 
-def _difference(values: np.ndarray, others: np.ndarray) -> float:
-    """Return the largest absolute difference; NaN where one of two elements is none and they are not the same bits."""
+def _difference(values: np.ndarray, others: np.ndarray) -> tuple[float, float]:
+    """Return the largest absolute difference, and that as a part of the largest finite value.
+
+    Both are NaN where one of two elements is no number and they are not the same bits.
+    """
     bits = [each.view(np.uint8).reshape(-1, each.dtype.itemsize) for each in (values, others)]
     differ = np.flatnonzero((bits[0] != bits[1]).any(axis=1))
     if not len(differ):
-        return 0.0
+        return 0.0, 0.0
     wide = np.complex128 if values.dtype.kind == "c" else np.float64
     with np.errstate(all="ignore"):
-        return float(np.abs(values[differ].astype(wide) - others[differ].astype(wide)).max())
-
-
-def _nan_last(number: float) -> tuple[bool, float]:
-    return number != number, number
+        difference = float(np.abs(values[differ].astype(wide) - others[differ].astype(wide)).max())
+        largest = max(float(np.abs(each[np.isfinite(each)].astype(wide)).max(initial=0.0)) for each in (values, others))
+    return difference, difference / largest if largest else difference
 
 
 def _drift() -> str:

@@ -106,7 +106,8 @@ class SaveOptions(ProgressOptions):
             another two with each plan, and 64 bytes of each replica on all ranks; a copy that deviates in a few bytes,
             and is not what is saved, may stay unseen. ``"all"``: likewise, with every byte compared on all ranks, each
             of which reads all that it has. ``"close"``: where they differ, the values of one rank are saved, and the
-            report and a warning say how far apart they are. ``"first"``: the values of one rank are saved, and the
+            report and a warning say how far apart they are; more than 1/16 of the largest value is an error (of what
+            is no floating point, any difference). ``"first"``: the values of one rank are saved, and the
             report says whether others differ. False: the same without comparing (with ``save_replicas`` they are
             compared nonetheless). That rank is, for a whole layer and its states, the lowest that holds them. Running
             statistics of normalisation layers are ``"first"`` unless a pattern matches them.
