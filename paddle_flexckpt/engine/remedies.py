@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -62,6 +63,20 @@ def _moved_names(target: Catalog, row: int, source: Catalog, source_row: int) ->
             if catalog.unpadded(first, catalog.global_shape) != catalog.unpadded(own, catalog.global_shape):
                 return names
     return parameters
+
+
+def renamed(keys: Sequence[str], names: Collection[str]) -> str:
+    """Return the statements for targets that the source has, all of them, with a prefix or without theirs; else ""."""
+    key = next((key for key in keys if key not in names), "")
+    longer = [name[: -len(key)] for name in names if key and name.endswith(f".{key}")]
+    longer = [prefix for prefix in longer if all(prefix + each in names for each in keys)]
+    shorter = [key[: found.end()] for found in re.finditer(r"\.", key)]
+    shorter = [p for p in shorter if all(each.startswith(p) and each[len(p) :] in names for each in keys)]
+    if len(longer) + len(shorter) != 1:
+        return ""
+    side, (prefix,) = ("the source's", longer) if longer else ("only the targets'", shorter)
+    pair = f'"{prefix}{{key}}" -> "{{key}}"' if longer else f'"{{key[{len(prefix)}:]}}" -> "{{key}}"'
+    return f"as {side} keys begin with {prefix!r}, give the AOA statements [f'{pair}' for key in state_dict]; or "
 
 
 def untied(target: Catalog, row: int, source: Catalog) -> str:

@@ -22,7 +22,7 @@ from paddle_flexckpt.engine.mapping import compile_mapping
 from paddle_flexckpt.engine.names import CompatibleNames, Unresolved, find_compatible, raw_meanings
 from paddle_flexckpt.engine.options import TransferOptions
 from paddle_flexckpt.engine.powers import NOTHING, Facts, Power
-from paddle_flexckpt.engine.remedies import reshaped, untied
+from paddle_flexckpt.engine.remedies import renamed, reshaped, untied
 from paddle_flexckpt.engine.shared_targets import share_memory
 from paddle_flexckpt.engine.targets import Targets
 
@@ -471,8 +471,12 @@ class _Resolver:
             # One side names states after parameters as Paddle counts them, and the other counts others.
             remedy = f"give its name by an AOA statement (plain_state_statements() makes them); or {remedy}"
         else:
-            remedy = untied(catalog, row, self._source) + remedy
+            remedy = self._renamed + untied(catalog, row, self._source) + remedy
         return Problem("the source has no such key", **where, got=got, remedy=remedy)
+
+    @cached_property
+    def _renamed(self) -> str:
+        return renamed(self._catalog.keys, self._numbers)
 
     @cached_property
     def _sorted_names(self) -> list[str]:
