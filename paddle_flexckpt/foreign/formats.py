@@ -219,7 +219,7 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
         *_source_of_deepspeed(backend, names),
         *_source_of_paddleformers(backend),
     ]
-    weights = None
+    weights: list[str] = []
     if has_mark("safetensors", names):
         from paddle_flexckpt.foreign.dcp_safetensors import find_shard_files, read_shards_manifest
         from paddle_flexckpt.foreign.huggingface import find_weights
@@ -242,7 +242,7 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
             "or of the safetensors file or index, that is meant; or move the others away"
         )
     if weights:
-        return _source_of_weights(backend, weights)
+        return _source_of_weights(backend, *weights)
     return sources[0] if sources else _source_of_arrays(backend, names)
 
 
@@ -318,10 +318,10 @@ def _source_of_arrays(backend: Backend, names: Sequence[str]) -> ForeignSource |
     return _source_of_file(backend, archives[0]) if archives else None
 
 
-def _source_of_weights(backend: Backend, source: str) -> ForeignSource:
+def _source_of_weights(backend: Backend, *sources: str) -> ForeignSource:
     from paddle_flexckpt.foreign.huggingface import manifest_of_weights, read_weights
 
-    weights = read_weights(backend, source)
+    weights = read_weights(backend, *sources)
     of_paddle = any(file.is_of_paddle for file in weights.files.values())
     origin: Origin = "unified_checkpoint" if of_paddle else "huggingface"
     return _source_without_ids(backend, origin, partial(manifest_of_weights, backend, weights, origin))

@@ -151,15 +151,23 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
     return TensorIndex(files, settings, xxhash.xxh3_128_digest(text))
 
 
-def read_weights(backend: Backend, source: str) -> Weights:
-    """Read the headers of an index's files, or of one file, and compare them with the index.
+def read_weights(backend: Backend, source: str, *more: str) -> Weights:
+    """Read the headers of an index's files, and compare them with the index; or those of one file, or of several.
 
     Raises:
         CorruptCheckpointError: A file is missing or damaged, or index and files contradict each other.
+        ValidationError: Several files have the same tensor.
     """
     if not source.endswith(INDEX_FILE):
-        file = read_tensor_file(backend, source)
-        return Weights({source: file}, dict.fromkeys(file.tensors, source))
+        found = map_files(backend, lambda name: read_tensor_file(backend, name), [source, *more])
+        where: dict[str, str] = {}
+        for file in found:
+            twice = sorted(where.keys() & file.tensors.keys())
+            if twice or file.is_of_paddle != found[0].is_of_paddle:
+                both = f" ({listed(twice)} in {where[twice[0]]} and {file.name})" if twice else " of several programs"
+                raise _several_sets(backend.path, [source, *more], both)
+            where.update(dict.fromkeys(file.tensors, file.name))
+        return Weights({file.name: file for file in found}, where)
     index = read_tensor_index(backend, source)
     if index.files is None:
         raise CorruptCheckpointError(f"{backend.where(source)} has no weight_map. Remedy: restore it")
@@ -193,10 +201,10 @@ def _is_shared(tensor: str, file: TensorFile, other: TensorFile | None) -> bool:
     return there is not None and (here.code, here.shape) == (there.code, there.shape)
 
 
-def find_weights(path: str, names: Sequence[str]) -> str | None:
-    """Find the index or file of a directory's weights; None if it has none.
+def find_weights(path: str, names: Sequence[str]) -> list[str]:
+    """Find the index or file of a directory's weights, or all files where there is no index; none if it has none.
 
-    An index comes first, then ``model.safetensors``, then the only file there is. Files that the index does not name
+    An index comes first, then ``model.safetensors``, then all files that there are. Files that the index does not name
     are not looked at, nor are others beside ``model.safetensors``.
 
     Raises:
@@ -210,16 +218,21 @@ def find_weights(path: str, names: Sequence[str]) -> str | None:
         choices = [*indices, MODEL_FILE]
     else:
         choices = indices or files
-    if choices and not indices and all(map(_NUMBERED.fullmatch, choices)):
+    numbered = [*filter(_NUMBERED.fullmatch, choices)]
+    if choices and not indices and numbered == choices:
         raise CorruptCheckpointError(
             f"{path} has numbered safetensors files ({listed(choices)}) without their index. Remedy: restore the index"
         )
-    if len(choices) > 1:
-        raise ValidationError(
-            f"{path} has several sets of safetensors files: {listed(choices)}. Remedy: give the path of the one "
-            f"that is meant, such as {path}/{choices[0]}"
-        )
-    return choices[0] if choices else None
+    if len(choices) > 1 and (indices or numbered):
+        raise _several_sets(path, choices)
+    return choices
+
+
+def _several_sets(path: str, choices: Sequence[str], why: str = "") -> ValidationError:
+    return ValidationError(
+        f"{path} has several sets of safetensors files: {listed(choices)}{why}. Remedy: give the path of the one "
+        f"that is meant, such as {path}/{choices[0]}"
+    )
 
 
 def manifest_of_weights(backend: Backend, weights: Weights, origin: str) -> Manifest:

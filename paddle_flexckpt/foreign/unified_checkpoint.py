@@ -118,8 +118,7 @@ def _model_sources(backend: Backend, names: set[str]) -> list[str]:
     sources = [name for name in (MODEL_INDEX, PEFT_INDEX) if name in names]
     if MODEL_FILE in names:
         # Both together are refused there.
-        found = find_weights(backend.path, [name for name in (MODEL_INDEX, MODEL_FILE) if name in names])
-        sources += [found] if found else []
+        sources += find_weights(backend.path, [name for name in (MODEL_INDEX, MODEL_FILE) if name in names])
     for index, start in ((MODEL_INDEX, "model-"), (PEFT_INDEX, "peft_model-")):
         if index not in names and any(name.startswith(start) and name.endswith(".safetensors") for name in names):
             raise CorruptCheckpointError(f"{backend.where(index)} is missing. Remedy: restore it")

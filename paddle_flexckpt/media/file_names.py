@@ -10,6 +10,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
+from pathlib import Path
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 
@@ -57,17 +58,25 @@ def _real_path(directory: str, name: str, kind: str) -> str:
     """Follow the links of a path; CorruptCheckpointError if they lead out of the directory."""
     path = os.path.join(directory, name)
     real = os.path.realpath(path)
-    if os.path.dirname(real) != os.path.realpath(directory):
+    home = os.path.realpath(directory)
+    if os.path.dirname(real) not in (home, _blobs_of(home)):
         raise CorruptCheckpointError(
             f"{path} is a link out of the checkpoint's directory, to {real}. Remedy: put the {kind} itself there"
         )
     return real
 
 
+def _blobs_of(directory: str) -> str:
+    """Return where the files of a snapshot in a cache of Hugging Face's are; of any other directory itself."""
+    above = next((each for each in Path(directory).parents if each.name == "snapshots"), None)
+    return directory if above is None else str(above.parent / "blobs")
+
+
 def open_inside(directory: str, name: str) -> int:
     """Open a file of a checkpoint for reading, and return its descriptor.
 
-    The directory may be a link itself; the file may be a link to another file of the directory, not out of it.
+    The directory may be a link itself; the file may be a link to another file of the directory, not out of it. Only the
+    files of a snapshot in a cache of Hugging Face's are links to ``../../blobs``.
 
     Raises:
         CorruptCheckpointError: The name leads out of the directory, or to something that is not a file.

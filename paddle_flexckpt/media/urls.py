@@ -30,7 +30,7 @@ _SHORTEST_SECRET = 4
 
 
 def path_of(location: object) -> str:
-    """Return the text of a path or URL.
+    """Return the text of a path or URL; ``~`` at its beginning is the user's home, as for a shell.
 
     Raises:
         ValidationError: It is neither.
@@ -40,7 +40,7 @@ def path_of(location: object) -> str:
             "path has to be a path or URL as text or os.PathLike, or what open_storage() gives; got "
             f"{location!r} ({type(location).__name__})"
         )
-    return text
+    return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text
 
 
 def split_url(location: str) -> tuple[str | None, str]:

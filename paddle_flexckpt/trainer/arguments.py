@@ -216,7 +216,13 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
     flag = f"--{'save' if save else 'load'}_checkpoint_format {FLEX}"
     # PaddleFormers sets its own flag from the format.
     unified = given("unified_checkpoint") and getattr(args, "save_checkpoint_format", None) != "unified_checkpoint"
+    output = str(getattr(args, "output_dir", ""))
     rules = [
+        (
+            output.startswith("~"),
+            f"--output_dir {output}: the trainer makes a directory that is called {output.partition('/')[0]}. Remedy: "
+            f"give the path in full, {os.path.expanduser(output)}",
+        ),
         (
             unified,
             f"{flag} and --unified_checkpoint are two formats. Remedy: leave --unified_checkpoint out; a unified "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 
 import ml_dtypes
@@ -13,6 +14,7 @@ from safetensors import numpy as safetensors_numpy
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.engine.conversion import convert_checkpoint
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
@@ -112,12 +114,64 @@ def test_the_path_of_a_file_in_the_working_directory(tmp_path, monkeypatch):
     assert contents("model.safetensors") == EXPECTED
 
 
-@pytest.mark.parametrize("names", [["a.safetensors", "b.safetensors"], ["x.safetensors.index.json", INDEX]])
+@pytest.mark.parametrize(
+    "names", [["a-00001-of-00002.safetensors", "b.safetensors"], ["x.safetensors.index.json", INDEX]]
+)
 def test_several_sets_are_refused(tmp_path, names):
     for name in names:
         (tmp_path / name).write_text("{}")
     with pytest.raises(ValidationError, match="has several sets of safetensors files: .*Remedy"):
         SourceDirectory(tmp_path).read_manifest()
+
+
+def test_files_without_an_index_are_read_together(tmp_path):
+    for name, tensor in zip("cab", TENSORS):
+        write_file(tmp_path / f"{name}.safetensors", [tensor])
+    assert detect_format(tmp_path) == "huggingface"
+    assert contents(tmp_path) == EXPECTED
+    # What two of them have is a choice, which is the caller's; so is what another program has written.
+    write_file(tmp_path / "d.safetensors", ["s"])
+    with pytest.raises(
+        ValidationError, match=r"several sets .*\(s in b\.safetensors and d\.safetensors\)\. Remedy: give"
+    ):
+        detect_format(tmp_path)
+    assert contents(tmp_path / "d.safetensors") == {"s": S.tobytes()}
+    (tmp_path / "d.safetensors").unlink()
+    (tmp_path / "e.safetensors").write_bytes(safetensors_numpy.save({"t": S}, {"format": "np"}))
+    with pytest.raises(ValidationError, match=r"safetensors of several programs\. Remedy"):
+        detect_format(tmp_path)
+
+
+def in_cache(path, write):
+    """A directory as it lies in a cache of Hugging Face's: a snapshot of links to what is stored once."""
+    blobs, snapshot = path / "models--a--b" / "blobs", path / "models--a--b" / "snapshots" / "0f3a"
+    for each in (blobs, snapshot / "unet"):
+        each.mkdir(parents=True)
+    write(blobs)
+    for number, file in enumerate(sorted(blobs.iterdir())):
+        os.rename(file, blobs / f"{number:064x}")
+        os.symlink(f"../../blobs/{number:064x}", snapshot / file.name)
+        os.symlink(f"../../../blobs/{number:064x}", snapshot / "unet" / file.name)
+    return snapshot
+
+
+@pytest.mark.parametrize("inside", [".", "unet"])
+@pytest.mark.parametrize("write", [write_index, lambda path: write_file(path / "model.safetensors")])
+def test_a_snapshot_in_the_cache_is_read_as_it_is(tmp_path, write, inside):
+    snapshot = in_cache(tmp_path, write) / inside
+    assert contents(snapshot) == EXPECTED
+    os.symlink(snapshot, tmp_path / "link")
+    assert contents(tmp_path / "link") == EXPECTED
+    assert convert_checkpoint(snapshot, tmp_path / "native").keys == len(EXPECTED)
+    # Only there, and nowhere else.
+    for place in (snapshot.parent / "refs", tmp_path / "elsewhere"):
+        place.mkdir()
+        shutil.copy(snapshot / next(iter(os.listdir(snapshot))), place / "secret")
+        name = next(name for name in os.listdir(snapshot) if name.endswith(".safetensors"))
+        (snapshot / name).unlink()
+        os.symlink(place / "secret", snapshot / name)
+        with pytest.raises(CorruptCheckpointError, match="is a link out of the checkpoint's directory"):
+            contents(snapshot)
 
 
 def test_numbered_files_need_their_index(tmp_path):

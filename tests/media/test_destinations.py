@@ -76,6 +76,32 @@ def test_nor_is_it_by_whatever_else_writes_checkpoints(tmp_path, capsys, name):
     assert tree(tmp_path) == before
 
 
+def test_a_tilde_is_the_users_home_wherever_a_path_is_taken(tmp_path, monkeypatch, capsys):
+    home, here = tmp_path / "home", tmp_path / "here"
+    home.mkdir()
+    here.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(here)
+    saved, target = {"w": np.ones(3, np.float32)}, {"w": np.zeros(3, np.float32)}
+    for path in ("~/run", Path("~/path"), open_storage("~/storage")):
+        save_state_dict(saved, path, SoloCommunicator())
+        load_state_dict(target, path, SoloCommunicator())
+        assert target["w"].tolist() == [1, 1, 1]
+        target["w"][:] = 0
+    with CheckpointManager("~/managed", process_group=SoloCommunicator()) as manager:
+        manager.save(3, state=saved)
+        assert manager.restore(state=target).step == 3
+    export_safetensors("~/run", "~/export")
+    assert main(["convert", "~/run", "~/converted"]) == 0
+    assert main(["inspect", "~/export/model.safetensors"]) == 0
+    assert sorted(os.listdir(home)) == ["converted", "export", "managed", "path", "run", "storage"]
+    assert os.listdir(here) == []
+    # Elsewhere it is a name as any other.
+    save_state_dict(saved, "x~", SoloCommunicator())
+    save_state_dict(saved, "./~", SoloCommunicator())
+    assert sorted(os.listdir(here)) == ["x~", "~"]
+
+
 def test_a_directory_of_such_a_name_that_is_there_is_one(tmp_path):
     path = tmp_path / "model.safetensors"
     path.mkdir()

@@ -9,6 +9,7 @@ import pytest
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.trainer import TrainerOptions, options_of
+from tests.remedies.following import provoked
 
 FLEX = {"save_checkpoint_format": "flex_checkpoint", "load_checkpoint_format": "flex_checkpoint"}
 
@@ -102,6 +103,14 @@ def test_what_cannot_be_is_said(flags, said):
     with pytest.raises(ValidationError) as caught:
         options(**{**FLEX, **flags})
     assert said in str(caught.value)
+
+
+def test_a_tilde_of_which_the_trainer_would_make_a_directory_is_refused(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    with provoked("trainer/arguments.py", "give the path in full, ") as caught:
+        options(**FLEX, output_dir="~/runs/1")
+    assert "a directory that is called ~. Remedy: give the path in full, /home/me/runs/1" in str(caught.value)
+    assert options(**FLEX, output_dir="/home/me/runs/1").save
 
 
 def test_the_semi_automatic_trainer_is_served_and_that_of_paddleformers_is_not():
