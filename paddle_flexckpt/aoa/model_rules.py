@@ -27,6 +27,7 @@ from typing import Any
 from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.families import family_rules, small_models
 from paddle_flexckpt.aoa.invert import invert
+from paddle_flexckpt.catalog.dtypes import plain_integer
 
 _DIRECTIONS = ("from_hf", "to_hf")
 # Names of parameters are in small letters, so ${LAYER_ID+1} is none.
@@ -135,7 +136,7 @@ def _check_value(name: str, key: str, spec: Mapping[str, Any], value: Any) -> No
     """Raise AoaError if a parameter's value is not of its type."""
     kind = spec["type"]
     if kind == "integer":
-        fits, expected = type(value) is int and value > 0, "a positive whole number"
+        fits, expected = type(plain_integer(value)) is int and value > 0, "a positive whole number"
     elif kind == "boolean":
         fits, expected = isinstance(value, bool), "True or False"
     elif kind == "choice":

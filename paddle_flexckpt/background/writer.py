@@ -28,6 +28,7 @@ from paddle_flexckpt.background.pending import (
 from paddle_flexckpt.background.process import WriterProcess
 from paddle_flexckpt.background.staging import StagingPool
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
@@ -73,6 +74,7 @@ class BackgroundWriter:
             ValidationError: An argument makes no sense, or the system is not Linux.
         """
         problems = []
+        max_pending, nice, timeout = map(plain_integer, (max_pending, nice, timeout))
         if not isinstance(max_pending, int) or isinstance(max_pending, bool) or max_pending < 1:
             problems.append(f"max_pending has to be an integer >= 1; got {max_pending!r}")
         if not isinstance(nice, int) or isinstance(nice, bool) or not 0 <= nice <= 19:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -80,6 +81,11 @@ def dtype_of(name: str) -> DType:
 def is_float(name: str) -> bool:
     """Return whether an element type, by its name, is a floating-point type, and not a complex one."""
     return name in _FLOATS
+
+
+def plain_integer(value: Any) -> Any:
+    """Return an integer of numpy as Python's own; anything else as it is."""
+    return int(value) if isinstance(value, np.integer) else value
 
 
 def castable(source: str, target: str) -> bool:

@@ -25,6 +25,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args
 
+import numpy as np
+
 from paddle_flexckpt.aoa import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.mapping import config_digest
@@ -72,6 +74,12 @@ def rule(choices: tuple[Any, ...] = (), own: str = "", compared: Callable[[Any],
 @dataclass(frozen=True)
 class Options:
     """Hold the options of one public call; each subclass adds its own as fields."""
+
+    def __post_init__(self) -> None:
+        """Take integers of numpy for Python's own."""
+        for name, value in vars(self).items():
+            if isinstance(value, np.integer):
+                object.__setattr__(self, name, int(value))
 
     @classmethod
     def compared(cls) -> list[str]:

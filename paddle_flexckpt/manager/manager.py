@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, NotDurableError, ValidationError
+from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.options import GROUP, encode_options, same_on_all_ranks, takes
@@ -200,7 +201,7 @@ class CheckpointManager:
             ValidationError: Ranks are at different steps.
         """
         self._check_open()
-        return self._schedule.should_save(step, f"cannot decide about saving in {self.path!r}")
+        return self._schedule.should_save(plain_integer(step), f"cannot decide about saving in {self.path!r}")
 
     @overload
     def save(self, step: int, *, blocking: Literal[True], **saved: Unpack[StepArguments]) -> SaveReport: ...
@@ -264,6 +265,7 @@ class CheckpointManager:
                 has failed; then this one has not begun. Or something old could not be removed; then the new checkpoint
                 is complete, or on its way, and the text says so.
         """
+        step = plain_integer(step)
         options = locals()
         context = f"cannot save a step in {self.path!r}"
         background = bool(self._async_save) if blocking is None else not blocking
@@ -409,14 +411,14 @@ class CheckpointManager:
 
         def prepare() -> tuple[Targets, bytes]:
             self._check_open()
-            if step not in ("latest", "best"):
-                check_step(step)
+            if asked.step not in ("latest", "best"):
+                check_step(asked.step)
             shards, schedule = collect_shards(model, optimizer, state), schedule_of(lr_scheduler, optimizer)
             targets = Targets(shards, schedule, scaler, asked.rng, optimizer is not None)
             head = asked.encode("restore", **given({"lr_scheduler": lr_scheduler, "scaler": scaler}))
             if self._comm.position != 0:
                 return targets, join((head, b"null"))
-            order, damaged = self._steps.order(step, self._best(), asked.fallback)
+            order, damaged = self._steps.order(asked.step, self._best(), asked.fallback)
             return targets, join((head, json.dumps([order, list(damaged.items())]).encode()))
 
         self._pending.collect(context, wait_for="all")

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.engine.step_record import StepRecord
 
 Mode = Literal["min", "max"]
@@ -25,7 +26,9 @@ class _Checked:
 
     def __post_init__(self) -> None:
         """Raise ValidationError where a number is not positive, or there is no such mode."""
-        for name, value in vars(self).items():
+        for name, given in vars(self).items():
+            value = plain_integer(given)
+            object.__setattr__(self, name, value)
             expected, is_bool = "", isinstance(value, bool)
             if name in ("steps", "count") and (is_bool or not isinstance(value, int) or value < 1):
                 expected = "an integer >= 1"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.media.backend import REPLACING, Backend, InputFile, Kind, Locks, Mode, OutputFile, map_files
 from paddle_flexckpt.media.file_names import check_member
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, Conditions, LeaseLocks, check_lease_seconds
@@ -97,7 +98,7 @@ class FsspecBackend(Backend):
             "bytes_at_once": LEAST_REQUEST,  # requests are cut to it
         }
         for name, least in least_of.items():
-            value = self._settings[name]
+            value = self._settings[name] = plain_integer(self._settings[name])
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 problems.append(f"{name} has to be an integer of at least {least}; got {value!r}")
         if self._settings["commit"] not in (None, *COMMITS):

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, ValidationError
+from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.portable import decode, encode
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_heads
@@ -105,7 +106,7 @@ def collect_extra_state(
     common = {
         "version": _VERSION,
         "layout": _layout(),
-        "step": step,
+        "step": plain_integer(step),
         "lr_scheduler": None if lr_scheduler is None else _scheduler_state(lr_scheduler),
         "scaler": None if scaler is None else scaler.state_dict(),
         "more": more,
