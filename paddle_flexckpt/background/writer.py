@@ -220,9 +220,10 @@ class BackgroundWriter:
         failed = self.take_failed()
         for handle in failed:
             sys.stderr.write(f"paddle_flexckpt: an error that nobody has seen: {describe_failure(handle)}\n")
-        sliced = [slot for slot in self._slots if slot.sliced]
-        if sliced:
-            sys.stderr.write("paddle_flexckpt: a save is lost: finish_staging() of its handle was not called\n")
+        sliced = [slot.sliced for slot in self._slots if slot.sliced]
+        for handle in sliced:
+            lost = f"the save of id {handle.unique_id} to {handle.path!r} is lost"
+            sys.stderr.write(f"paddle_flexckpt: {lost}: finish_staging() of its handle was not called\n")
         if failed or sliced:
             _exit_with_status_1()
 

@@ -29,15 +29,19 @@ class StepRecord:
         step: Training step.
         time: When it was saved, in seconds since the epoch, by the coordinator's clock.
         metrics: What it was saved with.
+        run: The identity of the run that saved it; "" if that had none.
     """
 
     step: int
     time: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    run: str = ""
 
     def encode(self) -> np.ndarray:
         """Return it as it is saved: uint8 ``[bytes]``, the same on every rank."""
         fields = {"version": _VERSION, "step": self.step, "time": self.time, "metrics": dict(self.metrics)}
+        if self.run:
+            fields["run"] = self.run
         return np.frombuffer(encode(fields, RECORD), dtype=np.uint8).copy()
 
     @classmethod
@@ -55,7 +59,7 @@ class StepRecord:
                     [f"{RECORD} is of version {fields['version']!r}; this library reads {_VERSION}. Remedy: update it"]
                 )
             metrics = {str(name): float(value) for name, value in fields["metrics"].items()}
-            return cls(int(fields["step"]), float(fields["time"]), metrics)
+            return cls(int(fields["step"]), float(fields["time"]), metrics, str(fields.get("run", "")))
         except (KeyError, TypeError, AttributeError) as error:
             raise CorruptCheckpointError(f"{RECORD} is damaged: {error!r}") from error
 

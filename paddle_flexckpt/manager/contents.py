@@ -50,25 +50,31 @@ class StepArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class StepContents:
-    """Hold what one rank saves of a step: shards and extra state by name, and metrics, the same on every rank."""
+    """Hold what one rank saves of a step: shards and extra state by name, and metrics, the same on every rank.
+
+    The coordinator's ``run`` is the identity of the run.
+    """
 
     shards: dict[str, Any]
     metrics: dict[str, float]
+    run: str
 
     def describe_metrics(self) -> bytes:
         """Return what this rank tells the others of its metrics, in exact text, and of its clock."""
         metrics = {name: repr(number) for name, number in self.metrics.items()}
-        return json.dumps({"time": time.time(), "metrics": metrics}).encode()
+        return json.dumps({"time": time.time(), "metrics": metrics, "run": self.run}).encode()
 
-    def add_record(self, step: int, answers: list[bytes], ranks: Sequence[int], context: str) -> None:
-        """Add the record of the step, with the time of the coordinator's clock.
+    def add_record(self, step: int, answers: list[bytes], ranks: Sequence[int], context: str) -> str:
+        """Add the record of the step, with the time of the coordinator's clock; return the run's identity.
 
         Raises:
             ValidationError: Options or metrics differ between ranks; the same on every rank.
         """
         answered = agree_and_collect(answers, context)
         check_same_metrics(ranks, [each["metrics"] for each in answered], context)
-        self.shards[RECORD] = StepRecord(step, answered[0]["time"], self.metrics).encode()
+        run = str(answered[0]["run"])
+        self.shards[RECORD] = StepRecord(step, answered[0]["time"], self.metrics, run).encode()
+        return run
 
 
 def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -83,6 +89,14 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
     if optimizer is not None and model is None:
         raise ValidationError(
             ["an optimizer's state is named after the model's parameters. Remedy: give model= as well"]
+        )
+    if isinstance(optimizer, (list, tuple)):
+        raise ValidationError(
+            Problem(
+                f"optimizer= takes one optimizer; got a {type(optimizer).__name__} of {len(optimizer)}",
+                remedy="leave it out, and give state={**fc.optimizer_sharded_state_dict(a, shards), "
+                "**fc.optimizer_sharded_state_dict(b, shards)}, where shards is model.sharded_state_dict()",
+            )
         )
     shards: dict[str, Any] = {}
     if model is not None:

@@ -126,6 +126,8 @@ class CheckpointManager:
         self._async_save, self._slice_bytes, self._staging_bytes = async_save, slice_bytes, staging_bytes
         self._pending, self._writes_reports = PendingSteps(self._comm), reports
         self._closed = False
+        self._run: str | None = None  # what identifies the run, from the first save on
+        self._restored: int | None = None  # the step that the run goes on from
         self._signals = PreemptionSignals(())
 
         def open_root() -> tuple[None, bytes]:
@@ -174,6 +176,8 @@ class CheckpointManager:
             self.close()
         else:
             # The other ranks may be anywhere: waiting for them could be for ever. Background saves go on.
+            if not self._closed:
+                self._pending.leave(f"{kind.__name__} has ended the manager's block")
             self._closed = True
             self._signals.close()
 
@@ -273,7 +277,10 @@ class CheckpointManager:
         def prepare() -> tuple[StepContents, bytes]:
             self._check_open()
             check_step(step)
-            contents = StepContents(collect_shards(model, optimizer, state), check_metrics(metrics))
+            shards, numbers, run = collect_shards(model, optimizer, state), check_metrics(metrics), self._run
+            if run is None and self._comm.position == 0:
+                run = self._steps.begin_run(step, self._restored)
+            contents = StepContents(shards, numbers, run or "")
             more = check_extra(extra)
             schedule = schedule_of(lr_scheduler, optimizer)
             contents.shards.update(collect_extra_state(schedule, scaler, step, rng, dataloader, **more))
@@ -286,7 +293,7 @@ class CheckpointManager:
         self._pending.collect(context, wait_for=step)
         replaces = overwrite or step in self._pending.doubtful
         contents, answers = self._comm.together(prepare, context)
-        contents.add_record(step, answers, self._comm.ranks, context)
+        self._run = contents.add_record(step, answers, self._comm.ranks, context)
         try:
             report = save_state_dict(
                 contents.shards,
@@ -425,9 +432,10 @@ class CheckpointManager:
         targets, answers = self._comm.together(prepare, context)
         order, damaged = agree_and_collect(answers, context)[0]
         candidates = [(each, self._steps.directory(each)) for each in order]
-        report = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
-        self._pending.doubtful |= set(report.skipped)
+        report, whole = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
+        self._pending.doubtful |= report.skipped.keys() - whole
         self._schedule.note(report.step, saved=False)
+        self._run, self._restored = None, report.step
         return report
 
     def all_steps(self) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,6 +11,8 @@ from paddle_flexckpt.catalog import CheckpointError, NotDurableError
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.sliced_saves import SlicedSave
 from paddle_flexckpt.report import SaveReport
+
+logger = logging.getLogger("paddle_flexckpt")
 
 # One byte for each save, in a message of each rank. Of a failure the caller may have been told by the handle.
 _RUNNING, _ENDED, _FAILED, _TOLD = range(4)
@@ -73,6 +76,22 @@ class PendingSteps:
         """
         for save in self._unstaged():
             save.finish_staging()
+
+    def leave(self, how: str) -> None:
+        """Stage what is left where that needs no other rank, and log what is lost; ``how`` says why nobody waits."""
+        for step, save in self._saves:
+            if not isinstance(save, SlicedSave) or save.is_staged:
+                continue
+            try:
+                if self._comm.size > 1:
+                    raise CheckpointError("the other ranks may be anywhere, and cannot be asked to finish it")
+                save.finish_staging()
+            except CheckpointError as error:
+                logger.error(
+                    f"the save of step {step} to {save.path!r} is lost: {how} before all of it was copied: {error}. "
+                    "Remedy: save the step again; to have it finished, call wait() on every rank before what may fail, "
+                    "or save without slice_bytes"
+                )
 
     def _unstaged(self) -> list[SlicedSave]:
         return [handle for _, handle in self._saves if isinstance(handle, SlicedSave) and not handle.is_staged]

@@ -136,6 +136,10 @@ class ReplacedError(CheckpointError):
     """Signal that another process has saved a step again while it was restored."""
 
 
+class MisnamedError(ValidationError):
+    """Signal that a step's directory has the checkpoint of another step, which is whole."""
+
+
 def restore_checkpoint(
     directory: Backend, step: int, comm: Communicator, targets: Targets, options: RestoreOptions
 ) -> RestoreReport:
@@ -155,13 +159,18 @@ def restore_checkpoint(
             if manifest.partial and options.fallback:
                 raise CorruptCheckpointError(f"{directory.path} is partial: {manifest.partial}")
             if manifest.step != step:
-                raise ValidationError(
-                    f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been "
-                    "renamed. Remedy: give it its own name back, or load it with load_state_dict"
+                problem = (
+                    f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been renamed or "
+                    "copied. Remedy: give it its own name back, or load it with load_state_dict; fallback=True passes "
+                    "over it"
                 )
+                return "", b"!" + problem.encode()
             return manifest.save_token, manifest.save_token.encode()
 
         token, tokens = comm.together(hold, context)
+        misnamed = [said[1:].decode() for said in tokens if said[:1] == b"!"]
+        if misnamed:
+            raise MisnamedError(misnamed[:1], context)
         if len(set(tokens)) > 1:
             raise ReplacedError(_replaced(context))
         try:
@@ -220,14 +229,17 @@ def restore_first(
     targets: Targets,
     options: RestoreOptions,
     context: str,
-) -> RestoreReport:
+) -> tuple[RestoreReport, set[int]]:
     """Restore the first of some checkpoints, or with ``fallback`` the first that is whole and can be read.
+
+    Returned are the report, and which of the skipped steps have the whole checkpoint of another step.
 
     ``skipped`` are steps that are out of the question already, with what is wrong.
 
     Raises:
         CheckpointError: As of :func:`restore_checkpoint`.
     """
+    whole: set[int] = set()
     skipped, again = dict(skipped), replace(options, strict=_strict_after_damage(options.strict))
     for step, directory in candidates:
         try:
@@ -235,14 +247,16 @@ def restore_first(
                 asked = again if skipped or left < _TRIES - 1 else options
                 try:
                     report = restore_checkpoint(directory, step, comm, targets, asked)
-                    return replace(report, skipped=skipped)
+                    return replace(report, skipped=skipped), whole
                 except ReplacedError:
                     if not left:
                         raise
                     logger.info(f"another process has saved step {step} while it was restored: it is restored again")
-        except (CorruptCheckpointError, UnreadableCheckpointError) as error:
+        except (CorruptCheckpointError, UnreadableCheckpointError, MisnamedError) as error:
             if not options.fallback:
                 raise
+            if isinstance(error, MisnamedError):
+                whole.add(step)
             if comm.position == 0:
                 what = "is damaged" if isinstance(error, CorruptCheckpointError) else "cannot be read"
                 logger.warning(f"step {step} {what}, and is skipped: {error}")

@@ -14,11 +14,18 @@ import json
 import logging
 import os
 import re
+import secrets
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Union
 
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnreadableCheckpointError, ValidationError
+from paddle_flexckpt.catalog import (
+    CheckpointError,
+    CorruptCheckpointError,
+    Problem,
+    UnreadableCheckpointError,
+    ValidationError,
+)
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination, open_to_save
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, best_first, steps_to_remove
@@ -64,6 +71,7 @@ class StepDirectories:
         self._root = reopen(backend.reopen_token()) if type(backend) is LocalBackend else backend
         self.path = self._root.path
         self._known: dict[int, _Known] = {}
+        self._links: set[int] = set()  # steps whose directory is a link, which has been said
 
     def directory(self, step: int) -> Backend:
         """Return the directory of a step, whether it exists or not."""
@@ -193,6 +201,36 @@ class StepDirectories:
             )
         return best_first(records, best.metric, best.mode), damaged
 
+    def begin_run(self, step: int, restored: int | None) -> str:
+        """Return the identity of a run that is about to save its first step: that of the step that it goes on from.
+
+        Raises:
+            ValidationError: There are higher steps of another run, which would be taken for this run's latest.
+        """
+        found = {}
+        for each in self._directories():
+            if each == restored or each > step:
+                with contextlib.suppress(OSError):  # it is not there, or nobody can restore it
+                    found[each] = self._look(each)
+        before = found.get(restored) if restored is not None else None
+        run = before.record.run if before is not None and before.record is not None else secrets.token_hex(8)
+        others = [
+            each
+            for each, known in found.items()
+            if each > step and known.record is not None and known.record.run != run
+        ]
+        if others:
+            raise ValidationError(
+                Problem(
+                    f"{self.path} has steps of another run, {', '.join(map(str, others[:9]))}, above step {step} of "
+                    "this run: a later restore of the latest would go on with that run",
+                    remedy="give this run another directory, or move those steps to another directory; to go on with "
+                    "that run, call restore() before the first save",
+                )
+            )
+        self._known.update(found)
+        return run
+
     def prepare(self, step: int, replace: bool) -> None:
         """Make way for a save.
 
@@ -295,12 +333,25 @@ class StepDirectories:
         if _MANIFEST not in self.directory(step).names():
             self._root.remove(name)
 
+    def _leads_elsewhere(self, step: int) -> bool:
+        """Return whether a step's directory is a link: what it points to may be of use to somebody else."""
+        backend = self.directory(step)
+        if not (backend.has_path and os.path.islink(backend.path)):
+            return False
+        if step not in self._links:
+            self._links.add(step)
+            logger.warning(
+                f"{backend.path} is a link to {os.path.realpath(backend.path)}: what need not be kept of step {step} "
+                "is left alone, as others may need it"
+            )
+        return True
+
     def _remove(self, step: int) -> bool:
         """Remove a checkpoint; return whether that could be done now."""
         backend = self.directory(step)
         directory = open_to_save(backend)
         with contextlib.ExitStack() as stack:
-            if not try_lock(backend, stack):
+            if self._leads_elsewhere(step) or not try_lock(backend, stack):
                 return False
             claim = backend.locks.claim(_MANIFEST)
             if claim is None:
@@ -333,7 +384,7 @@ class StepDirectories:
             self._end_removal(step)
             return True
         with contextlib.ExitStack() as stack:
-            if not try_lock(backend, stack):
+            if self._leads_elsewhere(step) or not try_lock(backend, stack):
                 return False
             directory = open_to_save(backend)
             if directory.has_manifest(UNIQUE_ID):
@@ -379,7 +430,7 @@ class StepDirectories:
         if not (begun or refused) and (names or backend.names("directories")):
             return False
         with contextlib.ExitStack() as stack:
-            if not try_lock(backend, stack):
+            if self._leads_elsewhere(step) or not try_lock(backend, stack):
                 return False
             removed = remove_dead_saves(directory)
             directory.remove_refusal()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 from collections.abc import Mapping
@@ -14,6 +15,8 @@ from paddle_flexckpt.live.save_options import CheckReplicas, SaveOptions
 from paddle_flexckpt.native.checksums import VerifyMode
 
 FLEX = "flex_checkpoint"
+# The others are the libraries' own.
+_FORMATS = (FLEX, "unified_checkpoint", "sharding_io")
 _STRICT: dict[str, Any] = {"missing": "missing", "unexpected": "unexpected", "both": True, "none": False}
 _VERIFY = ("read", "full", "off")
 # As numbers and truth values, so that a switch for comparing works too.
@@ -167,7 +170,7 @@ def options_of(args: Any) -> TrainerOptions:
     """
     save = getattr(args, "save_checkpoint_format", None) == FLEX
     load = getattr(args, "load_checkpoint_format", None) == FLEX
-    problems = []
+    problems = _unknown_values(args)
     verify: Any = getattr(args, "flex_verify", "read")
     strict = getattr(args, "flex_strict", "missing")
     replicas = str(getattr(args, "flex_check_replicas", "close"))
@@ -205,6 +208,24 @@ def options_of(args: Any) -> TrainerOptions:
         **switches,
         **sizes,
     )
+
+
+def _unknown_values(args: Any) -> list[str]:
+    """Return which formats and switches have a value that nobody knows: it would be taken for another."""
+    problems = []
+    for name in ("save_checkpoint_format", "load_checkpoint_format"):
+        value = getattr(args, name, None)
+        if value not in (None, "", *_FORMATS):
+            near = difflib.get_close_matches(str(value).lower(), _FORMATS, 1, 0.3) or [FLEX]
+            known = ", ".join(_FORMATS)
+            problems.append(
+                f"--{name} is one of {known}, or unset; got {value!r}. Remedy: --{name} {near[0]}, if it is meant"
+            )
+    for name in _SWITCHES:
+        value = getattr(args, f"flex_{name}", False)
+        if value not in (True, False, None):
+            problems.append(f"--flex_{name} is True or False; got {value!r}")
+    return problems
 
 
 def _contradictions(args: Any, save: bool, load: bool) -> list[str]:

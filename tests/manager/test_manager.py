@@ -369,6 +369,7 @@ def test_metrics_of_a_step_that_was_saved_again_by_another_manager(tmp_path):
     save(manager, 1, metrics={"loss": 1})
     save(manager, 2, metrics={"loss": 2})
     assert (manager.best_step("loss"), other.best_step("loss")) == (1, 1)
+    restore(other)
     save(other, 1, metrics={"loss": 3}, overwrite=True)
     assert (manager.best_step("loss"), other.best_step("loss")) == (2, 2)
 
@@ -491,8 +492,9 @@ def test_options_of_the_load_are_passed_on(three):
 def test_a_renamed_directory_is_not_taken_for_another_step(three):
     directory_of(three, 3).rename(directory_of(three, 4))
     manager = manager_of(three, keep=KeepBest(1))
-    with pytest.raises(fc.ValidationError, match="is of step 3: the directory has been renamed. Remedy"):
-        restore(manager, fallback=True)
+    with pytest.raises(fc.ValidationError, match="is of step 3: the directory has been renamed or copied. Remedy"):
+        restore(manager)
+    assert restore(manager, fallback=True)[:2] == (2, 2)
     with pytest.raises(fc.CorruptCheckpointError, match="is the checkpoint of step 3"):
         manager.best_step()
 

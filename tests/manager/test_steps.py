@@ -138,6 +138,8 @@ def test_what_is_being_saved_is_not_removed(tmp_path):
 def test_a_step_that_another_process_has_saved_again_is_looked_at_again(tmp_path, monkeypatch):
     manager = run_of(tmp_path, 1, 2, keep=[KeepBest(1)])
     other = manager_of(tmp_path)
+    restore(other)
+    save(other, 1, overwrite=True, metrics={"loss": 1.0})
     real = StepDirectories.records
 
     def replaced_after(self):
@@ -220,6 +222,7 @@ def test_a_removal_that_is_interrupted_anywhere_is_carried_through(tmp_path, mon
         assert all(info.complete for info in manager.checkpoints()), where
         if steps == [2, 3] and at % 2:
             # The same step can be saved again.
+            restore(manager)
             save(manager, 1, 11)
             assert restore(manager, 1)[:2] == (1, 11), where
             assert tree(root) == whole, where

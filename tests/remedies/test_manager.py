@@ -15,6 +15,7 @@ from paddle_flexckpt.run_state import collect_extra_state
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.trainer import TrainerOptions
 from paddle_flexckpt.trainer.restoring import restore_from
+from tests.documents import code_block
 from tests.remedies.following import provoked
 
 A = np.arange(6, dtype=np.float32)
@@ -174,3 +175,24 @@ def test_a_trainer_with_another_schedule(tmp_path):
     rate = other()
     assert "lr_scheduler" in resume(trainer(other), options=TrainerOptions(ignore_schedule=True)).not_restored
     assert other() == rate
+
+
+def test_several_optimizers_are_given_as_states(manager):
+    """As docs/manager.md shows it."""
+    model = paddle.nn.Sequential(paddle.nn.Linear(2, 2), paddle.nn.Linear(2, 2))
+    a, b = (paddle.optimizer.Momentum(0.1, parameters=each.parameters()) for each in model)
+    model(paddle.ones([1, 2])).sum().backward()
+    a.step(), b.step()
+    scheduler = paddle.optimizer.lr.StepDecay(0.1, 1)
+    with provoked("manager/contents.py", "fc.optimizer_sharded_state_dict(b, shards)}, where shards is model"):
+        manager.save(1, model=model, optimizer=[a, b])
+    save, load = code_block("docs/manager.md", "optimizer_sharded_state_dict(a, shards)").split("manager.restore")
+    names = {"fc": fc, "model": model, "a": a, "b": b, "scheduler": scheduler, "manager": manager, "step": 1}
+    exec(save, names)
+    live = {key: weight.local_tensor for key, weight in names["states"].items()}
+    saved = {key: tensor.numpy() for key, tensor in live.items()}
+    assert len(saved) == 4 and all(value.any() for value in saved.values())
+    for tensor in live.values():
+        tensor.set_value(tensor * 0)
+    exec(f"manager.restore{load}", names)
+    assert all((tensor.numpy() == saved[key]).all() for key, tensor in live.items())

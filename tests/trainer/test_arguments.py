@@ -54,6 +54,34 @@ def test_switches(name):
         assert getattr(options(**FLEX, **{f"flex_{name}": value}), name) is value
 
 
+@pytest.mark.parametrize("name", ["save_checkpoint_format", "load_checkpoint_format"])
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [
+        ("flex", "flex_checkpoint"),
+        ("Flex_Checkpoint", "flex_checkpoint"),
+        ("flex-checkpoint ", "flex_checkpoint"),
+        ("unified", "unified_checkpoint"),
+        ("shard_io", "sharding_io"),
+        ("safetensors", "flex_checkpoint"),
+        (True, "flex_checkpoint"),
+    ],
+)
+def test_a_format_that_nobody_knows_is_refused_with_what_is_meant(name, value, meant):
+    with provoked("trainer/arguments.py", ", if it is meant") as caught:
+        options(**{name: value})
+    assert f"got {value!r}. Remedy: --{name} {meant}, if" in str(caught.value)
+    assert (options(**{name: meant}) == TrainerOptions()) is (meant != "flex_checkpoint")
+
+
+@pytest.mark.parametrize("name", ["cast", "ignore_schedule", "async_save"])
+def test_a_switch_that_is_a_text_is_refused(name):
+    """As one of a configuration file: the text 'false' counted as true."""
+    with pytest.raises(ValidationError, match=f"--flex_{name} is True or False; got 'false'"):
+        options(**{f"flex_{name}": "false"})
+    assert options(**{f"flex_{name}": 1}) == options(**{f"flex_{name}": True})
+
+
 def test_staging():
     assert options(**FLEX).staging() == {"async_save": False, "slice_bytes": None, "staging_bytes": None}
     sliced = options(**FLEX, flex_async_save=True, flex_slice_bytes=1 << 20)

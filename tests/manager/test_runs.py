@@ -1,0 +1,252 @@
+"""A run has an identity: whoever starts below the steps of another run has to choose, who goes on with it has not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import paddle
+import pytest
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.engine.step_record import StepRecord
+from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.manager import KeepLatest
+from paddle_flexckpt.manager.steps import StepDirectories
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.manager.samples import directory_of, empty, manager_of, restore, save, tree, values, version_of
+from tests.remedies.following import advised, provoked
+
+
+def record_of(root, step: int) -> StepRecord:
+    return next(each for each in StepDirectories(root).records()[0] if each.step == step)
+
+
+@pytest.fixture
+def old(tmp_path):
+    """A directory with the steps of a run that has ended."""
+    manager = manager_of(tmp_path / "run")
+    for step in (10, 1000, 2000):
+        save(manager, step)
+    manager.close()
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("options", [{}, {"overwrite": True}, {"blocking": False}])
+def test_a_fresh_run_below_another_ones_steps_is_refused_before_anything_is_written(old, options):
+    before = tree(old)
+    manager = manager_of(old, keep=KeepLatest(1))
+    with provoked(
+        "manager/steps.py", "give this run another directory, or move those steps to another directory"
+    ) as caught:
+        save(manager, 20, 7, **options)
+    assert f"{old!s} has steps of another run, 1000, 2000, above step 20 of this run" in str(caught.value)
+    assert tree(old) == before
+    save(manager, 3000)  # it would be the latest
+    assert restore(manager)[:2] == (3000, 3000)
+
+
+def test_the_ways_out_lose_nothing(old, tmp_path):
+    manager = manager_of(old)
+    with provoked("manager/steps.py", "give this run another directory, or move those steps to another directory"):
+        save(manager, 20, 7)
+    other = manager_of(tmp_path / "other")
+    save(other, 20, 7)
+    assert (restore(other)[:2], restore(manager_of(old))[:2]) == ((20, 7), (2000, 2000))
+    with provoked("manager/steps.py", "call restore() before the first save"):
+        save(manager_of(old), 20, 7)
+    assert restore(manager)[:2] == (2000, 2000)
+    save(manager, 1500)
+    for step in (1000, 1500, 2000):
+        (tmp_path / "moved").mkdir(exist_ok=True)
+        shutil.move(directory_of(old, step), directory_of(tmp_path / "moved", step))
+    fresh = manager_of(old)
+    save(fresh, 20, 7)
+    assert restore(fresh)[:2] == (20, 7)
+    assert restore(manager_of(tmp_path / "moved"))[:2] == (2000, 2000)
+
+
+@pytest.mark.parametrize("how", ["latest", 1000, "best", "another manager", "fallback", "rolled back twice"])
+def test_the_same_run_is_never_asked(tmp_path, how, caplog):
+    manager = manager_of(tmp_path, keep=(KeepLatest(9), fc.manager.KeepBest(1, "loss")))
+    for step in (10, 1000, 2000):
+        save(manager, step, metrics={"loss": step})
+    if how == "another manager":
+        manager = manager_of(tmp_path)
+        restore(manager, 1000)
+        save(manager, 1100)
+        manager = manager_of(tmp_path)
+    if how == "fallback":
+        (directory_of(tmp_path, 2000) / "0_0.safetensors").unlink()
+        manager = manager_of(tmp_path)
+    step, _, _ = restore(manager, how if how in ("best", 1000) else "latest", fallback=how == "fallback")
+    save(manager, step + 1)
+    if how == "rolled back twice":
+        restore(manager, 10)
+        save(manager, 11)
+    runs = {record_of(tmp_path, each).run for each in manager.all_steps() if how != "fallback" or each != 2000}
+    assert len(runs) == 1 and len(runs.pop()) == 16
+
+
+def test_steps_of_managers_that_recorded_no_run(tmp_path, monkeypatch):
+    """A run that was begun by them goes on; a fresh one has to choose."""
+    encode = StepRecord.encode
+    with monkeypatch.context() as patch:
+        patch.setattr(StepRecord, "encode", lambda self: encode(StepRecord(self.step, self.time, self.metrics)))
+        old = manager_of(tmp_path)
+        for step in (10, 20):
+            save(old, step)
+    assert record_of(tmp_path, 20).run == ""
+    with pytest.raises(fc.ValidationError, match="has steps of another run, 20, above step 15"):
+        save(manager_of(tmp_path), 15)
+    manager = manager_of(tmp_path)
+    restore(manager, 10)
+    save(manager, 15)
+    assert record_of(tmp_path, 15).run == ""
+
+
+def test_ranks_agree_on_the_run(tmp_path):
+    def work(comm):
+        with manager_of(tmp_path / "run", process_group=comm) as manager:
+            manager.save(5, state=values(5), rng=False)
+        with manager_of(tmp_path / "run", process_group=comm) as manager:
+            with pytest.raises(fc.ValidationError) as caught:
+                manager.save(3, state=values(3), rng=False)
+            manager.restore(state=empty())
+            manager.save(4, state=values(4), rng=False)
+        return str(caught.value)
+
+    said = SimulatedWorld(2).run(work)
+    assert len(set(said)) == 1 and "has steps of another run, 5, above step 3" in said[0]
+    assert record_of(tmp_path / "run", 4).run == record_of(tmp_path / "run", 5).run
+
+
+# -- links, and copies of steps ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_step_that_is_a_link_is_left_alone(tmp_path, caplog, dead):
+    """What it points to may be on another disk for good: a checkpoint, or what a save that died has left there."""
+    root, disk = tmp_path / "run", tmp_path / "disk"
+    manager = manager_of(root, keep=KeepLatest(1))
+    save(manager, 1)
+    disk.mkdir()
+    shutil.move(directory_of(root, 1), disk / "kept")
+    directory_of(root, 1).symlink_to(disk / "kept")
+    if dead:
+        (disk / "kept" / "0.manifest").unlink()
+        (disk / "kept" / "0.saving").write_text("{}")
+    before = tree(disk)
+    with caplog.at_level(logging.WARNING, logger="paddle_flexckpt"):
+        for step in (2, 3, 4):
+            save(manager, step)
+    assert tree(disk) == before
+    said = [text for text in caplog.messages if "is a link to" in text]
+    assert said == [f"{directory_of(root, 1)} is a link to {disk / 'kept'}: what need not be kept of step 1 is left "
+                    "alone, as others may need it"]  # fmt: skip
+    assert manager.all_steps() == ([4] if dead else [1, 4])
+
+
+def test_a_copy_of_a_step_is_passed_over_and_never_replaced_unasked(tmp_path):
+    manager = manager_of(tmp_path)
+    save(manager, 1)
+    shutil.copytree(directory_of(tmp_path, 1), directory_of(tmp_path, 9))
+    with provoked("manager/restore.py", "fallback=True passes over it"):
+        restore(manager)
+    step, version, report = restore(manager, fallback=True)
+    assert (step, version, list(report.skipped)) == (1, 1, [9])
+    with pytest.raises(fc.ValidationError, match="there is a checkpoint of step 9"):
+        save(manager, 9)  # it may be the only copy of step 1
+    with provoked("manager/restore.py", "give it its own name back"):
+        restore(manager)
+    shutil.rmtree(directory_of(tmp_path, 1))
+    shutil.move(directory_of(tmp_path, 9), directory_of(tmp_path, 1))
+    assert restore(manager)[:2] == (1, 1)
+    shutil.move(directory_of(tmp_path, 1), directory_of(tmp_path, 9))
+    with provoked("manager/restore.py", "or load it with load_state_dict"):
+        restore(manager)
+    state = empty()
+    fc.load_state_dict(state, directory_of(tmp_path, 9), SoloCommunicator())
+    assert version_of(state) == 1
+
+
+# -- blocks that end by an exception -----------------------------------------------------------------------------------
+
+SLICED = """
+import sys, numpy as np, paddle
+import paddle_flexckpt as fc
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+paddle.seed(3)
+model = paddle.nn.Linear(64, 64)
+optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
+"""
+
+
+def test_an_exception_after_a_save_in_slices_does_not_lose_it(tmp_path):
+    code = (
+        SLICED
+        + """
+try:
+    with fc.CheckpointManager(sys.argv[1], async_save=True, slice_bytes=4096) as manager:
+        manager.save(7, model=model, optimizer=optimizer)
+        assert manager.stage_next()
+        raise ZeroDivisionError("in the next micro-step")
+except ZeroDivisionError:
+    print(float(model.weight.sum()))
+"""
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0 and "is lost" not in done.stderr, done.stderr
+    saved = {"weight": np.zeros((64, 64), "float32")}
+    fc.load_state_dict(saved, directory_of(tmp_path, 7), SoloCommunicator(), optimizer_states="ignore")
+    assert float(saved["weight"].sum()) == pytest.approx(json.loads(done.stdout), rel=1e-5)
+
+
+def network():
+    fc.install()
+    model = paddle.nn.Linear(64, 64)
+    return model, paddle.optimizer.AdamW(parameters=model.parameters())
+
+
+@pytest.mark.parametrize("why", ["ranks", "changed"])
+def test_a_save_in_slices_that_cannot_be_finished_is_named(tmp_path, caplog, why):
+    def work(comm):
+        model, optimizer = network()
+        with fc.BackgroundWriter(nice=0) as writer:
+            try:
+                with manager_of(tmp_path, process_group=comm, async_save=writer, slice_bytes=4096) as manager:
+                    handle = manager.save(7, model=model, optimizer=optimizer, rng=False)
+                    if why == "changed":
+                        manager.stage_next()
+                        model.weight.set_value(model.weight + 1)
+                    raise ZeroDivisionError
+            except ZeroDivisionError:
+                if not handle.is_staged:
+                    handle.give_up()
+
+    with caplog.at_level(logging.ERROR, logger="paddle_flexckpt"):
+        SimulatedWorld(2 if why == "ranks" else 1).run(work)
+    said = [record.getMessage() for record in caplog.records if record.levelno == logging.ERROR]
+    begin = f"the save of step 7 to {str(directory_of(tmp_path, 7))!r} is lost: ZeroDivisionError has ended the manager"
+    assert said and all(text.startswith(begin) for text in said)
+    assert manager_of(tmp_path).all_steps() == []
+    advised("manager/pending.py", "save the step again; to have it finished, call wait() on every rank", said[0])
+    for way in ("again", "wait", "whole"):
+        model, optimizer = network()
+        with fc.BackgroundWriter(nice=0) as writer, contextlib.suppress(ZeroDivisionError):
+            options = {"slice_bytes": 4096} if way == "wait" else {}
+            with manager_of(tmp_path / way, async_save=writer, **options) as manager:
+                manager.save(7, model=model, optimizer=optimizer, rng=False)
+                if way == "wait":
+                    manager.wait()
+                model.weight.set_value(model.weight + 1)
+                if way != "again":
+                    raise ZeroDivisionError
+        assert manager_of(tmp_path / way).all_steps() == [7]
