@@ -199,6 +199,7 @@ class _Compilation:
     def _state_value(self, value: Value, base: str, state: str, info: TensorInfo) -> Value | None:
         """Return a target state's value from its parameter's; inputs are source keys."""
         program = self._program
+        program.check_follows(base, state)
         if not value.inputs:
             return Value(of_constants(value.structure, state, info), ())
         if state == PARAMETER:
@@ -291,6 +292,7 @@ class _Compilation:
                 continue
             scalar = all(self._is_scalar(base, state) for base in value.inputs if state in program.source.states[base])
             try:
+                program.check_follows(name, state)
                 found = self._scalar(value, name, state) if scalar else program.states.value(value, state)
             except NotFed as error:
                 self._unfed[key] = f"{program.origins[name]}: {error}"

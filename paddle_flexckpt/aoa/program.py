@@ -63,6 +63,9 @@ class Program:
         self.read: set[str] = set()
         self.trace: dict[tuple[Rule, Ids, tuple[int, int]], None] | None = None
         self._poisoned: set[str] = set()
+        # States that do not follow from a name's value, as they were made apart for a name that it was made of.
+        self._apart: dict[str, frozenset[str]] = {}
+        self._made_of: list[tuple[Sequence[str], Sequence[str]]] = []
         # By identity: a side has one object for equal shapes and dtypes, and hashing these takes longer.
         self._sources: dict[int, Structure] = {}
         self._index = KeyIndex(source.states)
@@ -111,6 +114,23 @@ class Program:
                 self.values.pop(name, None)
                 self.removed.add(name)
 
+    def check_follows(self, name: str, state: str) -> None:
+        """Raise NotFed if a state was made apart for a name that another one was made of afterwards."""
+        if state in self._apart.get(name, ()):
+            what = state or "the parameter"
+            raise NotFed(
+                f"a statement before made {what} alone of a name that it reads. Remedy: give the statement about "
+                f"{what} last, with the name of the target on its right"
+            )
+
+    def _set_apart(self) -> None:
+        """Note for the names that a statement has made which states do not follow."""
+        apart = {}
+        for left, right in self._made_of:
+            states = {state for state, table in self.state_values.items() if any(name in table for name in left)}
+            apart.update(dict.fromkeys(right, frozenset(states.union(*(self._apart.get(name, ()) for name in left)))))
+        self._apart.update(apart)
+
     def _is_parameter(self, template: Template) -> bool:
         """Return whether a parameter of one of the sides has that name."""
         if template.text == NOTHING:
@@ -130,6 +150,7 @@ class Program:
         """Carry a rule out for all ids: all left names are read before any right name is assigned."""
         before = len(self._problems)
         bindings = self.bindings(rule)
+        self._made_of = []
         left = [template.formatter(rule.placeholders) for template in rule.left]
         right = [template.formatter(rule.placeholders) for template in rule.right]
         if rule.is_plain and not self._poisoned and self.trace is None and self._run_plain(rule, bindings):
@@ -152,6 +173,8 @@ class Program:
                 if len(self._problems) == before:
                     text = instantiate(rule.place.text, dict(zip(rule.placeholders, ids)))
                     self._note(error, rule.place, [text])
+        if rule.states is None and (self.state_values or self._apart):
+            self._set_apart()
         self._commit(rule, assigned)
         is_left_out = not bindings or not (assigned or rule.right[0].text == NOTHING or self._problems)
         if is_left_out and rule.is_lenient and not rule.statement.has("optional"):
@@ -180,6 +203,9 @@ class Program:
                     column.append(value)
         except StatementError:
             return False
+        if self.state_values or self._apart:
+            self._made_of = list(zip(zip(*left), zip(*right)))
+            self._set_apart()
         for names in left:
             self.read.update(names)
         origins = [Origin(rule, ids) for ids in bindings]
@@ -280,6 +306,8 @@ class Program:
             return []
         states: tuple[str | None, ...] = (None,) if rule.states is None else rule.states
         found = [(state, self._evaluated(rule, origin.ids, left, right, state)) for state in states]
+        if any(values is not None for _, values in found):
+            self._made_of.append((left, right))
         return [_Assignment(right, values, origin, state) for state, values in found if values is not None]
 
     def _evaluated(

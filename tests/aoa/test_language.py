@@ -829,3 +829,24 @@ def test_one_ranks_shards_tell_the_number_of_parts():
     # gate and up of two source parts side by side in each target part
     assert "[0:3, 2:4] <- f [0:3, 4:6]" in expected
     assert explain(texts, own, target) == explain(texts, whole, own_target) == expected
+
+
+@pytest.mark.parametrize(("statements", "lost"), [
+    (['a -> b, states="moment1_0"', "b -> c"], ["c.moment1_0"]),
+    (["a.moment1_0 -> b.moment1_0", "b^T -> t", "t^T -> c"], ["c.moment1_0"]),
+    (['a -> b, states="model"', "b -> c"], ["c"]),
+    (["a.moment1_0 -> b.moment1_0", "b, a -> c, d"], ["c.moment1_0"]),
+    (["a.moment1_0 -> b.moment1_0", "b -> c", "a -> c"], []),
+    (["a.moment1_0 -> b.moment1_0", "b -> c", "a.moment1_0 -> c.moment1_0"], []),
+    (["b -> c", "a.moment1_0 -> b.moment1_0"], []),
+    (["a.moment1_0 -> b.moment1_0", "b -> b"], []),
+    (["a.moment1_0 -> b.moment1_0", "a -> c", "x, b -> c, axis=0, optional"], []),
+])  # fmt: skip
+def test_a_state_that_was_made_apart_is_not_taken_from_somewhere_else(statements, lost):
+    """What is made of a name after a statement about one of its states would have the state that it had before."""
+    source = {"a": A, "a.moment1_0": A + 100, "b": A + 1, "b.moment1_0": A + 101}
+    target = {"c": A, "c.moment1_0": A}
+    mapping = compiled(statements, source, target)
+    assert sorted(mapping.unfed) == lost
+    assert all("give the statement about" in mapping.provenance[key] for key in lost)
+    assert set(lost).isdisjoint(compiled(statements, source, None).outputs)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
+import paddle_flexckpt as fc
 from paddle_flexckpt.aoa.config_rules import rules_of_config
 from paddle_flexckpt.aoa.invert import invert
 from tests.aoa.small import Arrays, assert_equal, compiled, numbered, room, run
@@ -263,3 +264,14 @@ def test_quantized_weights_are_read_by_the_variant_that_dequantizes():
     assert rules_of_config(plain, "from_hf", KEYS) == rules_of_config(
         {**plain, "quantization_config": None}, "from_hf", KEYS
     )
+
+
+def test_a_statement_about_one_state_comes_last(tmp_path) -> None:
+    source = {"a": A, "a.moment1_0": A + 100, "b": B, "b.moment1_0": B + 100}
+    fc.save_state_dict(source, tmp_path)
+    target = {"c": room(4, 6), "c.moment1_0": room(4, 6)}
+    with provoked("aoa/program.py", "last, with the name of the target on its right"):
+        fc.load_state_dict(target, tmp_path, aoa_config=['a -> b, states="moment1_0"', "b -> c"])
+    last = ["b -> c", 'a -> c, states="moment1_0"', "b.moment1_0 -> _"]
+    fc.load_state_dict(target, tmp_path, aoa_config=last)
+    assert_equal(target, {"c": B, "c.moment1_0": A + 100})
