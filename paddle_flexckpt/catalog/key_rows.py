@@ -16,7 +16,7 @@ import numpy as np
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import Problem
 from paddle_flexckpt.catalog.orders import Order, common_order
-from paddle_flexckpt.catalog.table import Catalog, order_columns
+from paddle_flexckpt.catalog.table import Catalog, merged_state_names, order_columns
 
 # Rows, bytes behind them, axes, bytes of a number; then the rows, and as JSON the names of the keys and their orders.
 _HEAD = struct.Struct("<IIBB")
@@ -35,8 +35,8 @@ class KeyRows:
         row: int64 ``[n]``, which row of that rank's own catalog each is.
         number: int64 ``[n]``, which row each is of the catalog of all keys.
         flags: int64 ``[n]``, what its owner says of it besides.
-        contradictions: What ranks contradict each other in about the order of a tensor's elements, with the number of
-            the first row of the rank that does.
+        contradictions: What ranks contradict each other in (the order of a tensor's elements, whose state it is), with
+            the number of a row of the rank that does.
     """
 
     catalog: Catalog
@@ -83,6 +83,9 @@ def encode_rows(catalog: Catalog, flags: np.ndarray, part: np.ndarray) -> dict[i
         tables: list[Any] = [names[low:high]]
         if known and order_of[low:high].max() >= 0:
             tables += [order_of[low:high].tolist(), orders]
+        if catalog.state_names:
+            own = {name: catalog.state_names[name] for name in names[low:high] if name in catalog.state_names}
+            tables = [*tables, *([[], []] if len(tables) == 1 else []), own]
         tail = json.dumps(tables, ensure_ascii=False, separators=(",", ":")).encode()
         head = _HEAD.pack(stop - first, len(tail), catalog.width, word)
         messages[int(of_row[first])] = b"".join([head, data[first * width : stop * width], tail])
@@ -101,6 +104,7 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
     numbers: list[int] = []
     said: list[tuple[int, int, int]] = []
     table_of_orders: dict[tuple[Any, ...], int] = {}
+    state_names: list[dict[str, tuple[str, ...]]] = []
     bodies: dict[tuple[int, int], list[tuple[int, int, int, bytes]]] = {}
     for place, message in messages.items():
         count, tail, axes, word = _HEAD.unpack_from(message)
@@ -108,6 +112,7 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
             (place, count, len(numbers), message[_HEAD.size : len(message) - tail])
         )
         names, *orders = json.loads(message[len(message) - tail :])
+        state_names += [{key: tuple(each) for key, each in table.items()} for table in orders[2:]]
         own = [keys.setdefault(name, len(keys)) for name in names]
         numbers += own
         if orders:
@@ -130,6 +135,8 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
     orders, contradictions = _merged(
         said, [Order.decode([*each]) for each in table_of_orders], renumbered, known, before
     )
+    names_of_states, problems = merged_state_names(state_names)
+    contradictions += tuple((0, problem) for problem in problems.values())
     catalog = Catalog(
         keys=known,
         dtypes=_NAMES,
@@ -146,6 +153,7 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
         file=np.full(len(table), -1, dtype=np.int32),
         byte_offset=np.zeros(len(table), dtype=np.int64),
         **order_columns(orders, len(known)),
+        state_names=names_of_states,
     )
     return KeyRows(catalog, owner.copy(), row.copy(), before[owner] + row, flags.copy(), contradictions)
 

@@ -49,6 +49,9 @@ class Catalog(Columns):
         orders: Distinct orders of elements; ``key_order`` indexes it.
         key_order: int16 ``[number of keys]``, the order of each tensor's elements, or -1: nothing is known of it; or
             ``[0]`` where that is so of all keys.
+        state_names: By key of an optimizer's state that is named after Paddle's own name of its parameter: the names
+            that it has after those of the parameter in the same state dict. Keys of which nothing is known are left
+            out.
     """
 
     PADDED: ClassVar[Mapping[str, int]] = {"global_shape": 1, "offset": 0, "shape": 1}
@@ -69,6 +72,7 @@ class Catalog(Columns):
     byte_offset: np.ndarray
     orders: tuple[Order, ...] = ()
     key_order: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int16), metadata=WHOLE)
+    state_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def is_flattened(self) -> np.ndarray:
@@ -103,6 +107,9 @@ class Catalog(Columns):
             orders = json.dumps([order.encode() for order in self.orders], ensure_ascii=False)
             arrays["orders"] = np.frombuffer(orders.encode(), dtype=np.uint8)
             arrays["key_order"] = np.ascontiguousarray(self.key_order)
+        if self.state_names:
+            names = {key: self.state_names[key] for key in self.keys if key in self.state_names}
+            arrays["state_names"] = np.frombuffer(json.dumps(names, ensure_ascii=False).encode(), dtype=np.uint8)
         return arrays
 
     @classmethod
@@ -133,6 +140,8 @@ class Catalog(Columns):
                 raise ValueError("the orders are not one for each key")
             if column.max(initial=-1) >= len(values["orders"]):
                 raise ValueError("column key_order points beyond its table")
+        if "state_names" in arrays:
+            values["state_names"] = _decode_state_names(json.loads(arrays["state_names"].tobytes()))
         return cls(**values)
 
     def key_name(self, row: int) -> str:
@@ -224,7 +233,7 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
     """Return one catalog with the rows of all, in order; names are merged.
 
     Raises:
-        ValidationError: They contradict each other about the order of a tensor's elements.
+        ValidationError: They contradict each other about the order of a tensor's elements, or about whose state it is.
     """
     if not catalogs:
         shapes = {name: (0, 1) if name in Catalog.PADDED else (0,) for name in Catalog.COLUMNS}
@@ -259,7 +268,42 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
                 of_keys.append(numbers[:-1])
         columns[column] = np.concatenate(parts)
         tables[table] = tuple(merged)
-    return Catalog(**tables, **columns, **_merged_orders(catalogs, of_keys, tables["keys"]))
+    state_names, problems = merged_state_names(catalog.state_names for catalog in catalogs)
+    if problems:
+        raise ValidationError([*problems.values()])
+    orders = _merged_orders(catalogs, of_keys, tables["keys"])
+    return Catalog(**tables, **columns, **orders, state_names=state_names)
+
+
+def _decode_state_names(value: Any) -> dict[str, tuple[str, ...]]:
+    """Return names by key, of what JSON has of them; ValueError if they are none."""
+    names = {key: tuple(each) for key, each in value.items()} if isinstance(value, dict) else None
+    if names is None or not all(each and set(map(type, each)) == {str} for each in names.values()):
+        raise ValueError("the names of states are not lists of names by key")
+    return names
+
+
+def merged_state_names(
+    tables: Iterable[Mapping[str, tuple[str, ...]]],
+) -> tuple[dict[str, tuple[str, ...]], dict[str, Problem]]:
+    """Return what several say of whose states keys are, together, and by key the problem that they contradict."""
+    merged: dict[str, tuple[str, ...]] = {}
+    problems: dict[str, Problem] = {}
+    for names in tables:
+        for key, own in names.items():
+            before = merged.setdefault(key, own)
+            if before == own:
+                continue
+            if set(before).isdisjoint(own):
+                problems[key] = Problem(
+                    "a state is named after Paddle's count of layers, and on another rank it is another parameter's",
+                    key,
+                    expected=before[0],
+                    got=own[0],
+                    remedy="use optimizer.sharded_state_dict(model_state) instead of optimizer.state_dict()",
+                )
+            merged[key] = tuple(sorted({*before, *own}))
+    return merged, problems
 
 
 def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], keys: Sequence[str]) -> dict[str, Any]:

@@ -451,4 +451,5 @@ def _stored(keys: Mapping[str, str], source: Catalog, mapping: TensorMapping | N
     names = {key: name for name, key in _copied(keys, mapping).items()}
     chosen = np.asarray([key in names for key in source.keys], dtype=bool)
     kept = source.take(chosen[source.key]).compact()
-    return replace(kept, keys=tuple(names[key] for key in kept.keys))
+    known = {names[key]: said for key, said in source.state_names.items() if key in names}
+    return replace(kept, keys=tuple(names[key] for key in kept.keys), state_names=known)

@@ -158,7 +158,7 @@ def rows_of(content: Content) -> tuple[Catalog, list[str]]:
     tables = []
     for rank, names in enumerate(group(content.infos, content.max_file_bytes, MOST_TENSORS)):
         tables.append(_whole_rows(rank, {name: content.infos[name] for name in names}))
-    return concat(tables).with_orders(content.orders), []
+    return replace(concat(tables).with_orders(content.orders), state_names=content.stored.state_names), []
 
 
 def _cut_rows(content: Content, strategy: Strategy | Mesh) -> tuple[Catalog, list[str]]:
@@ -191,7 +191,7 @@ def _cut_rows(content: Content, strategy: Strategy | Mesh) -> tuple[Catalog, lis
     if others:
         notes.append(f"rank 0 stores all of {listed(others, 3)}, of which the strategy says nothing")
     tables = [table, _whole_rows(0, dict(sorted(rest.items())))] if rest else [table]
-    return concat(tables).with_orders(content.orders), notes
+    return replace(concat(tables).with_orders(content.orders), state_names=content.stored.state_names), notes
 
 
 def _whole_rows(rank: int, infos: Mapping[str, TensorInfo]) -> Catalog:

@@ -16,9 +16,11 @@ counts by layer, in one of several ways. With ``linear_0.w_0`` for the parameter
 1. what is found under its own name is never looked for elsewhere;
 2. two keys of the source with one form are an error, if a target asks for it, never a choice;
 3. a key of the source goes to one target, unless two targets are one tensor;
-4. raw names count layers, so another process may mean another layer by one: what leads to a key of the source has to
-   mean one parameter on all ranks. Raw names of structured targets are used only if they lead to *every* state that
-   was not found otherwise.
+4. raw names count layers, so another process may mean another layer by one. A state whose structured name is known, as
+   a save records it and a live model tells it, is found by that alone. Where one of both sides does not know it, a raw
+   name is believed if parameters of other names have other shapes (:mod:`~paddle_flexckpt.engine.raw_names`), and what
+   leads to a key of the source has to mean one parameter on all ranks. Raw names of structured targets are used only if
+   they lead to *every* state that was not found otherwise.
 
 Tested in tests/engine/test_names.py and tests/live/test_name_compatibility.py.
 """
@@ -26,14 +28,15 @@ Tested in tests/engine/test_names.py and tests/live/test_name_compatibility.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from paddle_flexckpt.aoa.states import ACCUMULATORS, is_torch_state, split_state
 from paddle_flexckpt.aoa.states import MASTER as MASTER_STATE
 from paddle_flexckpt.aoa.wrappers import unwrapped
-from paddle_flexckpt.catalog import Problem, ValidationError
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 
 # Parts of a nested state dict that one side may have and the other not.
 PREFIXES = ("model.", "optimizer.")
@@ -50,8 +53,8 @@ _DIST = re.compile(r"(?:\.dist)+$")
 # linear_0.w_0, batch_norm2d_3.b_0: how Paddle names a parameter that the user gives no name.
 _COUNTED = re.compile(r".*\.[wb]_\d+")
 # A cheap look: most keys are no raw names of states.
-_COUNTED_STATE = re.compile(r"\.[wb]_\d+(?:\.dist)*_|master_weights\.")
-_HINT = "give the names by AOA statements (plain_state_statements() makes them)"
+COUNTED_STATE = re.compile(r"\.[wb]_\d+(?:\.dist)*_|master_weights\.")
+HINT = "give the names by AOA statements (plain_state_statements() makes them)"
 
 
 class RawState(NamedTuple):
@@ -67,8 +70,8 @@ class RawState(NamedTuple):
 
 
 def raw_parameter(name: str) -> str:
-    """Return a parameter's raw name as it was before the parameter became a DistTensor."""
-    return _DIST.sub("", name)
+    """Return a parameter's raw name, of one that became a DistTensor or of a slice (``slice@...``) too."""
+    return _DIST.sub("", name.rpartition("@")[2])
 
 
 def split_raw(name: str, parameters: Collection[str] = ()) -> RawState | None:
@@ -120,16 +123,27 @@ def without_prefix(name: str) -> list[tuple[str, str]]:
     return [("", name), *((prefix, name[len(prefix) :]) for prefix in PREFIXES if name.startswith(prefix))]
 
 
+def bare(name: str) -> str:
+    """Return a name without its first part if that is of :data:`PREFIXES`."""
+    return without_prefix(name)[-1][1]
+
+
 class NameIndex:
     """Find keys of a source by their canonical forms."""
 
-    def __init__(self, keys: Iterable[str], parameters: Collection[str] = ()) -> None:
-        """Take the source's keys, and raw names of parameters that are known."""
+    def __init__(
+        self,
+        keys: Iterable[str],
+        parameters: Collection[str] = (),
+        state_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
+        """Take the source's keys, raw names of parameters that are known, and the names that stand for some keys."""
         self._parameters = parameters
         self._keys: dict[str, list[tuple[str, str]]] = {}
         for key in keys:
-            for prefix, name in without_prefix(key):
-                self._keys.setdefault(canonical(name, parameters), []).append((prefix, key))
+            for own in state_names.get(key, (key,)):
+                for prefix, name in without_prefix(own):
+                    self._keys.setdefault(canonical(name, parameters), []).append((prefix, key))
 
     def find(self, names: Iterable[str]) -> list[str]:
         """Return the keys that mean what one of some names means, each once."""
@@ -153,6 +167,8 @@ class Unresolved:
         aliases: Other names of the same, tied parameter.
         raw_names: Raw names of the state, if it is one under a structured name.
         place: Equal for targets that are one tensor; None: unlike any other.
+        state_names: Structured names of the state, if it is one under a raw name, and they are known.
+        shape: Its global shape.
     """
 
     key: str
@@ -160,6 +176,20 @@ class Unresolved:
     aliases: tuple[str, ...] = ()
     raw_names: tuple[str, ...] = ()
     place: object = None
+    state_names: tuple[str, ...] = ()
+    shape: tuple[int, ...] = ()
+
+    @property
+    def raw_name(self) -> str:
+        """Return its raw name: of a state under a structured name, one that it has elsewhere; else its own name."""
+        return self.raw_names[0] if self.raw_names else self.key
+
+
+class Source(NamedTuple):
+    """Hold what a search has to know of a source: its keys, the global shape of each, and ``state_names``."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    state_names: Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -168,9 +198,10 @@ class CompatibleNames:
 
     Attributes:
         names: The source's keys by target.
-        by_raw_name: Those of them that only the raw name of a structured target led to.
+        by_raw_name: Those of them that only a raw name led to.
         taken: Targets that remain without a key, as the one that would do is another target's: that target.
         lost_by_raw_name: Targets without a key, of which this side or the source has only a raw name.
+        of_others: Targets without a key, of whose raw name the source says that it is another parameter's state: that.
         problems: What is ambiguous.
     """
 
@@ -178,30 +209,32 @@ class CompatibleNames:
     by_raw_name: dict[str, str] = field(default_factory=dict)
     taken: dict[str, str] = field(default_factory=dict)
     lost_by_raw_name: list[str] = field(default_factory=list)
+    of_others: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
 def find_compatible(
     targets: Sequence[Unresolved],
-    source: Iterable[str],
+    source: Source,
     claimed: Mapping[str, Sequence[tuple[str, object]]],
-    structured: Mapping[str, Sequence[str]],
+    exact: bool = False,
 ) -> CompatibleNames:
-    """Find the names under which a source has targets that it lacks under their own.
+    """Find the names under which a source has targets that it lacks under their own, or has under a raw name.
 
     Args:
         targets: The targets of one rank.
         source: The source's keys.
         claimed: Targets (name and place) that are found under their own names, by key of the source.
-        structured: Names in the state of the targets by raw name of a parameter, without ``.dist``.
+        exact: Look for the targets' own names alone.
     """
-    keys = list(source)
-    index = NameIndex(keys, structured)
-    source_is_raw = any(split_raw(key) for key in keys)
+    indexes = _Indexes(targets, source)
+    source_is_raw = any(split_raw(key) for key in source.shapes)
     result = CompatibleNames()
     given: dict[str, list[Unresolved]] = {}
     for target in targets:
-        hits, by_raw_name = _hits(index, target, structured)
+        hits, by_raw_name = indexes.hits(target)
+        if exact or target.key in hits:
+            hits = [key for key in hits if key == target.key]
         if len(hits) > 1:
             result.problems.append(_ambiguous(target, hits))
         elif hits:
@@ -210,10 +243,14 @@ def find_compatible(
                 result.by_raw_name[target.key] = hits[0]
         elif (target.raw_names and source_is_raw) or split_raw(target.key):
             result.lost_by_raw_name.append(target.key)
+            others = [name for key in indexes.recorded(target) for name in source.state_names[key]]
+            if others:
+                result.of_others[target.key] = others[0]
     for key, takers in given.items():
-        owners = claimed.get(key, ())
+        owners = claimed.get(key) or [(each.key, each.place) for each in takers if each.key == key]
         for taker in takers:
-            if owners and not any(place is not None and place == taker.place for _, place in owners):
+            title = taker.key == key or any(place is not None and place == taker.place for _, place in owners)
+            if owners and not title:
                 # The other one has the better title, and this one is missing.
                 result.taken[taker.key] = owners[0][0]
                 result.by_raw_name.pop(taker.key, None)
@@ -222,54 +259,80 @@ def find_compatible(
         places = {taker.place for taker in takers if taker.key in result.names}
         if len(takers) > 1 and (len(places) > 1 or None in places):
             result.problems.append(_wanted_twice(key, takers))
-    lost = [target for target in targets if target.raw_names and target.key in result.lost_by_raw_name]
-    if result.by_raw_name and lost:
-        result.problems.append(_half_believed(result.by_raw_name, lost))
+    structured = [each for each in targets if each.raw_names]
+    believed = {each.key: result.by_raw_name[each.key] for each in structured if each.key in result.by_raw_name}
+    lost = [target for target in structured if target.key in result.lost_by_raw_name]
+    if believed and lost:
+        result.problems.append(_half_believed(believed, lost))
     return result
 
 
-def _hits(index: NameIndex, target: Unresolved, structured: Mapping[str, Sequence[str]]) -> tuple[list[str], bool]:
-    """Return the keys of the first of a target's names that lead to any; whether only a raw name of a state did."""
-    for name in (target.key, *target.aliases):
-        hits = index.find([name])
-        if hits:
-            return hits, False
-    for prefix, name in without_prefix(target.key):
-        raw = split_raw(name, structured)
-        for parameter in structured.get(raw.parameter, ()) if raw else ():
-            # The state dict may hold the model under a prefix, or the model's own names may begin so.
-            hits = index.find([f"{prefix}{each}.{raw.state}" for _, each in without_prefix(parameter)] if raw else ())
-            if hits:
-                return hits, False
-    return index.find(target.raw_names), True
+class _Indexes:
+    """Find the keys of a source for targets: by structured names, and by raw ones where these have to do."""
+
+    def __init__(self, targets: Sequence[Unresolved], source: Source) -> None:
+        parameters = {bare(name) for target in targets for name in _named_parameters(target)}
+        self._parameters = parameters
+        self._index = NameIndex(source.shapes, parameters, source.state_names)
+        self._recorded = NameIndex([key for key in source.state_names if key in source.shapes], parameters)
+
+    def recorded(self, target: Unresolved) -> list[str]:
+        """Return the keys of the target's raw name of which the source says whose states they are."""
+        return self._recorded.find([target.raw_name])
+
+    def hits(self, target: Unresolved) -> tuple[list[str], bool]:
+        """Return the keys of the first of a target's names that lead to any; whether only a raw name of a state did."""
+        is_raw = bool(target.state_names) or is_counted(target.key)
+        if target.state_names or not is_raw:
+            groups = [target.state_names] if is_raw else [[name] for name in (target.key, *target.aliases)]
+            for names in groups:
+                hits = self._index.find(names)
+                if hits:
+                    return hits, False
+        hits = self._index.find([target.raw_name])
+        if not hits and not ((target.state_names or target.raw_names) and is_counted(target.raw_name)):
+            hits = self.recorded(target)
+        return hits, True
 
 
-def raw_meanings(
-    found: Iterable[tuple[str, str, Sequence[str]]], structured: Callable[[], Mapping[str, Sequence[str]]]
-) -> dict[str, list[str]]:
+def is_counted(name: str) -> bool:
+    """Return whether a name is that of a state, after Paddle's count of layers."""
+    return COUNTED_STATE.search(name) is not None and split_raw(bare(name)) is not None
+
+
+def counted_names(catalog: Catalog) -> list[str]:
+    """Return the keys of states that are named after Paddle's count of layers, or whose structured names are known."""
+    if not catalog.state_names and not COUNTED_STATE.search("\n".join(catalog.keys)):
+        return []
+    return [key for key in catalog.keys if key in catalog.state_names or is_counted(key)]
+
+
+def _named_parameters(target: Unresolved) -> Iterator[str]:
+    """Yield the name of the parameter of which a target is a state, as its raw name has it."""
+    for name in target.state_names[:1] or (target.key,) * len(target.raw_names[:1]):
+        suffix = re.escape(name.rpartition(".")[2].rpartition("_")[0])
+        found = re.fullmatch(rf"(.+?)(?:\.dist)*(?:_fp32_master_\d+)?_{suffix}_\d+", target.raw_name)
+        if found:
+            yield found[1]
+
+
+def raw_meanings(found: Iterable[tuple[str, str, Sequence[str], Sequence[str]]]) -> dict[str, list[str]]:
     """Return what the raw names that lead to keys of the source mean on this rank.
 
     Args:
-        found: Targets, their keys in the source, and their aliases.
-        structured: Gives that of :func:`find_compatible`; called where there are raw names.
+        found: Targets, their keys in the source, their aliases, and the structured names of those under raw names.
 
     Returns:
         Structured names of the parameter, by raw name; without those of which the state dict does not tell.
     """
-    known: Mapping[str, Sequence[str]] | None = None
     meanings: dict[str, dict[str, None]] = {}
-    for target, key, aliases in found:
-        raw = split_raw(_bare(key)) if _COUNTED_STATE.search(key) else None
-        if raw is None:
-            continue
-        known = structured() if known is None else known
-        own = split_raw(_bare(target))
-        if own is None:
-            names = [name.rpartition(".")[0] for name in (target, *aliases)]
-        else:
-            names = list(known.get(own.parameter, ()))
-        meanings.setdefault(raw.parameter, {}).update(dict.fromkeys(map(_bare, names)))
-    return {name: list(parameters) for name, parameters in meanings.items() if parameters}
+    for target, key, aliases, state_names in found:
+        raw = split_raw(bare(key)) if COUNTED_STATE.search(key) else None
+        if raw is not None and (state_names or split_raw(bare(target)) is None):
+            names = [name.rpartition(".")[0] for name in state_names or (target, *aliases)]
+            # The state's path may be in front of the parameter's.
+            meanings.setdefault(raw.parameter, {}).update(dict.fromkeys(bare(bare(name)) for name in names))
+    return {name: list(parameters) for name, parameters in meanings.items()}
 
 
 def check_across_ranks(meanings: Sequence[Mapping[str, Sequence[str]]], context: str) -> None:
@@ -293,16 +356,12 @@ def check_across_ranks(meanings: Sequence[Mapping[str, Sequence[str]]], context:
                         f"{raw!r} in the keys of the source would mean different parameters on different ranks: every "
                         "process counts its own layers",
                         got=f"{sorted(earlier)[:3]} and {sorted(parameters)[:3]}",
-                        remedy=f"save and load sharded_state_dict(), whose names are the same everywhere; or {_HINT}",
+                        remedy=f"save and load sharded_state_dict(), whose names are the same everywhere; or {HINT}",
                     )
                 )
             earlier.update(parameters)
     if problems:
         raise ValidationError(problems, context)
-
-
-def _bare(name: str) -> str:
-    return without_prefix(name)[-1][1]
 
 
 def _ambiguous(target: Unresolved, hits: list[str]) -> Problem:
@@ -333,5 +392,5 @@ def _half_believed(found: Mapping[str, str], lost: list[Unresolved]) -> Problem:
         rank=lost[0].rank,
         expected=f"{lost[0].raw_names[0]!r}, as target {target!r} is there as {key!r}",
         got=f"{len(lost)} states without a key",
-        remedy=_HINT,
+        remedy=HINT,
     )

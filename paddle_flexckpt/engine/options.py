@@ -163,6 +163,11 @@ class TransferOptions(StatementOptions):
             gives the same tensor in dynamic and static graph, in semi-automatic and hybrid parallel, in plain and
             sharded state dicts (docs/semi_auto.md, Names); the report lists those among the aliases. False: keys are
             found under their own names alone.
+        raw_names: What a name of Paddle's counter, such as ``linear_0.w_0_moment1_0``, says of whose state it is.
+            ``"recorded"``: nothing, where several parameters have its parameter's shape and neither the checkpoint nor
+            the state that is loaded says which one it is; that is an error. ``"trusted"``: what it says here; the
+            caller knows that this process makes the same networks in the same order as the one that saved. What is
+            recorded counts in any case.
         strict: Which keys without a counterpart are errors: ``"missing"`` (targets that the source lacks),
             ``"unexpected"`` (keys that no rank asks for), True (both) or False (neither).
         dtype: ``"raise"`` makes a dtype that differs an error; ``"cast"`` converts the values.
@@ -185,6 +190,9 @@ class TransferOptions(StatementOptions):
 
     coordinator_rank: int = 0
     mw_name_compatibility: bool = field(default=True, metadata=rule(choices=(True, False)))
+    raw_names: Literal["recorded", "trusted"] = field(
+        default="recorded", metadata=rule(choices=("recorded", "trusted"))
+    )
     strict: Strict = field(default="missing", metadata=rule(choices=(True, False, "missing", "unexpected")))
     dtype: Literal["raise", "cast"] = field(default="raise", metadata=rule(choices=("raise", "cast")))
     tied_names: bool = True

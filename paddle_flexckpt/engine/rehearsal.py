@@ -169,7 +169,7 @@ class _Rehearsal:
         with self._files.closing:
             self._files.open()
             try:
-                task, _ = make_task(_targets(union), self._source, self._options, self._known)
+                task, _ = make_task(self._targets(union), self._source, self._options, self._known)
                 groups, used = self._count(task)
                 # The files are looked at once for all ranks.
                 self._check_files(np.flatnonzero(used))
@@ -274,6 +274,10 @@ class _Rehearsal:
             # A stage of a pipeline has a part of all keys; those that follow may have more.
             count = min(max(rows * len(some) // max(len(batch), 1), 1), 8 * count)
 
+    def _targets(self, catalog: Catalog) -> Targets:
+        """Return targets of a job whose states are those that the source says they are."""
+        return _targets(replace(catalog, state_names=self._source.state_names))
+
     def _failure(self, error: CheckpointError) -> CheckpointError:
         """Return the error that the ranks of the job would raise together, by asking one after the other."""
         total = self._layout.strategy.ranks
@@ -283,7 +287,7 @@ class _Rehearsal:
         failures = []
         for rank in asked:
             try:
-                targets = _targets(self._layout.catalog(rank))
+                targets = self._targets(self._layout.catalog(rank))
                 self._files.prepare(make_task(targets, self._source, self._options, self._known)[0])
             except CheckpointError as own:
                 failures.append((rank, Failure.of(own)))

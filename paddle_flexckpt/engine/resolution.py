@@ -19,9 +19,17 @@ from paddle_flexckpt.engine.codes import CODE_DTYPES, Codes
 from paddle_flexckpt.engine.fitting import Given, are_alike, are_ruled, fit
 from paddle_flexckpt.engine.fused import FusedMismatch, find_mismatch, mending_statements
 from paddle_flexckpt.engine.mapping import compile_mapping
-from paddle_flexckpt.engine.names import CompatibleNames, Unresolved, find_compatible, raw_meanings
+from paddle_flexckpt.engine.names import (
+    CompatibleNames,
+    Source,
+    Unresolved,
+    counted_names,
+    find_compatible,
+    raw_meanings,
+)
 from paddle_flexckpt.engine.options import TransferOptions
 from paddle_flexckpt.engine.powers import NOTHING, Facts, Power
+from paddle_flexckpt.engine.raw_names import find_guesses
 from paddle_flexckpt.engine.remedies import renamed, reshaped, untied
 from paddle_flexckpt.engine.shared_targets import share_memory
 from paddle_flexckpt.engine.targets import Targets
@@ -123,10 +131,10 @@ class Resolution:
 
     def raw_meanings(self) -> dict[str, list[str]]:
         """Return the parameters by the raw names of them that lead to keys of the source."""
-        columns = zip(self.targets.catalog.keys, self.catalog.keys, self.targets.aliases)
+        keys, known = self.targets.catalog.keys, self.targets.catalog.state_names
+        columns = zip(keys, self.catalog.keys, self.targets.aliases, [known.get(key, ()) for key in keys])
         nothing = {row for row, other in self.others.items() if other.how in (STATEMENT, MISSING)}
-        found = [names for row, names in enumerate(columns) if row not in nothing]
-        return raw_meanings(found, lambda: self.targets.by_tensor_name)
+        return raw_meanings([names for row, names in enumerate(columns) if row not in nothing])
 
     def used(self, source: Catalog, mapping: TensorMapping | None) -> np.ndarray:
         """Return bool per key of the source: whether this rank fills something from it."""
@@ -286,9 +294,16 @@ class _Resolver:
             # Where no order is told and none may be missing, nobody asks what is renamed.
             self._copied = mapping.copied_keys(mapping.tensors) if ruled or self._unordered.any() else {}
         index = self._index
-        self._names = [key if key in index else self._own_name(row) for row, key in enumerate(self._catalog.keys)]
+        # A name of Paddle's counter is the same in another process, and may mean another parameter.
+        self._counted = frozenset[str]()
+        if options.mw_name_compatibility or options.raw_names != "trusted":
+            self._counted = frozenset(counted_names(self._catalog))
+        self._names = [
+            key if key in index and key not in self._counted else self._own_name(row)
+            for row, key in enumerate(self._catalog.keys)
+        ]
         self.compatible = CompatibleNames()
-        if options.mw_name_compatibility and None in self._names:
+        if None in self._names and (options.mw_name_compatibility or self._counted):
             self.compatible = self._find_compatible()
 
     def _aliases(self, row: int) -> tuple[str, ...]:
@@ -301,28 +316,37 @@ class _Resolver:
         # states stand under one of its names, and statements speak of that one.
         unfed = self._mapping is not None and key in self._mapping.unfed
         for name in (key, *self._aliases(row)):
-            if name in self._defined or (not unfed and name in self._index):
+            if name in self._defined or (not unfed and name in self._index and name not in self._counted):
                 return name
         return None
 
     def _find_compatible(self) -> CompatibleNames:
         """Find the names under which the source has targets that it lacks under their own."""
-        catalog, targets = self._catalog, self._targets
+        catalog, targets, source = self._catalog, self._targets, self._source
+        exact = not self._options.mw_name_compatibility
         unresolved: list[Unresolved] = []
         claimed: dict[str, list[tuple[str, object]]] = {}
         for row, name in enumerate(self._names):
             key, place = catalog.keys[row], targets.place(row)
             if name is not None:
                 claimed.setdefault(name, []).append((key, place))
-            elif key not in self._gone:
-                rank = int(catalog.rank[row])
-                unresolved.append(Unresolved(key, rank, self._aliases(row), targets.raw_names[row], place))
-        return find_compatible(unresolved, self._index, claimed, targets.by_tensor_name)
+            elif key not in self._gone and (key in self._counted or not exact):
+                rank, shape = int(catalog.rank[row]), catalog.unpadded(row, catalog.global_shape)
+                names, known = targets.raw_names[row], catalog.state_names.get(key, ())
+                unresolved.append(Unresolved(key, rank, self._aliases(row), names, place, known, shape))
+        rows = {key: int(self._first_row[number]) for key, number in self._index.items()}
+        shapes = {key: source.unpadded(row, source.global_shape) for key, row in rows.items()}
+        there = Source(shapes, source.state_names)
+        found = find_compatible(unresolved, there, claimed, exact)
+        trusted = self._options.raw_names == "trusted"
+        return found if trusted else replace(found, problems=found.problems + find_guesses(unresolved, there, found))
 
     def are_plain(self) -> np.ndarray:
         """Return bool per target: whether the source's tensor of its name fills it as it is; nothing is to be told."""
         target, source = self._catalog, self._source
         number = np.asarray([self._index.get(key, -1) for key in target.keys], dtype=np.int64)
+        if self._counted:
+            number[[key in self._counted for key in target.keys]] = -1
         plain = number >= 0
         rows, number = np.flatnonzero(plain), number[plain]
         ruled = are_ruled(target)[rows] | are_ruled(source)[number] | self._unordered[number]
@@ -405,7 +429,7 @@ class _Resolver:
         key, found = self._catalog.keys[row], self._source.keys[number]
         mismatch = find_mismatch(self._catalog, row, self._source, number)
         if isinstance(mismatch, FusedMismatch):
-            mismatch, other_name = replace(mismatch, found=resolved.name), key in self.compatible.names
+            mismatch, other_name = replace(mismatch, found=resolved.name), self.compatible.names.get(key, key) != key
             resolved = resolved._replace(maybe_fused=found if mismatch.assumed else "")
             if self._mends and mismatch.statement is not None and not other_name:
                 return resolved._replace(mismatch=mismatch)
@@ -464,6 +488,8 @@ class _Resolver:
         got = f"{len(names)} keys, among them {alike or names[:3]}"
         if key in compatible.taken:
             got += f"; what might be meant is taken by target {compatible.taken[key]!r}"
+        if key in compatible.of_others:
+            got += f"; the one of its raw name is {compatible.of_others[key]!r}, as the source says"
         remedy = "correct the name, or load with strict=False to leave this target as it is"
         if self._other(row, None) is not None:
             remedy = _PARAMETER_REMEDY

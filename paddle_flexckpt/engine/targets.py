@@ -6,7 +6,7 @@ Tested in tests/engine/test_targets.py and tests/live/test_policies.py.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol
@@ -17,7 +17,6 @@ from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.engine.copies import DeviceStorage
-from paddle_flexckpt.engine.names import raw_parameter
 
 # First and last byte address (exclusive), dtype, the part of the tensor in words, and strides unless row-major.
 Place = tuple[tuple[int, int], str, str, tuple[int, ...]]
@@ -55,10 +54,6 @@ class Memory:
     def open(self, row: int, fresh: bool) -> OpenTarget:
         """Open a target; ``fresh``: all of it will be written, so that a copy need not begin with its values."""
         raise NotImplementedError
-
-    def tensor_names(self) -> Sequence[str | None]:
-        """Return Paddle's own name of each tensor, or None; nothing where none has one."""
-        return ()
 
     def addresses(self) -> np.ndarray | None:
         """Return int64 per target: the address of a contiguous one on the host, which stays open; else -1.
@@ -139,12 +134,3 @@ class Targets:
         if begin >= end:
             return None
         return (begin, end), self.catalog.dtype_name(row), self.catalog.describe(row), self.strides.get(row, ())
-
-    @cached_property
-    def by_tensor_name(self) -> dict[str, list[str]]:
-        """Return keys, sorted, by the name of the tensor behind them, without ``.dist``."""
-        names: dict[str, list[str]] = {}
-        for key, name in zip(self.catalog.keys, self.memory.tensor_names()):
-            if name is not None:
-                names.setdefault(raw_parameter(name), []).append(key)
-        return {name: sorted(keys) for name, keys in names.items()}

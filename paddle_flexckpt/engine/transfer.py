@@ -334,10 +334,8 @@ class Transfer:
             raise type(error)([*error.problems, f"the checkpoint is partial: {source.partial}"]) from error
         self._task = task
         names = json.dumps(task.resolution.raw_meanings()).encode()
-        # Names of tensors are no part of what a plan is kept for.
-        # Nor is the number of steps.
-        alone = "by_tensor_name" not in vars(targets) and not task.resolution.by_key("completion")
-        own = self._own or b"" if alone else b""
+        # The number of steps is no part of what a plan is kept for.
+        own = b"" if task.resolution.by_key("completion") else self._own or b""
         return join((head, json.dumps(needed).encode(), source.used(task), names, own, *source.prepare(task)))
 
     def _make_task(self, targets: Targets, statements: Sequence[str] | None) -> tuple[Task, tuple[str, ...]]:

@@ -30,8 +30,8 @@ logger = logging.getLogger("paddle_flexckpt")
 
 # Who needs no tensor whole takes a larger one in bands of so many bytes.
 BAND_BYTES = 64 << 20
-# Who asks for whole tensors has chosen among the keys.
-CHOSEN = TransferOptions(optimizer_states="ignore")
+# Who asks for whole tensors has chosen among the keys, and has their names from the source.
+CHOSEN = TransferOptions(optimizer_states="ignore", mw_name_compatibility=False, raw_names="trusted")
 
 
 @dataclass

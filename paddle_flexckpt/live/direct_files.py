@@ -22,7 +22,7 @@ import xxhash
 from paddle_flexckpt.catalog import EXTRA_STATE
 from paddle_flexckpt.catalog.wire import encode_catalog, join, split
 from paddle_flexckpt.engine.files import Files
-from paddle_flexckpt.engine.names import MASTER_STATE
+from paddle_flexckpt.engine.names import MASTER_STATE, counted_names
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.transfer import Task
@@ -90,9 +90,10 @@ class DirectFiles(Files):
         self._take(merge_rows(self._shared, rows), [part.numbers for part in parts.values()])
         self._names = {number: part.names for number, part in parts.items() if part.names is not None}
         self._digests = [part.digest for part in parts.values()]
-        known = {*self.catalog.keys}
+        known, counted = {*self.catalog.keys}, {*counted_names(targets.catalog)}
         for key, aliases in zip(targets.catalog.keys, targets.aliases):
-            if key not in known and known.isdisjoint(aliases if self._asked.tied_names else ()):
+            is_there = key in known or not known.isdisjoint(aliases if self._asked.tied_names else ())
+            if key in counted or not is_there:
                 # It may be there under a name of another kind; and if it is missing, the error tells what is there.
                 self.complete()
                 return

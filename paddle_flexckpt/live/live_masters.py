@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.engine.names import raw_parameter
-from paddle_flexckpt.live.state import LocalState, tensor_name
+from paddle_flexckpt.live.state import LocalState
+from paddle_flexckpt.live.state_names import tensor_name
 from paddle_flexckpt.live.tensor_memory import address_range
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
         name = tensor_name(state.weights[row] or tensor) if is_half else None
         if name is not None and hasattr(tensor, "_copy_to"):
             dist = getattr(state.weights[row], "dist_tensor", None)
-            loaded.setdefault(_name_of(name), []).append(tensor if dist is None else dist)
+            loaded.setdefault(raw_parameter(name), []).append(tensor if dist is None else dist)
     if not loaded:
         return 0
     filled = sorted(span[0] for span in map(address_range, tensors) if span is not None)
@@ -61,9 +62,9 @@ def _renew_all(loaded: Mapping[str, Sequence[Any]], filled: Sequence[int]) -> tu
     """Renew the masters of all live optimizers; return how many, and the names of those that are laid out otherwise."""
     renewed, stale = 0, []
     for optimizer in _optimizers():
-        own = {_name_of(parameter.name): parameter for parameter in _parameters(optimizer)}
+        own = {raw_parameter(parameter.name): parameter for parameter in _parameters(optimizer)}
         for name, master in optimizer._master_weights.items():
-            named, stepped = loaded.get(_name_of(name), ()), own.get(_name_of(name))
+            named, stepped = loaded.get(raw_parameter(name), ()), own.get(raw_parameter(name))
             if not named or _is_filled(_local(master), filled):
                 continue
             # Parameters of several networks may have one name.
@@ -99,11 +100,6 @@ def _optimizers(having: str = "_master_weights") -> Iterator[Any]:
 def _parameters(optimizer: Any) -> Iterator[Any]:
     for entry in optimizer._parameter_list or ():
         yield from entry["params"] if isinstance(entry, dict) else (entry,)
-
-
-def _name_of(name: str) -> str:
-    """Return the parameter's name, of it or of a slice of it."""
-    return raw_parameter(name.rpartition("@")[2])
 
 
 def _local(tensor: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.live.orders import order_of, with_orders_of_states
 from paddle_flexckpt.live.stale import refuse_stale
+from paddle_flexckpt.live.state_names import StateNames, state_names
 from paddle_flexckpt.live.tensor_memory import (
     dtype_name,
     element_count,
@@ -67,15 +68,6 @@ class _Row(NamedTuple):
     shape: tuple[int, ...]
     flat: tuple[int, int] | None
     order: Order | None
-
-
-def tensor_name(value: Any) -> str | None:
-    """Return Paddle's own name of a tensor, or of the tensor of a shard; None if it has none."""
-    tensor = getattr(value, "local_tensor", value)
-    if getattr(value, "dist_tensor", None) is not None:
-        tensor = value.dist_tensor  # its local value has another name, or none
-    name = getattr(tensor, "name", None)
-    return name if isinstance(name, str) and name else None
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
@@ -172,14 +164,15 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
     """
     flat_state, paths = flatten_state_dict(state_dict)
     rows: list[Any] = _usual_rows(flat_state, rank)
+    problems: list[Problem] = []
     if not all(rows):
         rows = [row or _described(key, value, rank, paths[key]) for row, (key, value) in zip(rows, flat_state.items())]
-        problems: list[Problem] = []
         for problem in rows:
             if isinstance(problem, Problem) and problem not in problems:  # a scheduler's state has several values
                 problems.append(problem)
-        if problems:
-            raise ValidationError(problems)
+    named = state_names(flat_state, rank) if not problems else StateNames({}, problems)
+    if named.problems:
+        raise ValidationError([*named.problems])
     builder = CatalogBuilder(rank, file)
     if not rows:
         return LocalState([], [], builder.build())
@@ -195,7 +188,7 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
         raise ValidationError(list(filter(None, found)))
     orders = with_orders_of_states(keys, said, global_shapes, shapes)
     builder.add_many(keys, [names[number] for number in numbers], global_shapes, offsets, shapes, flats, orders)
-    return LocalState(weights, tensors, builder.build())
+    return LocalState(weights, tensors, replace(builder.build(), state_names=named.names))
 
 
 def _usual_rows(flat_state: Mapping[str, Any], rank: int) -> list[_Row | None]:

@@ -15,7 +15,8 @@ from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, without_extra_state
 from paddle_flexckpt.engine.names import raw_parameter, split_raw, without_prefix
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.live.state import flatten_state_dict, is_tensor, open_state, tensor_name
+from paddle_flexckpt.live.state import flatten_state_dict, is_tensor, open_state
+from paddle_flexckpt.live.state_names import keys_by_name, several, tensor_name
 from paddle_flexckpt.media.backend import Backend, Location
 
 Tensors = Union[Location, Mapping[str, Any], Catalog]
@@ -46,13 +47,10 @@ def plain_state_statements(
     """
     if direction not in ("from_plain", "to_plain"):
         raise ValidationError([f"direction is 'from_plain' or 'to_plain'; got {direction!r}"])
-    names: dict[str, list[str]] = {}
-    for key in sorted(model_sharded_state_dict):
-        name = tensor_name(model_sharded_state_dict[key])
-        if name is not None:
-            names.setdefault(raw_parameter(name), []).append(key)
+    found = keys_by_name(model_sharded_state_dict)
+    names = {name: next(iter(places.values())) for name, places in found.items()}
     first = list(model_sharded_state_dict)[:3]
-    problems: list[Problem] = []
+    problems: list[Problem] = [several(name, places) for name, places in found.items() if len(places) > 1]
     plain_of: dict[str, str] = {}
     for plain, value in flatten_state_dict(plain_state_dict)[0].items():
         if not is_tensor(getattr(value, "local_tensor", value)):

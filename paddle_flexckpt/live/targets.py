@@ -18,7 +18,7 @@ from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.live.device_memory import DeviceMemory, devices_of, wait_for_devices
 from paddle_flexckpt.live.live_masters import betas_by_address, renew_masters
 from paddle_flexckpt.live.page_lock import lock_pages
-from paddle_flexckpt.live.state import LocalState, open_state, tensor_name
+from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.tensor_memory import address_range, device_of, dtype_name, is_contiguous, odd_strides
 from paddle_flexckpt.live.tensors import HostTensor
 
@@ -97,10 +97,6 @@ class TargetTensors(Memory):
     def devices(self) -> list[str]:
         """Return the names of the devices on which targets are."""
         return self._devices
-
-    def tensor_names(self) -> list[str | None]:
-        """Return Paddle's own name of each tensor, or None."""
-        return [tensor_name(weight or tensor) for weight, tensor in zip(self._state.weights, self._state.tensors)]
 
     def open(self, row: int, fresh: bool) -> HostTensor:
         """Open a target as host memory; ``fresh``: all of it will be written."""

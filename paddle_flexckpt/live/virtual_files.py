@@ -6,7 +6,8 @@ Tested in tests/live/test_reshard_files.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from paddle_flexckpt.catalog import Catalog, Order, Problem, ValidationError, co
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata, lacks_global_shapes
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.orders import order_of
+from paddle_flexckpt.live.state_names import state_names
 from paddle_flexckpt.live.tensor_memory import dtype_name, element_count
 from paddle_flexckpt.sharded_weight import is_sharded_weight
 
@@ -44,12 +46,16 @@ def gather_virtual_files(
             catalog = targets()
             shapes = {catalog.key_name(i): catalog.unpadded(i, catalog.global_shape) for i in range(len(catalog))}
         orders = _orders(source_state_dict, comm.rank)
-        return None, json.dumps([sorted(source_state_dict), shapes, orders]).encode()
+        state = {key: value for tensors in source_state_dict.values() for key, value in tensors.items()}
+        named = state_names(state, comm.rank)
+        if named.problems:
+            raise ValidationError([*named.problems])
+        return None, json.dumps([sorted(source_state_dict), shapes, orders, named.names]).encode()
 
     _, answers = comm.together(own, context)
     told = [json.loads(answer) for answer in answers]
     holders = {file: rank for rank, (files, *_) in zip(comm.ranks, told) for file in files}
-    global_shapes = {key: shape for _, shapes, _ in told for key, shape in shapes.items()}
+    global_shapes = {key: shape for _, shapes, *_ in told for key, shape in shapes.items()}
 
     def build() -> tuple[Catalog, bytes]:
         files = {file for entry in metadata for file in entry.storage_metadata.values()}
@@ -57,14 +63,19 @@ def gather_virtual_files(
         if lost:
             raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
         source = catalog_from_metadata(metadata, holders.__getitem__, global_shapes)
-        # Metadata has no place for orders; the shards that it is about have.
-        said = ({key: Order.decode(order) for key, order in orders} for *_, orders in told)
+        # Metadata has no place for orders and names of states; the shards that it is about have.
+        said = [({key: Order.decode(order) for key, order in orders}, names) for *_, orders, names in told]
         nothing = np.zeros(0, dtype=np.int64)
-        source = concat([source, *(source.with_orders(orders).take(nothing) for orders in said)])
+        known = (replace(source.with_orders(orders), state_names=_tuples(names)) for orders, names in said)
+        source = concat([source, *(each.take(nothing) for each in known)])
         owned_tensors(source, source_state_dict, comm.rank, context)  # what is wrong here has to be every rank's error
         return source, b""
 
     return comm.together(build, context)[0]
+
+
+def _tuples(names: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+    return {key: tuple(each) for key, each in names.items()}
 
 
 def _orders(source_state_dict: Mapping[str, Mapping[str, Any]], rank: int) -> list[tuple[str, Any]]:

@@ -88,6 +88,14 @@ class ShardOptimizerMixin:
 class DistModelMixin:
     """Describe the DistModel that ``dist.to_static`` returns."""
 
+    def state_dict(self: Any, *args: Any, **options: Any) -> dict[str, Any]:
+        """Do as Paddle does; parameters know their raw names, which tell whose states there are."""
+        state: dict[str, Any] = self._paddle_state_dict(*args, **options)
+        for key, name in self._structured_to_parameter_name.items():
+            if key in state:
+                state[key].name = name
+        return state
+
     def sharded_state_dict(self: Any) -> ShardedStateDict:
         """Describe the parameters, and in mode "train" the optimizer's states, as shards.
 

@@ -58,9 +58,6 @@ class Held(Memory):
     def open(self, row: int, fresh: bool) -> Open:
         return Open(self, row, fresh)
 
-    def tensor_names(self) -> list[None]:
-        return [None] * len(self.arrays)
-
     def addresses(self) -> np.ndarray | None:
         return self.known
 

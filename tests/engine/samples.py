@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -105,7 +105,7 @@ class Part:
         rank: Who holds it.
         aliases: Other names of a tied parameter.
         raw_names: Raw names of a state.
-        tensor_name: Paddle's own name.
+        state_names: Structured names of a state under a raw name.
         array: The memory, of a target that may share it.
     """
 
@@ -118,7 +118,7 @@ class Part:
     rank: int = 0
     aliases: tuple[str, ...] = ()
     raw_names: tuple[str, ...] = ()
-    tensor_name: str | None = None
+    state_names: tuple[str, ...] = ()
     array: np.ndarray | None = None
 
 
@@ -131,7 +131,8 @@ def catalog(*parts: Part, file: str | None = None) -> Catalog:
             offset = part.offset or (0,) * len(part.whole)
             shape = part.whole if part.shape is None else part.shape
             builder.add(part.key, part.dtype, part.whole, offset, shape, order=part.order)
-        tables.append(builder.build())
+        names = {part.key: part.state_names for part in parts if part.state_names}
+        tables.append(replace(builder.build(), state_names=names))
     return concat(tables)
 
 
@@ -146,11 +147,8 @@ def columns(key: str, extents: Sequence[int], rows: int = 4, **more) -> list[Par
 class Arrays(Memory):
     """The memory of targets that are numpy arrays, or nowhere; ``asked`` are the rows whose overlap was looked for."""
 
-    def __init__(self, arrays: Sequence[np.ndarray | None], names: Sequence[str | None]) -> None:
-        self.arrays, self.names, self.asked = arrays, names, []
-
-    def tensor_names(self) -> Sequence[str | None]:
-        return self.names
+    def __init__(self, arrays: Sequence[np.ndarray | None]) -> None:
+        self.arrays, self.asked = arrays, []
 
     def overlap(self, one: int, other: int) -> bool:
         self.asked.append((one, other))
@@ -175,7 +173,7 @@ def targets(*parts: Part) -> Targets:
         tuple(part.aliases for part in parts),
         tuple(part.raw_names for part in parts),
         np.asarray([span_of(part.array) for part in parts], dtype=np.int64).reshape(-1, 2),
-        Arrays([part.array for part in parts], [part.tensor_name for part in parts]),
+        Arrays([part.array for part in parts]),
         strides={
             row: part.array.strides
             for row, part in enumerate(parts)

@@ -11,10 +11,12 @@ from paddle_flexckpt.engine.names import (
     ACCUMULATORS,
     NameIndex,
     RawState,
+    Source,
     Unresolved,
     canonical,
     check_across_ranks,
     find_compatible,
+    is_counted,
     raw_meanings,
     raw_parameter,
     split_raw,
@@ -120,9 +122,14 @@ def test_prefixes_are_taken_off_once():
 # -- searches ----------------------------------------------------------------------------------------------------------
 
 
-def find(targets, source, claimed=None, structured=None):
+def find(targets, source, claimed=None, **known):
     targets = [target if isinstance(target, Unresolved) else Unresolved(target, 3) for target in targets]
-    return find_compatible(targets, source, claimed or {}, structured or {})
+    return find_compatible(targets, Source(dict.fromkeys(source, (2,)), known), claimed or {})
+
+
+def of(key, *state_names):
+    """A state under a raw name, of which the state dict tells the structured ones."""
+    return Unresolved(key, 3, state_names=state_names)
 
 
 def test_each_target_gets_its_own_key():
@@ -130,7 +137,8 @@ def test_each_target_gets_its_own_key():
     here = ["a.weight", "linear_0.w_0.dist_fp32_master_0_moment1_0", "linear_0.w_0.dist_fp32_master_0"]
     found = find([*here, "nothing"], source)
     assert found.names == dict(zip(here, source))
-    assert (found.by_raw_name, found.taken, found.lost_by_raw_name, found.problems) == ({}, {}, [], [])
+    assert found.by_raw_name == {here[1]: source[1], here[2]: source[2]}
+    assert (found.taken, found.lost_by_raw_name, found.problems) == ({}, [], [])
     assert find(here, []).names == {}
 
 
@@ -182,21 +190,67 @@ def test_a_name_comes_before_aliases_and_these_before_raw_names():
 
 @pytest.mark.parametrize("source", ["a.weight.moment1_0", "optimizer.a.weight.moment1_0"])
 @pytest.mark.parametrize("here", ["linear_0.w_0_moment1_0", "optimizer.linear_0.w_0.dist_moment1_3"])
-@pytest.mark.parametrize("known", ["a.weight", "model.a.weight"])
+@pytest.mark.parametrize("known", ["a.weight", "optimizer.a.weight"])
 def test_a_raw_name_is_found_under_the_structured_one(source, here, known):
-    found = find([here], [source], structured={"linear_0.w_0": ["unknown", known]})
+    found = find([of(here, f"{known}.moment1_0", "unknown.moment1_0")], [source])
     assert (found.names, found.by_raw_name) == ({here: source}, {})
-    assert find([here], [source], structured={"linear_1.w_0": [known]}).names == {}
-    master = find(["master_weights.linear_0.w_0"], ["a.weight.w_0"], structured={"linear_0.w_0": ["a.weight"]})
+    assert find([of(here, "b.weight.moment1_0")], [source]).names == {}
+    master = find([of("master_weights.linear_0.w_0", "a.weight.w_0")], ["a.weight.w_0"])
     assert master.names == {"master_weights.linear_0.w_0": "a.weight.w_0"}
 
 
+def test_a_structured_name_is_found_under_a_raw_one_that_the_source_has_recorded():
+    raw, other = "optimizer.linear_1.w_0_moment1_0", "optimizer.linear_0.w_0_moment1_0"
+    known = {raw: ["optimizer.a.weight.moment1_0"], other: ["optimizer.b.weight.moment1_0"]}
+    target = Unresolved("a.weight.moment1_0", 3, raw_names=("linear_0.w_0_moment1_0",))
+    for each in (target, of(other, "a.weight.moment1_0"), of("linear_7.w_0_moment1_0", "optimizer.a.weight.moment1_0")):
+        found = find([each], [raw, other], **known)
+        assert (found.names, found.by_raw_name, found.lost_by_raw_name) == ({each.key: raw}, {}, [])
+    # What is another parameter's is not taken for its raw name, but said.
+    found = find([target, of(raw, "c.weight.moment1_0")], [other, raw], **{**known, raw: ["d.weight.moment1_0"]})
+    assert (found.names, found.lost_by_raw_name) == ({}, [target.key, raw])
+    assert found.of_others == {target.key: known[other][0], raw: "d.weight.moment1_0"}
+    # Where this side does not know it, the raw name has to do.
+    found = find([other], [raw, other], **known)
+    assert found.names == found.by_raw_name == {other: other}
+
+
+def test_the_own_name_comes_first_among_several_of_one_state():
+    raw = ["linear_0.w_0_moment1_0", "linear_0.w_0_moment1_1"]
+    known = {key: ["a.weight.moment1_0"] for key in raw}
+    found = find([of(key, "a.weight.moment1_0") for key in raw], raw, **known)
+    assert (found.names, found.problems) == (dict(zip(raw, raw)), [])
+    assert (
+        "several that may be meant"
+        in find([of("x.w_0_moment1_0", "a.weight.moment1_0")], raw, **known).problems[0].what
+    )
+
+
+def test_only_own_names_are_looked_for_where_that_is_asked():
+    key = "linear_0.w_0_moment1_0"
+    targets = [Unresolved(key, 0), Unresolved("linear_1.w_0.dist_moment1_0", 0)]
+    source = Source(dict.fromkeys([key, "linear_1.w_0_moment1_0"], (2,)), {})
+    assert find_compatible(targets, source, {}, exact=True).names == {key: key}
+
+
 def test_a_raw_name_that_a_user_gave_is_known_by_the_state():
+    mine = of("mine_moment1_1", "a.weight.moment1_0")
     for source in ("mine_moment1_0", "mine_moment1_2"):
         assert find(["mine_moment1_1"], [source]).names == {}
-        assert find(["mine_moment1_1"], [source], structured={"mine": []}).names == {"mine_moment1_1": source}
-    found = find(["mine_moment1_1"], ["a.weight.moment1_0"], structured={"mine": ["a.weight"]})
-    assert found.names == {"mine_moment1_1": "a.weight.moment1_0"}
+        assert find([mine], [source]).names == {mine.key: source}
+        structured = Unresolved("a.weight.moment1_0", 3, raw_names=("mine_moment1_1",))
+        assert find([structured], [source]).names == {structured.key: source}
+    assert find([mine], ["a.weight.moment1_0"]).names == {mine.key: "a.weight.moment1_0"}
+    # It counts nothing, so it is believed, whatever the attribute is called by now.
+    assert find([mine], [mine.key], **{mine.key: ["b.weight.moment1_0"]}).names == {mine.key: mine.key}
+
+
+@pytest.mark.parametrize(
+    "name", ["linear_0.w_0_moment1_0", "opt.linear_0.b_1.dist_moment1_3", "master_weights.a_0.w_0"]
+)
+def test_names_of_paddles_counter(name):
+    assert is_counted(name)
+    assert not any(map(is_counted, ("mine_moment1_0", "a.weight.moment1_0", "a.weight.w_0", "linear_0.w_0")))
 
 
 def test_what_only_a_raw_name_could_find_is_told():
@@ -238,30 +292,19 @@ def test_a_raw_name_whose_key_is_taken_is_not_believed_either():
 
 
 def test_what_raw_names_mean_on_a_rank():
-    asked = []
-
-    def structured():
-        asked.append(1)
-        return {"linear_0.w_0": ["model.a.weight", "b.weight"], "linear_2.w_0": []}
-
-    assert raw_meanings([("a.weight", "model.a.weight", ()), ("x.moment1_0", "y.moment1_0", ())], structured) == {}
-    assert asked == []
+    assert raw_meanings([("a.weight", "model.a.weight", (), ()), ("x.moment1_0", "y.moment1_0", (), ())]) == {}
+    known = ("optimizer.b.weight.moment1_0", "optimizer.model.a.weight.moment1_0")
     found = [
-        ("a.weight", "model.a.weight", ()),
-        ("b.w_0", "mine_fp32_master_0", ()),
-        ("linear_3.w_0_moment1_1", "linear_3.w_0_moment1_0", ()),
-        ("optimizer.linear_0.w_0.dist_moment1_0", "optimizer.linear_0.w_0_moment1_0", ()),
-        ("c.weight.moment1_0", "linear_1.w_0_moment1_0", ("d.weight.moment1_0",)),
-        ("model.c.weight.w_0", "master_weights.linear_1.w_0", ()),
-        ("linear_2.w_0_moment1_1", "linear_2.w_0_moment1_0", ()),
+        ("a.weight", "model.a.weight", (), ()),
+        ("b.w_0", "mine_fp32_master_0", (), ()),
+        ("linear_3.w_0_moment1_1", "linear_3.w_0_moment1_0", (), ()),
+        ("optimizer.linear_0.w_0.dist_moment1_0", "optimizer.linear_0.w_0_moment1_0", (), known),
+        ("c.weight.moment1_0", "linear_1.w_0_moment1_0", ("d.weight.moment1_0",), ()),
+        ("model.c.weight.w_0", "master_weights.linear_1.w_0", (), ()),
     ]
-    assert raw_meanings(found, structured) == {
-        "linear_0.w_0": ["a.weight", "b.weight"],
-        "linear_1.w_0": ["c.weight", "d.weight"],
-    }
-    assert asked == [1]
+    assert raw_meanings(found) == {"linear_0.w_0": ["b.weight", "a.weight"], "linear_1.w_0": ["c.weight", "d.weight"]}
     # A name that a user gave counts no layers.
-    assert raw_meanings([("b.w_0", "mine_fp32_master_0", ())], dict) == {}
+    assert raw_meanings([("b.w_0", "mine_fp32_master_0", (), ())]) == {}
 
 
 def test_a_raw_name_means_one_parameter_on_all_ranks():

@@ -79,8 +79,35 @@ def test_other_names_of_paddles_are_found():
     # What only the parameter's raw name leads to.
     raw = [Part("b.moment1_0", raw_names=("linear_0.w_0_moment1_0",))]
     assert filled(raw, source)["b.moment1_0"].name == source[1].key
-    named = [Part("linear_3.w_0_moment1_0"), Part("b", tensor_name="linear_3.w_0.dist")]
+    named = [Part("linear_3.w_0_moment1_0", state_names=("b.moment1_0",)), Part("b")]
     assert filled(named, keys("b", "b.moment1_0"))["linear_3.w_0_moment1_0"].name == "b.moment1_0"
+
+
+def test_a_name_of_paddles_counter_says_nothing_of_whose_state_it_is():
+    raw = ["linear_0.w_0_moment1_0", "linear_1.w_0_moment1_0"]
+    here = [Part(key, state_names=(name,)) for key, name in zip(raw, ("a.moment1_0", "b.moment1_0"))]
+    there = [Part(key, state_names=(name,)) for key, name in zip(raw, ("b.moment1_0", "a.moment1_0"))]
+    assert {key: row.name for key, row in filled(here, there).items()} == dict(zip(raw, reversed(raw)))
+    for wanted, source in ((keys(*raw), there), (here, keys(*raw)), (keys(*raw), keys(*raw))):
+        for strict in ("missing", False):
+            problem = the_refusal(solve, wanted, source, strict=strict)
+            assert "several parameters have the shape [4, 12]" in problem.what
+        assert {key: row.name for key, row in filled(wanted, source, raw_names="trusted").items()} == {
+            k: k for k in raw
+        }
+    # What is recorded counts in any case; and under their own names alone nothing is found.
+    assert filled(here, there, raw_names="trusted")[raw[0]].name == raw[1]
+    problems = refusal(solve, here, there, mw_name_compatibility=False)
+    assert [each.key for each in problems] == raw
+    assert "the one of its raw name is 'b.moment1_0', as the source says" in problems[0].got
+    own = filled(keys(*raw), there, mw_name_compatibility=False, raw_names="trusted")
+    assert {key: row.how for key, row in own.items()} == dict.fromkeys(raw, "own")
+    # Another shape is enough.
+    alone = [Part(raw[0]), Part(raw[1], (4, 11))]
+    assert {key: row.how for key, row in filled(alone, alone).items()} == dict.fromkeys(raw, "own")
+    # And so is a statement.
+    stated = filled(keys(*raw), keys(*raw), [f"{key} -> {key}" for key in raw])
+    assert {key: row.how for key, row in stated.items()} == dict.fromkeys(raw, "statement")
 
 
 def test_a_source_key_goes_to_one_target_unless_two_are_one_tensor():
@@ -669,14 +696,15 @@ def test_what_statements_use_is_used_and_what_they_hide_is_not():
 
 def test_raw_names_of_the_source_mean_parameters():
     wanted = [
-        Part("linear_0.w_0.dist_moment1_0"),
+        Part("linear_0.w_0.dist_moment1_0", state_names=("a.moment1_0",)),
         Part("b.moment1_0", aliases=("c.moment1_0",), raw_names=("linear_1.w_0_moment1_0",)),
         Part("linear_2.w_0_moment1_0"),
         Part("linear_4.w_0_moment1_0"),
-        Part("a", tensor_name="linear_0.w_0"),
+        Part("a"),
     ]
     source = keys("linear_0.w_0_moment1_0", "linear_1.w_0_moment1_0", "a", "linear_5.w_0_moment1_0")
-    found = solve(wanted, source, ["linear_5.w_0_moment1_0 -> linear_4.w_0_moment1_0"], strict=False)
+    statements = ["linear_5.w_0_moment1_0 -> linear_4.w_0_moment1_0"]
+    found = solve(wanted, source, statements, strict=False, raw_names="trusted")
     assert [row.how for row in found.rows] == ["raw name", "raw name", "missing", "statement", "own"]
     assert found.raw_meanings() == {"linear_0.w_0": ["a"], "linear_1.w_0": ["b", "c"]}
 

@@ -18,6 +18,7 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.live.state import flatten_state_dict
 from paddle_flexckpt.live.statements import plain_state_statements
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
@@ -68,7 +69,8 @@ def test_switched_off_names_are_exact(move, there, here):
         move(numbers(*there), target, mw_name_compatibility=False)
     assert all(repr(name) in str(caught.value) for name in set(here) - set(there))
     assert not any(tensor.any() for tensor in target.values())
-    report = move(numbers(*there), target, mw_name_compatibility=False, strict=False)
+    source, more = {**numbers(*there), "w": np.ones(2)}, {"strict": False, "optimizer_states": "ignore"}
+    report = move(source, {**target, "w": np.zeros(2)}, mw_name_compatibility=False, **more)
     assert set(report.missing) == set(here) - set(there)
     assert report.aliases == {}
 
@@ -222,8 +224,8 @@ def test_aliases_of_tied_parameters_are_found_with_other_prefixes(move):
 
 def test_statements_come_first(move):
     # What a statement takes away is not looked for under another name.
-    target = zeros("a")
-    report = move(numbers("a", "model.a"), target, aoa_config={"aoa_statements": ["a -> _"]}, strict=False)
+    target = zeros("a", "b")
+    report = move(numbers("a", "model.a", "b"), target, aoa_config={"aoa_statements": ["a -> _"]}, strict=False)
     assert report.missing == ["a"]
     assert target["a"].tolist() == [0, 0]
     target = zeros("a", "c")
@@ -374,8 +376,17 @@ def test_an_optimizer_with_a_name(installed, move):
     shards = optimizer.sharded_state_dict(model.sharded_state_dict())
     assert shards["a.weight.velocity_0"].raw_names == ("linear_0.w_0_slow_one_velocity_0",)
     source = {name: tensor.numpy() + 5 for name, tensor in optimizer.state_dict().items()}
-    move(source, shards)
+    move(source, shards, raw_names="trusted")
     assert all((weight.local_tensor.numpy() == 5).all() for weight in shards.values())
+    # And where the model's names are there too, with an optimizer that has another name.
+    with paddle.utils.unique_name.guard():
+        there = Model()
+        other = paddle.optimizer.Momentum(0.1, parameters=there.parameters(), name="fast")
+    target = other.sharded_state_dict(there.sharded_state_dict())
+    for weight in shards.values():
+        weight.local_tensor.set_value(paddle.full(weight.local_shape, 7.0))
+    move({**model.state_dict(), **optimizer.state_dict()}, {**there.sharded_state_dict(), **target})
+    assert all((weight.local_tensor.numpy() == 7).all() for weight in target.values())
 
 
 def test_raw_names_are_not_told_in_a_pipeline(installed, monkeypatch):
@@ -411,9 +422,9 @@ def test_ranks_that_count_their_own_layers_are_refused(through, kind):
             target = {"model": {name: parameter}, "optimizer.linear_0.w_0.dist_moment1_0": state("")}
         with pytest.raises(ValidationError, match="would mean different parameters on different ranks") as caught:
             if through == "memory":
-                reshard_sharded_state_dict(source, target, comm)
+                reshard_sharded_state_dict(source, target, comm, raw_names="trusted")
             else:
-                load_state_dict(target, path, comm)
+                load_state_dict(target, path, comm, raw_names="trusted")
         assert not list(target.values())[-1].local_tensor.any()
         return str(caught.value)
 
@@ -463,7 +474,12 @@ def test_statements_for_raw_names_that_count_other_layers(installed, move, direc
         assert "optimizer.linear_2.w_0_fp32_master_0_moment1_0 -> a.weight.moment1_0" in statements
         assert "optimizer.master_weights.linear_2.w_0 -> a.weight.w_0" in statements
         with pytest.raises(ValidationError, match="raw names count layers|plain_state_statements"):
-            move(source, target)  # linear_2.b_0 and others are there, but not what they are here
+            # linear_2.b_0 and others are there, but not what they are here; and arrays know no names.
+            move(
+                {k: v.astype("float32").numpy() for k, v in flatten_state_dict(source)[0].items()}, target, dtype="cast"
+            )
+        move(source, sharded(*here))
+        check_equal(values(*here), values(*there))
     else:
         source, target = sharded(*there), plain(*here)
         statements = plain_state_statements(here[0].sharded_state_dict(), target, "to_plain")

@@ -1,0 +1,185 @@
+"""Tell whose states a plain state dict has: ``optimizer.state_dict()`` names them as Paddle counts layers.
+
+The same count means another layer in another process. But parameters know their raw names, so where the model's are in
+the same state dict they tell the structured names of the states, which a save records and a load compares.
+Tested in tests/live/test_state_names.py.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from math import prod
+from typing import Any, NamedTuple
+
+from paddle_flexckpt.aoa.states import ACCUMULATORS
+from paddle_flexckpt.catalog import Problem
+from paddle_flexckpt.dist_tensor import is_dist_tensor
+from paddle_flexckpt.engine.names import bare, raw_parameter, split_raw
+from paddle_flexckpt.sharded_weight import is_sharded_weight
+
+# A cheap look, at all keys at once.
+_STATE = re.compile(rf"_(?:{'|'.join(ACCUMULATORS)}|fp32_master)_\d+$|(?:^|\.)master_weights\.", re.MULTILINE)
+_UNNAMED = re.compile(rf"_((?:{'|'.join(ACCUMULATORS)})_\d+)$")
+# One number per parameter, whatever the parameter's shape.
+_POWERS = re.compile(r"beta[12]_pow(?:_acc)?_\d+$")
+_REMEDY = (
+    "use optimizer.sharded_state_dict(model_state) instead of optimizer.state_dict(), where model_state is the model's "
+    "sharded_state_dict()"
+)
+
+
+def tensor_name(value: Any) -> str | None:
+    """Return Paddle's own name of a tensor, or of the tensor of a shard; None if it has none."""
+    name = getattr(_tensor_of(value), "name", None)
+    return name if isinstance(name, str) and name else None
+
+
+def keys_by_name(state: Mapping[str, Any]) -> dict[str, dict[Any, list[str]]]:
+    """Return keys, sorted, by the raw name of the tensor behind them, and by what is equal for one tensor.
+
+    Networks that are made under ``unique_name.guard()`` have tensors of one name. Then only parameters count: what
+    ``paddle.load`` gives has the names of the parameters that were saved.
+    """
+    found: dict[str, dict[Any, list[str]]] = {}
+    parameters: dict[str, set[Any]] = {}
+    for key in sorted(state):
+        name = tensor_name(state[key])
+        if name is None:
+            continue
+        place, name = _identity(state[key]), raw_parameter(name)
+        found.setdefault(name, {}).setdefault(place, []).append(key)
+        if hasattr(_tensor_of(state[key]), "trainable"):
+            parameters.setdefault(name, set()).add(place)
+    for name, places in parameters.items():
+        found[name] = {place: keys for place, keys in found[name].items() if place in places}
+    return found
+
+
+class StateNames(NamedTuple):
+    """Hold what a state dict tells of the states in it.
+
+    Attributes:
+        names: As ``state_names`` of a catalog.
+        problems: States that belong to one of several parameters, and parts of states that look like wholes.
+    """
+
+    names: dict[str, tuple[str, ...]]
+    problems: list[Problem]
+
+
+def state_names(flat_state: Mapping[str, Any], rank: int) -> StateNames:
+    """Return whose states a flattened state dict has under raw names, as far as it tells."""
+    found = StateNames({}, [])
+    if not _STATE.search("\n".join(flat_state)):
+        return found
+    states = {key: value for key, value in flat_state.items() if _STATE.search(key)}
+    holders = keys_by_name({key: value for key, value in flat_state.items() if key not in states})
+    for key, value in states.items():
+        owner = _owner(key, holders)
+        if owner is None:
+            problem = _unknown_part(key, value, rank)
+        elif len(holders[owner.parameter]) > 1:
+            problem = several(owner.parameter, holders[owner.parameter], key, rank)
+        else:
+            ((keys),) = holders[owner.parameter].values()
+            # An optimizer with a name puts it in front of the names of its accumulators.
+            suffixes = {owner.state, *_UNNAMED.findall(owner.state)}
+            owners = {name for each in keys for name in (each, bare(each))}
+            names = {f"{owner.path}{name}.{state}" for name in owners for state in suffixes}
+            found.names[key] = tuple(sorted(names))
+            problem = _part(key, value, rank, keys[0], flat_state[keys[0]])
+        if problem is not None:
+            found.problems.append(problem)
+    return found
+
+
+class _Owner(NamedTuple):
+    path: str
+    parameter: str
+    state: str
+
+
+def _owner(key: str, holders: Mapping[str, Any]) -> _Owner | None:
+    """Return the parameter, among those that are known by name, whose state a key is."""
+    start = 0
+    while True:
+        raw = split_raw(key[start:], holders)
+        path, parameter = key[:start], raw.parameter if raw else ""
+        while raw is not None and parameter:
+            if parameter in holders:
+                return _Owner(path, parameter, raw.state)
+            head, dot, parameter = parameter.partition(".")
+            path += head + dot
+        start = key.find(".", start) + 1
+        if not start:
+            return None
+
+
+def several(name: str, places: Mapping[Any, list[str]], key: str | None = None, rank: int | None = None) -> Problem:
+    """Return the problem that a state may be that of several parameters, which all have one raw name."""
+    return Problem(
+        f"the states of several parameters cannot be told apart, as all have the name {name!r}",
+        key=key,
+        rank=rank,
+        got=f"{sorted(keys[0] for keys in places.values())[:5]}",
+        remedy=_REMEDY,
+    )
+
+
+def _part(key: str, state: Any, rank: int, name: str, parameter: Any) -> Problem | None:
+    """Return that a plain state is one rank's part of a whole, if its parameter tells so."""
+    if is_sharded_weight(state) or is_dist_tensor(state) or _POWERS.search(key) or "int" in str(state.dtype):
+        return None
+    tensor, is_part = _tensor_of(parameter), bool(getattr(parameter, "is_distributed", False))
+    if is_sharded_weight(parameter):
+        is_part = parameter.is_flattened or tuple(parameter.local_shape) != tuple(parameter.global_shape)
+        tensor = parameter.local_tensor
+    size, whole = prod(state.shape), prod(tensor.shape)
+    if not is_part and (size == 1 or not whole or size % whole == 0):
+        return None
+    return Problem(
+        f"a plain state is one rank's part of a whole, of unknown place: its parameter {name!r} is, or is larger",
+        key=key,
+        rank=rank,
+        expected="all of it",
+        got=f"shape {[int(n) for n in state.shape]}",
+        remedy=_REMEDY,
+    )
+
+
+def _unknown_part(key: str, state: Any, rank: int) -> Problem | None:
+    """Return that nobody knows of what a plain state is a part, in a job whose ranks have parts of parameters."""
+    topology = sys.modules.get("paddle.distributed.fleet.base.topology")
+    hcg = getattr(topology, "_HYBRID_PARALLEL_GROUP", None)
+    if hcg is None or is_sharded_weight(state) or is_dist_tensor(state) or split_raw(bare(key)) is None:
+        return None
+    degrees = {
+        "tensor": hcg.get_model_parallel_world_size(),
+        "pipeline": hcg.get_pipe_parallel_world_size(),
+        "sharding": hcg.get_sharding_parallel_world_size(),
+    }
+    several = [name for name, degree in degrees.items() if degree > 1]
+    if not several:
+        return None
+    return Problem(
+        f"a plain state without its parameter, in a job with {' and '.join(several)} parallelism: each rank may have "
+        "another part, or another parameter of that name",
+        key=key,
+        rank=rank,
+        remedy=_REMEDY,
+    )
+
+
+def _tensor_of(value: Any) -> Any:
+    dist = getattr(value, "dist_tensor", None)  # its local value has another name, or none
+    return getattr(value, "local_tensor", value) if dist is None else dist
+
+
+def _identity(value: Any) -> Any:
+    """Return what is equal for two looks at one tensor."""
+    tensor, slice_of = _tensor_of(value), getattr(value, "slice_of", None)
+    if slice_of is not None or tensor.is_dist() or not tensor._is_initialized():
+        return slice_of or id(tensor)
+    return tensor.data_ptr() or id(tensor)
