@@ -6,9 +6,11 @@ import numpy as np
 import paddle
 import pytest
 
+import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.live.full_param import full_param
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.aoa.small import run
 from tests.engine.samples import cut, values_of
 
 KINDS = {
@@ -133,3 +135,27 @@ def test_any_change_meanwhile_is_noticed(name):
     change(thing)
     with pytest.raises(ValidationError, match="changed since the call"):
         list(tensors)
+
+
+@pytest.mark.parametrize("call", ["full_param", "load_merged_state_dict", "export_safetensors"])
+@pytest.mark.parametrize(("statements", "made", "names"), [
+    (["a -> t", "t^T -> t", "t -> b"], ["b"], ["a"]),
+    (["a^T, c -> c, a", "a -> x", "c -> y"], ["x", "y"], ["a", "c"]),
+    (["l.$L^T -> l.$L", "l.$L -> n.$L"], ["n.0", "n.1"], ["l.0", "l.1"]),
+])  # fmt: skip
+def test_what_names_that_are_assigned_again_were_made_of_comes_back(tmp_path, call, statements, made, names):
+    """A reverse program without a destination: the statements alone tell the way back."""
+    square = np.arange(9, dtype=np.float32).reshape(3, 3)
+    turned = {name: square + i for i, name in enumerate(made)}
+    config = {"aoa_statements": statements, "aoa_config_reverse": True}
+    fc.save_state_dict(turned, tmp_path / "saved")
+    if call == "full_param":
+        found = arrays(full_param({name: paddle.to_tensor(array) for name, array in turned.items()}, config))
+    elif call == "load_merged_state_dict":
+        found = arrays(fc.load_merged_state_dict(tmp_path / "saved", aoa_config=config).items())
+    else:
+        fc.export_safetensors(tmp_path / "saved", tmp_path / "out", aoa_config=config)
+        found = arrays(fc.load_merged_state_dict(tmp_path / "out").items())
+    assert sorted(found) == names
+    again = run(statements, found, {name: np.zeros_like(array) for name, array in turned.items()})
+    assert all(again[name].tobytes() == array.tobytes() for name, array in turned.items())
