@@ -413,19 +413,20 @@ class CheckpointManager:
             CorruptCheckpointError: It is damaged, or with ``fallback`` all are; targets may be partly overwritten.
             CheckpointError: A save in the background has failed; nothing was changed.
         """
+        step = plain_integer(step)
         asked = RestoreOptions(step=step, **options)
         context = f"cannot restore a step from {self.path!r}"
 
         def prepare() -> tuple[Targets, bytes]:
             self._check_open()
-            if asked.step not in ("latest", "best"):
-                check_step(asked.step)
+            if step not in ("latest", "best"):
+                check_step(step)
             shards, schedule = collect_shards(model, optimizer, state), schedule_of(lr_scheduler, optimizer)
             targets = Targets(shards, schedule, scaler, asked.rng, optimizer is not None)
             head = asked.encode("restore", **given({"lr_scheduler": lr_scheduler, "scaler": scaler}))
             if self._comm.position != 0:
                 return targets, join((head, b"null"))
-            order, damaged = self._steps.order(asked.step, self._best(), asked.fallback)
+            order, damaged = self._steps.order(step, self._best(), asked.fallback)
             return targets, join((head, json.dumps([order, list(damaged.items())]).encode()))
 
         self._pending.collect(context, wait_for="all")
