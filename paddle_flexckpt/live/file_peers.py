@@ -142,7 +142,7 @@ class FilePeers(Peers):
 
     def progress(self, key: str) -> tuple[float, tuple[float, ...]] | None:
         """Return after how many steps a moment is, and with which betas."""
-        return self._files.progress(key)
+        return self.files.progress(key)
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Return what the other ranks have to know: what Peers say, and whether this rank computes values."""
