@@ -35,6 +35,8 @@ _MANIFEST = f"{UNIQUE_ID}.manifest"
 _MARKER = "flex_checkpoint.json"
 _REMOVING = "flex_checkpoint.removing"
 _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
+# A run that begins anew in the same directory would save over what is there.
+_REMEDY_OF_NONE = "rebuild a lost manifest by `flexckpt repair`; or begin anew, with another --output_dir"
 
 
 class TrainerDirectories:
@@ -235,10 +237,12 @@ def choose_checkpoint(asked: str, directories: TrainerDirectories, fallback: boo
         directories, below = TrainerDirectories(Path(asked).parent), step_of(asked)
     last = directories.last(below)
     if below is not None and not fallback:
-        remedy = f"resume from {last}, or give --flex_fallback 1" if last else "there is none before it: start anew"
+        remedy = (
+            f"resume from {last}, or give --flex_fallback 1" if last else f"there is none before it: {_REMEDY_OF_NONE}"
+        )
         raise CorruptCheckpointError(
             f"{asked} is not complete: its save or its removal was interrupted, or files are missing. Remedy: {remedy}"
         )
     if last is None:
-        raise ValidationError([f"there is no complete checkpoint in {directories.root}. Remedy: train from the start"])
+        raise ValidationError([f"there is no complete checkpoint in {directories.root}. Remedy: {_REMEDY_OF_NONE}"])
     return last
