@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("paddle")
-from tests.distributed.matrix.strategies import MODELS, sample
+from tests.distributed.matrix.strategies import FLOWS_IN_SHORT, MODELS, flow_pairs, sample
 from tests.distributed.matrix.table import Matrix
 
 # Eight ranks take too long to start for what CI would learn from them.
@@ -28,6 +28,18 @@ def _pair(model, saved, loaded):
     [_pair(model, *pair) for model in MODELS for pair in sample(model, count=6, largest_world=LARGEST_WORLD)],
 )
 def test_what_one_strategy_saved_another_loads(matrix, model, saved, loaded):
+    result = matrix.pair(model, saved, loaded)
+    assert result.ok, result.problem
+
+
+def _flow(model, saved, loaded):
+    """One pair of each flow in short: it is loaded by one process."""
+    short = model != "tied" and saved in FLOWS_IN_SHORT and loaded.endswith("single")
+    return pytest.param(model, saved, loaded, marks=() if short else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("model", "saved", "loaded"), [_flow(*each) for each in flow_pairs()])
+def test_what_users_switch_on_besides(matrix, model, saved, loaded):
     result = matrix.pair(model, saved, loaded)
     assert result.ok, result.problem
 

@@ -11,11 +11,13 @@ import paddle.distributed as dist
 from paddle.distributed import fleet
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence
+from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer, MixPrecisionOptimizer
 from paddle.distributed.sharding import group_sharded_parallel
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
 from tests.distributed import test_experts as experts
+from tests.distributed.matrix.expert_flows import ExpertFlow
 from tests.distributed.matrix.network import LENGTH, VOCABULARY, build, fill
 from tests.distributed.matrix.sharded_experts import ShardedExperts
 from tests.distributed.matrix.strategies import AFTER, BY_NAME, REHEARSED
@@ -30,18 +32,22 @@ class Trainer:
     def __init__(self, name, model, salt):
         fc.install()
         strategy = self.strategy = BY_NAME[name]
-        self.replicas = strategy.dp * strategy.sharding if strategy.level is None else strategy.world
+        self.replicas = strategy.dp * strategy.sharding // strategy.cp
+        if strategy.level is not None:
+            self.replicas = strategy.world
         hcg = cpu_world.init_fleet(
-            dp=strategy.dp if strategy.level is None else strategy.world,
+            dp=strategy.dp if strategy.level is None or strategy.sharding > 1 else strategy.world,
             mp=strategy.mp,
             pp=strategy.pp,
             sharding=strategy.sharding,
             split_param=strategy.split,
             accumulate_steps=MICRO_BATCHES,
             micro_batch_size=BATCH // self.replicas // MICRO_BATCHES,
+            strategy=switched(strategy),
+            hybrid=context_parallel(strategy) if strategy.cp > 1 else None,
         )
         place = hcg.get_data_parallel_rank() * strategy.sharding + hcg.get_sharding_parallel_rank()
-        self.place = place if strategy.level is None else dist.get_rank()
+        self.place = place // strategy.cp if strategy.level is None else dist.get_rank()
         self.model = build(strategy, model == "tied")
         fill(self.model.sharded_state_dict(), salt)
         trained = [p for p in self.model.parameters() if not p.stop_gradient]
@@ -50,12 +56,19 @@ class Trainer:
             sequence.register_sequence_parallel_allreduce_hooks(self.model, 1, False)
         self.runner = self.model
         if strategy.level is not None:
+            groups = {}
+            if strategy.sharding > 1:
+                groups = {"group": hcg.get_sharding_parallel_group(), "dp_group": hcg.get_data_parallel_group()}
             self.runner, self.optimizer, _ = group_sharded_parallel(
-                self.model, self.optimizer, strategy.level, segment_size=64
+                self.model, self.optimizer, strategy.level, segment_size=64, exclude_layer=[*strategy.exclude], **groups
             )
         elif strategy.world > 1:
+            if strategy.main_gradients:
+                MixPrecisionLayer(self.model, "bfloat16")
+                self.optimizer = MixPrecisionOptimizer(self.optimizer)
             self.runner = fleet.distributed_model(self.model)
             self.optimizer = fleet.distributed_optimizer(self.optimizer)
+        assert strategy.runner in (None, type(self.runner).__name__)
         fc.check(self.runner, self.optimizer)  # training and checkpoints are as without it
 
     def step(self, number):
@@ -63,14 +76,16 @@ class Trainer:
         generator = np.random.RandomState(number)
         tokens, labels = (generator.randint(0, VOCABULARY, (BATCH, LENGTH)) for _ in range(2))
         part = slice(BATCH // self.replicas * self.place, BATCH // self.replicas * (self.place + 1))
-        batch = [paddle.to_tensor(tokens[part]), paddle.to_tensor(labels[part])]
-        if self.strategy.pp > 1:
+        batch = [paddle.to_tensor(each[part]) for each in (tokens, labels)]
+        if self.strategy.cp > 1:  # neighbours have halves of the same sequences
+            batch = [paddle.split(each, self.strategy.cp, 1)[dist.get_rank() % self.strategy.cp] for each in batch]
+        if self.strategy.pp > 1 or self.strategy.pipelined:
             loss = self.runner.train_batch(batch, self.optimizer)
         else:
             loss = self.runner(*batch)
             loss.backward()
             self.optimizer.step()
-            self.optimizer.clear_grad()
+            self.optimizer.clear_grad(**({"set_to_zero": False} if self.strategy.main_gradients else {}))
         loss = loss.detach().mean()  # a pipeline's has the shape [1]
         if dist.get_world_size() > 1:
             dist.all_reduce(loss)
@@ -87,6 +102,21 @@ class Trainer:
     def shards(self):
         """What to look at for the values of the state."""
         return self.state()
+
+
+def switched(strategy):
+    """Fleet's strategy with what is switched on besides the degrees."""
+    found = fleet.DistributedStrategy()
+    for configs, switches in (("sharding_configs", strategy.switches), ("pp_configs", strategy.pp_switches)):
+        for name, value in switches:
+            setattr(found.hybrid_configs[configs], name, value)
+    return found
+
+
+def context_parallel(strategy):
+    """Entries of hybrid_configs: context parallelism divides the ranks of sharding, where experts have groups."""
+    degrees = {"cp_degree": strategy.cp, "ep_degree": 2, "moe_sharding_degree": strategy.sharding // 2}
+    return {**degrees, "order": ["pp", "moe_sharding", "sharding", "ep", "dp", "sep", "cp", "mp"]}
 
 
 class ExpertTrainer:
@@ -155,6 +185,8 @@ def begin(strategy, model, salt):
         return DistTensors(strategy, model, salt)
     if BY_NAME[strategy] in REHEARSED:
         return ShardedExperts(strategy, salt)
+    if model == "mixture":
+        return ExpertFlow(strategy, salt)
     return ExpertTrainer(strategy, salt) if model == "experts" else Trainer(strategy, model, salt)
 
 

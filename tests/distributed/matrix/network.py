@@ -123,7 +123,7 @@ class Stack(nn.Layer):
 
 def build(strategy, tied):
     """The model of a strategy, before any wrapper."""
-    if strategy.pp == 1:
+    if strategy.pp == 1 and not strategy.pipelined:
         return Stack(strategy, tied)
     blocks = [LayerDesc(Block, strategy.mp, strategy.sequence) for _ in range(BLOCKS)]
     if tied:

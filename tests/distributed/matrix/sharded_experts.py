@@ -25,7 +25,7 @@ class ShardedExperts:
     def __init__(self, name: str, salt: str) -> None:
         fc.install()
         strategy = BY_NAME[name]
-        group, alike = _groups(strategy)
+        group, alike = groups_of(strategy)
         hcg = fleet.get_hybrid_communicate_group()
         # Experts over all ranks of tensor parallelism are whole.
         degree = 1 if strategy.over == "tp" else strategy.mp
@@ -56,7 +56,7 @@ class ShardedExperts:
         raise NotImplementedError("sharded experts are only described here")
 
 
-def _groups(strategy: Strategy):
+def groups_of(strategy: Strategy):
     """Initialise fleet; return the group that experts are spread over, and that of this rank's experts' color."""
     degrees = {"dp": strategy.dp, "pp": strategy.pp, "mp": strategy.mp, "sep": strategy.sep}
     degrees["sharding"] = strategy.sharding

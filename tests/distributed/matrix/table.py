@@ -17,7 +17,7 @@ import numpy as np
 
 from paddle_flexckpt.testing import World
 from tests.distributed.matrix.assembly import assemble, differing
-from tests.distributed.matrix.strategies import BY_NAME, MODELS, pairs
+from tests.distributed.matrix.strategies import BY_NAME, MODELS, flow_pairs, pairs
 
 JOBS = "tests.distributed.matrix.jobs"
 # Five steps of float32 training under another order of summation; about ten times what was measured.
@@ -181,6 +181,9 @@ def main() -> int:
                 same_world = [p for p in wanted if BY_NAME[p[0]].world == BY_NAME[p[1]].world > 1]
                 results += run(matrix, model, "files", wanted if "files" in args.ways else [])
                 results += run(matrix, model, "memory", same_world if "memory" in args.ways else [])
+            for model, *pair in flow_pairs() if "files" in args.ways else ():
+                if args.only is None or args.only in pair:
+                    results += run(matrix, model, "files", [(pair[0], pair[1])])
         finally:
             for each in worlds.values():
                 each.close()
