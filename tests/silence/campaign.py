@@ -3,14 +3,14 @@
 Each run saves a random model under a random strategy and loads it under another, with or without one mistake of the
 caller's. Each mistake says what may come of it: every target bit-equal to an oracle of whole arrays, or an error of the
 library's own, with the same text on every rank and, where it promises that, with the targets untouched. Anything else
-is a finding. Most runs are of simulated ranks (``mistakes``); one in twenty is of Paddle's models and optimizers in
-kept-alive worlds of real ranks (``training``).
+is a finding. Most runs are of simulated ranks (``mistakes``). One in four is a flow of one process with networks,
+optimizers and schedules of Paddle's (``flows``). One in twenty is of models and optimizers in kept-alive worlds of real
+ranks (``training``).
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import multiprocessing
 import shutil
@@ -218,6 +218,15 @@ def run_seeds(seeds: Sequence[int]) -> Totals:
     return totals
 
 
+def _run_chunk(chunk: tuple[str, Sequence[int]]) -> Totals:
+    kind, seeds = chunk
+    if kind == "states":
+        return run_seeds(seeds)
+    from tests.silence.flows import run_flows
+
+    return run_flows(seeds)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.silence.campaign", description=__doc__.split("\n")[0])
@@ -225,18 +234,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first (default %(default)s)")
     parser.add_argument("--jobs", type=int, default=1, help="processes (default %(default)s)")
     parser.add_argument("--show", type=int, default=2, help="findings shown of each mistake (default %(default)s)")
-    parser.add_argument("--only", choices=("states", "training"), help="one kind of runs only")
+    parser.add_argument("--only", choices=("states", "flows", "training"), help="one kind of runs only")
     options = parser.parse_args(arguments)
     start, totals = time.perf_counter(), Totals()
-    trained = {"states": 0, "training": options.count}.get(options.only, options.count // 20)
-    end = options.seed + options.count - trained
-    chunks = [range(low, min(low + 200, end)) for low in range(options.seed, end, 200)]
+    count = options.count
+    counts = {"flows": count // 4, "training": count // 20} if options.only is None else {options.only: count}
+    counts = {"states": count - sum(counts.values()), **counts}
+    begin, chunks = options.seed, []
+    for kind in ("states", "flows"):
+        end = begin + counts.get(kind, 0)
+        chunks += [(kind, range(low, min(low + 200, end))) for low in range(begin, end, 200)]
+        begin = end
+    trained = counts.get("training", 0)
     if options.jobs == 1:
         for chunk in chunks:
-            totals.add(run_seeds(chunk))
+            totals.add(_run_chunk(chunk))
     elif chunks:
         with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
-            for part in pool.imap_unordered(functools.partial(run_seeds), chunks):
+            for part in pool.imap_unordered(_run_chunk, chunks):
                 totals.add(part)
             # Leaving the block would end the workers with a signal, about which Paddle prints a page.
             pool.close()

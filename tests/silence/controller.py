@@ -8,12 +8,15 @@ from typing import Any
 
 from paddle_flexckpt.testing import World
 from paddle_flexckpt.testing.reports import WorldError
+from tests.property.layouts import Pick
 from tests.ramdisk import memory_directory
 from tests.silence.totals import Totals
 
 #: World, degree of the save and of the load.
 PAIRS = ((2, 1, 2), (2, 2, 1), (2, 2, 2), (2, 1, 1), (4, 2, 4), (4, 4, 2), (4, 1, 4), (4, 2, 2))
 PER_CALL = 26
+#: Beside so many runs one more is trained with an overlap switch.
+OVERLAP_EVERY = 10
 
 
 def judged(results: list[dict[str, Any]], saved: int, world: int) -> str | None:
@@ -63,6 +66,28 @@ def _answers(world: World, seeds: list[int], saved: int, loaded: int, totals: To
     return _answers(world, [seed for seed in seeds if seed != int(found[1])], saved, loaded, totals)
 
 
+def run_overlaps(seed: int, count: int, world: World) -> Totals:
+    """Train with an overlap of Paddle's, and hand the last step's values out in two random ways; in a world of two."""
+    from tests.distributed.test_overlaps import WAYS, leave, numbers
+
+    totals, kinds, ways = Totals(), ("v1", "v2colors", "stage2"), [way for way in WAYS if way != "loaded"]
+    truth = {kind: world.run(numbers, kind=kind)[0] for kind in kinds}
+    for number in range(seed, seed + count):
+        pick = Pick.from_seed(number)
+        kind, chosen = pick.choice(kinds), [pick.choice(ways), pick.choice(ways)]
+        with memory_directory() as root:
+            outcomes = world.run(leave, kind=kind, directory=str(root), ways=chosen)
+        digests, losses = truth[kind]
+        for way, result in ((way, found[way]) for found in outcomes for way in found):
+            wrong = [key for key, value in result["digests"].items() if digests[key] != value]
+            if wrong or result["losses"] != losses:
+                totals.findings.append((number, "overlap switches", f"{kind}, {way}: {wrong[:4]} are stale"))
+                break
+        else:
+            totals.equal["overlap switches"] += 1
+    return totals
+
+
 def run_training(seed: int, count: int, world: Callable[[int], World] | None = None) -> Totals:
     """Runs seeds in worlds of real ranks.
 
@@ -88,6 +113,9 @@ def run_training(seed: int, count: int, world: Callable[[int], World] | None = N
                 else:
                     failed = results[0]["save"] or results[0].get("load")
                     (totals.error if failed else totals.equal)[name] += 1
+        overlaps = count // OVERLAP_EVERY
+        if overlaps:
+            totals.add(run_overlaps(seed + count, overlaps, (world or started)(2)))
     finally:
         for each in own.values():
             each.close()

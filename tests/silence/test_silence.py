@@ -34,6 +34,16 @@ def test_random_strategies_and_mistakes_end_bit_equal_or_in_an_error():
     assert set(MISTAKES) - {*totals.equal, *totals.error, *(name for _, name, _ in totals.findings)} == set()
 
 
+@pytest.mark.paddle
+def test_flows_of_one_process_end_bit_equal_or_in_an_error():
+    pytest.importorskip("paddle")
+    from tests.silence.flows import FLOWS, run_flows
+
+    totals = run_flows(range(8 * len(FLOWS)))
+    assert told(totals) == ""
+    assert {*totals.equal, *totals.error} == {*FLOWS}
+
+
 @pytest.mark.multiprocess
 @pytest.mark.paddle
 def test_models_and_optimizers_of_real_ranks_end_bit_equal_or_in_an_error(world):
