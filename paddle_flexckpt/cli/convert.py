@@ -13,7 +13,8 @@ from paddle_flexckpt.aoa.config_rules import rules_of_config
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.cli.arguments import add_aoa, add_cut, aoa_config, byte_count, cut_of, parameter_of
 from paddle_flexckpt.cli.bars import progress_bar
-from paddle_flexckpt.engine.conversion import MEMORY_BYTES, convert_checkpoint, read_config
+from paddle_flexckpt.engine.conversion import MEMORY_BYTES, convert_checkpoint
+from paddle_flexckpt.engine.conversion_config import read_config
 from paddle_flexckpt.engine.conversion_targets import TARGETS
 from paddle_flexckpt.foreign.formats import SourceDirectory
 

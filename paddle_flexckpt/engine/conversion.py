@@ -28,6 +28,7 @@ from paddle_flexckpt.catalog.dtypes import is_float
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.codes import Codes
+from paddle_flexckpt.engine.conversion_config import notes_of, read_config
 from paddle_flexckpt.engine.conversion_content import Content, ConversionTarget
 from paddle_flexckpt.engine.conversion_notes import ConversionNotes
 from paddle_flexckpt.engine.conversion_targets import TARGETS
@@ -247,6 +248,7 @@ class _Conversion:
         if any(problems):
             raise ValidationError([problem for problem in problems if problem is not None])
         self._config = read_config(options.config, directory)
+        self._notes = notes_of(self._config, options.dtype, strategy, directory)
         self._digest = self._make_digest()
         content = Content(
             infos=self._infos,
@@ -309,7 +311,7 @@ class _Conversion:
             total_bytes=total,
             bytes_written=total - sum(file.data_bytes for file in target.files if file.name in kept),
             cast=sum(info.dtype != self._given[name].dtype for name, info in self._infos.items()),
-            notes=[*target.notes, *self._config_notes()],
+            notes=[*target.notes, *self._notes],
             seconds={"total": time.perf_counter() - begin},
             **done,
         )
@@ -361,15 +363,6 @@ class _Conversion:
         itemsize = max(dtype_of(infos[name].dtype).itemsize for infos in (self._infos, self._given))
         return split_tiles(box, max(self._options.memory_bytes // _BANDS // itemsize, 1), aligned=False)
 
-    def _config_notes(self) -> list[str]:
-        """Return what the configuration says and the tensors do not."""
-        said = json.loads(self._config) if self._config is not None else {}
-        named = [str(said[name]) for name in ("torch_dtype", "dtype") if name in said]
-        dtype = self._options.dtype
-        if dtype is None or all(name.rpartition(".")[2] == dtype for name in named):
-            return []
-        return [f"{CONFIG_FILE} was copied as it is, and says {named[0]}; the tensors are {dtype}"]
-
 
 def _told(arrays: Iterable[np.ndarray], meter: Meter) -> Iterator[np.ndarray]:
     """Yield arrays, and count each when it is written."""
@@ -390,34 +383,6 @@ def _cast(infos: Mapping[str, TensorInfo], dtype: str, kept: Collection[str]) ->
     return {
         key: replace(info, dtype=name) if is_float(info.dtype) and is_cast(key) else info for key, info in infos.items()
     }
-
-
-def read_config(given: str | os.PathLike[str] | None, directory: SourceDirectory) -> bytes | None:
-    """Return the text of a model's configuration; None if there is none.
-
-    Args:
-        given: The path of a file; None: it may be in the checkpoint's directory.
-        directory: The checkpoint's.
-
-    Raises:
-        ValidationError: It cannot be read, or is no JSON object.
-    """
-    try:
-        if given is not None:
-            with open(given, "rb") as file:
-                text = file.read()
-        elif CONFIG_FILE in directory.backend.names():
-            text = directory.backend.read(CONFIG_FILE)
-        else:
-            return None
-        if not isinstance(json.loads(text), dict):
-            raise ValueError("it is not a JSON object")
-        return text
-    except (OSError, ValueError) as error:
-        where = given or directory.backend.where(CONFIG_FILE)
-        raise ValidationError(
-            f"{where} cannot be read as a model's configuration: {error}. Remedy: correct it, or give another (config)"
-        ) from error
 
 
 def _copied(keys: Mapping[str, str], mapping: TensorMapping | None) -> dict[str, str]:

@@ -695,3 +695,20 @@ def test_states_under_names_of_others_stay_states(tmp_path, state, again):
         assert (report.keys, report.left_out) == (len(weights), len(state) - len(weights))
         assert set(fc.load_merged_state_dict(tmp_path / name)) == weights
     assert fc.export_safetensors(path, tmp_path / "export").left_out == len(state) - len(weights)
+
+
+def test_what_is_not_converted_is_told(tmp_path, checkpoint):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "README.md", "my_tokenizers"):
+        (source / name).write_text("{}")
+    (source / "config.json").write_text(json.dumps({**CONFIG, "num_key_value_heads": 2, "num_attention_heads": 8}))
+    notes = convert_checkpoint(source, tmp_path / "dcp", format="torch_dcp").notes
+    files = "merges.txt, my_tokenizers, tokenizer.json, tokenizer_config.json"
+    assert notes == [f"tensors and config.json are converted: copy {files} from the source where they are needed"]
+    for degree, expected in ((1, []), (2, []), (4, ["num_key_value_heads=2"])):
+        report = convert_checkpoint(source, tmp_path / f"tp{degree}", strategy=f"tp={degree}", cuts=CUTS)
+        told = [note for note in report.notes if "cuts inside of heads" in note]
+        assert len(told) == len(expected)
+        assert all(words in note and f"tp={degree}" in note for words, note in zip(expected, told))
+        assert fc.load_merged_state_dict(tmp_path / f"tp{degree}")["layers.0.w"].shape == [8, 12]

@@ -54,7 +54,7 @@ def test_a_configuration_is_corrected_or_another_is_given(source, tmp_path):
     bad, good = tmp_path / "bad.json", tmp_path / "good.json"
     bad.write_text('{"model_type":')
     good.write_text('{"model_type": "llama"}')
-    with provoked("engine/conversion.py", "correct it, or give another (config)"):
+    with provoked("engine/conversion_config.py", "correct it, or give another (config)"):
         convert_checkpoint(source, tmp_path / "x", format="huggingface", config=bad)
     convert_checkpoint(source, tmp_path / "out", format="huggingface", config=good)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
