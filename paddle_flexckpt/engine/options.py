@@ -18,12 +18,14 @@ Tested in tests/engine/test_options.py and tests/live/test_options.py.
 
 from __future__ import annotations
 
+import difflib
+import functools
 import inspect
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, Literal, TypeVar, Union, get_args
+from typing import Any, Literal, TypeVar, Union, cast, get_args
 
 import numpy as np
 
@@ -347,12 +349,23 @@ def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
             for name, each in known.items()
             if name not in given
         ]
-        call.__signature__ = signature.replace(parameters=[*given.values(), *more])  # type: ignore[attr-defined]
-        setattr(call, _OPTIONS, options)
+        every = [*given, *(each.name for each in more)]
+
+        @functools.wraps(call)
+        def checked(*arguments: Any, **named: Any) -> Any:
+            for name in named:
+                if name not in every:
+                    alike = difflib.get_close_matches(name, every, 1)
+                    hint = f"; did you mean {alike[0]!r}?" if alike else f"; there are {', '.join(every)}"
+                    raise TypeError(f"{call.__qualname__}() got an unexpected keyword argument {name!r}{hint}")
+            return call(*arguments, **named)
+
+        checked.__signature__ = signature.replace(parameters=[*given.values(), *more])  # type: ignore[attr-defined]
+        setattr(checked, _OPTIONS, options)
         names = ", ".join(f"``{name}``" for name in options.compared()) or "what they stand for"
         doc = _with_options(inspect.getdoc(call) or "", options, known)
-        call.__doc__ = doc if ALONE in own.values() else f"{doc}\n\nThe same on every rank, and compared: {names}."
-        return call
+        checked.__doc__ = doc if ALONE in own.values() else f"{doc}\n\nThe same on every rank, and compared: {names}."
+        return cast("Call", checked)
 
     return declare
 

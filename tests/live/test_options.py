@@ -206,3 +206,16 @@ def test_ranks_that_load_different_checkpoints_are_told_which(there):
         assert "ranks disagree" in text
         assert "id 0" in text
         assert "id 1" in text
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_option_that_is_mistyped_is_refused_by_the_calls_name_with_what_is_meant(name):
+    call = CALLS[name]
+    option = max(inspect.signature(call).parameters, key=len)
+    wrong = option[:-2] + option[-1]
+    with pytest.raises(TypeError) as error:
+        call(**{wrong: None})
+    expected = f"{call.__qualname__}() got an unexpected keyword argument {wrong!r}; did you mean {option!r}?"
+    assert str(error.value) == expected
+    with pytest.raises(TypeError, match=r"argument 'zzz'; there are .*" + option):
+        call(zzz=1)
