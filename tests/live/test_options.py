@@ -63,6 +63,7 @@ VALUES = {
     "preemption_signals": ((), (10,)),
     "pages": (False, True),
     "prefix": (None, "model"),
+    "raw_names": ("recorded", "trusted"),
     "reports": (False, True),
     "rng": (False, True),
     "root": ("a", "b"),
