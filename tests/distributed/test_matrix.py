@@ -44,6 +44,28 @@ def test_what_users_switch_on_besides(matrix, model, saved, loaded):
     assert result.ok, result.problem
 
 
+# Pairs of the working notes (docs/notes_coverage.md), which a sample need not have.
+NOTED = {
+    "3.2": [("untied", "v2x4", "dp2"), ("untied", "v1x2", "dp2")],
+    "2.3": [("untied", "tp2xv2x2", "tp4"), ("untied", "tp4", "tp2xv2x2")],
+    "3.15": [("mixture", "moe-ep2", "moe-ep2topo-v2x2"), ("mixture", "moe-ep2topo-v2x2", "moe-ep2")],
+    "3.16": [
+        *(("untied", saved, "tp2xpp2") for saved in ("dp2", "v1x2", "v2x2")),
+        ("mixture", "moe-ep2topo-v2x2", "moe-tp2ep2+spxpp2"),
+    ],
+    "8": [("untied", "tp2", "pp4"), ("untied", "dp2", "v2x4")],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "saved", "loaded"),
+    [pytest.param(*each, id=f"{note}: {each[1]} to {each[2]}") for note, found in NOTED.items() for each in found],
+)
+def test_pairs_that_the_notes_name(matrix, model, saved, loaded):
+    result = matrix.pair(model, saved, loaded)
+    assert result.ok, result.problem
+
+
 @pytest.mark.parametrize(
     ("saved", "loaded", "nodes", "lost"),
     [

@@ -280,3 +280,23 @@ def test_a_copy_of_a_parameter_is_refused(named):
 def test_what_is_no_copy_of_a_parameter_is_the_layers_own_affair():
     model = nn.Sequential(Reshaped(lambda weight: weight.astype("float16")))
     assert model.sharded_state_dict()["0.weight"].local_tensor.dtype == paddle.float16
+
+
+def test_lists_of_all_ranks_are_joined_by_key_in_their_order():
+    """As the notes' utility: a key of several ranks has the shards of all, and what was given stays as it was."""
+    given = [{"w": ["w0"], "a": ["a0", "a1"]}, {}, {"w": ["w1", "w2"], "b": ["b0"]}, {"w": ["w0"]}]
+    merged = fc.merge_shard_info_list(given)
+    assert merged == {"w": ["w0", "w1", "w2", "w0"], "a": ["a0", "a1"], "b": ["b0"]}
+    assert list(merged) == ["w", "a", "b"]
+    assert given == [{"w": ["w0"], "a": ["a0", "a1"]}, {}, {"w": ["w1", "w2"], "b": ["b0"]}, {"w": ["w0"]}]
+    assert merged["a"] is not given[0]["a"]
+    assert fc.merge_shard_info_list([]) == {}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_a_description_says_all_of_a_shard_but_its_values(dtype):
+    shard = fc.ShardedWeight("a.w", paddle.zeros([2, 3], dtype), (2, 3), (8, 9), (4, 6))
+    found = fc.build_shard_desc(shard)
+    assert (found.key, found.dtype) == ("a.w", dtype)
+    assert (found.local_shape, found.global_shape, found.global_offset) == ((2, 3), (8, 9), (4, 6))
+    assert not hasattr(found, "local_tensor")

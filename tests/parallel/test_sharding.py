@@ -335,6 +335,27 @@ def test_init_creates_all_states():
     assert sorted(optimizer._accumulators["velocity"]) == sorted(p.name for p in layer.parameters())
 
 
+@pytest.mark.parametrize(("rank", "expected"), [(0, (0, 12)), (2, (24, 35)), (3, (35, 35))])
+def test_init_before_the_first_step_creates_the_states_of_slices(rank, expected):
+    """In a fresh job: Paddle tells the optimizer of slices in the first step, by ``update_params_slice``."""
+    layer = Columns()
+    Wrapper(layer, rank, 4, 48)
+    assert not layer.weight._is_initialized()
+    name, size = layer.weight.name, layer.weight.fw_storage.shape[0]
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
+    state = fc.init_optimizer_state(optimizer, layer.sharded_state_dict())
+    moments = {key: state[key] for key in ("weight.moment1_0", "weight.moment2_0") if key in state}
+    assert len(moments) == 2 if expected[0] < expected[1] else moments == {}
+    for moment in moments.values():
+        assert moment.is_flattened
+        assert (moment.flattened_range.start, moment.flattened_range.stop) == expected
+        assert (moment.local_shape, moment.global_shape, moment.global_offset) == ((5, 7), (5, 14), (0, 7))
+        assert list(moment.local_tensor.shape) == [expected[1] - expected[0]]
+    assert list(optimizer._accumulators["moment1"]) == [f"slice@{name}"]
+    assert optimizer._accumulators["moment1"][f"slice@{name}"].shape == [size]
+    assert not layer.weight._is_initialized(), "nothing is gathered"
+
+
 def test_init_with_a_catalog_leaves_out_parameters_without_any_state(tmp_path):
     layer = nn.Linear(2, 3)
     optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
