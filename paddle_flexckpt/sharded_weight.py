@@ -139,6 +139,28 @@ class ShardedWeight(_PaddleShardedWeight):
     __repr__ = __str__
 
 
+class MasterSlice(ShardedWeight):
+    """Describe a half-precision parameter by its float32 master, which is all that a rank has of it between steps.
+
+    A save has of it what it has of any other: the parameter, and its master as ``.w_0``. A load takes the master.
+
+    Attributes:
+        half: The parameter's own dtype, of Paddle.
+    """
+
+    half: Any = None
+
+    def as_pair(self) -> tuple[ShardedWeight, ShardedWeight]:
+        """Return the parameter, rounded from the master now, and the master, as shards like any other."""
+        parameter = self.local_tensor.astype(self.half)
+        parameter.name = self.local_tensor.name
+        pair = ShardedWeight.__new__(ShardedWeight), ShardedWeight.__new__(ShardedWeight)
+        for made, tensor in zip(pair, (parameter, self.local_tensor)):
+            made.__dict__.update(vars(self), local_tensor=tensor)
+            del made.half  # type: ignore[attr-defined]
+        return pair
+
+
 # An older name of the same class.
 ShardedTensor = ShardedWeight
 

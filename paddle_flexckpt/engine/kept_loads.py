@@ -91,7 +91,7 @@ def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source
     if targets.mapping is not None or targets.bands or targets.overlapping:
         return None
     strides = [targets.strides.get(row) for row in shared[:, 0].tolist()]
-    names = repr((targets.aliases, targets.raw_names, strides)).encode()
+    names = repr((targets.aliases, targets.raw_names, strides, sorted(targets.masters))).encode()
     tables = encode_catalog(targets.catalog), source
     return fingerprint((options, repr(tuple(ranks)).encode(), *tables, names, shared.tobytes(), access))
 

@@ -371,8 +371,9 @@ class _Resolver:
         alias = name if name != key and not master else ""
         number = self._index[name]
         given = self._stored(row, number)
-        cast, problem = fit(self._catalog, row, given, bool(master) or self._casts)
-        if problem is not None and not (master or self._casts) and self._other(row, name) is not None:
+        casts = self._casts or (row in self._targets.masters and given.dtype in _HALVES)
+        cast, problem = fit(self._catalog, row, given, bool(master) or casts)
+        if problem is not None and not (master or casts) and self._other(row, name) is not None:
             same_shape = given.shape == self._catalog.unpadded(row, self._catalog.global_shape)
             problem = replace(problem, remedy=_MASTER_REMEDY) if same_shape else problem
         problem = self._of_codes(row, name) or problem
@@ -449,7 +450,8 @@ class _Resolver:
 
     def _master(self, row: int, found: str | None) -> str | None:
         """Return the source key to convert from, where that is allowed."""
-        return None if self._options.master_weights == "exact" else self._other(row, found)
+        converts = self._options.master_weights == "convert" or row in self._targets.masters
+        return self._other(row, found) if converts else None
 
     def _other(self, row: int, found: str | None) -> str | None:
         """Return the source key of a master's parameter, or the other way round, from which a target may be converted.

@@ -102,6 +102,7 @@ class Targets:
         mapping: Where the targets are what statements make, and not the other way round: these, compiled.
         bands: Where some are filled in bands: target and box of each band of all of them. The rows by which ``memory``
             is asked are then these.
+        masters: Rows that are masters under the names of their half-precision parameters, and are filled as such.
         strides: By row, in bytes, of those whose elements do not lie one after the other in row-major order.
     """
 
@@ -113,6 +114,7 @@ class Targets:
     mapping: TensorMapping | None = None
     bands: tuple[tuple[int, Box], ...] = ()
     strides: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
+    masters: frozenset[int] = frozenset()
 
     @cached_property
     def overlapping(self) -> list[int]:

@@ -215,7 +215,9 @@ def _names_in_place(task: Task) -> list[str]:
 
     A target may be the very source shard of its name, but not if statements make something else of that name.
     """
-    keys, names = task.resolution.targets.catalog.keys, task.resolution.catalog.keys
+    keys, names = list(task.resolution.targets.catalog.keys), task.resolution.catalog.keys
+    for row in task.resolution.targets.masters:
+        keys[row] = names[row]  # as the source has it, if it is the same
     moved = set() if task.mapping is None else task.mapping.moved_keys(names)
     return [
         f"{key} as AOA makes it" if task.mapping is not None and (key != name or name in moved) else key

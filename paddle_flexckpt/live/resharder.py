@@ -338,7 +338,7 @@ def _load_state_dict(
     comm = communicator_for(process_group)
 
     def targets() -> Catalog:
-        return open_state(target_state_dict, comm.rank).catalog
+        return open_state(target_state_dict, comm.rank, is_source=False).catalog
 
     source = gather_virtual_files(comm, source_state_dict, metadata_list, targets, _CONTEXT)
     return _between_ranks(comm, target_state_dict, source, source_state_dict, asked)[0].run()

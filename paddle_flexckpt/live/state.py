@@ -25,7 +25,7 @@ from paddle_flexckpt.live.tensor_memory import (
     is_initialized,
     unusable_tensor,
 )
-from paddle_flexckpt.sharded_weight import ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
+from paddle_flexckpt.sharded_weight import MasterSlice, ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
 
 _SCHEDULER = "LR_Scheduler"  # where Paddle's optimizer.state_dict() has the state of its scheduler
 # Paddle's name of a rank's range of a parameter in a buffer, and of the states of it.
@@ -150,7 +150,9 @@ def unflatten_state_dict(flat_state_dict: Mapping[str, Any], mapping: Mapping[st
 
 
 @without_collector()
-def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None) -> LocalState:
+def open_state(
+    state_dict: Mapping[str, Any], rank: int, file: str | None = None, *, is_source: bool = True
+) -> LocalState:
     """Describe a rank's state as a catalog.
 
     Args:
@@ -158,11 +160,15 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
             and tensors or arrays (taken as replicated), nested as deep as one likes.
         rank: This rank's number.
         file: Name of the (virtual) file that the state stands for.
+        is_source: Whether values are taken from it: then a parameter that is described by its master is there, as well.
 
     Raises:
         ValidationError: Some value is not a usable shard; all of them are listed.
     """
     flat_state, paths = flatten_state_dict(state_dict)
+    if is_source and MasterSlice in set(map(type, flat_state.values())):
+        flat_state = _with_parameters(flat_state)
+        paths = {key: paths.get(key, (key,)) for key in flat_state}
     rows: list[Any] = _usual_rows(flat_state, rank)
     problems: list[Problem] = []
     if not all(rows):
@@ -189,6 +195,17 @@ def open_state(state_dict: Mapping[str, Any], rank: int, file: str | None = None
     orders = with_orders_of_states(keys, said, global_shapes, shapes)
     builder.add_many(keys, [names[number] for number in numbers], global_shapes, offsets, shapes, flats, orders)
     return LocalState(weights, tensors, replace(builder.build(), state_names=named.names))
+
+
+def _with_parameters(flat_state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with each parameter that is described by its master, rounded from that, and the master as such."""
+    state: dict[str, Any] = {}
+    for key, value in flat_state.items():
+        if type(value) is MasterSlice:
+            state[key], state[f"{key}.w_0"] = value.as_pair()
+        else:
+            state[key] = value
+    return state
 
 
 def _usual_rows(flat_state: Mapping[str, Any], rank: int) -> list[_Row | None]:
@@ -288,6 +305,8 @@ def layout_of(state_dict: Mapping[str, Any]) -> list[Any]:
     kinds = _kinds(flat.values())
     shards = [value for value in flat.values() if kinds[type(value)] == _SHARD]
     layout: list[Any] = [list(flat), [type(value) for value in flat.values()]]
+    if MasterSlice in kinds:
+        layout.append(object())  # what is rounded from a master is another tensor each time
     for kind in dict.fromkeys(map(type, shards)):
         alike = [shard for shard in shards if type(shard) is kind]
         names = [name for name in vars(alike[0]) if name not in (*_TENSORS, *_SHAPES)]

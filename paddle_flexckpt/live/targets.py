@@ -21,6 +21,7 @@ from paddle_flexckpt.live.page_lock import lock_pages
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.live.tensor_memory import address_range, device_of, dtype_name, is_contiguous, odd_strides
 from paddle_flexckpt.live.tensors import HostTensor
+from paddle_flexckpt.sharded_weight import MasterSlice
 
 # Steps that numpy may take to find out whether two strided tensors have an element in common.
 _MAX_WORK = 100_000
@@ -28,7 +29,7 @@ _MAX_WORK = 100_000
 
 def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
     """Return the table of a rank's targets; arguments and errors as of :func:`.open_state`, and what is read-only."""
-    state = open_state(state_dict, rank)
+    state = open_state(state_dict, rank, is_source=False)
     spans, addresses, devices, strides = _locate(state)
     fixed = [row for row in np.flatnonzero(addresses < 0).tolist() if _is_read_only(state.tensors[row])]
     if fixed:
@@ -52,6 +53,7 @@ def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
         spans,
         TargetTensors(state, rank, addresses, devices),
         strides=strides,
+        masters=frozenset(row for row, weight in enumerate(state.weights) if type(weight) is MasterSlice),
     )
 
 

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paddle_flexckpt.parallel.tensor_fusion import trainable_parameters
-from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.sharded_weight import MasterSlice, ShardedWeight
 
 _PREFIX = "slice@"
 # Where a context keeps the identities of its parameters.
@@ -87,16 +87,21 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
         parameter.status, parameter.use_count = "part", 0
     flat = _range_of(wrapper, parameter.name, weight)
     storage = storage_range(parameter.fw_storage, 0, flat.stop - flat.start, parameter.name)
-    made = flat_shard(weight.key, storage, weight, flat)
+    kind = ShardedWeight if storage.dtype == parameter.dtype else MasterSlice
+    made = flat_shard(weight.key, storage, weight, flat, kind)
+    if isinstance(made, MasterSlice):
+        made.half = parameter.dtype
     made.slice_of = id(parameter)
     return made
 
 
-def flat_shard(key: str, tensor: Any, reference: ShardedWeight, flat: slice) -> ShardedWeight:
+def flat_shard(
+    key: str, tensor: Any, reference: ShardedWeight, flat: slice, kind: type[ShardedWeight] = ShardedWeight
+) -> ShardedWeight:
     """Return a shard that is one flattened range of the box of a reference, and as fused as that."""
     box = reference.local_shape, reference.global_shape, reference.global_offset
     rule = getattr(reference, "fused", None)
-    return ShardedWeight(key, tensor, *box, is_flattened=True, flattened_range=flat, fused=rule)
+    return kind(key, tensor, *box, is_flattened=True, flattened_range=flat, fused=rule)
 
 
 def is_small(parameter: Any) -> bool:
