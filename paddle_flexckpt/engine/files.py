@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -15,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.states import is_torch_state
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.announcing import announce
 from paddle_flexckpt.engine.buffered_reads import read_through_buffers
 from paddle_flexckpt.engine.filling import Filling
-from paddle_flexckpt.engine.mapping import tensor_infos
 from paddle_flexckpt.engine.options import FileOptions
 from paddle_flexckpt.engine.piece_columns import PieceColumns
 from paddle_flexckpt.engine.plan import FillPlan
@@ -105,12 +104,15 @@ class Files(Source):
 
     @cached_property
     def _steps(self) -> Mapping[str, float]:
-        from paddle_flexckpt.engine.whole_tensors import iterate_tensors
-
-        infos = tensor_infos(self.catalog)
-        names = [key for key, info in infos.items() if key.endswith(_STEP) and math.prod(info.shape) == 1]
-        tensors = iterate_tensors(self.directory.backend, self.manifest, None, names)
-        return {name[: -len(_STEP)]: float(array.item()) for name, array in tensors}
+        numbers = [number for number, key in enumerate(self.catalog.keys) if key.endswith(_STEP)]
+        single = (self.catalog.size == 1) & (self.catalog.global_shape.prod(axis=1) == 1)
+        rows = np.flatnonzero(single & np.isin(self.catalog.key, numbers)).tolist()
+        steps, found = dict[str, float](), np.empty(1)
+        with FileReader(self.directory.backend, self.manifest, "read", True) as reader:
+            for row in rows:
+                reader.read(row, StridedCopy((1,), 0, (1,), 0, (1,)), found)
+                steps[self.catalog.key_name(row)[: -len(_STEP)]] = float(found[0])
+        return steps
 
     def _reading(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._plain_errors else reading(self.path)
