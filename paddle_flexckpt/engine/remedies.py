@@ -79,6 +79,18 @@ def renamed(keys: Sequence[str], names: Collection[str]) -> str:
     return f"as {side} keys begin with {prefix!r}, give the AOA statements [f'{pair}' for key in state_dict]; or "
 
 
+def first_value(key: str) -> str:
+    """Say how a state gets the value that it has before the first step, as the source has none."""
+    power = re.search(r"beta([12])_pow(?:_acc)?_\d+$", key)
+    value, of = (f"BETA{power[1]}", f", with the optimizer's beta{power[1]}") if power else ("0", "")
+    if re.search(r"mu_product_\d+$", key):
+        value = "1"
+    return (
+        "if it was not trained when the source was saved, give it the value that an optimizer begins with by the AOA "
+        f"statement '_ -> {quoted(key)}, fill={value}'{of}; with strict=False it would stay what steps have made of it"
+    )
+
+
 def untied(target: Catalog, row: int, source: Catalog) -> str:
     """Return the statement for a head or embedding that the saved model had tied to the other; "" for other targets."""
     keys = {*source.keys, *target.keys}

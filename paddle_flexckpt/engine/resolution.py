@@ -25,12 +25,13 @@ from paddle_flexckpt.engine.names import (
     Unresolved,
     counted_names,
     find_compatible,
+    is_state,
     raw_meanings,
 )
 from paddle_flexckpt.engine.options import TransferOptions
 from paddle_flexckpt.engine.powers import NOTHING, Facts, Power
 from paddle_flexckpt.engine.raw_names import find_guesses
-from paddle_flexckpt.engine.remedies import renamed, reshaped, untied
+from paddle_flexckpt.engine.remedies import first_value, renamed, reshaped, untied
 from paddle_flexckpt.engine.shared_targets import share_memory
 from paddle_flexckpt.engine.targets import Targets
 
@@ -482,6 +483,8 @@ class _Resolver:
             why = self._mapping.provenance.get(key, removed)
             # A reason that knows what to do says it.
             remedy = "add a statement that makes it, or load with strict=False to leave this target as it is"
+            if is_state(key, self._known):
+                remedy = f"add a statement that makes it; or, {first_value(key)}"
             if key.endswith(_MASTER) and key[: -len(_MASTER)] in {*self._defined, *self._index}:
                 remedy = _PARAMETER_REMEDY
             return Problem("nothing feeds a target", **where, got=why, remedy=None if "Remedy:" in why else remedy)
@@ -493,14 +496,20 @@ class _Resolver:
         if key in compatible.of_others:
             got += f"; the one of its raw name is {compatible.of_others[key]!r}, as the source says"
         remedy = "correct the name, or load with strict=False to leave this target as it is"
+        if is_state(key, self._known):
+            remedy = f"correct the name; or, {first_value(key)}"
         if self._other(row, None) is not None:
             remedy = _PARAMETER_REMEDY
-        elif key in compatible.lost_by_raw_name:
+        elif key in compatible.lost_by_raw_name and any(is_state(name, self._known) for name in names):
             # One side names states after parameters as Paddle counts them, and the other counts others.
-            remedy = f"give its name by an AOA statement (plain_state_statements() makes them); or {remedy}"
+            remedy = "give its name by an AOA statement (plain_state_statements() makes them); or correct the name"
         else:
             remedy = self._renamed + untied(catalog, row, self._source) + remedy
         return Problem("the source has no such key", **where, got=got, remedy=remedy)
+
+    @cached_property
+    def _known(self) -> set[str]:
+        return {*self._source.keys, *self._catalog.keys}
 
     @cached_property
     def _renamed(self) -> str:

@@ -33,12 +33,21 @@ def check_unexpected(
     states = _states_of_loaded(unexpected, keys, loaded)
     if states and options.optimizer_states == "raise":
         masters = states if all(key.endswith(".w_0") for key in states) else []
+        # Whoever asks for some has an optimizer, which does not train the others' parameters.
+        frozen = any(is_state(key, {*keys}) for key in loaded)
         raise ValidationError(
             f"no rank asks for {len(states)} optimizer states that the source has of parameters that are loaded, "
-            f"such as {', '.join(map(repr, states[:3]))}. Remedy: give the optimizer's too: before its first "
-            "step it has states only after paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
+            f"such as {', '.join(map(repr, states[:3]))}. Remedy: "
+            + (
+                "if their parameters were frozen since, load before that (stop_gradient=False), and freeze them then: "
+                "the optimizer keeps their states; "
+                if frozen and not masters
+                else "give the optimizer's too: before its first step it has states only after "
+                "paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
+            )
             + ("to take float32 parameters from their masters, give master_weights='convert'; " if masters else "")
-            + "to load weights alone, give optimizer_states='ignore'",
+            + ("to go on without these states" if frozen and not masters else "to load weights alone")
+            + ", give optimizer_states='ignore'",
             context,
         )
     if options.unexpected_is_an_error:

@@ -143,8 +143,7 @@ class Replicas:
             rank=int(catalog.rank[row]),
             expected=f"the values of {catalog.describe(row)}{part} on rank {catalog.rank[other]}",
             got="others",
-            remedy=_drift() + "give different tensors (such as the experts of different ranks) different names, or "
-            "bring the ranks in step; if one rank's values will do, pass check_replicas="
+            remedy=f"{_causes()}; only if they are one tensor and one rank's values will do, pass check_replicas="
             f"{{{key!r}: 'first'}}, or 'close' to be told how far apart they are",
         )
 
@@ -157,8 +156,7 @@ class Replicas:
             expected=f"differences of at most {bound:.3g} of the largest value, in {catalog.dtype_name(row)}, from "
             f"{catalog.describe(row)} on rank {catalog.rank[row]}",
             got=f"{part:.3g} of it",
-            remedy=_drift() + "give different tensors (such as the experts of different ranks) different names, or "
-            f"bring the ranks in step; only if they are one tensor and one rank's values will do, pass "
+            remedy=f"{_causes()}; only if they are one tensor and one rank's values will do, pass "
             f"check_replicas={{{key!r}: 'first'}}",
         )
 
@@ -324,6 +322,15 @@ def _difference(values: np.ndarray, others: np.ndarray) -> tuple[float, float]:
         difference = float(np.abs(values[differ].astype(wide) - others[differ].astype(wide)).max())
         largest = max(float(np.abs(each[np.isfinite(each)].astype(wide)).max(initial=0.0)) for each in (values, others))
     return difference, difference / largest if largest else difference
+
+
+def _causes() -> str:
+    """Return what to do about each of the causes of replicas that differ, but about ranks that may differ."""
+    return (
+        f"{_drift()}if each rank has its own part of a tensor, describe it by shard_weight(key, tensor, axis, group): "
+        "one rank's part would be saved as the whole; give different tensors (such as the experts of different ranks) "
+        "different names; bring ranks in step that ran out of it"
+    )
 
 
 def _drift() -> str:

@@ -168,9 +168,21 @@ def test_strictness_says_whether_missing_keys_are_errors(strict, is_error):
 
 def test_a_raw_name_that_counts_other_layers_is_told_with_a_way_out():
     problem = the_refusal(solve, keys("linear_0.w_0_moment1_0"), keys("linear_1.w_0_moment1_0"))
-    assert problem.remedy == (
-        f"give its name by an AOA statement (plain_state_statements() makes them); or {LEFT_ALONE}"
+    assert (
+        problem.remedy == "give its name by an AOA statement (plain_state_statements() makes them); or correct the name"
     )
+    # Where the source has no states at all, none is meant.
+    problem = the_refusal(solve, keys("linear_0.w_0_moment1_0"), keys("w"))
+    assert "'_ -> linear_0.w_0_moment1_0, fill=0'" in problem.remedy
+
+
+@pytest.mark.parametrize(("state", "value"), [
+    ("moment1_0", "0'"), ("beta2_pow_acc_0", "BETA2', with the optimizer's beta2"), ("mu_product_0", "1'"),
+])  # fmt: skip
+def test_a_state_that_the_source_lacks_is_not_left_stale(state, value):
+    problem = the_refusal(solve, keys("w", f"w.{state}"), keys("w"))
+    assert f"AOA statement '_ -> w.{state}, fill={value}" in problem.remedy
+    assert LEFT_ALONE not in problem.remedy
 
 
 def test_a_head_that_may_have_been_tied_is_told_with_the_statement():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
+import types
 from collections import Counter
 
 import ml_dtypes
@@ -18,6 +19,7 @@ from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.live import staging
 from paddle_flexckpt.native.checksums import HashThread, hash_block
 from paddle_flexckpt.planning.comparison import SAMPLE_BYTES
+from paddle_flexckpt.sharded_weight import shard_weight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.remedies.following import provoked
 
@@ -482,3 +484,25 @@ def test_a_reshard_gives_one_ranks_statistics_to_all():
         return [sorted(set(weight.local_tensor.reshape(-1).tolist())) for weight in target.values()]
 
     assert SimulatedWorld(3).run(move) == [[[0], [0], [5], [5]]] * 3
+
+
+def test_replicas_that_are_parts_are_described_as_parts(tmp_path):
+    """One rank's half would be saved as the whole, if one rank's values counted."""
+    group = [types.SimpleNamespace(rank=rank, nranks=2) for rank in range(2)]
+
+    def save(comm):
+        half = np.full((2, 3), comm.rank, np.float32)
+        with provoked("live/replicas.py", "or 'close' to be told how far apart they are") as caught:
+            fc.save_state_dict({"w": half}, tmp_path, comm)
+        assert "describe it by shard_weight(key, tensor, axis, group)" in str(caught.value)
+        fc.save_state_dict({"w": shard_weight("w", half, 0, group[comm.rank])}, tmp_path, comm)
+        own = {f"w.{comm.rank}": half}
+        fc.save_state_dict(own, tmp_path / "own", comm)
+        fc.save_state_dict({"w": half * 0}, tmp_path / "in step", comm)
+        fc.save_state_dict({"w": half}, tmp_path / "first", comm, check_replicas={"w": "first"})
+
+    SimulatedWorld(2).run(save)
+    assert load(tmp_path, {"w": (4, 3)})["w"][:, 0].tolist() == [0, 0, 1, 1]
+    assert load(tmp_path / "own", {"w.0": (2, 3), "w.1": (2, 3)})["w.1"].ravel().tolist() == [1] * 6
+    for name in ("in step", "first"):
+        assert load(tmp_path / name, {"w": (2, 3)})["w"].ravel().tolist() == [0] * 6
