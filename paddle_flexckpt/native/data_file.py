@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import itertools
+import os
+import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.media.backend import Backend, InputFile, Location, open_member
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, HashThread, hash_block
@@ -66,7 +70,8 @@ def write_data_file(
     checksums: list[int] = []
     file_bytes = len(header) + sum(lengths)
     ends, written = list(itertools.accumulate(lengths)) if meter.is_heard else [], 0
-    with contextlib.closing(HashThread()) as hashing, backend.create(name, size=file_bytes) as file:
+    told, thread = _telling_how_full(path, file_bytes), contextlib.closing(HashThread())
+    with told, thread as hashing, backend.create(name, size=file_bytes) as file:
         file.write(header)
         for blocks in _batches(path, lengths, data):
             beside = hashing.hash(blocks) if sum([block.nbytes for block in blocks]) > HASHED_INLINE else None
@@ -79,6 +84,24 @@ def write_data_file(
         items, files=(name,), file=np.zeros(len(items), dtype=np.int32), byte_offset=items.byte_offset + len(header)
     )
     return Manifest.of_save(save, stored, checksums, {name: file_bytes})
+
+
+@contextlib.contextmanager
+def _telling_how_full(path: str, nbytes: int) -> Iterator[None]:
+    """Say with the error of a full disk what is needed and what there is."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        room = ""
+        with contextlib.suppress(OSError):
+            room = f", and {format_bytes(shutil.disk_usage(os.path.dirname(path)).free)} are free there now"
+        raise OSError(
+            error.errno,
+            f"{os.strerror(error.errno)}: {path} has {format_bytes(nbytes)}{room}. Remedy: make room on that storage "
+            "for what all its ranks write, and save again, which removes what this save has left",
+        ) from error
 
 
 def _batches(path: str, lengths: Sequence[int], data: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import safetensors
 import xxhash
 
+import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import ValidationError, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.media.local import write_all
@@ -20,6 +24,7 @@ from paddle_flexckpt.native.data_file import BATCH_BYTES, TOKEN_WINDOW, write_da
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from tests.native.samples import TOKEN, items_of, store, values_of, whole, write_file
 from tests.property.layouts import Shard
+from tests.remedies.following import advised
 
 
 def open_with_safetensors(path) -> tuple[dict[str, dict], dict[str, str]]:
@@ -256,3 +261,27 @@ def test_an_unknown_dtype_is_an_error_before_any_byte(tmp_path):
     with pytest.raises(ValidationError, match="float4"):
         write(tmp_path, [whole("a", "float4", (3,))])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+def test_a_full_disk_is_told_with_figures_and_a_remedy(tmp_path, monkeypatch, number):
+    writev = os.writev
+
+    def full(descriptor, parts):
+        if sum(map(len, parts)) > BLOCK_BYTES:
+            raise OSError(number, os.strerror(number))
+        return writev(descriptor, parts)
+
+    with monkeypatch.context() as patch, pytest.raises(fc.CheckpointError) as caught:
+        patch.setattr(os, "writev", full)
+        patch.setattr(shutil, "disk_usage", lambda place: SimpleNamespace(free=3 << 20))
+        fc.save_state_dict({"w": np.zeros(2 << 20, np.float32)}, tmp_path)
+    text = str(caught.value)
+    assert f"[Errno {number}] {os.strerror(number)}" in text
+    if number != errno.EIO:
+        assert "0_0.safetensors has 8.0 MiB, and 3.0 MiB are free there now" in text
+        advised("native/data_file.py", "make room on that storage for what all its ranks write, and save again", text)
+    fc.save_state_dict({"w": np.ones(2 << 20, np.float32)}, tmp_path)
+    target = {"w": np.zeros(2 << 20, np.float32)}
+    fc.load_state_dict(target, tmp_path)
+    assert target["w"].all() and len(list(tmp_path.glob("*.safetensors"))) == 1
