@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
-from paddle_flexckpt.catalog import CheckpointError, NotDurableError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, NotDurableError, ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_same
@@ -127,7 +127,7 @@ class CheckpointManager:
         self._pending, self._writes_reports = PendingSteps(self._comm), reports
         self._closed = False
         self._run: str | None = None  # what identifies the run, from the first save on
-        self._restored: int | None = None  # the step that the run goes on from
+        self._restored: Which | None = None  # the step that the run goes on from
         self._signals = PreemptionSignals(())
 
         def open_root() -> tuple[None, bytes]:
@@ -433,7 +433,11 @@ class CheckpointManager:
         targets, answers = self._comm.together(prepare, context)
         order, damaged = agree_and_collect(answers, context)[0]
         candidates = [(each, self._steps.directory(each)) for each in order]
-        report, whole = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
+        try:
+            report, whole = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
+        except CorruptCheckpointError:
+            self._run, self._restored = None, "latest"  # if it begins anew, it is the same run
+            raise
         self._pending.doubtful |= report.skipped.keys() - whole
         self._schedule.note(report.step, saved=False)
         self._run, self._restored = None, report.step

@@ -22,7 +22,7 @@ from paddle_flexckpt.engine.options import LoadOptions, Storage, Strict, rule
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.manager.steps import UNIQUE_ID, save_token_in
+from paddle_flexckpt.manager.steps import UNIQUE_ID, Which, save_token_in
 from paddle_flexckpt.media.backend import Backend, reading
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.report import LoadReport
@@ -96,7 +96,7 @@ class RestoreOptions(LoadOptions):
     coordinator_rank: int = field(default=0, init=False)
     unique_id: int | None = field(default=UNIQUE_ID, init=False)
     storage: Storage = field(default="shared", init=False)
-    step: int | str = "latest"
+    step: Which = "latest"
     rng: bool = True
     fallback: bool = False
     schedule: Literal["raise", "ignore"] = field(default="raise", metadata=rule(choices=("raise", "ignore")))

@@ -71,21 +71,28 @@ class StepDirectories:
         self._root = reopen(backend.reopen_token()) if type(backend) is LocalBackend else backend
         self.path = self._root.path
         self._known: dict[int, _Known] = {}
+        # Steps with a checkpoint in whose directory nothing is left of dead saves, as long as nobody saves there again.
+        self._cleaned: set[int] = set()
         self._links: set[int] = set()  # steps whose directory is a link, which has been said
 
     def directory(self, step: int) -> Backend:
         """Return the directory of a step, whether it exists or not."""
         return self._root.child(name_of(step))
 
-    def steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, damaged or not, in rising order."""
+    def steps(self, trusted: Collection[int] = ()) -> list[int]:
+        """Return the steps that have a checkpoint, damaged or not, in rising order.
+
+        ``trusted`` are not looked into: whoever reads them finds out.
+        """
         before: list[int] | None = None
         while True:
             steps = self._directories()
-            there = map_files(self._root, self._may_have_checkpoint, steps)
-            found = [step for step, is_there in zip(steps, there) if is_there]
+            unknown = [step for step in steps if step not in trusted]
+            there = map_files(self._root, self._may_have_checkpoint, unknown)
+            missing = {step for step, is_there in zip(unknown, there) if not is_there}
+            found = [step for step in steps if step not in missing]
             # One that has been removed may have been replaced, after the listing or after the look at the new one.
-            if (all(there) and steps) or found == before:
+            if (steps and not missing) or found == before:
                 return found
             before = found
 
@@ -116,17 +123,24 @@ class StepDirectories:
 
         Read are the first bytes of the manifests, and the records of those that are new.
         """
+        trusted = {step for step, each in self._known.items() if not each.problem}
+        known = self._look_at(self.steps(trusted))
+        if trusted - known.keys():
+            known = self._look_at(self.steps())  # one that has been removed may have been replaced meanwhile
+        self._known = known
+        records = [each.record for each in known.values() if each.record is not None]
+        return records, {step: each.problem for step, each in known.items() if each.problem}
+
+    def _look_at(self, steps: Sequence[int]) -> dict[int, _Known]:
         known: dict[int, _Known] = {}
-        for step in self.steps():
+        for step in steps:
             try:
                 known[step] = self._look(step)
             except FileNotFoundError:
                 continue  # it has just been removed
             except OSError as error:
                 known[step] = _Known("", None, f"{_UNREADABLE}: {type(error).__name__}: {error}")
-        self._known = known
-        records = [each.record for each in known.values() if each.record is not None]
-        return records, {step: each.problem for step, each in known.items() if each.problem}
+        return known
 
     def _look(self, step: int) -> _Known:
         directory = self.directory(step)
@@ -201,24 +215,23 @@ class StepDirectories:
             )
         return best_first(records, best.metric, best.mode), damaged
 
-    def begin_run(self, step: int, restored: int | None) -> str:
+    def begin_run(self, step: int, restored: Which | None) -> str:
         """Return the identity of a run that is about to save its first step: that of the step that it goes on from.
+
+        ``"latest"`` stands for the highest that has one.
 
         Raises:
             ValidationError: There are higher steps of another run, which would be taken for this run's latest.
         """
-        found = {}
+        found: dict[int, _Known] = {}
         for each in self._directories():
             if each == restored or each > step:
                 with contextlib.suppress(OSError):  # it is not there, or nobody can restore it
                     found[each] = self._look(each)
-        before = found.get(restored) if restored is not None else None
-        run = before.record.run if before is not None and before.record is not None else secrets.token_hex(8)
-        others = [
-            each
-            for each, known in found.items()
-            if each > step and known.record is not None and known.record.run != run
-        ]
+        records = [known.record for known in found.values() if known.record is not None]
+        before = [record.run for record in records if restored in (record.step, "latest")]
+        run = before[-1] if before else secrets.token_hex(8)
+        others = [record.step for record in records if record.step > step and record.run != run]
         if others:
             raise ValidationError(
                 Problem(
@@ -238,6 +251,7 @@ class StepDirectories:
             ValidationError: There is a checkpoint of this step, and it is not to be replaced.
             OSError: What an interrupted removal left could not be removed.
         """
+        self._cleaned.discard(step)
         if step in _interrupted(self._root.names()):
             self._finish_removal(step)
         directory = self.directory(step)
@@ -299,16 +313,21 @@ class StepDirectories:
                 self._root.remove(name)
         for step in _interrupted(names):
             attempt(self._finish_removal, step)
-        for step in self._directories():
+        directories = {*self._directories()}
+        self._cleaned &= directories
+        for step in sorted(directories - self._cleaned):
             if step not in busy:
                 attempt(self._remove_dead_save, step)
         records, damaged = self.records()
+        self._cleaned = {record.step for record in records} - {*busy}
         # Nobody was told of these, as they may be read the next time.
         problems += [f"step {step} {why}" for step, why in damaged.items() if why.startswith(_UNREADABLE)]
         complete = [record for record in records if record.step not in {*busy, *doubtful}]
         with_busy = steps_to_remove(records, policies, newest)
         useless = [step for step in steps_to_remove(complete, policies, newest) if step in with_busy]
         removed = [step for step in useless if attempt(self._remove, step)]
+        for step in removed:
+            del self._known[step]
         if problems:
             raise CheckpointError("; ".join(dict.fromkeys(problems)))
         return removed

@@ -10,8 +10,8 @@ pytest.importorskip("paddle")
 pytest.importorskip("fsspec")
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.manager import KeepBest, KeepLatest
-from paddle_flexckpt.manager.steps import StepDirectories
+from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
+from paddle_flexckpt.manager.steps import StepDirectories, save_token_in
 from tests.manager.samples import files_of, manager_of, restore, save
 from tests.media.test_remote import clock, disk_of, kind, location
 
@@ -81,3 +81,32 @@ def test_a_removal_that_is_interrupted_anywhere_is_carried_through(kind, clock):
         StepDirectories(location(kind)).retain([KeepLatest(2)], None, ())
         assert tree(backend) == all_files_of(2, 3), where
     assert seen == {(1, 2, 3), (2, 3)}
+
+
+def test_a_save_makes_one_request_for_each_step_that_is_kept(kind, clock):
+    """Whether the steps were there when the manager was made, or it has saved and removed some itself."""
+    backend = location(kind)
+    disk, counts = disk_of(backend), {}
+
+    def calls_of_a_save(manager, step: int) -> int:
+        before = len(disk.calls)
+        save(manager, step)
+        return len(disk.calls) - before
+
+    with manager_of(backend, keep=[KeepEvery(10), KeepLatest(1)]) as manager:
+        for kept in range(1, 13):
+            save(manager, 10 * kept)
+            save(manager, 10 * kept + 1)
+            counts[kept] = calls_of_a_save(manager, 10 * kept + 2)
+        assert counts[12] - counts[2] == 10 * (counts[12] - counts[11]) == 10 * counts_of_a_look(disk, manager)
+    with manager_of(backend, keep=[KeepEvery(10), KeepLatest(1)]) as manager:
+        restore(manager)
+        save(manager, 123)
+        assert calls_of_a_save(manager, 124) == counts[12]
+
+
+def counts_of_a_look(disk, manager) -> int:
+    """How many calls reading the first bytes of one manifest makes."""
+    before = len(disk.calls)
+    save_token_in(manager._steps.directory(10))
+    return len(disk.calls) - before

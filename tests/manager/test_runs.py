@@ -19,7 +19,9 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.manager.steps import StepDirectories
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.background.helpers import shards
 from tests.manager.samples import directory_of, empty, manager_of, restore, save, tree, values, version_of
+from tests.native.samples import flip
 from tests.remedies.following import advised, provoked
 
 
@@ -91,6 +93,30 @@ def test_the_same_run_is_never_asked(tmp_path, how, caplog):
         save(manager, 11)
     runs = {record_of(tmp_path, each).run for each in manager.all_steps() if how != "fallback" or each != 2000}
     assert len(runs) == 1 and len(runs.pop()) == 16
+
+
+def test_a_run_that_begins_anew_as_all_it_has_saved_is_damaged(tmp_path):
+    """The values of rank 1 are damaged, and the records in the files of rank 0 can be read."""
+
+    def begin(comm):
+        with manager_of(tmp_path, process_group=comm) as manager:
+            for step in (10, 20):
+                manager.save(step, state=shards(comm.position, 2, step), rng=False)
+
+    def begin_anew(comm):
+        with manager_of(tmp_path, process_group=comm) as manager:
+            with pytest.raises(fc.CorruptCheckpointError, match="all that could be restored is damaged"):
+                manager.restore(state=shards(comm.position, 2, 0), fallback=True)
+            manager.save(5, state=shards(comm.position, 2, 5), rng=False)
+        with manager_of(tmp_path, process_group=comm) as manager:
+            return manager.restore(state=shards(comm.position, 2, 0), fallback=True).step
+
+    SimulatedWorld(2).run(begin)
+    for step in (10, 20):
+        path = directory_of(tmp_path, step) / "1_0.safetensors"
+        flip(path, path.read_bytes().index(shards(1, 2, step)["w"].local_tensor.tobytes()))
+    assert SimulatedWorld(2).run(begin_anew) == [5, 5]
+    assert len({record_of(tmp_path, step).run for step in (5, 10, 20)}) == 1
 
 
 def test_steps_of_managers_that_recorded_no_run(tmp_path, monkeypatch):
