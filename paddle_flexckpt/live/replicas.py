@@ -137,28 +137,40 @@ class Replicas:
         catalog, row, other = self._catalog, comparison.row[line], comparison.row[comparison.first[line]]
         key, start, stop = catalog.key_name(row), comparison.start[line], comparison.stop[line]
         part = "" if stop - start == catalog.size[row] else f", elements {start} to {stop - 1} of it,"
+        drift = _drift([int(catalog.rank[row]), int(catalog.rank[other])])
         return Problem(
             "replicas of one shard differ",
             key=key,
             rank=int(catalog.rank[row]),
             expected=f"the values of {catalog.describe(row)}{part} on rank {catalog.rank[other]}",
             got="others",
-            remedy=f"{_causes()}; only if they are one tensor and one rank's values will do, pass check_replicas="
+            remedy=drift
+            if drift
+            else f"{_causes()}; only if they are one tensor and one rank's values will do, pass check_replicas="
             f"{{{key!r}: 'first'}}, or 'close' to be told how far apart they are",
         )
 
     def _too_far(self, row: int, part: float, bound: float) -> Problem:
         catalog = self._catalog
         key = catalog.key_name(row)
+        drift = _drift(self._holders(row))
         return Problem(
             "replicas of one shard are not close",
             key=key,
             expected=f"differences of at most {bound:.3g} of the largest value, in {catalog.dtype_name(row)}, from "
             f"{catalog.describe(row)} on rank {catalog.rank[row]}",
             got=f"{part:.3g} of it",
-            remedy=f"{_causes()}; only if they are one tensor and one rank's values will do, pass "
+            remedy=drift
+            if drift
+            else f"{_causes()}; only if they are one tensor and one rank's values will do, pass "
             f"check_replicas={{{key!r}: 'first'}}",
         )
+
+    def _holders(self, row: int) -> list[int]:
+        """Return the ranks that hold a replica of a row's shard."""
+        groups = self._groups
+        rows = groups.order[groups.of_row[groups.order] == groups.of_row[row]]
+        return sorted(map(int, self._catalog.rank[rows]))
 
     def narrowed(self, differing: np.ndarray | None = None) -> ReplicaGroups:
         """Return the groups as they may be read: where replicas may differ, the one replica that counts is left.
@@ -327,19 +339,35 @@ def _difference(values: np.ndarray, others: np.ndarray) -> tuple[float, float]:
 def _causes() -> str:
     """Return what to do about each of the causes of replicas that differ, but about ranks that may differ."""
     return (
-        f"{_drift()}if each rank has its own part of a tensor, describe it by shard_weight(key, tensor, axis, group): "
+        "if each rank has its own part of a tensor, describe it by shard_weight(key, tensor, axis, group): "
         "one rank's part would be saved as the whole; give different tensors (such as the experts of different ranks) "
         "different names; bring ranks in step that ran out of it"
     )
 
 
-def _drift() -> str:
-    """Return what else may be done where Paddle itself lets replicas drift, as a beginning of a remedy."""
-    topology = sys.modules.get("paddle.distributed.fleet.base.topology")
-    hcg = getattr(topology, "_HYBRID_PARALLEL_GROUP", None)
-    if hcg is None or hcg.get_data_parallel_world_size() == 1 or hcg.get_sharding_parallel_world_size() == 1:
+def _drift(ranks: Collection[int]) -> str:
+    """Return the remedy where Paddle itself lets replicas on these ranks drift apart; else an empty text.
+
+    Sharding V2 steps slices of parameters, whose gradients fleet does not average over data and segment parallelism.
+    """
+    hcg = getattr(sys.modules.get("paddle.distributed.fleet.base.topology"), "_HYBRID_PARALLEL_GROUP", None)
+    topology = getattr(hcg, "_topo", None)
+    if hcg is None or topology is None:
         return ""
-    return (
-        "with sharding V2 (split_param=True) beside data parallelism Paddle does not keep ranks equal, from the first "
-        "step on: shard over all of these ranks (dp_degree=1), or use V1. Otherwise "
+    from paddle.distributed import fleet
+
+    strategy = getattr(fleet.fleet, "_user_defined_strategy", None)
+    if strategy is None or not strategy.hybrid_configs["sharding_configs"].split_param:
+        return ""
+    coordinates = [topology.get_coord(rank) for rank in ranks]
+    axes = {"data": "data", "sep": "segment"}
+    beside = [word for name, word in axes.items() if len({getattr(each, name, 0) for each in coordinates}) > 1]
+    if hcg.get_sharding_parallel_world_size() == 1 or not beside:
+        return ""
+    remedy = (
+        f"sharding V2 (split_param=True) beside {' and '.join(beside)} parallelism: fleet does not average its "
+        "gradients over these ranks, so that each trains another model from the first step on. Begin again from a "
+        "checkpoint of before, and shard over all of these ranks (dp_degree=1, sep_degree=1), or use V1, or average "
+        "the gradients over these ranks before step(), as PaddleNLP's trainer does"
     )
+    return remedy

@@ -28,6 +28,7 @@ from paddle.distributed.fleet.utils.mix_precision_utils import MixPrecisionLayer
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing import World, cpu_world
 from tests.distributed import jobs_common as common
+from tests.remedies.following import advised
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 
@@ -553,10 +554,14 @@ def reshard(source, target):
     return {"wrong": sorted(set(truth) ^ same), "losses": losses, "new": new.train(AFTER)}
 
 
-def data_parallel_beside_v2(directory):
-    """What a save says of a job of dp2 x sharding V2, before any step and after one."""
+def beside_v2(directory, axis, averages):
+    """What a save says of a job of sharding V2 beside another axis, before any step and after one.
+
+    ``averages``: gradients are averaged over that axis before each step, as PaddleNLP's trainer does.
+    """
     fc.install()
-    cpu_world.init_fleet(dp=2, sharding=2, split_param=True)
+    hcg = cpu_world.init_fleet(**{axis: 2}, sharding=2, split_param=True)
+    group = hcg.get_data_parallel_group() if axis == "dp" else hcg.get_sep_parallel_group()
     with paddle.utils.unique_name.guard():
         net = Net("", "float32", False)
     inner = paddle.optimizer.AdamW(0.01, parameters=[p for p in net.parameters() if not p.stop_gradient])
@@ -571,6 +576,10 @@ def data_parallel_beside_v2(directory):
             texts.append(str(error))
         x = np.random.RandomState(dist.get_rank()).randn(2, INPUTS).astype("float32")
         (model(paddle.to_tensor(x)) ** 2).mean().backward()
+        for parameter in net.parameters() if averages else ():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad.scale_(0.5)
         optimizer.step()
         optimizer.clear_grad()
     return texts
@@ -854,11 +863,17 @@ def test_what_cannot_be_described_is_refused(world2):
     assert all("parameter groups" in text for text in world2.run(refused, kind="groups"))
 
 
-def test_ranks_that_paddle_lets_drift_are_told_so(world4, tmp_path):
-    for before, after in world4.run(data_parallel_beside_v2, directory=str(tmp_path)):
+@pytest.mark.parametrize("axis", ["dp", "sep"])
+def test_ranks_that_paddle_lets_drift_are_told_so(world4, tmp_path, axis):
+    for before, after in world4.run(beside_v2, directory=str(tmp_path), axis=axis, averages=False):
         assert before is None
         assert "replicas of one shard differ" in after
-        assert "Remedy: with sharding V2 (split_param=True) beside data parallelism Paddle does not keep" in after
+        advised("live/replicas.py", "or average the gradients over these ranks before step()", after)
+        assert ("beside data parallelism" if axis == "dp" else "beside segment parallelism") in after
+        # Not what would be right for experts: it would save what one of the models has learned.
+        assert "'first'" not in after and "experts" not in after
+    for texts in world4.run(beside_v2, directory=str(tmp_path), axis=axis, averages=True):
+        assert texts == [None, None]
 
 
 def test_weights_alone_beside_an_optimizer_that_has_stepped(tmp_path):
