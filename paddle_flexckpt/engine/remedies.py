@@ -80,14 +80,20 @@ def renamed(keys: Sequence[str], names: Collection[str]) -> str:
 
 
 def first_value(key: str) -> str:
-    """Say how a state gets the value that it has before the first step, as the source has none."""
+    """Say how a state gets the value that it has before the first step, as the source has none; "" of a master weight.
+
+    A master begins as its parameter, and zeros in it would become the parameter's at the next step.
+    """
+    if re.search(r"\.w_0$|_fp32_master_\d+$|(^|\.)master_weights\.", key):
+        return ""
     power = re.search(r"beta([12])_pow(?:_acc)?_\d+$", key)
     value, of = (f"BETA{power[1]}", f", with the optimizer's beta{power[1]}") if power else ("0", "")
     if re.search(r"mu_product_\d+$", key):
         value = "1"
     return (
-        "if it was not trained when the source was saved, give it the value that an optimizer begins with by the AOA "
-        f"statement '_ -> {quoted(key)}, fill={value}'{of}; with strict=False it would stay what steps have made of it"
+        "; or, if it was not trained when the source was saved, give it the value that an optimizer begins with by "
+        f"the AOA statement '_ -> {quoted(key)}, fill={value}'{of}; with strict=False it would stay what steps have "
+        "made of it"
     )
 
 

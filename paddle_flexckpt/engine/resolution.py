@@ -484,7 +484,7 @@ class _Resolver:
             # A reason that knows what to do says it.
             remedy = "add a statement that makes it, or load with strict=False to leave this target as it is"
             if is_state(key, self._known):
-                remedy = f"add a statement that makes it; or, {first_value(key)}"
+                remedy = f"add a statement that makes the state{first_value(key)}"
             if key.endswith(_MASTER) and key[: -len(_MASTER)] in {*self._defined, *self._index}:
                 remedy = _PARAMETER_REMEDY
             return Problem("nothing feeds a target", **where, got=why, remedy=None if "Remedy:" in why else remedy)
@@ -497,14 +497,16 @@ class _Resolver:
             got += f"; the one of its raw name is {compatible.of_others[key]!r}, as the source says"
         remedy = "correct the name, or load with strict=False to leave this target as it is"
         if is_state(key, self._known):
-            remedy = f"correct the name; or, {first_value(key)}"
+            remedy = f"correct the state's name{first_value(key)}"
         if self._other(row, None) is not None:
             remedy = _PARAMETER_REMEDY
         elif key in compatible.lost_by_raw_name and any(is_state(name, self._known) for name in names):
             # One side names states after parameters as Paddle counts them, and the other counts others.
             remedy = "give its name by an AOA statement (plain_state_statements() makes them); or correct the name"
         else:
-            remedy = self._renamed + untied(catalog, row, self._source) + remedy
+            other = self._renamed + untied(catalog, row, self._source)
+            # A state whose parameter is found by another name has its value there.
+            remedy = other.removesuffix("; or ") if other and is_state(key, self._known) else other + remedy
         return Problem("the source has no such key", **where, got=got, remedy=remedy)
 
     @cached_property

@@ -185,6 +185,13 @@ def test_a_state_that_the_source_lacks_is_not_left_stale(state, value):
     assert LEFT_ALONE not in problem.remedy
 
 
+@pytest.mark.parametrize("key", ["a.w_0", "linear_0.w_0_fp32_master_0", "optimizer.master_weights.linear_0.w_0"])
+def test_a_master_is_not_filled_with_zeros(key):
+    problems = refusal(solve, keys("a", key), keys("b"))
+    (remedy,) = (each.remedy for each in problems if each.key == key)
+    assert "fill=" not in remedy and "strict=False" not in remedy
+
+
 def test_a_head_that_may_have_been_tied_is_told_with_the_statement():
     problem = the_refusal(solve, [Part("lm_head.weight")], [Part("first"), Part("embed.weight")])
     advice = "if the saved model tied it to 'embed.weight', add the AOA statement 'embed.weight -> lm_head.weight'; or "

@@ -92,7 +92,7 @@ def test_a_parameter_that_is_trained_since_begins_with_the_values_of_a_fresh_opt
     fc.save_state_dict(saved, tmp_path)
     model, optimizer = job(steps=steps)
     target = state(model, optimizer)
-    with provoked("engine/resolution.py", "correct the name; or, ") as caught:
+    with provoked("engine/resolution.py", "correct the state's name") as caught:
         fc.load_state_dict(target, tmp_path)
     advised("engine/remedies.py", "give it the value that an optimizer begins with", str(caught.value))
     assert "load with strict=False" not in str(caught.value)
@@ -109,7 +109,7 @@ def test_a_state_that_a_statement_removes_is_filled_likewise(tmp_path):
     fc.save_state_dict({"a": np.ones(2, np.float32), "a.moment1_0": np.ones(2, np.float32)}, tmp_path)
     target = {"a": np.zeros(2, np.float32), "a.moment1_0": np.full(2, 9, np.float32)}
     statements = ["a.moment1_0 -> _"]
-    with provoked("engine/resolution.py", "add a statement that makes it; or, ") as caught:
+    with provoked("engine/resolution.py", "add a statement that makes the state") as caught:
         fc.load_state_dict(target, tmp_path, aoa_config={"aoa_statements": statements})
     statements += re.findall(r"AOA statement '(_ -> .*?)'", str(caught.value))
     fc.load_state_dict(target, tmp_path, aoa_config={"aoa_statements": statements})
