@@ -176,6 +176,12 @@ def saved_world_size(state: Mapping[str, Any]) -> int:
     return int(_common(state)["layout"]["world_size"])
 
 
+def saved_data_ranks(state: Mapping[str, Any]) -> int:
+    """Return among how many ranks' samples a step of the saved run was divided; those of all where fleet had none."""
+    layout = _common(state)["layout"]
+    return int(layout["data"] * layout["sharding"] if "data" in layout else layout["world_size"])
+
+
 def restore_extra_state(
     state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True
 ) -> ExtraStateReport:

@@ -23,6 +23,7 @@ from paddle_flexckpt.run_state.extra_state import (
     load_extra_state,
     plain_scheduler_problem,
     put_back_extra_state,
+    saved_data_ranks,
     saved_world_size,
     scaler_problem,
     schedule_left_out,
@@ -93,7 +94,9 @@ def _restore_native(
 
     def put_back() -> tuple[dict[str, str], bytes]:
         missing = put_back_extra_state(state, trainer.lr_scheduler, scaler, rng=False).not_restored
-        return {**missing, **_other_samples(saved_world_size(state), comm.size)}, b""
+        data, ranks = trainer.train_dataset, (saved_data_ranks(state), int(trainer.args.dataset_world_size))
+        length = len(data) if hasattr(data, "__len__") else None
+        return {**missing, **_other_samples(saved_world_size(state), comm.size), **_other_padding(length, *ranks)}, b""
 
     missing, _ = comm.together(put_back, f"cannot resume from {path}")
     return Restored(path, True, load, state, missing)
@@ -188,3 +191,14 @@ def _restore_foreign(foreign: Sequence[tuple[str, Any, Any, str]]) -> dict[str, 
         else:
             target.set_state_dict(state)
     return missing
+
+
+def _other_padding(length: int | None, before: int, now: int) -> dict[str, str]:
+    """Return why another number of data ranks shuffles otherwise, if it does: Paddle pads before it shuffles."""
+    if length is None or before == now or (length + -length % before) == (length + -length % now):
+        return {}
+    return {
+        "order of samples over ranks": f"the dataset has {length} samples, which Paddle pads to a multiple of ranks "
+        f"that divide the data, and then shuffles: saved by {before} of them, resumed by {now}, the samples of a step "
+        "are others. All tensors are as they were; losses are not comparable step by step"
+    }

@@ -18,7 +18,7 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Val
 from paddle_flexckpt.native.listing import is_complete
 from paddle_flexckpt.trainer import install, latest_checkpoint
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
-from paddle_flexckpt.trainer.restoring import _other_samples
+from paddle_flexckpt.trainer.restoring import _other_padding, _other_samples
 from tests.native.samples import flip
 from tests.trainer.matrix import differences, tensors
 from tests.trainer.models import Sequences, build
@@ -391,3 +391,15 @@ def test_other_samples_are_said(before, now, differs):
     assert bool(found) == differs
     if differs:
         assert f"saved by {before} process" in found["order of samples"]
+
+
+@pytest.mark.parametrize(
+    ("length", "before", "now", "differs"),
+    [(103, 2, 4, False), (102, 2, 4, True), (104, 2, 4, False), (103, 4, 2, False), (102, 4, 2, True),
+     (101, 2, 2, False), (101, 1, 2, True), (None, 2, 4, False), (102, 3, 6, False)],
+)  # fmt: skip
+def test_padding_that_changes_the_shuffle_is_said(length, before, now, differs):
+    found = _other_padding(length, before, now)
+    assert bool(found) == differs
+    if differs:
+        assert f"has {length} samples" in found["order of samples over ranks"]
