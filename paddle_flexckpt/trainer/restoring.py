@@ -94,9 +94,14 @@ def _restore_native(
 
     def put_back() -> tuple[dict[str, str], bytes]:
         missing = put_back_extra_state(state, trainer.lr_scheduler, scaler, rng=False).not_restored
-        data, ranks = trainer.train_dataset, (saved_data_ranks(state), int(trainer.args.dataset_world_size))
+        data, before = getattr(trainer, "train_dataset", None), saved_data_ranks(state)
         length = len(data) if hasattr(data, "__len__") else None
-        return {**missing, **_other_samples(saved_world_size(state), comm.size), **_other_padding(length, *ranks)}, b""
+        now = int(getattr(trainer.args, "dataset_world_size", before))  # a trainer without it draws by a way of its own
+        return {
+            **missing,
+            **_other_samples(saved_world_size(state), comm.size),
+            **_other_padding(length, before, now),
+        }, b""
 
     missing, _ = comm.together(put_back, f"cannot resume from {path}")
     return Restored(path, True, load, state, missing)
