@@ -94,7 +94,8 @@ def _restore_native(
 
     def put_back() -> tuple[dict[str, str], bytes]:
         missing = put_back_extra_state(state, trainer.lr_scheduler, scaler, rng=False).not_restored
-        data, before = getattr(trainer, "train_dataset", None), saved_data_ranks(state)
+        data: Any = getattr(trainer, "train_dataset", None)
+        before = saved_data_ranks(state)
         length = len(data) if hasattr(data, "__len__") else None
         now = int(getattr(trainer.args, "dataset_world_size", before))  # a trainer without it draws by a way of its own
         return {
