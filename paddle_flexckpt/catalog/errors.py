@@ -6,6 +6,7 @@ Tested in tests/catalog/test_errors.py and tests/catalog/test_failures.py.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -203,12 +204,19 @@ class Failure:
 
 
 def combine(failures: Sequence[tuple[int, Failure]]) -> Failure:
-    """Return one failure for all ranks that failed: each problem once, with the ranks that met it, culprits first."""
-    met: dict[str, list[int]] = {}
+    """Return one failure for all ranks that failed: each problem once, with the ranks that met it, culprits first.
+
+    Problems that name nothing but each rank's own number in another way are one.
+    """
+    met: dict[str, dict[int, str]] = {}
     for rank, failure in sorted(failures, key=lambda each: each[1].kind == StoppedExchangeError.__name__):
+        own = re.compile(rf", rank {rank}(?=[,)])|(?<=\()rank {rank}, | \(rank {rank}\)")
         for problem in failure.problems:
-            met.setdefault(problem, []).append(rank)
-    texts = tuple(f"[rank {', '.join(map(str, ranks))}] {problem}" for problem, ranks in met.items())
+            met.setdefault(own.sub("", problem, count=1), {}).setdefault(rank, problem)
+    texts = tuple(
+        f"[rank {', '.join(map(str, told))}] {shared if len(told) > 1 else next(iter(told.values()))}"
+        for shared, told in met.items()
+    )
     validation = {name for name, kind in _KINDS.items() if issubclass(kind, ValidationError)}
     # A rank that was left in the middle of an exchange says little of why.
     kinds = {failure.kind for _, failure in failures} - {StoppedExchangeError.__name__} or {CheckpointError.__name__}

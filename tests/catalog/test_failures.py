@@ -57,6 +57,26 @@ def test_the_failures_of_ranks_are_told_once_each_with_their_ranks():
     assert combine([(0, same), (4, other)]) == Failure("ValidationError", ("[rank 0, 4] same", "[rank 4] other"))
 
 
+def test_a_problem_that_each_rank_tells_of_itself_is_one():
+    """Not of another rank, and not where anything else differs."""
+
+    def told(of, expected="float32"):
+        return str(Problem("dtypes differ", key="w", rank=of, file="0_0.safetensors", expected=expected))
+
+    shared = "dtypes differ (key 'w', file '0_0.safetensors'); expected float32"
+    for text, problem in (
+        ([told(0)], f"[rank 0] {told(0)}"),
+        ([told(0), told(1), told(2)], f"[rank 0, 1, 2] {shared}"),
+        ([told(5), told(5)], f"[rank 0, 1] {told(5)}"),
+    ):
+        assert combine([(r, Failure("ValidationError", (t,))) for r, t in enumerate(text)]).problems == (problem,)
+    apart = [Failure("ValidationError", (told(0),)), Failure("ValidationError", (told(1, "int8"),))]
+    assert combine([*enumerate(apart)]).problems == (f"[rank 0] {told(0)}", f"[rank 1] {told(1, 'int8')}")
+    for rank, where in (({"rank": 0}, ""), ({"rank": 0, "file": "x"}, " (file 'x')")):
+        both = [Failure("ValidationError", (str(Problem("bad", **{**rank, "rank": r})),)) for r in (0, 1)]
+        assert combine([*enumerate(both)]).problems == (f"[rank 0, 1] bad{where}",)
+
+
 @pytest.mark.parametrize(
     ("kinds", "combined"),
     [
