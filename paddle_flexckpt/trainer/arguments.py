@@ -15,6 +15,8 @@ from paddle_flexckpt.live.save_options import CheckReplicas, SaveOptions
 from paddle_flexckpt.native.checksums import VerifyMode
 
 FLEX = "flex_checkpoint"
+# Not all trainers make truth values of what the command line says.
+_TRUTH = {**dict.fromkeys(("true", "1"), True), **dict.fromkeys(("false", "0", "none"), False)}
 # The others are the libraries' own.
 _FORMATS = (FLEX, "unified_checkpoint", "sharding_io")
 _STRICT: dict[str, Any] = {"missing": "missing", "unexpected": "unexpected", "both": True, "none": False}
@@ -187,7 +189,7 @@ def options_of(args: Any) -> TrainerOptions:
         config = _aoa_config(getattr(args, "aoa_config", None))
     except ValueError as error:
         problems.append(str(error))
-    switches = {name: bool(getattr(args, f"flex_{name}", False)) for name in _SWITCHES}
+    switches = {name: _TRUTH.get(str(getattr(args, f"flex_{name}", False)).lower(), False) for name in _SWITCHES}
     # PaddleFormers' and PaddleFleet's own names for the same.
     switches["save_replicas"] |= bool(getattr(args, "replicate_saved_into_local", False))
     switches["async_save"] |= save and bool(getattr(args, "use_flex_async_save", False))
@@ -223,7 +225,7 @@ def _unknown_values(args: Any) -> list[str]:
             )
     for name in _SWITCHES:
         value = getattr(args, f"flex_{name}", False)
-        if value not in (True, False, None):
+        if str(value).lower() not in _TRUTH:
             problems.append(f"--flex_{name} is True or False; got {value!r}")
     return problems
 

@@ -40,7 +40,10 @@ logger = logging.getLogger("paddle_flexckpt")
 _changes = Undo()
 # Options that Paddle's functions do not have, and those that are set for all calls of them.
 _OF_SAVES = ("check_replicas",)
-_OF_LOADS = ("strict", "dtype", "tied_names", "master_weights", "fused", "optimizer_states", "verify", "use_replicas")
+_OF_LOADS = (
+    "strict", "dtype", "tied_names", "raw_names", "master_weights", "fused", "optimizer_states", "verify",
+    "use_replicas",
+)  # fmt: skip
 _defaults: dict[str, Any] = {}
 # Where Paddle has the functions.
 _DCP = "paddle.distributed.flex_checkpoint.dcp"
@@ -56,7 +59,8 @@ def replace_in_tree(**defaults: Any) -> None:
     Args:
         **defaults: Options that Paddle's functions do not have, for all of their calls: ``check_replicas`` of
             :func:`paddle_flexckpt.save_state_dict`; of :func:`paddle_flexckpt.load_state_dict` ``strict``, ``dtype``,
-            ``tied_names``, ``master_weights``, ``fused``, ``optimizer_states``, ``verify`` and ``use_replicas``.
+            ``tied_names``, ``raw_names``, ``master_weights``, ``fused``, ``optimizer_states``, ``verify`` and
+            ``use_replicas``.
 
     Raises:
         TypeError: There is no such option, or Paddle's functions have it.

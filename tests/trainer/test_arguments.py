@@ -75,11 +75,15 @@ def test_a_format_that_nobody_knows_is_refused_with_what_is_meant(name, value, m
 
 
 @pytest.mark.parametrize("name", ["cast", "ignore_schedule", "async_save"])
-def test_a_switch_that_is_a_text_is_refused(name):
-    """As one of a configuration file: the text 'false' counted as true."""
-    with pytest.raises(ValidationError, match=f"--flex_{name} is True or False; got 'false'"):
-        options(**{f"flex_{name}": "false"})
-    assert options(**{f"flex_{name}": 1}) == options(**{f"flex_{name}": True})
+def test_a_switch_may_be_a_text(name):
+    """As PaddleFleet's, or one of a configuration file: the text 'false' counted as true."""
+    for value in ("true", "True", "1", 1, True):
+        assert options(**{f"flex_{name}": value}) == options(**{f"flex_{name}": True})
+    for value in ("false", "0", 0, None, False):
+        assert options(**{f"flex_{name}": value}) == options()
+    for value in ("yes", "ture", "", 2):
+        with pytest.raises(ValidationError, match=f"--flex_{name} is True or False; got {value!r}"):
+            options(**{f"flex_{name}": value})
 
 
 def test_staging():
