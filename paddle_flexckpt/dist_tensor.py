@@ -113,7 +113,8 @@ def _splits(global_shape: list[int], mesh_ndim: int, placements: Sequence[Any]) 
         if placement.is_partial():
             raise ValueError(
                 f"the tensor is Partial over mesh axis {axis} ({placements}): each rank holds a term of a sum, not "
-                "a part of the tensor. Remedy: reshard it to Replicate or Shard first"
+                "a part of the tensor. Remedy: save what dist.reshard() makes of it with Replicate or Shard; a target "
+                "of a load has to be placed so itself"
             )
         if not placement.is_shard():
             continue
@@ -122,7 +123,8 @@ def _splits(global_shape: list[int], mesh_ndim: int, placements: Sequence[Any]) 
         if factor is not None and int(factor[1]) > 1:
             raise ValueError(
                 f"the tensor's elements are re-arranged over mesh axis {axis} ({text}): a rank's part is no box. "
-                "Remedy: reshard it to a plain Shard or Replicate first"
+                "Remedy: save what dist.reshard() makes of it with a plain Shard or Replicate; a target of a load has "
+                "to be placed so itself"
             )
         split = [i for i in range(ndim) if placement.is_shard(i) or placement.is_shard(i - ndim)]
         if len(split) != 1:

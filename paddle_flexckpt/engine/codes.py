@@ -82,6 +82,14 @@ class Codes:
         inside = [f"{key}.{name}" for name in self._siblings.get(key, ()) if re.fullmatch(_SCALE, name)]
         return [*found, *sorted(inside)]
 
+    @property
+    def are_dequantized(self) -> bool:
+        """Return whether statements make numbers of codes and scales."""
+        from paddle_flexckpt.aoa.steps import DequantFp8, DequantMxfp4
+
+        nodes = () if self._mapping is None else self._mapping.nodes
+        return any(isinstance(node.step, (DequantFp8, DequantMxfp4)) for node in nodes)
+
     def problem(self, name: str, dtype: str, **where: Any) -> Problem | None:
         """Return why a key of the source, or what statements make, may not get a type: codes would pass for numbers."""
         if not self._coded or not _is_number(dtype):

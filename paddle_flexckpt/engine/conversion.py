@@ -248,7 +248,7 @@ class _Conversion:
         if any(problems):
             raise ValidationError([problem for problem in problems if problem is not None])
         self._config = read_config(options.config, directory)
-        self._notes = notes_of(self._config, options.dtype, strategy, directory)
+        self._notes = notes_of(self._config, options.dtype, codes.are_dequantized, strategy, directory)
         self._digest = self._make_digest()
         content = Content(
             infos=self._infos,

@@ -55,11 +55,21 @@ def read_config(given: str | os.PathLike[str] | None, directory: SourceDirectory
 
 
 def notes_of(
-    config: bytes | None, dtype: str | None, strategy: Strategy | Mesh | None, directory: SourceDirectory
+    config: bytes | None,
+    dtype: str | None,
+    dequantizes: bool,
+    strategy: Strategy | Mesh | None,
+    directory: SourceDirectory,
 ) -> list[str]:
     """Return what a configuration says and the tensors do not, or what is not done that it asks for."""
     said: dict[str, Any] = json.loads(config) if config is not None else {}
-    return [*_of_dtype(said, dtype), *_of_heads(said, strategy), *_of_files(directory)]
+    notes = [*_of_dtype(said, dtype), *_of_heads(said, strategy), *_of_files(directory)]
+    if dequantizes and said.get("quantization_config"):
+        notes.append(
+            f"{CONFIG_FILE} was copied as it is, and has a quantization_config; statements dequantize: take it out "
+            "where all weights are dequantized"
+        )
+    return notes
 
 
 def _of_dtype(said: dict[str, Any], dtype: str | None) -> Iterator[str]:

@@ -69,7 +69,8 @@ def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
             raise ValueError(
                 f"sharding V1 with tensor_fusion: parameter {parameter.name!r} is in none of the {len(buffers)} fused "
                 "buffers of this rank any more, so that steps do not change it: it was given other memory after "
-                "fleet.distributed_optimizer(). Remedy: set its values in place, by set_value()"
+                "fleet.distributed_optimizer(). Remedy: build model and optimizer anew, and set values in place, by "
+                "set_value()"
             )
     create_dense_states(inner, buffers)
     masters = getattr(inner, "_master_weights", None) or {}

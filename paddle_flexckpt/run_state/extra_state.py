@@ -147,7 +147,8 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
             pass
         if _COMMON not in manifest.catalog.keys:
             raise ValidationError(
-                [f"id {manifest.unique_id} has no extra state. Remedy: save {{**state, **collect_extra_state()}}"]
+                f"id {manifest.unique_id} has no extra state. Remedy: leave load_extra_state() out for this "
+                "checkpoint, and save {**state, **collect_extra_state()} from the next save on"
             )
         checkpoint = f"id {manifest.unique_id} ({manifest.save_token})"
         head = json.dumps({"call": "load_extra_state", "checkpoint": checkpoint}).encode()

@@ -341,7 +341,8 @@ class TrainerCheckpointer:
     def load_hugging_face(self, path: str | os.PathLike[str]) -> None:
         """Fill the model alone from Hugging Face weights, by what the live model says; errors of :meth:`restore`."""
         model, library = self._trainer.model, library_of(self._trainer)
-        config = aoa_config_of(model, process_group=self._comm)
+        given = self.options.aoa_config
+        config = aoa_config_of(model, process_group=self._comm) if given is None else given
         transform, _ = self._comm.together(
             lambda: (dequant_transform(model, path, library), b""), f"cannot load {os.fspath(path)}"
         )

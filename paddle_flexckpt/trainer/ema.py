@@ -44,7 +44,7 @@ class AverageState:
                 Problem(
                     f"the averages of the weights are in a {type(buffer).__name__} without {', '.join(missing)}",
                     expected="that of PaddleFormers 1.2.0 or PaddleFleet",
-                    remedy="leave --zcc_save_ema_coef out",
+                    remedy="leave --zcc_save_ema_coef out, and train without averages",
                 ),
                 "cannot save moving averages",
             )
@@ -90,7 +90,7 @@ class AverageState:
                 return None, b""
             found = any(key.startswith(prefix) for key in SourceDirectory(path).read_manifest().catalog.keys)
             if found and options.aoa_config is not None:
-                remedy = "resume without --aoa_config, or without --zcc_save_ema_coef"
+                remedy = "resume without --aoa_config; or without --zcc_save_ema_coef, which leaves them behind"
                 raise ValidationError([f"--aoa_config does not apply to moving averages. Remedy: {remedy}"])
             return None, b"found" if found else b""
 

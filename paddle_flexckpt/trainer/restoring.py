@@ -142,7 +142,10 @@ def dequant_transform(model: Any, path: str | os.PathLike[str], library: str) ->
     if not callable(describe):
         text = f"{config} says that the weights are quantized, and {type(model).__name__} has no _gen_hf_quan_config()"
         raise ValidationError(
-            [f"{text}. Remedy: load dequantized weights; flexckpt convert --model writes them of some families"]
+            [
+                f"{text}. Remedy: load dequantized weights, beside a config.json without quantization_config; of FP8 "
+                "and MXFP4 flexckpt convert --format huggingface makes them by AOA statements with dequant"
+            ]
         )
     module = importlib.import_module(f"{library}.quantization.hf_checkpoint")
     return module.build_hf_dequant_load_transform(checkpoint_path=os.fspath(path), quan_config=describe())

@@ -515,26 +515,45 @@ def bfloat16_offload_of_stage2():
 
 
 def refused(kind):
-    """Errors for what cannot be described."""
+    """The error for what cannot be described, and the keys of the states once its remedy is followed."""
     fc.install()
     if kind == "groups":
         job = Job("stage2+offload", dtype="float16", unused=False)
         net, optimizer = job.model, job.optimizer
-        job.inner._param_groups = [{"params": job.inner._param_groups}]
+        one_list = job.inner._param_groups
+        job.inner._param_groups = [{"params": one_list}]
+
+        def follow():
+            job.inner._param_groups = one_list
+            return job
+
     elif kind == "fused v1":
         job = Job("v1fused", unused=False)
         net, optimizer = job.model, job.optimizer
         for parameter in job.net.parameters():
             paddle.assign(parameter)._share_buffer_to(parameter)
+
+        def follow():
+            again = Job("v1fused", unused=False)
+            for parameter in again.net.parameters():
+                parameter.set_value(parameter * 2)
+            return again
+
     else:
         job = Job("stage3+offload")
         net, optimizer = job.model, job.optimizer
         ((job.net(paddle.zeros([1, INPUTS]))) ** 2).mean().backward()
         optimizer.step()
+
+        def follow():
+            optimizer.clear_grad()
+            return job
+
     try:
         optimizer.sharded_state_dict(net.sharded_state_dict())
     except ValueError as error:
-        return str(error)
+        job = follow()
+        return str(error), sorted(job.optimizer.sharded_state_dict(job.model.sharded_state_dict()))
     return None
 
 
@@ -857,10 +876,15 @@ def test_stage2_leaves_out_what_other_ranks_own(world2):
 
 
 def test_what_cannot_be_described_is_refused(world2):
-    for text in world2.run(refused, kind="fused v1"):
-        assert "tensor_fusion" in text and "of the 1 fused buffers" in text and "set_value()" in text
-    assert all("after clear_grad()" in text for text in world2.run(refused, kind="offload"))
-    assert all("parameter groups" in text for text in world2.run(refused, kind="groups"))
+    for text, followed in world2.run(refused, kind="fused v1"):
+        assert "tensor_fusion" in text and "of the 1 fused buffers" in text and followed
+        advised("parallel/sharding.py", "build model and optimizer anew, and set values in place, by", text)
+    for text, followed in world2.run(refused, kind="offload"):
+        assert followed
+        advised("parallel/slices.py", "ask for the state after clear_grad()", text)
+    for text, followed in world2.run(refused, kind="groups"):
+        assert "parameter groups" in text and followed
+        advised("parallel/sharding.py", "one list of parameters, and weight decay by", text)
 
 
 @pytest.mark.parametrize("axis", ["dp", "sep"])

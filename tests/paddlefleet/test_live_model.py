@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from safetensors import safe_open
@@ -51,9 +53,12 @@ def test_a_modular_model_is_exported_and_loaded(tmp_path, methods):
     again = speaking(make_trainer(tmp_path / "again", "other", **flags), **methods)
     source = step / "huggingface"
     (source / "trainer_state.bin").write_bytes((step / "trainer_state.bin").read_bytes())
-    again.train(resume_from_checkpoint=str(source))
-    for name, tensor in again.model.state_dict().items():
-        assert np.array_equal(tensor.astype("float32").numpy(), weights[name]), name
+    statements = json.dumps(forward(again.model)["aoa_statements"])
+    silent = make_trainer(tmp_path / "silent", "third", aoa_config=statements, **flags)
+    for each in (again, silent):  # what the model says; or else what it is given
+        each.train(resume_from_checkpoint=str(source))
+        for name, tensor in each.model.state_dict().items():
+            assert np.array_equal(tensor.astype("float32").numpy(), weights[name]), name
 
 
 def test_an_export_that_the_model_cannot_tell_is_refused_before_the_training(tmp_path):

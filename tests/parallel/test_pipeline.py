@@ -16,6 +16,8 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 from paddle.distributed.fleet.meta_parallel.parallel_layers import pp_layers
 
+from tests.remedies.following import provoked
+
 pytestmark = [pytest.mark.compat, pytest.mark.paddle]
 
 BLOCKS = 8
@@ -409,10 +411,19 @@ def test_two_layers_under_one_name(stage, width):
             return {f"{i}.{name}": name for i in (0, 1) for name in ("weight", "bias")}
 
     layers = [LayerDesc(nn.Linear, 3, 2), LayerDesc(nn.Linear, 3, width)]
+    pipeline = stage(0, layers, 1, kind=Same, seg_method="uniform")
+    with provoked("parallel/pipeline.py", "give each a name of its own in _get_pipeline_names() or") as caught:
+        pipeline.sharded_state_dict()
     assert (
         "key 'weight' would name two parameters: weight of layer 0 (Linear) of local shape [3, 2] and "
         f"weight of layer 1 (Linear) of local shape [3, {width}]"
-    ) in refused(stage(0, layers, 1, kind=Same, seg_method="uniform"))
+    ) in str(caught.value)
+    names = {f"{i}.{name}": f"{name} {i}" for i in (0, 1) for name in ("weight", "bias")}
+    Same._get_pipeline_names = lambda self: names
+    assert sorted(pipeline.sharded_state_dict()) == sorted(names.values())
+    del Same._get_pipeline_names
+    Same._pp_to_single_mapping = names
+    assert sorted(pipeline.sharded_state_dict()) == sorted(names.values())
 
 
 def test_a_run_function_that_is_not_as_described(stage):
@@ -424,7 +435,18 @@ def test_a_run_function_that_is_not_as_described(stage):
     assert "is not in its run_function" in refused(pipeline)
     pipeline.run_function = [*run[:-1], relu]
     assert "layer 10 of PipelineLayer: expected the shared layer 'emb'" in refused(pipeline)
+    with provoked("parallel/pipeline.py", "leave _layers_desc and run_function as PipelineLayer made them,"):
+        pipeline.sharded_state_dict()
     pipeline.run_function = run
+    expected = set(pipeline.sharded_state_dict())
+
+    class Changed(PipelineLayer):
+        def sharded_state_dict(self, structured_name_prefix=""):
+            return {f"{structured_name_prefix}mine": self.part}
+
+    changed = stage(1, description(), 2, kind=Changed)
+    changed.run_function, changed.part = run[1:], object()
+    assert changed.sharded_state_dict() == {"mine": changed.part} and expected > set()
     del pipeline._start_pos
     assert "does not say which layers" in refused(pipeline)
 

@@ -17,6 +17,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.optimizers import OptimizerMixin, describe_states, names_by_tensor
 from paddle_flexckpt.parallel.sharding import MuonShardingMixin, _owned_range
 from paddle_flexckpt.parallel.slices import fused_context, parameter_name
+from tests.remedies.following import provoked
 
 
 class Group:
@@ -171,8 +172,10 @@ def test_states_of_slices_and_of_gathered_parameters():
     gathered = optimizer.sharded_state_dict(model)
     assert gathered["weight.moment1_0"].flattened_range == slice(24, 35)
     other = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
-    with pytest.raises(ValueError, match="is gathered and AdamW does not know its slice"):
+    with provoked("parallel/slices.py", "use the optimizer that group_sharded_parallel() returned,") as caught:
         other.sharded_state_dict(model)
+    assert "is gathered and AdamW does not know its slice" in str(caught.value)
+    assert optimizer.sharded_state_dict(layer.sharded_state_dict()).keys() == released.keys()
 
 
 def test_sliced_parameters_of_one_name_are_neither_tied_nor_each_others():
@@ -252,7 +255,7 @@ def test_matrices_of_muon_are_those_of_this_rank_in_the_group_of_their_color():
         assert sorted(MuonShardingMixin.sharded_state_dict(optimizer, model)) == keys
 
 
-def test_muon_that_would_lose_states_is_refused():
+def test_muon_that_would_lose_states_is_refused(tmp_path):
     layer = nn.Linear(2, 3)
     optimizer, model = muon_sharding(layer)
     optimizer._slice_params["other"] = layer.bias
@@ -260,10 +263,26 @@ def test_muon_that_would_lose_states_is_refused():
         MuonShardingMixin.sharded_state_dict(optimizer, model)
     group = {"group": types.SimpleNamespace(ranks=[4, 6]), "world_size": 2, "rank": 0}
     optimizer, model = muon_sharding(layer, group, frozenset([4, 6]))
-    with pytest.raises(ValueError, match="2 parameters of experts, .* sharded among ranks of which each holds other"):
+    with provoked("parallel/experts.py", "sharding V2 (split_param=True), with experts' parameters of a") as caught:
         MuonShardingMixin.sharded_state_dict(optimizer, model)
+    assert "2 parameters of experts, " in str(caught.value)
+    assert "sharded among ranks of which each holds other" in str(caught.value)
+    fc.save_state_dict(model, tmp_path)  # what was trained, without the optimizer
+    target = np.zeros([2, 3], "float32")
+    fc.load_state_dict({"weight": target}, tmp_path)
+    assert target.tobytes() == layer.weight.numpy().tobytes()
     optimizer, model = muon_sharding(layer, group, frozenset([4, 5]))
     assert MuonShardingMixin.sharded_state_dict(optimizer, model)
+
+
+def test_a_state_of_another_models_parameter():
+    tree = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    optimizer = paddle.optimizer.AdamW(0.1, parameters=tree[0].parameters())
+    optimizer._accumulators["moment1"] = {tree[1].weight.name: paddle.zeros([3, 2])}  # of an earlier list of parameters
+    with provoked("parallel/optimizers.py", "pass the sharded_state_dict() of the model whose parameters the"):
+        optimizer.sharded_state_dict(tree[0].sharded_state_dict())
+    found = optimizer.sharded_state_dict(tree.sharded_state_dict())
+    assert {"0.weight.moment1_0", "0.bias.moment1_0", "1.weight.moment1_0"} <= found.keys()
 
 
 def test_only_owned_states():

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import ml_dtypes
 import numpy as np
+import paddle
 import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.cli.main import main
+from paddle_flexckpt.engine.conversion import convert_checkpoint
+from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.sharded_weight import make_replicated_sharded_weight
 from paddle_flexckpt.trainer import options_of
+from paddle_flexckpt.trainer.contents import model_shards
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, TrainerDirectories, choose_checkpoint
+from paddle_flexckpt.trainer.ema import PREFIX, AverageState
+from paddle_flexckpt.trainer.restoring import dequant_transform
 from tests.remedies.following import Advice, provoked
 from tests.trainer.test_arguments import FLEX, options
 
@@ -115,3 +124,92 @@ def test_a_checkpoint_that_is_not_complete(tmp_path):
     named = str(caught.value).partition("resume from ")[2].partition(", or")[0]
     for checkpoint in (choose_checkpoint(named, directories, False), choose_checkpoint(broken, directories, True)):
         assert loaded(checkpoint) == (a + 2).tolist()
+
+
+class Averages:
+    """What is used of a buffer of averages."""
+
+    def __init__(self, model):
+        self.model, self.taken, self.master_weights, self.model_params = model, None, {}, {}
+        self.save = self.ema_accumulate = lambda *_: None
+
+    def _build_ema_save_sharded_state_dict(self):
+        return {}
+
+    def _fc_to_buffer_format(self, taken):
+        self.taken = {key: weight.local_tensor.numpy().tolist() for key, weight in taken.items()}
+
+
+def test_averages_of_a_checkpoint_that_statements_are_for(tmp_path):
+    model = paddle.nn.Linear(2, 1, bias_attr=False)
+    weights, averages = np.float32([[1], [2]]), np.float32([[3], [4]])
+    fc.save_state_dict({"old": weights, f"{PREFIX}weight": averages}, tmp_path)
+    buffer, comm = Averages(model), communicator_for("self")
+
+    def describe():
+        return {"weight": make_replicated_sharded_weight("weight", model.weight)}
+
+    def restore(**flags):
+        return AverageState(buffer).restore(str(tmp_path), PREFIX, describe, comm, options(**FLEX, **flags))
+
+    statements = ["old -> weight"]
+    with provoked("trainer/ema.py", "resume without --aoa_config; or without --zcc_save_ema_coef, which leaves them"):
+        restore(aoa_config=json.dumps(statements))
+    assert buffer.taken is None
+    assert restore()
+    assert buffer.taken == {"weight": averages.tolist()}
+    # Without averages: the weights come by the statements, and the checkpoint has its averages still.
+    fc.load_state_dict(describe(), tmp_path, aoa_config={"aoa_statements": statements})
+    assert model.weight.numpy().tolist() == weights.tolist()
+    assert restore()
+
+
+def test_averages_of_an_unknown_kind():
+    with provoked("trainer/ema.py", "leave --zcc_save_ema_coef out, and train without averages"):
+        AverageState(object())
+    assert AverageState(Averages(paddle.nn.Linear(2, 1))).shards({}) == {}
+
+
+class LoRAModel(paddle.nn.Layer):
+    """Train a few parameters beside a model, as PaddleNLP's does."""
+
+    def __init__(self):
+        super().__init__()
+        self.frozen, self.lora_A = paddle.nn.Linear(2, 2), self.create_parameter([2, 1])
+        for parameter in self.parameters():
+            parameter.stop_gradient = True
+
+    def mark_only_lora_as_trainable(self):
+        self.lora_A.stop_gradient = False
+
+
+def test_adapters_that_are_not_trained():
+    fc.install()
+    trainer = SimpleNamespace(args=SimpleNamespace(), model=LoRAModel())
+    trainer.model_wrapped = trainer.model
+    with provoked("trainer/contents.py", "call its mark_only_..._as_trainable() before the training"):
+        model_shards(trainer)
+    trainer.model.mark_only_lora_as_trainable()
+    assert list(model_shards(trainer)) == ["lora_A"]
+    fc.uninstall()
+
+
+def test_quantized_weights_of_a_model_that_does_not_say_how(tmp_path):
+    codes = np.arange(-8, 8).reshape(4, 4).astype(ml_dtypes.float8_e4m3fn)
+    source, output = tmp_path / "hf", tmp_path / "numbers"
+    fc.save_state_dict({"w": codes, "w_scale_inv": np.float32([[0.5]])}, source)
+    config = {"model_type": "own", "quantization_config": {"quant_method": "fp8"}}
+    (source / "config.json").write_text(json.dumps(config))
+    model = SimpleNamespace()
+    with provoked("trainer/restoring.py", "load dequantized weights, beside a config.json without quantization_config"):
+        dequant_transform(model, source, "paddlefleet")
+    statements = 'w, w_scale_inv -> w, dequant="fp8", block="[4, 4]"'
+    report = convert_checkpoint(source, output, {"aoa_statements": [statements]}, format="huggingface")
+    assert "has a quantization_config; statements dequantize: take it out" in report.summary()
+    with provoked("trainer/restoring.py", "of FP8 and MXFP4 flexckpt convert --format huggingface makes them by AOA"):
+        dequant_transform(model, output, "paddlefleet")
+    (output / "config.json").write_text(json.dumps({"model_type": "own"}))
+    assert dequant_transform(model, output, "paddlefleet") is None
+    target = {"w": np.zeros((4, 4), np.float32)}
+    fc.load_state_dict(target, output)
+    assert target["w"].tolist() == (codes.astype(np.float32) * 0.5).tolist()
