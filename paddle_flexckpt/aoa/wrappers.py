@@ -97,8 +97,10 @@ def go_inside(config: Statements, completion: Sequence[str], source: Catalog, ta
     if any(len(set(keys)) < len(keys) for keys in inner):
         return None
     outer = [{name: key for name, key in zip(keys, side.keys) if name != key} for keys, side in zip(inner, sides)]
-    inside = [replace(side, keys=keys) for side, keys in zip(sides, inner)]
     statements = tuple(map(_inner_text, texts))
+    if not any(outer) and [*statements] == texts:
+        return None
+    inside = [replace(side, keys=keys) for side, keys in zip(sides, inner)]
     count = len(config.statements)
     return Inside(
         replace(config, statements=statements[:count]),

@@ -6,13 +6,14 @@ Tested in tests/live/test_policies.py.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.aoa.states import is_counter
 from paddle_flexckpt.catalog import Catalog, Problem
-from paddle_flexckpt.catalog.dtypes import castable
+from paddle_flexckpt.catalog.dtypes import castable, is_float
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Prob
     if dtype == given.dtype:
         return "", None
     where.update(expected=f"{dtype} (target)", got=given.text.format(given.dtype))
-    if not castable(given.dtype, dtype) or (is_counter(target.key_name(row)) and not _is_exact(given.dtype, dtype)):
+    # Of floats only a single one is a count: a parameter may be called log_step.
+    counts = is_counter(target.key_name(row)) and (prod(shape) == 1 or not is_float(given.dtype))
+    if not castable(given.dtype, dtype) or (counts and not _is_exact(given.dtype, dtype)):
         remedy = "load into a target of the saved dtype"
         what = "a cast would lose what the values mean" if casts else "dtypes differ"
         return "", Problem(what, **where, remedy=remedy)

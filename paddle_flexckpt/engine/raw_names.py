@@ -12,6 +12,8 @@ from paddle_flexckpt.catalog import Problem
 from paddle_flexckpt.engine.names import HINT, CompatibleNames, Source, Unresolved, bare, is_counted, split_raw
 
 _MOST_PAIRS = 8
+# What stands before a parameter's raw name, and its shape.
+_Kind = tuple[str, tuple[int, ...]]
 
 
 def find_guesses(targets: Sequence[Unresolved], source: Source, found: CompatibleNames) -> list[Problem]:
@@ -26,45 +28,44 @@ def find_guesses(targets: Sequence[Unresolved], source: Source, found: Compatibl
     if not guessed:
         return []
     decided = {key for target, key in found.names.items() if target not in found.by_raw_name}
-    theirs = _shapes((key, shape) for key, shape in source.shapes.items() if key not in decided)
+    theirs = _kinds((key, shape) for key, shape in source.shapes.items() if key not in decided)
     open_targets = [each for each in targets if each.key not in found.names or each.key in found.by_raw_name]
-    ours = _shapes((each.raw_name, each.shape) for each in open_targets)
-    pairs: dict[tuple[str, ...], dict[str, tuple[Unresolved, str]]] = {}
+    ours = _kinds((each.raw_name, each.shape) for each in open_targets)
+    alike, own_alike = _alike(theirs), _alike(ours)
+    pairs: dict[_Kind, dict[str, tuple[Unresolved, str]]] = {}
     for target in targets:
         key = guessed.get(target.key)
         if key is None:
             continue
         there = _parameter(key)
-        rivals = _alike(theirs, there)
-        if len(rivals) > 1 or len(_alike(ours, _parameter(target.raw_name))) > 1:
-            pairs.setdefault(tuple(rivals), {}).setdefault(there, (target, key))
-    return [_problem(theirs[rivals[0]], rivals, pairs[rivals], source) for rivals in pairs]
+        kind = theirs[there]
+        if len(alike[kind]) > 1 or len(own_alike[ours[_parameter(target.raw_name)]]) > 1:
+            pairs.setdefault(kind, {}).setdefault(there, (target, key))
+    return [_problem(kind[1], alike[kind], pairs[kind], source) for kind in pairs]
 
 
-def _shapes(states: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each parameter that has states under counted names: that of its largest state."""
+def _kinds(states: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, _Kind]:
+    """Return path and shape of each parameter that has states under counted names: the shape of its largest state."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in states:
         if is_counted(name):
             parameter = _parameter(name)
             shapes[parameter] = max(shapes.get(parameter, ()), shape, key=lambda each: (prod(each), each))
-    return shapes
+    # The path, as in a nested state dict, tells parameters apart.
+    return {parameter: (".".join(parameter.split(".")[:-2]), shape) for parameter, shape in shapes.items()}
+
+
+def _alike(kinds: Mapping[str, _Kind]) -> dict[_Kind, list[str]]:
+    """Return the parameters of each path and shape."""
+    alike: dict[_Kind, list[str]] = {}
+    for parameter, kind in kinds.items():
+        alike.setdefault(kind, []).append(parameter)
+    return alike
 
 
 def _parameter(name: str) -> str:
     raw = split_raw(bare(name))
     return raw.parameter if raw else name
-
-
-def _path(parameter: str) -> str:
-    """Return what stands before a parameter's raw name, as in a nested state dict."""
-    return ".".join(parameter.split(".")[:-2])
-
-
-def _alike(shapes: Mapping[str, tuple[int, ...]], parameter: str) -> list[str]:
-    """Return the parameters of one parameter's shape and path, itself among them."""
-    path, shape = _path(parameter), shapes[parameter]
-    return [each for each in shapes if shapes[each] == shape and _path(each) == path]
 
 
 def _problem(

@@ -12,19 +12,25 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from paddle_flexckpt.aoa.parser import quoted
-from paddle_flexckpt.aoa.states import split_state
+from paddle_flexckpt.aoa.states import MASTER, split_state
 from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.engine.names import bare, split_raw
 
 # The layer in the names of embeddings, and of the heads that models tie to them.
 _TIED = re.compile(r"(?:embed|wte|head|decoder)[^.]*\.[^.]+$", re.IGNORECASE)
 
+# Products of what NAdam and RAdam multiply begin with 1; Adam's powers begin with beta itself.
+_FROM_ONE = re.compile(r"(?:beta[12]_pow|mu_product|momentum_decay_pow|rho)_\d+$")
 
-def reshaped(target: Catalog, row: int, source: Catalog, source_row: int) -> str:
-    """Return the remedy for a target of another shape, with the statement where only one can be meant; else ""."""
+
+def reshaped(target: Catalog, row: int, source: Catalog, source_row: int, keys: set[str]) -> str:
+    """Return the remedy for a target of another shape, with the statement where only one can be meant; else "".
+
+    ``keys`` has those of both sides.
+    """
     old = source.unpadded(source_row, source.global_shape)
     new = target.unpadded(row, target.global_shape)
-
-    found, wanted = map(quoted, _moved_names(target, row, source, source_row))
+    found, wanted = map(quoted, _moved_names(target, row, source, source_row, keys))
     size = "load into a model of the saved size, or leave this key out"
     if len(old) == len(new):
         differ = [(narrow, wide) for narrow, wide in zip(old, new) if narrow != wide]
@@ -52,13 +58,12 @@ def reshaped(target: Catalog, row: int, source: Catalog, source_row: int) -> str
     return ""
 
 
-def _moved_names(target: Catalog, row: int, source: Catalog, source_row: int) -> tuple[str, str]:
+def _moved_names(target: Catalog, row: int, source: Catalog, source_row: int, keys: set[str]) -> tuple[str, str]:
     """Return the names for a statement: those of parameters, whose states follow, or of states of another shape."""
     names = source.key_name(source_row), target.key_name(row)
-    keys = {*source.keys, *target.keys}
     parameters = split_state(names[0], keys)[0], split_state(names[1], keys)[0]
-    for catalog, own, parameter in zip((source, target), (source_row, row), parameters):
-        if parameter in catalog.keys:
+    for catalog, own, name, parameter in zip((source, target), (source_row, row), names, parameters):
+        if parameter != name and parameter in catalog.keys:
             first = int(np.argmax(catalog.key == catalog.keys.index(parameter)))
             if catalog.unpadded(first, catalog.global_shape) != catalog.unpadded(own, catalog.global_shape):
                 return names
@@ -80,16 +85,25 @@ def renamed(keys: Sequence[str], names: Collection[str]) -> str:
 
 
 def first_value(key: str) -> str:
-    """Say how a state gets the value that it has before the first step, as the source has none; "" of a master weight.
+    """Say how a state gets the value that it has before the first step, as the source has none.
 
     A master begins as its parameter, and zeros in it would become the parameter's at the next step.
     """
-    if re.search(r"\.w_0$|_fp32_master_\d+$|(^|\.)master_weights\.", key):
-        return ""
-    power = re.search(r"beta([12])_pow(?:_acc)?_\d+$", key)
+    raw, (parameter, _, state) = split_raw(bare(key)), key.rpartition(".")
+    if MASTER in (state, raw and raw.state):
+        way = f"'PARAMETER -> {quoted(parameter)}' and master_weights='convert'"
+        if raw is not None:
+            way = f"'PARAMETER -> {quoted(key)}, dtype=\"float32\"'"
+        return (
+            "; or start it from its parameter, whose name in the source is to stand for PARAMETER, by the AOA "
+            f"statement {way}"
+        )
+    power = re.search(r"beta([12])_pow_acc_\d+$", key)
     value, of = (f"BETA{power[1]}", f", with the optimizer's beta{power[1]}") if power else ("0", "")
-    if re.search(r"mu_product_\d+$", key):
+    if _FROM_ONE.search(key):
         value = "1"
+    if re.search(r"learning_rates_\d+$", key):
+        value, of = "LEARNING_RATE", ", with the optimizer's learning rate"
     return (
         "; or, if it was not trained when the source was saved, give it the value that an optimizer begins with by "
         f"the AOA statement '_ -> {quoted(key)}, fill={value}'{of}; with strict=False it would stay what steps have "

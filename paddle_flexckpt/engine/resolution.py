@@ -488,9 +488,7 @@ class _Resolver:
             if key.endswith(_MASTER) and key[: -len(_MASTER)] in {*self._defined, *self._index}:
                 remedy = _PARAMETER_REMEDY
             return Problem("nothing feeds a target", **where, got=why, remedy=None if "Remedy:" in why else remedy)
-        tail = key.rsplit(".", 2)[-2:]
-        alike = [name for name in names if name.rsplit(".", 2)[-2:] == tail][:3]
-        got = f"{len(names)} keys, among them {alike or names[:3]}"
+        got = f"{len(names)} keys, among them {self._by_tail.get(_tail(key), names)[:3]}"
         if key in compatible.taken:
             got += f"; what might be meant is taken by target {compatible.taken[key]!r}"
         if key in compatible.of_others:
@@ -500,7 +498,7 @@ class _Resolver:
             remedy = f"correct the state's name{first_value(key)}"
         if self._other(row, None) is not None:
             remedy = _PARAMETER_REMEDY
-        elif key in compatible.lost_by_raw_name and any(is_state(name, self._known) for name in names):
+        elif key in compatible.lost_by_raw_name and self._has_states:
             # One side names states after parameters as Paddle counts them, and the other counts others.
             remedy = "give its name by an AOA statement (plain_state_statements() makes them); or correct the name"
         else:
@@ -512,6 +510,18 @@ class _Resolver:
     @cached_property
     def _known(self) -> set[str]:
         return {*self._source.keys, *self._catalog.keys}
+
+    @cached_property
+    def _has_states(self) -> bool:
+        return any(is_state(name, self._known) for name in self._source.keys)
+
+    @cached_property
+    def _by_tail(self) -> dict[str, list[str]]:
+        """Return the source's keys, sorted, by their last two parts."""
+        found: dict[str, list[str]] = {}
+        for name in self._sorted_names:
+            found.setdefault(_tail(name), []).append(name)
+        return found
 
     @cached_property
     def _renamed(self) -> str:
@@ -528,5 +538,9 @@ class _Resolver:
         given = Given(shape, source.dtype_name(source_row), "{} (source)", source.file_name(source_row))
         if shape == self._catalog.unpadded(row, self._catalog.global_shape):
             return given
-        remedy = reshaped(self._catalog, row, source, source_row)
+        remedy = reshaped(self._catalog, row, source, source_row, self._known)
         return replace(given, remedy=remedy) if remedy else given
+
+
+def _tail(key: str) -> str:
+    return ".".join(key.rsplit(".", 2)[-2:])

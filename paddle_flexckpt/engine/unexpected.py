@@ -34,7 +34,8 @@ def check_unexpected(
     if states and options.optimizer_states == "raise":
         masters = states if all(key.endswith(".w_0") for key in states) else []
         # Whoever asks for some has an optimizer, which does not train the others' parameters.
-        frozen = any(is_state(key, {*keys}) for key in loaded)
+        everything = {*keys}
+        frozen = any(is_state(key, everything) for key in loaded)
         raise ValidationError(
             f"no rank asks for {len(states)} optimizer states that the source has of parameters that are loaded, "
             f"such as {', '.join(map(repr, states[:3]))}. Remedy: "

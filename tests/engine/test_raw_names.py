@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from paddle_flexckpt.engine import raw_names
 from paddle_flexckpt.engine.names import Source, Unresolved, find_compatible
 from paddle_flexckpt.engine.raw_names import find_guesses
 
@@ -79,3 +80,11 @@ def test_structured_targets_are_named_and_many_are_counted():
     assert problem.got.endswith(" and 4 more")
     names = [(f"mine_{number}_moment1_0", (3,), {}) for number in range(2)]
     assert guesses(names, table(names)) == [], "names that a user gave count nothing"
+
+
+def test_each_parameter_is_looked_at_a_few_times_however_many_there_are(monkeypatch):
+    split, calls = raw_names.split_raw, []
+    monkeypatch.setattr(raw_names, "split_raw", lambda *given: calls.append(given) or split(*given))
+    many = [each for number in range(50) for each in states(number, (4, 4 + number))]
+    assert guesses(many, table(many)) == []
+    assert len(calls) <= 4 * len(many)

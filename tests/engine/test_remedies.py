@@ -12,7 +12,7 @@ def test_another_size_is_cut_or_extended_along_one_axis():
     def remedy(new, old, key="w", found="w", parameter=(2, 2)):
         here = catalog(Part("first", parameter), Part(key, new))
         there = catalog(Part("w", parameter), Part("last", (3, 3, 3)), Part(found, old))
-        return reshaped(here, 1, there, 2)
+        return reshaped(here, 1, there, 2, {*here.keys, *there.keys})
 
     text = (
         "load into a model of the saved size, or leave this key out, or, if elements were added or removed at the end, "
@@ -29,7 +29,7 @@ def test_another_size_is_cut_or_extended_along_one_axis():
         catalog(Part("first", (4, 6)), Part("first.x_0", (4, 6))),
         catalog(Part("w", (4, 8)), Part("w.x_0", (4, 8))),
     )
-    assert reshaped(here, 1, there, 1) == f"{text}'w -> first, resize=\"auto\"'"
+    assert reshaped(here, 1, there, 1, {*here.keys, *there.keys}) == f"{text}'w -> first, resize=\"auto\"'"
 
 
 def tied(key, shape, *source):

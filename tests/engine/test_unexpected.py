@@ -112,3 +112,17 @@ def test_states_under_raw_names_are_those_of_what_is_loaded_if_a_parameter_is():
 
 
 # -- sources -----------------------------------------------------------------------------------------------------------
+
+
+def test_many_keys_are_gone_through_a_few_times():
+    class Keys(list):
+        times = 0
+
+        def __iter__(self):
+            self.times += 1
+            return super().__iter__()
+
+    keys = Keys([f"{number}.w" for number in range(50)] + [f"{number}.w.moment1_0" for number in range(50)])
+    with pytest.raises(ValidationError, match="no rank asks for 50 optimizer states"):
+        check_unexpected(keys, np.arange(100) < 50, None, LoadOptions(), CONTEXT)
+    assert keys.times < 5

@@ -507,6 +507,10 @@ def test_counters_are_not_rounded(move):
         exact = {key: np.zeros(source[key].shape, np.float64 if key.endswith("step") else np.int64)}
         move(given, exact, dtype="cast")
         assert exact[key].tolist() == source[key].tolist()
+    # A parameter may have such a name.
+    target = {"l.log_step": np.zeros(2, ml_dtypes.bfloat16)}
+    move({"l.log_step": np.ones(2, np.float32)}, target, dtype="cast")
+    assert target["l.log_step"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize("states", [

@@ -10,6 +10,7 @@ import pytest
 from paddle import nn
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.engine.remedies import first_value
 from tests.remedies.following import advised, provoked
 
 
@@ -125,3 +126,39 @@ def test_what_the_checkpoint_has_under_another_count_is_not_filled_with_zeros(tm
     statements = ["linear_4.w_0_moment1_0 -> linear_0.w_0_moment1_0"]
     fc.load_state_dict(target, tmp_path, aoa_config={"aoa_statements": statements})
     assert target["linear_0.w_0_moment1_0"].tolist() == [1, 1]
+
+
+MASTERS = ["fc.weight.w_0", "master_weights.linear_0.w_0", "linear_0.w_0_fp32_master_0"]
+
+
+@pytest.mark.parametrize("key", MASTERS)
+def test_a_master_begins_with_its_parameter_and_never_with_zeros(tmp_path, key):
+    saved = paddle.to_tensor([1.0, 2.0]).astype("bfloat16")
+    fc.save_state_dict({"model.fc.weight": saved}, tmp_path)
+    target = {"fc.weight": paddle.zeros([2], "bfloat16"), key: paddle.full([2], 9.0)}
+    with provoked("engine/resolution.py", "correct the state's name") as caught:
+        fc.load_state_dict(target, tmp_path)
+    text = str(caught.value)
+    advised("engine/remedies.py", "start it from its parameter, whose name in the source is to stand for", text)
+    assert "fill=" not in text
+    (statement,) = re.findall(r"AOA statement '(PARAMETER -> .*?)'", text)
+    more = {"master_weights": "convert"} if "master_weights='convert'" in text else {}
+    fc.load_state_dict(target, tmp_path, aoa_config=[statement.replace("PARAMETER", "model.fc.weight")], **more)
+    assert target["fc.weight"].astype("float32").tolist() == target[key].tolist() == [1.0, 2.0]
+
+
+@pytest.mark.parametrize("kind, more", [
+    ("NAdam", {}), ("RAdam", {}), ("Rprop", {"learning_rate_range": (1e-5, 1.0)}), ("Adamax", {}), ("Lamb", {}),
+])  # fmt: skip
+def test_the_value_that_each_optimizer_begins_with_is_named(kind, more):
+    parameter = nn.Linear(2, 2, bias_attr=False).weight
+    parameter.stop_gradient = False
+    optimizer = getattr(paddle.optimizer, kind)(0.25, parameters=[parameter], **more)
+    with paddle.no_grad():
+        optimizer._create_accumulators(paddle.base.framework.default_main_program().global_block(), [parameter])
+    states = {key: value for key, value in optimizer.state_dict().items() if isinstance(value, paddle.Tensor)}
+    named = {"BETA1": 0.9, "BETA2": 0.999, "LEARNING_RATE": 0.25}
+    for key, value in states.items():
+        (fill,) = re.findall("fill=([A-Z_0-9]+)", first_value(key))
+        assert (value.numpy() == np.float32(named.get(fill, fill))).all(), key
+    assert len(states) >= 2
