@@ -10,7 +10,7 @@ from paddle_flexckpt.catalog import LocalTensorIndex, LocalTensorMetadata, Metad
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.remedies.following import provoked
+from tests.remedies.following import advised, provoked
 
 WHOLE = np.arange(24, dtype=np.float32).reshape(6, 4)
 
@@ -121,8 +121,9 @@ def test_the_state_of_a_scheduler_is_saved_beside_the_optimizer(tmp_path):
     for _ in range(3):
         schedule.step()
     states = optimizer.state_dict()
-    with provoked("live/state.py", "take it out, optimizer_state.pop("):
+    with provoked("live/state.py", "take it out, optimizer_state.pop(") as caught:
         fc.save_state_dict({"model": layer.state_dict(), "optimizer": states}, tmp_path)
+    advised("live/state.py", "LR_Scheduler", str(caught.value))
     states.pop("LR_Scheduler")
     state = {"model": layer.state_dict(), "optimizer": states}
     fc.save_state_dict({**state, **collect_extra_state(schedule)}, tmp_path)

@@ -17,6 +17,7 @@ from paddle import nn
 from paddle.base.unique_name import UniqueNameGenerator
 
 import paddle_flexckpt as fc
+from tests.remedies.following import advised
 from tests.semi_auto import matrix, strategies, training
 from tests.semi_auto.test_dist_tensors import spoil, text_of
 from tests.semi_auto.test_static import Batches, structured
@@ -131,12 +132,12 @@ def fused_by_a_pass():
 
     Returns:
         Whether it has; whether Paddle's state dict has the live values; what a description and a check are refused
-        with.
+        with; the keys of the state without the flag.
     """
     fc.install()
-    with pytest.MonkeyPatch.context() as patch, paddle.static.scope_guard(paddle.static.Scope()):
-        patch.setenv("FLAGS_enable_fused_ffn_qkv_pass", "1")
-        mesh = dist.ProcessMesh([list(range(dist.get_world_size()))], dim_names=["dp", "mp"])
+    mesh = dist.ProcessMesh([list(range(dist.get_world_size()))], dim_names=["dp", "mp"])
+
+    def made():
         with paddle.utils.unique_name.guard():
             net = FeedForward(mesh)
             optimizer = paddle.optimizer.AdamW(0.1, parameters=net.parameters())
@@ -144,6 +145,13 @@ def fused_by_a_pass():
             loader = dist.shard_dataloader(paddle.io.DataLoader(data, batch_size=2), meshes=[mesh])
             model = dist.to_static(net, loader, nn.MSELoss(), optimizer)
             model.train()
+        return model
+
+    with paddle.static.scope_guard(paddle.static.Scope()):
+        keys = sorted(made().sharded_state_dict())  # without the flag
+    with pytest.MonkeyPatch.context() as patch, paddle.static.scope_guard(paddle.static.Scope()):
+        patch.setenv("FLAGS_enable_fused_ffn_qkv_pass", "1")
+        model = made()
         name = "gate.weight"
         with paddle.no_grad():
             model.state_dict()[name]._local_value().fill_(7.0)
@@ -154,7 +162,7 @@ def fused_by_a_pass():
                 call()
             except (ValueError, fc.CheckpointError) as error:
                 texts.append(str(error))
-        return bool(model._engine.fused_ffn_qkv["ffn"]), alive, texts
+        return bool(model._engine.fused_ffn_qkv["ffn"]), alive, texts, keys
 
 
 def fused_plain(directory, strategy):
@@ -162,13 +170,15 @@ def fused_plain(directory, strategy):
     fc.install()
     with paddle.static.scope_guard(paddle.static.Scope()):
         static = Static(strategy, fused=True)
-        fc.save_state_dict(static.state(), f"{directory}/sharded")
+        sharded = static.state()
+        fc.save_state_dict(sharded, f"{directory}/sharded")
         state = static.model.state_dict()
         return {
             "save": text_of(fc.save_state_dict, state, f"{directory}/plain"),
             "load": text_of(fc.load_state_dict, state, f"{directory}/sharded"),
             "reshard": text_of(fc.reshard_sharded_state_dict, state, state),
-            "slices": sorted(key for key in state if "slice@" in key),
+            "slices": sorted(f"{key} {value.shape}" for key, value in state.items() if "slice@" in key),
+            "loaded": fc.load_state_dict(sharded, f"{directory}/sharded", strict=True).keys == len(sharded),
         }
 
 
@@ -373,16 +383,18 @@ def test_a_plain_state_dict_with_fused_slices_is_refused(world2, tmp_path):
     for name in ("save", "load", "reshard"):
         assert first[name] == second[name]
         assert "a plain tensor whose name has slice@ is one rank's range of a fused buffer" in first[name]
-        assert "Remedy: save and load dist_model.sharded_state_dict()" in first[name]
-        assert f"{len(first['slices']) + len(second['slices'])} problems" in first[name]
+        advised("live/state.py", "save and load dist_model.sharded_state_dict() instead of dist_model", first[name])
+        assert first["loaded"] and second["loaded"]
+        assert f"{len({*first['slices'], *second['slices']})} problems" in first[name]  # once for both ranks
 
 
 def test_parameters_that_a_pass_has_fused_are_refused_before_the_training(world2):
-    for fused, alive, (described, checked) in world2.run(fused_by_a_pass):
+    for fused, alive, (described, checked), keys in world2.run(fused_by_a_pass):
         assert fused
         assert not alive  # what Paddle gives are copies: when it gives live memory, they can be described
         assert "the DistModel fuses parameters (fused_ffn_qkv)" in described
-        assert "Remedy: unset FLAGS_enable_fused_ffn_qkv_pass" in described
+        advised("parallel/semi_auto.py", "unset FLAGS_enable_fused_ffn_qkv_pass", described)
+        assert {f"{name}.weight{state}" for name in ("gate", "up", "down") for state in ("", ".moment1_0")} <= set(keys)
         assert described in checked
 
 

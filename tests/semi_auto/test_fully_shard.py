@@ -17,6 +17,7 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel import slices
 from paddle_flexckpt.sharded_weight import ShardedWeight
+from tests.remedies.following import advised
 
 pytestmark = [pytest.mark.paddle, pytest.mark.multiprocess]
 
@@ -117,7 +118,8 @@ def two_axes(directory):
     """Fused on a mesh of two axes, of which Paddle shards over the one called dp.
 
     Returns:
-        The elements of a buffer that this rank holds, and of the whole; what a check says, and what a save.
+        The elements of a buffer that this rank holds, and of the whole; what a check says, and what a save; whether
+        all values are in a checkpoint of the model without fused buffers.
     """
     fc.install()
     mesh = dist.ProcessMesh([list(range(dist.get_world_size()))], dim_names=["dp", "mp"])
@@ -130,7 +132,19 @@ def two_axes(directory):
             call()
         except (ValueError, fc.CheckpointError) as error:
             texts.append(str(error))
-    return int(buffer.data_buffer.shape[0]), int(buffer.total_buffer_size), texts
+    held = int(buffer.data_buffer.shape[0]), int(buffer.total_buffer_size)
+    from paddle.distributed.fsdp import fully_shard
+
+    with paddle.utils.unique_name.guard():
+        plain = paddle.nn.Linear(4, 6)  # without fusion Paddle takes no frozen parameter
+        plain.weight.set_value(np.arange(24, dtype=np.float32).reshape(4, 6))
+        dist.shard_layer(plain, mesh)
+        values = {key: np.array(tensor.numpy()) for key, tensor in plain.state_dict().items()}
+        fully_shard(plain, mesh=mesh, enable_tensor_fusion_and_overlap=False)
+    fc.save_state_dict(plain.sharded_state_dict(), f"{directory}-plain")
+    targets = {key: np.zeros_like(value) for key, value in values.items()}
+    fc.load_state_dict(targets, f"{directory}-plain", process_group="self")
+    return *held, texts, all(np.array_equal(targets[key], value) for key, value in values.items())
 
 
 # -- what is asserted -------------------------------------------------------------------------------------------------
@@ -175,11 +189,12 @@ def test_two_axes_are_refused_before_the_training(world2, tmp_path):
     """Paddle cuts a buffer by a rank's number in the whole mesh, and gathers it over the axis dp."""
     reports = world2.run(two_axes, directory=str(tmp_path / "checkpoint"))
     # Over dp, which is 1, both ranks should hold all: when Paddle mends this, fused parameters can be described here.
-    assert [(held, whole > 0) for held, whole, _ in reports] == [(reports[0][1], True), (0, True)]
-    for _, _, (checked, saved) in reports:
+    assert [(held, whole > 0) for held, whole, *_ in reports] == [(reports[0][1], True), (0, True)]
+    for _, _, (checked, saved), followed in reports:
         assert "is spread over 1 of the 2 ranks of" in checked
-        assert "Remedy: fully_shard(..., enable_tensor_fusion_and_overlap=False)" in checked
+        advised("parallel/slices.py", "fully_shard(..., enable_tensor_fusion_and_overlap=False)", checked)
         assert saved in checked
+        assert followed
     assert not (tmp_path / "checkpoint").exists()
 
 

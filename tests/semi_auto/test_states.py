@@ -18,6 +18,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.install import install, uninstall
 from paddle_flexckpt.parallel.state_creation import create_states
 from paddle_flexckpt.parallel.tensor_fusion import fused_pieces, trainable_parameters
+from tests.remedies.following import advised
 from tests.semi_auto.strategies import BY_NAME
 from tests.semi_auto.training import build, gather
 
@@ -165,7 +166,12 @@ def other_fusion(case):
         built.step(0)
     except ValueError as error:
         text = str(error)
-    return [text, [raw(parameter) for parameter in built.model.parameters()] == before]
+    unchanged = [raw(parameter) for parameter in built.model.parameters()] == before
+    again = build("dp2-fusion", "uneven")  # fused from the beginning, and with one parameter that is not trained
+    again.model.norm.weight.stop_gradient = case != "enabled late"
+    ask(again)
+    again.step(0)
+    return [text, unchanged, [raw(parameter) for parameter in again.model.parameters()] != before]
 
 
 def odd_parameters(case):
@@ -372,18 +378,18 @@ def test_what_the_first_step_fuses_is_told_before(world, strategy, megabytes):
 
 
 def test_fusing_other_parameters_than_the_states_are_of_is_an_error(world2):
-    for rank, (text, unchanged) in enumerate(world2.run(other_fusion, case="unused")):
-        assert unchanged
+    for rank, (text, unchanged, trained) in enumerate(world2.run(other_fusion, case="unused")):
+        assert unchanged and trained
         assert text.startswith(f"rank {rank}: the first step fuses other parameters")
         assert "without a gradient: ['layer_norm_0.w_0.dist']" in text
-        assert "Remedy: set stop_gradient" in text
+        advised("parallel/tensor_fusion.py", "set stop_gradient on parameters that are not trained, before", text)
 
 
 def test_enabling_fusion_after_states_of_whole_parameters_is_an_error(world2):
-    for rank, (text, unchanged) in enumerate(world2.run(other_fusion, case="enabled late")):
-        assert unchanged
+    for rank, (text, unchanged, trained) in enumerate(world2.run(other_fusion, case="enabled late")):
+        assert unchanged and trained
         assert text.startswith(f"rank {rank}: the optimizer has states of whole parameters")
-        assert "Remedy: enable tensor fusion before" in text
+        advised("parallel/tensor_fusion.py", "enable tensor fusion before the optimizer is asked for its state", text)
 
 
 @pytest.mark.parametrize(
