@@ -127,15 +127,17 @@ def schedule_of(lr_scheduler: Any, optimizer: Any) -> Any:
     """Return what decides about the rate: what was given, else the optimizer's own scheduler or constant rate."""
     from paddle.optimizer.lr import LRScheduler
 
-    seen: list[Any] = []
-    while lr_scheduler is None and optimizer is not None and not any(optimizer is each for each in seen):
-        rate = getattr(optimizer, "_learning_rate", None)
+    inside: list[Any] = []
+    while lr_scheduler is None and optimizer is not None and not any(optimizer is each for each in inside):
+        inside.append(optimizer)
+        optimizer = optimizer_inside(optimizer)
+    # The innermost one steps; the rate of LookAhead around it is another thing.
+    for each in reversed(inside):
+        rate = getattr(each, "_learning_rate", None)
         if isinstance(rate, LRScheduler):
             return rate
         if isinstance(rate, (int, float)):
-            return ConstantRate(optimizer)
-        seen.append(optimizer)
-        optimizer = optimizer_inside(optimizer)
+            return ConstantRate(each)
     return lr_scheduler
 
 

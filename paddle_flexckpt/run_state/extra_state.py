@@ -218,8 +218,10 @@ def put_back_extra_state(
         if target is None or name in not_restored:
             continue
         if common[name]:
-            restore = _restore_scheduler if name == "lr_scheduler" else type(target).load_state_dict
-            restore(target, common[name])
+            if name == "lr_scheduler":
+                _restore_scheduler(target, common[name])
+            else:
+                target.load_state_dict(common[name])
             restored.append(name)
         elif name == "lr_scheduler" and not isinstance(target, ConstantRate):  # else the rate is the caller's own
             not_restored[name] = "the checkpoint has none"

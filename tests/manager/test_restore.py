@@ -90,7 +90,7 @@ class Wrapper:
         self.sharded_state_dict = optimizer.sharded_state_dict
 
 
-@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Wrapper])
+@pytest.mark.parametrize("wrap", [lambda optimizer: optimizer, Wrapper, paddle.incubate.LookAhead])
 def test_a_rate_that_was_set_comes_back(tmp_path, wrap):
     first, run = Run(0.1), Run(0.1)
     first.optimizer.set_lr(0.001)

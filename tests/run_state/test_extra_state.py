@@ -142,6 +142,23 @@ def test_scaler(tmp_path):
     assert ours == theirs
 
 
+class Around:
+    """Pass everything on to a scaler."""
+
+    def __init__(self, inside) -> None:
+        self.inside = inside
+
+    def __getattr__(self, name):
+        return getattr(self.inside, name)
+
+
+def test_a_scaler_in_another_object():
+    saved, fresh = scaler(1024.0, 3), scaler()
+    state = collect_extra_state(scaler=Around(saved), rng=False)
+    assert restore_extra_state(state, scaler=Around(fresh), rng=False).restored == ["scaler"]
+    assert fresh.state_dict() == saved.state_dict()
+
+
 def test_what_was_not_saved_or_not_passed_is_reported():
     on, off = scaler(), paddle.amp.GradScaler(enable=False)
     scheduler = SCHEDULERS["Step"]()
