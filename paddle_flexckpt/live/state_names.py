@@ -69,8 +69,11 @@ class StateNames(NamedTuple):
     problems: list[Problem]
 
 
-def state_names(flat_state: Mapping[str, Any], rank: int) -> StateNames:
-    """Return whose states a flattened state dict has under raw names, as far as it tells."""
+def state_names(flat_state: Mapping[str, Any], rank: int, *, are_placed: bool = False) -> StateNames:
+    """Return whose states a flattened state dict has under raw names, as far as it tells.
+
+    ``are_placed``: metadata tells of what a plain tensor is which part.
+    """
     found = StateNames({}, [])
     if not _STATE.search("\n".join(flat_state)):
         return found
@@ -79,7 +82,7 @@ def state_names(flat_state: Mapping[str, Any], rank: int) -> StateNames:
     for key, value in states.items():
         owner = _owner(key, holders)
         if owner is None:
-            problem = _unknown_part(key, value, rank)
+            problem = None if are_placed else _unknown_part(key, value, rank)
         elif len(holders[owner.parameter]) > 1:
             problem = several(owner.parameter, holders[owner.parameter], key, rank)
         else:
@@ -89,7 +92,7 @@ def state_names(flat_state: Mapping[str, Any], rank: int) -> StateNames:
             owners = {name for each in keys for name in (each, bare(each))}
             names = {f"{owner.path}{name}.{state}" for name in owners for state in suffixes}
             found.names[key] = tuple(sorted(names))
-            problem = _part(key, value, rank, keys[0], flat_state[keys[0]])
+            problem = None if are_placed else _part(key, value, rank, keys[0], flat_state[keys[0]])
         if problem is not None:
             found.problems.append(problem)
     return found

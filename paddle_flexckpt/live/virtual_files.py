@@ -47,7 +47,7 @@ def gather_virtual_files(
             shapes = {catalog.key_name(i): catalog.unpadded(i, catalog.global_shape) for i in range(len(catalog))}
         orders = _orders(source_state_dict, comm.rank)
         state = {key: value for tensors in source_state_dict.values() for key, value in tensors.items()}
-        named = state_names(state, comm.rank)
+        named = state_names(state, comm.rank, are_placed=True)
         if named.problems:
             raise ValidationError([*named.problems])
         return None, json.dumps([sorted(source_state_dict), shapes, orders, named.names]).encode()

@@ -68,6 +68,26 @@ def test_files_on_several_ranks(classes):
         assert (targets[rank] == FULL[:, 2 * rank : 2 * rank + 2]).all()
 
 
+def test_parts_of_states_under_raw_names_have_the_places_of_the_metadata(classes):
+    import paddle
+
+    parameter, state = paddle.to_tensor(FULL), "linear_0.w_0_moment1_0"
+    parameter.name = "linear_0.w_0"
+    metadata = metadata_of(classes, {
+        "a": [("linear.weight", (0, 0), SHAPE, None), (state, (0, 0), (3, 4), None)],
+        "b": [(state, (3, 0), (3, 4), None)],
+    })  # fmt: skip
+    files = [{"a": {"linear.weight": parameter, state: FULL[:3].copy()}}, {"b": {state: FULL[3:].copy()}}]
+
+    def job(comm):
+        target = np.zeros(SHAPE, dtype=np.float32)
+        wanted = {state: ShardedWeight(state, target, SHAPE, SHAPE, (0, 0))}
+        _load_state_dict(wanted, files[comm.position], [metadata], process_group=comm)
+        return target.tobytes() == FULL.tobytes()
+
+    assert SimulatedWorld(2).run(job) == [True, True]
+
+
 def test_metadata_in_several_parts_and_sharded_weights_as_tensors(classes):
     parts = [
         metadata_of(classes, {"a": [("w", (0, 0), (6, 1), None)]}),
