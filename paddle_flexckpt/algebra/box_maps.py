@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar
 
 import numpy as np
@@ -55,6 +56,7 @@ class BoxMaps(Columns):
         taken = np.take_along_axis(self.target_shape, np.maximum(self.target_axis, 0), axis=1)
         return np.where(self.target_axis >= 0, taken, 1)
 
+    @cached_property
     def rows_by_target(self) -> dict[str, slice]:
         """Return the rows of every name that the maps define."""
         start = np.searchsorted(self.target, np.arange(len(self.targets) + 1)).tolist()

@@ -72,7 +72,7 @@ def explain(
     lines: list[str] = []
     stored = set(_present(source))
     missing = [name for name in names if name in mapping.unfed or (name not in mapping.tensors and name not in stored)]
-    rows = mapping.maps.rows_by_target()
+    rows = mapping.maps.rows_by_target
     for name in sorted(wanted or names):
         if name in missing:
             continue

@@ -111,6 +111,8 @@ def _undo_one(statement: Statement, number: int, exact: bool, fates: Fates) -> l
         there = [name for name in right if name not in lost]
         if lost and not (statement.has("copy") and there):
             raise _NotInvertible(next(iter(lost.values())))
+        if len({*there}) < len(there) and NOTHING not in there:
+            raise _NotInvertible(f"AOA statement {statement.place.number} makes a name twice, which has the last value")
         texts = _Inverse(statement, left, there, number, exact).texts()
     except _NotInvertible as error:
         fates.miss(wanted, statement.place, str(error))

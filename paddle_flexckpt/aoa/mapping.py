@@ -105,7 +105,7 @@ class TensorMapping:
 
     def source_names(self, names: Iterable[str]) -> set[str]:
         """Return the source keys that tensors are made of, directly or through what they are computed from."""
-        rows = self.maps.rows_by_target()
+        rows = self.maps.rows_by_target
         todo, seen, found = list(names), set(), set()
         while todo:
             name = todo.pop()
@@ -124,7 +124,7 @@ class TensorMapping:
 
     def copied_keys(self, names: Iterable[str]) -> dict[str, str]:
         """Return the names that are one source key, element by element, with that key; values may be cast."""
-        maps, rows, copied = self.maps, self.maps.rows_by_target(), {}
+        maps, rows, copied = self.maps, self.maps.rows_by_target, {}
         for name in names:
             if name not in self.tensors:
                 continue

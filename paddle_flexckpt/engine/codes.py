@@ -121,18 +121,14 @@ class Codes:
             )
         return Problem(what, **{"key": key, **where}, expected=expected, got=got, remedy=remedy)
 
-    @cached_property
-    def _rows(self) -> Mapping[str, slice]:
-        return {} if self._mapping is None else self._mapping.maps.rows_by_target()
-
     def _made_of(self, mapping: TensorMapping, name: str, dtype: str) -> Iterator[tuple[str, str]]:
         """Yield the source keys whose elements become those of a tensor, but by a dequantisation, and in which type."""
         from paddle_flexckpt.aoa.steps import DequantFp8, DequantMxfp4, Scale
 
-        todo, seen = [(name, dtype)], {(name, dtype)}
+        rows, todo, seen = mapping.maps.rows_by_target, [(name, dtype)], {(name, dtype)}
         while todo:
             name, dtype = todo.pop()
-            for number in np.unique(mapping.maps.source[self._rows.get(name, slice(0, 0))]).tolist():
+            for number in np.unique(mapping.maps.source[rows.get(name, slice(0, 0))]).tolist():
                 yield mapping.maps.sources[number], dtype
             for region in mapping.regions.get(name, ()):
                 node = None if region.node is None else mapping.nodes[region.node]

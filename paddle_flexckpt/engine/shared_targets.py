@@ -24,7 +24,7 @@ def share_memory(
     Raises:
         ValidationError: Targets share memory without being the same part of a tensor, or elements of one do.
     """
-    map_rows = {} if mapping is None else mapping.maps.rows_by_target()
+    map_rows = {} if mapping is None else mapping.maps.rows_by_target
 
     def made_of(row: int) -> object:
         """Return what targets that get the same values share: their source's name, or what a mapping says of them."""

@@ -45,8 +45,9 @@ def test_rows_are_found_by_the_name_of_their_target():
     maps = replace(example(), targets=("none", "one", "two", "last"), target=np.asarray([1, 2])).take(
         np.asarray([0, 1, 1])
     )
-    rows = maps.rows_by_target()
+    rows = maps.rows_by_target
     assert rows == {"none": slice(0, 0), "one": slice(0, 1), "two": slice(1, 3), "last": slice(3, 3)}
+    assert maps.rows_by_target is rows  # whoever asks for many names, one by one, has it made once
 
 
 def test_some_of_the_maps_with_all_names():

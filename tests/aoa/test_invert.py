@@ -196,6 +196,7 @@ def test_a_fused_layout_that_is_made_in_place():
         (["a -> m", "x -> m"], "'a' cannot be had back, as AOA statement 2 overwrites 'm'"),
         (["l.$L -> m.$L", "x -> m.0"], "'l.$L' cannot be had back, as AOA statement 2 overwrites 'm.0'"),
         (["l.0 -> m.0", "x.$L -> m.$L"], "'l.0' cannot be had back, as AOA statement 2 overwrites 'm.$L'"),
+        (["a, b -> f, axis=0", "f -> b, b, axis=0"], "'a' cannot be had back, as AOA statement 2 makes a name twice"),
         (["a -> m", "x -> m, optional"], "'a' cannot be had back, as AOA statement 2 overwrites 'm'"),
         (["a.*.w -> s, stack, axis=0", "x -> s"], "cannot be had back, as AOA statement 2 overwrites 's'"),
         (["a -> a, scale=2.0", "a -> b"], "a product is rounded"),
