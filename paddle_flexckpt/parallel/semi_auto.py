@@ -119,7 +119,8 @@ class DistModelMixin:
         if self._engine.fused_ffn_qkv is not None:
             raise ValueError(
                 "the DistModel fuses parameters (fused_ffn_qkv), and its state_dict() takes them apart into copies, "
-                "which a load would not reach. Remedy: unset FLAGS_enable_fused_ffn_qkv_pass"
+                "which a load would not reach. Remedy: unset FLAGS_enable_fused_ffn_qkv_pass; to keep what was trained "
+                "with it, save_state_dict(dist_model.state_dict(), path) first, and load that without the flag"
             )
         names = self._parameter_to_structured_name
         state = self.state_dict()
