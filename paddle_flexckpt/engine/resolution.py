@@ -19,25 +19,24 @@ from paddle_flexckpt.engine.codes import CODE_DTYPES, Codes
 from paddle_flexckpt.engine.fitting import Given, are_alike, are_ruled, fit
 from paddle_flexckpt.engine.fused import FusedMismatch, find_mismatch, mending_statements
 from paddle_flexckpt.engine.mapping import compile_mapping
+from paddle_flexckpt.engine.missing import Missing
 from paddle_flexckpt.engine.names import (
     CompatibleNames,
     Source,
     Unresolved,
     counted_names,
     find_compatible,
-    is_state,
     raw_meanings,
 )
 from paddle_flexckpt.engine.options import TransferOptions
 from paddle_flexckpt.engine.powers import NOTHING, Facts, Power
 from paddle_flexckpt.engine.raw_names import find_guesses
-from paddle_flexckpt.engine.remedies import first_value, renamed, reshaped, untied
+from paddle_flexckpt.engine.remedies import reshaped
 from paddle_flexckpt.engine.shared_targets import share_memory
 from paddle_flexckpt.engine.targets import Targets
 
 _HALVES = frozenset({"float16", "bfloat16"})
 _MASTER = ".w_0"
-_PARAMETER_REMEDY = 'load with master_weights="convert", by which a master that is missing starts from its parameter'
 _MASTER_REMEDY = 'load with master_weights="convert", by which a float32 parameter comes from its master'
 
 # How a target is filled: from the source key of its own name, of a tied parameter's, or of one that Paddle gives it
@@ -366,7 +365,7 @@ class _Resolver:
         if power is not None:
             return self._of_steps(row, power)
         if name is None:
-            problem = self._missing(row) if self._options.missing_is_an_error else None
+            problem = self._unfilled(row)
             return Resolved(MISSING, key, problem=problem)
         how = OWN if name == key else MASTER if master else RAW_NAME if key in self.compatible.names else ALIAS
         alias = name if name != key and not master else ""
@@ -395,7 +394,7 @@ class _Resolver:
         if steps is not None and beta is not None:
             # Paddle begins with beta itself, and multiplies after each step.
             return Resolved(STATEMENT, key, completion=power.statement(float(beta ** (steps + 1))))
-        problem = self._missing(row) if self._options.missing_is_an_error else None
+        problem = self._unfilled(row)
         if problem is None or not sources:
             return Resolved(MISSING, key, problem=problem)
         return Resolved(MISSING, key, problem=replace(problem, remedy=power.remedy(steps)))
@@ -473,63 +472,15 @@ class _Resolver:
             return found + _MASTER
         return None
 
-    def _missing(self, row: int) -> Problem:
-        """Return the problem of a target that nothing feeds: AOA statements say so, or else the name is wrong."""
-        catalog, names, compatible = self._catalog, self._sorted_names, self.compatible
-        key = catalog.keys[row]
-        where: dict[str, Any] = {"key": key, "rank": int(catalog.rank[row]), "expected": catalog.describe(row)}
-        if self._mapping is not None and key in self._gone:
-            removed = "a statement removes the source key of that name, and none makes another"
-            why = self._mapping.provenance.get(key, removed)
-            # A reason that knows what to do says it.
-            remedy = "add a statement that makes it, or load with strict=False to leave this target as it is"
-            if is_state(key, self._known):
-                remedy = f"add a statement that makes the state{first_value(key)}"
-            if key.endswith(_MASTER) and key[: -len(_MASTER)] in {*self._defined, *self._index}:
-                remedy = _PARAMETER_REMEDY
-            return Problem("nothing feeds a target", **where, got=why, remedy=None if "Remedy:" in why else remedy)
-        got = f"{len(names)} keys, among them {self._by_tail.get(_tail(key), names)[:3]}"
-        if key in compatible.taken:
-            got += f"; what might be meant is taken by target {compatible.taken[key]!r}"
-        if key in compatible.of_others:
-            got += f"; the one of its raw name is {compatible.of_others[key]!r}, as the source says"
-        remedy = "correct the name, or load with strict=False to leave this target as it is"
-        if is_state(key, self._known):
-            remedy = f"correct the state's name{first_value(key)}"
-        if self._other(row, None) is not None:
-            remedy = _PARAMETER_REMEDY
-        elif key in compatible.lost_by_raw_name and self._has_states:
-            # One side names states after parameters as Paddle counts them, and the other counts others.
-            remedy = "give its name by an AOA statement (plain_state_statements() makes them); or correct the name"
-        else:
-            other = self._renamed + untied(catalog, row, self._source)
-            # A state whose parameter is found by another name has its value there.
-            remedy = other.removesuffix("; or ") if other and is_state(key, self._known) else other + remedy
-        return Problem("the source has no such key", **where, got=got, remedy=remedy)
+    def _unfilled(self, row: int) -> Problem | None:
+        """Return the problem of a target that nothing fills, where that is one."""
+        if not self._options.missing_is_an_error:
+            return None
+        return self._missing.problem(row, self._other(row, None) is not None)
 
     @cached_property
-    def _known(self) -> set[str]:
-        return {*self._source.keys, *self._catalog.keys}
-
-    @cached_property
-    def _has_states(self) -> bool:
-        return any(is_state(name, self._known) for name in self._source.keys)
-
-    @cached_property
-    def _by_tail(self) -> dict[str, list[str]]:
-        """Return the source's keys, sorted, by their last two parts."""
-        found: dict[str, list[str]] = {}
-        for name in self._sorted_names:
-            found.setdefault(_tail(name), []).append(name)
-        return found
-
-    @cached_property
-    def _renamed(self) -> str:
-        return renamed(self._catalog.keys, self._numbers)
-
-    @cached_property
-    def _sorted_names(self) -> list[str]:
-        return sorted(self._source.keys)
+    def _missing(self) -> Missing:
+        return Missing(self._catalog, self._source, self._mapping, self.compatible)
 
     def _stored(self, row: int, number: int) -> Given:
         """Return what the source has under the number of a key."""
@@ -538,9 +489,5 @@ class _Resolver:
         given = Given(shape, source.dtype_name(source_row), "{} (source)", source.file_name(source_row))
         if shape == self._catalog.unpadded(row, self._catalog.global_shape):
             return given
-        remedy = reshaped(self._catalog, row, source, source_row, self._known)
+        remedy = reshaped(self._catalog, row, source, source_row, self._missing.known)
         return replace(given, remedy=remedy) if remedy else given
-
-
-def _tail(key: str) -> str:
-    return ".".join(key.rsplit(".", 2)[-2:])
