@@ -148,8 +148,8 @@ def _rebuilt(
     dtypes = list(found) or [structure.dtype]
     if len(dtypes) > 1:
         raise StructureError(
-            f"parts of the value would have different dtypes: {' and '.join(dtypes)}; expected one. Remedy: say in a "
-            "statement for these states where they come from"
+            f"parts of the value would have different dtypes: {' and '.join(dtypes)}; expected one. Remedy: say in "
+            "statements for these states where they come from, with dtype= for those of another"
         )
     for position in flexible:
         node = new_nodes[position]

@@ -257,7 +257,10 @@ def _deepseek_experts(sizes: _Sizes, name: str, layer: int) -> Shapes:
 def _deepseek(sizes: _Sizes) -> Shapes:
     if sizes.get("num_nextn_predict_layers", 0):
         raise ValidationError(
-            ["multi-token prediction layers are not described. Remedy: set num_nextn_predict_layers to 0"]
+            [
+                "multi-token prediction layers are not described. Remedy: give a copy of the configuration with "
+                "num_nextn_predict_layers 0, which describes the model without them; or a checkpoint of the model"
+            ]
         )
     yield from _decoder(sizes, _latent_attention, _deepseek_experts)
 

@@ -111,7 +111,7 @@ class NativeTarget(ConversionTarget):
         if length > MAX_HEADER_BYTES:
             yield (
                 f"the header of {items.file_name(0)} would have {length} bytes; safetensors allows {MAX_HEADER_BYTES}. "
-                "Remedy: a strategy with more ranks, or whole tensors (without --to)"
+                "Remedy: a strategy with more stages or replicas, or whole tensors (without --to)"
             )
 
     def names(self) -> list[str]:

@@ -370,7 +370,7 @@ def _ambiguous(target: Unresolved, hits: list[str]) -> Problem:
         key=target.key,
         rank=target.rank,
         got=f"{hits[:5]}",
-        remedy=f"say which by an AOA statement ({hits[0]} -> {target.key}), or load with mw_name_compatibility=False",
+        remedy=f"say which by an AOA statement ({hits[0]} -> {target.key})",
     )
 
 
@@ -379,7 +379,7 @@ def _wanted_twice(key: str, takers: list[Unresolved]) -> Problem:
         f"several targets would be filled from key {key!r} of the source, and none of them has its name",
         rank=takers[0].rank,
         got=f"targets {[taker.key for taker in takers[:5]]}",
-        remedy="say which is meant by an AOA statement, or load with mw_name_compatibility=False",
+        remedy="say by an AOA statement for each of them where it comes from",
     )
 
 

@@ -189,7 +189,10 @@ def resolve(
     resolver = _Resolver(targets, source, options, mapping, facts)
     problems = [*validate_shards(targets.catalog), *resolver.compatible.problems]
     others = {row: resolver.resolve(row) for row in np.flatnonzero(~resolver.are_plain()).tolist()}
-    problems += [other.problem for other in others.values() if other.problem is not None]
+    told = {problem.key for problem in resolver.compatible.problems}
+    for row, other in others.items():
+        if other.problem is not None and not (other.how == MISSING and targets.catalog.keys[row] in told):
+            problems.append(other.problem)
     if problems:
         raise ValidationError(problems)
     names = dict(enumerate(targets.catalog.keys))

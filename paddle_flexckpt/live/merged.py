@@ -18,6 +18,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.aoa import TensorMapping
+from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_heads
@@ -282,7 +283,8 @@ def _check_complete(catalog: Catalog, names: Iterable[str]) -> None:
             key=catalog.keys[key],
             expected=f"{declared[key]:.0f} elements",
             got=f"{there[key]:.0f}",
-            remedy="load another checkpoint, or leave this key out",
+            remedy="load another checkpoint, or leave this key out by the AOA statement "
+            f"'{quoted(catalog.keys[key])} -> _'",
         )
         for key in np.flatnonzero(there < declared).tolist()
         if catalog.keys[key] in wanted

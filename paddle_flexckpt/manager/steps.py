@@ -282,7 +282,8 @@ class StepDirectories:
         if keeps and is_full(error):
             raise CheckpointError(
                 f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to be "
-                "room for one more than is kept. Remedy: keep fewer, or make room"
+                "room for one more than is kept. Remedy: make room; or keep fewer, and save again: the others "
+                "are removed even if that save fails, so that the one after it has room"
             ) from error
 
     def retain(

@@ -64,7 +64,7 @@ def write_data_file(
     if len(header) - 8 > MAX_HEADER_BYTES:
         raise ValueError(
             f"the header of {path} would have {len(header) - 8} bytes; safetensors allows {MAX_HEADER_BYTES}. "
-            "Remedy: save fewer tensors per rank"
+            "Remedy: save with more ranks, or parts of the state dict in directories of their own"
         )
     lengths = items.byte_length.tolist()
     checksums: list[int] = []

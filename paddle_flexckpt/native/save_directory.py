@@ -157,8 +157,9 @@ class SaveDirectory(LeftoverDirectory):
         if not overwrite and (is_there or (not self.backend.has_path and self.has_manifest(unique_id))):
             raise ValidationError(
                 [
-                    f"{self.path} has a checkpoint with id {unique_id}, which overwrite=False keeps. Remedy: "
-                    "overwrite=True replaces it, as soon as the new one is complete; or save under another id"
+                    f"{self.path} has a checkpoint with id {unique_id}, which overwrite=False keeps. Remedy: save "
+                    "under another id; or, to lose that checkpoint, overwrite=True replaces it as soon as the new one "
+                    "is complete"
                 ]
             )
         if is_there and not self.backend.replaces:

@@ -14,11 +14,13 @@ from importlib import metadata
 import numpy as np
 import pytest
 
-from paddle_flexckpt.cli import doctor, overview
+from paddle_flexckpt.cli import doctor, overview, patch
 from paddle_flexckpt.cli import main as cli
 from paddle_flexckpt.cli.main import build_parser, main
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord
 from tests.engine.samples import save
+from tests.patching.samples import install, write_patches
+from tests.remedies.following import advised
 
 VALUES = {
     "layers.0.w": np.ones((4, 8), np.float32),
@@ -126,6 +128,18 @@ def test_doctor_tells_which_patches_fit(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "check_patch", lambda root, every, patch: ("fits", ""))
     lines = printed(capsys, "doctor")
     assert any(line.endswith("Remedy: flexckpt patch --apply paddle-3.3.1-nested-state") for line in lines)
+
+
+def test_what_doctor_advises_patches_what_is_installed(monkeypatch, capsys, tmp_path):
+    root, patches = install(tmp_path / "site"), write_patches(tmp_path / "patches", "later")
+    for module in (doctor, patch):
+        monkeypatch.setattr(module, "read_patches", lambda: patches)
+        monkeypatch.setattr(module, "find_root", lambda *_: root)
+    (line,) = (line for line in printed(capsys, "doctor") if "defect" in line)
+    advised("cli/doctor.py", "flexckpt patch --apply ", line)
+    printed(capsys, *line.partition("Remedy: flexckpt ")[2].split())
+    assert b"first_9 = 90" in (root / "sample" / "inner" / "first.py").read_bytes()
+    assert "patched: title (later)" in printed(capsys, "doctor")
 
 
 def test_every_command_is_found_by_its_name():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.engine.rehearsed import save
+from tests.remedies.following import provoked
 
 SIZES = {
     "hidden_size": 16,
@@ -204,12 +206,26 @@ def test_experts_are_spread(config):
         ("llama", {}, "stacked", "in the variants plain, fused; got 'stacked'"),
         ("gpt_neox", {}, "fused", "no variant of gpt_neox 'fused'"),
         ("llama", {"torch_dtype": "int3"}, "plain", "int3"),
-        ("deepseek_v3", {"num_nextn_predict_layers": 1}, "plain", "multi-token prediction"),
     ],
 )
 def test_what_is_no_model_is_refused(config, family, more, variant, words):
     with pytest.raises(ValidationError, match=words):
         read_config_model(config(family, **more), variant)
+
+
+def test_a_model_with_multi_token_prediction_is_described_without_it_or_by_a_checkpoint(config, tmp_path):
+    whole, copy = config("deepseek_v3", num_nextn_predict_layers=1), tmp_path / "copy.json"
+    with provoked(
+        "engine/config_models.py", "give a copy of the configuration with num_nextn_predict_layers 0, which describes"
+    ):
+        layout_of("nowhere", "dp=2", model=whole)
+    copy.write_text(json.dumps({**json.loads(Path(whole).read_text()), "num_nextn_predict_layers": 0}))
+    described = rows_of(layout_of("nowhere", "dp=2", model=str(copy))[0], 0)
+    assert described == rows_of(layout_of("nowhere", "dp=2", model=config("deepseek_v3"))[0], 0)
+    more = Model((ModelTensor("model.layers.2.eh_proj.weight", (16, 32)),), states=())
+    save(tmp_path / "checkpoint", Layout(more, parse_strategy("dp=1")))
+    found = layout_of("nowhere", "dp=2", model=str(tmp_path / "checkpoint"))[0]
+    assert {key for key, _ in rows_of(found, 0)} == {"model.layers.2.eh_proj.weight"}
 
 
 def test_a_file_that_is_none_is_refused(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import ValidationError, concat
+from paddle_flexckpt.cli.arguments import cut_of
 from paddle_flexckpt.engine.models import layout_of, model_of, read_strategy
 from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
@@ -17,6 +18,7 @@ from paddle_flexckpt.planning.meshes import parse_mesh
 from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.engine.rehearsed import save
 from tests.engine.samples import Part, catalog
+from tests.remedies.following import provoked
 
 
 def decoder(layers: int = 4, dtype: str = "bfloat16", **more) -> Model:
@@ -151,9 +153,12 @@ def test_a_checkpoint_of_muon_says_which_states_its_matrices_have(tmp_path, save
 def test_parts_along_two_axes_need_a_cut():
     parts = [Part("w", (4, 4), shape=(2, 2), offset=(row, column)) for row in (0, 2) for column in (0, 2)]
     infos, stored = {"w": TensorInfo((4, 4), "float32")}, concat([catalog(part) for part in parts])
-    with pytest.raises(ValidationError, match=r"parts along several axes \(key 'w'\).*--cut 'w=AXIS'"):
+    with provoked("engine/models.py", "say along which axis tensor parallelism cuts it: --cut '") as caught:
         model_of(infos, stored)
-    assert model_of(infos, stored, [("w", 0)]).tensors[0].tp_axis == 0
+    assert "parts along several axes (key 'w'). Remedy" in str(caught.value)
+    assert str(caught.value).endswith("--cut 'w=AXIS', or 'w=none'")
+    for said, axis in (("w=0", 0), ("w=none", None)):
+        assert model_of(infos, stored, [cut_of(said)]).tensors[0].tp_axis == axis
 
 
 MESH = "mesh=2x2:dp,mp;sharding=stage1:dp;*.norm.weight=S0"

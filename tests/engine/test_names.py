@@ -149,7 +149,6 @@ def test_several_keys_for_one_target_are_a_problem():
     assert (problem.key, problem.rank, problem.got) == ("linear_0.w_0.dist_moment1_0", 3, str(source[:5]))
     assert "several that may be meant" in problem.what
     assert f"({source[0]} -> linear_0.w_0.dist_moment1_0)" in problem.remedy
-    assert "mw_name_compatibility=False" in problem.remedy
     assert found.names == {}
     assert len(find(["linear_0.w_0.dist_moment1_0"], source[:2]).problems) == 1
 
@@ -174,7 +173,7 @@ def test_several_targets_share_a_key_if_they_are_one_tensor():
         (problem,) = found.problems
         assert (problem.rank, problem.got, problem.key) == (2, f"targets {names}", None)
         assert repr(key) in problem.what
-        assert "mw_name_compatibility=False" in problem.remedy
+        assert "AOA statement for each of them" in problem.remedy
     more = [Unresolved(f"linear_0.w_0_moment1_{number}", 2) for number in range(1, 8)]
     assert find(more, [key]).problems[0].got == f"targets {[target.key for target in more[:5]]}"
 

@@ -16,6 +16,7 @@ from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES
 from tests.engine.samples import Part, catalog, save, values_of
+from tests.remedies.following import provoked
 
 KINDS = {
     "embed": ("bfloat16", (16, 6)),
@@ -122,9 +123,14 @@ def test_what_paddle_cannot_hold_is_refused_by_name(tmp_path, name):
 def test_with_replicas_ranges_are_right_under_the_same_layout(tmp_path):
     kinds, options, _ = REFUSED["a range"]
     save(tmp_path / "in", values_of(kinds), world=1)
+    with provoked("engine/paddle_target.py", "give save_replicas (--save-replicas), by which a rank's file has all"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", format="paddle", **options)
     report = convert_checkpoint(tmp_path / "in", tmp_path / "out", format="paddle", save_replicas=True, **options)
     assert any("right under the same layout alone" in note for note in report.notes)
-    assert diff(tmp_path / "in", tmp_path / "out").equal
+    convert_checkpoint(tmp_path / "in", tmp_path / "whole", format="paddle")
+    convert_checkpoint(tmp_path / "in", tmp_path / "v1", format="paddle", strategy="sharding=v1:2")
+    for each in ("out", "whole", "v1"):
+        assert diff(tmp_path / "in", tmp_path / each).equal
 
 
 def test_fused_parameters_that_paddle_would_take_for_others_are_refused():

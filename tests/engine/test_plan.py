@@ -10,7 +10,8 @@ import pytest
 
 from paddle_flexckpt.algebra import Box, StridedCopy
 from paddle_flexckpt.aoa import Node, Region, TensorInfo
-from paddle_flexckpt.catalog import NATURAL, Order, ValidationError
+from paddle_flexckpt.aoa.steps import Constant
+from paddle_flexckpt.catalog import NATURAL, Order
 from paddle_flexckpt.engine import plan as plan_module
 from paddle_flexckpt.engine.copies import write_values
 from paddle_flexckpt.engine.files import plan_reads
@@ -21,6 +22,7 @@ from tests.engine.held import targets_of
 from tests.native.samples import whole
 from tests.property.layouts import Pick, Shard, catalog_of, elements, layout, shard_of_row
 from tests.property.mappings import Move, Program, Weighted, random_program, random_values, window
+from tests.remedies.following import provoked
 
 # -- tiles -------------------------------------------------------------------------------------------------------------
 
@@ -212,8 +214,12 @@ def test_a_value_cannot_be_computed_from_what_a_target_has():
     made = program("t", Weighted((3.0,)), {"w": ("float32", (4,))})
     made.moves["#w"], made.regions["#w"] = [], [Region((0,), (4,))]
     mapping = made.mapping(provenance={"#w": "AOA statement 2: a -> b"})
-    with pytest.raises(ValidationError) as caught:
+    with provoked("engine/plan.py", "say what new elements hold, as with fill=0") as caught:
         plan_fill(catalog_of([whole("t", "float32", (4,))]), np.arange(1), mapping)
+    made.nodes.append(Node(Constant(0, "float32"), TensorInfo((4,), "float32"), ()))
+    made.regions["#w"] = [Region((0,), (4,), len(made.nodes) - 1, (), (0,))]
+    plan = plan_fill(catalog_of([whole("t", "float32", (4,))]), np.arange(1), made.mapping())
+    assert plan.covered.tolist() == [4, 4]
     assert str(caught.value) == (
         "a value is computed from what a target has, which statements cannot do (AOA statement 2: a -> b) "
         "(key '#w'). Remedy: say what new elements hold, as with fill=0"

@@ -22,6 +22,7 @@ from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.foreign.writers import metadata_pickle
 from tests.ramdisk import memory_directory
+from tests.remedies.following import provoked
 
 paddle = pytest.importorskip("paddle")
 pytestmark = pytest.mark.paddle
@@ -117,8 +118,9 @@ def test_no_memory_is_taken_for_a_shape_that_is_only_declared(tmp_path, aoa):
     row = {"key": "w", "dtype": "float32", "shape": (1 << 44,), "offset": (0,), "local": (2,)}
     (tmp_path / "0.metadata").write_bytes(metadata_pickle({"0_0.distcp": [row, {**row, "key": "b", "shape": (2,)}]}))
     (tmp_path / "0_0.distcp").write_bytes(pickle.dumps({"w": np.ones(2, np.float32), "b": np.ones(2, np.float32)}))
-    with pytest.raises(ValidationError) as caught:
+    with provoked("live/merged.py", "load another checkpoint, or leave this key out by the AOA statement '") as caught:
         load_merged_state_dict(tmp_path, aoa_config=aoa)
+    assert str(caught.value).endswith("'w -> _'")
     assert "the checkpoint does not hold all of a tensor (key 'w'); expected 17592186044416 elements; got 2" in str(
         caught.value
     )

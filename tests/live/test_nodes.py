@@ -33,7 +33,7 @@ from tests.background.helpers import shards
 from tests.live.test_fused_degrees import layout
 from tests.live.test_orders import KEYS, natural, targets
 from tests.native.samples import flip, items_of, whole
-from tests.remedies.following import provoked
+from tests.remedies.following import advised, provoked
 
 ROWS = 16
 # w is 16 x 5 float32, b 7 int64.
@@ -539,9 +539,20 @@ def test_an_older_save_is_not_loaded_because_of_one_io_error(acknowledged, monke
 
 def test_an_older_save_is_not_loaded_because_of_a_damaged_manifest(acknowledged):
     a, c = acknowledged
+    with open(f"{a}/0.manifest", "rb") as file:
+        whole = file.read()
     os.truncate(f"{a}/0.manifest", 50)
     outcome = load([a, c])
     assert isinstance(outcome[0], Exception), f"version {outcome[1]}, and one warning of rank 0"
+    advised(
+        "live/node_files.py",
+        "look into the storage of that node, and load again; without that node an",
+        str(outcome[0]),
+    )
+    assert load([c, c])[1] == 1
+    with open(f"{a}/0.manifest", "wb") as file:
+        file.write(whole)
+    assert load([a, c])[1] == 2
 
 
 def test_an_older_save_is_not_loaded_because_of_data_that_cannot_be_read(acknowledged, monkeypatch, caplog):

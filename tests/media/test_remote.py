@@ -38,6 +38,7 @@ from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from tests.media.stores import KINDS, Disk
 from tests.native.test_directory import save as save_native
 from tests.native.two_ranks import load, save
+from tests.remedies.following import provoked
 
 MIB = 1 << 20
 
@@ -533,12 +534,12 @@ def test_what_cannot_be_replaced_at_once_is_refused(monkeypatch):
     assert not backend.replaces
     save_native(backend, 0)
     before = dict(disk_of(backend).files)
-    with pytest.raises(ValidationError, match="id 0, and its file system cannot replace.*Remedy: save under a new id"):
+    with provoked("native/save_directory.py", "save under a new id (unique_id=None takes the next one)"):
         open_to_save(backend).open_save(0)
     with pytest.raises(FileExistsError, match="cannot replace a file at once"):
         publish(backend, "0.manifest", b"other")
     assert disk_of(backend).files == before
-    save_native(backend, 1)
+    save_native(backend, None)
     assert [info.unique_id for info in list_checkpoints(backend)] == [0, 1]
 
 

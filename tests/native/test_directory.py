@@ -25,6 +25,7 @@ from paddle_flexckpt.native.save_directory import SaveDirectory
 from tests.crash.file_system import FileSystem
 from tests.crash.job import Job
 from tests.native.samples import items_of, values_of, whole
+from tests.remedies.following import provoked
 
 
 def save(path, unique_id=None, ranks=(0, 1), seed=0):
@@ -280,9 +281,20 @@ def test_leftovers_of_a_dead_save_do_not_disturb(tmp_path):
 def test_a_part_that_is_not_visible_is_named(tmp_path):
     directory = open_to_save(tmp_path)
     ticket = directory.open_save(0)
-    with pytest.raises(CheckpointError, match=r"part of rank 3 is not visible at .*3_0-\w+\.part.*all ranks share"):
+
+    def write(where):
+        items = items_of([whole("w", "uint8", (1,), 3)], ticket.data_file(3))
+        open_to_save(where).write_share(ticket, 3, items, [np.ones(1, dtype=np.uint8)], world_size=1)
+
+    (tmp_path / "elsewhere").mkdir()
+    write(tmp_path / "elsewhere")
+    with provoked("native/save_directory.py", "save to storage that all ranks share") as caught:
         directory.commit(ticket, [3])
+    assert re.search(r"part of rank 3 is not visible at .*3_0-\w+\.part", str(caught.value))
     assert directory.list_ids() == []
+    write(tmp_path)
+    assert directory.commit(ticket, [3]).catalog.keys == ("w",)
+    assert directory.list_ids() == [0]
 
 
 def test_a_part_of_an_earlier_save_is_refused(tmp_path):

@@ -11,6 +11,7 @@ from paddle import nn
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
+from tests.remedies.following import advised
 
 from .test_optimizers import Model, raw, states_of, step
 
@@ -341,6 +342,32 @@ def test_masters_of_a_live_optimizer_do_not_undo_a_load_of_weights(tmp_path, way
     masters[f"slice@{next(iter(masters))}"] = masters.pop(next(iter(masters))).flatten()[:2] + 1
     put(model.sharded_state_dict())
     assert "an optimizer has 1 that are laid out otherwise, such as 'slice@" in caplog.text
+    advised(
+        "live/live_masters.py",
+        "load weights before the first step, or give the optimizer's states too, with master_weights='convert'",
+        caplog.text,
+    )
+    caplog.clear()
+    # Its states too: the checkpoint has no masters.
+    name, master = next((name, master) for name, master in masters.items() if name.startswith("slice@"))
+    (key,) = (key for key, each in model.state_dict().items() if each.name == name.partition("@")[2])
+    shape = tuple(weights[name.partition("@")[2]].shape)
+    state = fc.ShardedWeight(f"{key}.w_0", master, shape, shape, (0,) * len(shape), True, slice(0, 2))
+    options = {"master_weights": "convert"}
+    target = {**model.sharded_state_dict(), f"{key}.w_0": state}
+    if way == "reshard":
+        fc.reshard_sharded_state_dict(saved.sharded_state_dict(), target, **options)
+    else:
+        fc.load_state_dict(target, tmp_path, **options)
+    assert "laid out otherwise" not in caplog.text
+    assert raw(master) == raw(weights[name.partition("@")[2]].astype("float32").flatten()[:2])
+    # Before the first step there are none.
+    model, optimizer = half()
+    optimizer._master_weights.clear()
+    put(model.sharded_state_dict())
+    assert "laid out otherwise" not in caplog.text
+    for parameter, expected in zip(model.parameters(), saved.parameters()):
+        assert raw(parameter) == raw(expected)
 
 
 def test_lookahead_goes_on_to_the_bit(tmp_path):

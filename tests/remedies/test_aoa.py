@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.aoa import structure
 from paddle_flexckpt.aoa.config_rules import rules_of_config
 from paddle_flexckpt.aoa.invert import invert
 from tests.aoa.small import Arrays, assert_equal, compiled, numbered, room, run
@@ -173,6 +174,11 @@ SCENARIOS = [
         {"l.0.w": SQUARE},
     ),
     Followed(
+        Advice("aoa/structure_values.py", "give them a number with fill="),
+        'a -> x, resize="[5, 6]", fill="keep", scale=2.0',
+        {'a -> x, resize="[5, 6]", fill=3, scale=2.0': {"x": np.concatenate([A * 2, np.full((1, 6), 6, "float32")])}},
+    ),
+    Followed(
         Advice("aoa/rule.py", "name the same state everywhere, or the parameters alone"),
         "a.moment1_0 -> x",
         {
@@ -275,3 +281,40 @@ def test_a_statement_about_one_state_comes_last(tmp_path) -> None:
     last = ["b -> c", 'a -> c, states="moment1_0"', "b.moment1_0 -> _"]
     fc.load_state_dict(target, tmp_path, aoa_config=last)
     assert_equal(target, {"c": B, "c.moment1_0": A + 100})
+
+
+def test_axes_whose_inner_extents_are_short_are_not_split(monkeypatch):
+    monkeypatch.setattr(structure, "MAX_FRAGMENTS", 4)
+    with provoked(
+        "aoa/structure.py", "split or merge only axes whose inner extents are long, and do it before axes are"
+    ):
+        run(['a -> t, permute="[1, 0]"', 't -> x, reshape="[3, 8]"'], {"a": A}, {"x": room(3, 8)})
+    got = run(['a -> t, reshape="[2, 2, 6]"', 't -> x, permute="[2, 0, 1]"'], {"a": A}, {"x": room(6, 2, 2)})
+    assert_equal(got, {"x": A.reshape(2, 2, 6).transpose(2, 0, 1)})
+
+
+def test_a_fill_without_a_destination():
+    for wrong, right in (
+        (["_ -> new, fill=0", "a -> x"], ["a -> x"]),
+        (["_ -> n, fill=0"], ["_ -> n, fill=0, optional"]),
+    ):
+        with provoked("aoa/program.py", "leave the statement out"):
+            compiled(wrong, {"a": A}, None)
+        assert not {"new", "n"} & {*compiled(right, {"a": A}, None).outputs}
+
+
+def test_states_that_cannot_be_joined_are_given_by_statements_of_their_own(tmp_path):
+    half = (B * 2).astype("float16")
+    fc.save_state_dict({"a": A, "b": B, "a.moment1_0": A + 1, "b.moment1_0": half}, tmp_path)
+    target = {"x": room(8, 6), "x.moment1_0": room(8, 6)}
+    with provoked(
+        "aoa/structure_values.py", "say in statements for these states where they come from, with dtype= for those of"
+    ):
+        fc.load_state_dict(target, tmp_path, aoa_config={"aoa_statements": ["a, b -> x, axis=0"]})
+    statements = [
+        "a, b -> x, axis=0",
+        'b.moment1_0 -> t.moment1_0, dtype="float32"',
+        "a.moment1_0, t.moment1_0 -> x.moment1_0, axis=0",
+    ]
+    fc.load_state_dict(target, tmp_path, aoa_config={"aoa_statements": statements})
+    assert_equal(target, {"x": np.concatenate([A, B]), "x.moment1_0": np.concatenate([A + 1, half.astype("float32")])})

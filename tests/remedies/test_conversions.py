@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import ml_dtypes  # noqa: F401 - float8_e5m2
@@ -11,7 +12,7 @@ from safetensors.numpy import load_file
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.engine import tensor_files
+from paddle_flexckpt.engine import conversion_content, conversion_targets, tensor_files
 from paddle_flexckpt.engine.config_models import read_config_model
 from paddle_flexckpt.engine.conversion import convert_checkpoint
 from paddle_flexckpt.engine.export import export_safetensors
@@ -20,7 +21,8 @@ from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.meshes import parse_placements
 from paddle_flexckpt.planning.models import Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
-from tests.remedies.following import advised, provoked
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.remedies.following import Advice, advised, provoked
 
 A = np.arange(24, dtype=np.float32).reshape(6, 4)
 
@@ -222,3 +224,44 @@ def test_a_partial_is_resharded_first():
     with provoked("planning/meshes.py", "give the placements after its reshard"):
         parse_placements("w", "R,P")
     assert len(parse_placements("w", "R,S1")) == 2
+
+
+def test_a_header_for_too_many_tensors_of_a_rank(tmp_path, monkeypatch):
+    state = {f"layers.{number}.w": np.full((4, 4), number, np.float32) for number in range(8)}
+    fc.save_state_dict(state, tmp_path / "source")
+    monkeypatch.setattr(conversion_targets, "MAX_HEADER_BYTES", 900)
+    for module in (conversion_targets, conversion_content):
+        monkeypatch.setattr(module, "MOST_TENSORS", 3)
+    convert = functools.partial(convert_checkpoint, tmp_path / "source", format="native")
+    words = Advice(
+        "engine/conversion_targets.py", "a strategy with more stages or replicas, or whole tensors (without --to)"
+    )
+    with provoked(*words):
+        convert(tmp_path / "x", strategy="tp=2", cuts=[("*", 0)])
+    convert(tmp_path / "stages", strategy="tp=2,pp=4", cuts=[("*", 0)])
+    convert(tmp_path / "replicas", strategy="tp=2,dp=4", cuts=[("*", 0)])
+    convert(tmp_path / "whole")
+    for each in ("stages", "replicas", "whole"):
+        assert fc.digest(tmp_path / each) == fc.digest(state)
+
+
+def test_a_fused_parameter_that_paddle_would_take_for_another(tmp_path):
+    def save(comm):
+        part = np.concatenate([gate[:, 3 * comm.rank :][:, :3], up[:, 3 * comm.rank :][:, :3]], axis=1)
+        mark = fc.FusedAxis(1, "fused_ffn")
+        shard = fc.ShardedWeight("w", part, (4, 6), (4, 12), (0, 6 * comm.rank), fused=mark)
+        fc.save_state_dict({"w": shard}, tmp_path / "source", comm)
+
+    gate, up = np.split(np.arange(48, dtype=np.float32).reshape(4, 12), 2, axis=1)
+    SimulatedWorld(2).run(save)
+    convert = functools.partial(convert_checkpoint, tmp_path / "source", format="paddle")
+    words = Advice("engine/paddle_target.py", "convert to whole tensors or for tp=1, or split it with an AOA statement")
+    with provoked(*words):
+        convert(tmp_path / "x", strategy="tp=2", cuts=[("w", 1)])
+    convert(tmp_path / "whole")
+    convert(tmp_path / "one", strategy="tp=1")
+    whole = {"w": np.concatenate([gate, up], axis=1).tolist()}
+    assert values(tmp_path / "whole") == values(tmp_path / "one") == whole
+    options = {"strategy": "tp=2", "cuts": [("g", 1), ("u", 1)], "aoa_config": ["w -> g, u, fused_ffn"]}
+    convert(tmp_path / "split", **options)
+    assert values(tmp_path / "split") == {"g": gate.tolist(), "u": up.tolist()}

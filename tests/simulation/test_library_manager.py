@@ -581,7 +581,7 @@ def test_a_full_disk_says_what_can_be_done():
         def work(comm: Communicator) -> None:
             with manager_of(comm, keep=KeepLatest(2)) as manager:
                 world.shared.capacity = world.shared.used + 500
-                with pytest.raises(CheckpointError, match=r"No space left .*Remedy: keep fewer, or make room"):
+                with pytest.raises(CheckpointError, match=r"No space left .*Remedy: make room; or keep fewer"):
                     save(world, manager, comm, 3)
                 comm.all_gather(b"")
                 world.shared.capacity = None

@@ -1,0 +1,179 @@
+"""Remedies about keys that the source lacks or has several of, and about values that do not fit; each is followed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.remedies.following import provoked
+
+A, B = np.arange(8, dtype=np.float32).reshape(4, 2), np.arange(50, 58, dtype=np.float32).reshape(4, 2)
+OLD = np.full((4, 2), -7, np.float32)
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "source"
+
+
+def load(path, targets, *statements, **options) -> dict:
+    """What the targets hold after a load."""
+    if statements:
+        options["aoa_config"] = {"aoa_statements": list(statements)}
+    fc.load_state_dict(targets, path, **options)
+    return lists(targets)
+
+
+def rooms(*keys) -> dict:
+    return {key: OLD.copy() for key in keys}
+
+
+def lists(arrays) -> dict:
+    return {key: array.tolist() for key, array in arrays.items()}
+
+
+def test_a_name_is_corrected_or_its_target_left_as_it_is(path):
+    fc.save_state_dict({"v": A, "w": B}, path)
+    targets = rooms("v", "x")
+    with provoked("engine/missing.py", "correct the name, or load with strict=False to leave this target as it is"):
+        load(path, targets)
+    assert lists(targets) == lists(rooms("v", "x"))
+    assert load(path, rooms("v", "w")) == lists({"v": A, "w": B})
+    assert load(path, targets, strict=False) == lists({"v": A, "x": OLD})
+
+
+def test_a_target_that_a_statement_takes_away(path):
+    fc.save_state_dict({"v": A, "w": B}, path)
+    targets = rooms("v", "w")
+    with provoked("engine/missing.py", "add a statement that makes it, or load with strict=False to leave this"):
+        load(path, targets, "v -> _")
+    assert load(path, targets, "v -> _", strict=False) == lists({"v": OLD, "w": B})
+    assert load(path, targets, "v -> _", "w -> v") == lists({"v": B, "w": B})
+
+
+@pytest.mark.parametrize("transposed", ["", "^T"])
+def test_a_head_that_was_tied_is_made_of_the_embedding(path, transposed):
+    fc.save_state_dict({"embed.weight": A}, path)
+    expected = A.T if transposed else A
+    targets = {**rooms("embed.weight"), "lm_head.weight": np.full(expected.shape, -7, np.float32)}
+    before = targets["lm_head.weight"].tolist()
+    with provoked("engine/remedies.py", "if the saved model tied it to ") as caught:
+        load(path, targets)
+    statement = f"embed.weight{transposed} -> lm_head.weight"
+    assert f"add the AOA statement '{statement}'; or correct the name, or load with strict=False" in str(caught.value)
+    assert load(path, targets, strict=False) == {"embed.weight": A.tolist(), "lm_head.weight": before}
+    assert load(path, targets, statement) == lists({"embed.weight": A, "lm_head.weight": expected})
+
+
+def test_tied_parameters_that_were_two(path):
+    fc.save_state_dict({"a": A, "b": B}, path)
+    memory = OLD.copy()
+    with provoked("engine/filling.py", "untie the parameters, or leave one of the keys out"):
+        load(path, {"a": memory, "b": memory})
+    assert load(path, rooms("a", "b")) == lists({"a": A, "b": B})
+    assert load(path, {"b": memory}) == lists({"b": B})
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "wanted"),
+    [
+        ("model.x", "optimizer.x", "x"),
+        ("linear_0.w_0_moment1_0", "linear_0.w_0.dist_moment1_0", "optimizer.linear_0.w_0_moment1_0"),
+    ],
+)
+def test_one_of_several_keys_is_named_by_a_statement(path, one, other, wanted):
+    """The same target is not said to be missing as well, with another remedy."""
+    fc.save_state_dict({one: A, other: B}, path)
+    with provoked("engine/names.py", "say which by an AOA statement (") as caught:
+        load(path, rooms(wanted))
+    assert str(caught.value).count("Remedy: ") == 1
+    assert f"({one} -> {wanted})" in str(caught.value)
+    assert load(path, rooms(wanted), f"{one} -> {wanted}") == lists({wanted: A})
+    assert load(path, rooms(wanted), f"{other} -> {wanted}") == lists({wanted: B})
+
+
+def test_each_of_several_targets_is_named_by_a_statement(path):
+    fc.save_state_dict({"x": A, "y": B}, path)
+    targets = rooms("model.x", "optimizer.x")
+    with provoked("engine/names.py", "say by an AOA statement for each of them where it comes from"):
+        load(path, targets)
+    assert lists(targets) == lists(rooms("model.x", "optimizer.x"))
+    found = load(path, targets, "x -> model.x", "y -> optimizer.x")
+    assert found == lists({"model.x": A, "optimizer.x": B})
+
+
+def test_numbers_that_are_too_large_for_the_target(path):
+    fc.save_state_dict({"w": A * 1e5}, path)
+    target = {"w": np.zeros((4, 2), np.float16)}
+    with provoked("catalog/dtypes.py", "or another dtype with its range, or scale the values first"):
+        load(path, target, dtype="cast")
+    assert load(path, rooms("w")) == lists({"w": A * np.float32(1e5)})
+    wide = {"w": np.zeros((4, 2), np.float64)}
+    assert load(path, wide, dtype="cast") == lists({"w": (A * np.float32(1e5)).astype(np.float64)})
+    scaled = load(path, target, "w -> w, scale=0.0078125", dtype="cast")
+    assert scaled == lists({"w": (A * np.float32(1e5) * np.float32(0.0078125)).astype(np.float16)})
+
+
+def test_shards_that_overlap_in_too_many_ways(path, monkeypatch, tmp_path):
+    def save(comm, spans):
+        begin, end = spans[comm.rank]
+        part = fc.ShardedWeight("w", A[begin:end].copy(), (end - begin, 2), (4, 2), (begin, 0))
+        fc.save_state_dict({"w": part}, path, comm)
+
+    monkeypatch.setattr("paddle_flexckpt.catalog.validate.MAX_OVERLAPS", 2)
+    world = SimulatedWorld(3)
+    with provoked(
+        "catalog/validate.py", "describe replicas by the same offset and shape on every rank; or load another"
+    ):
+        world.run(lambda comm: save(comm, [(0, 4), (0, 3), (0, 2)]))
+    fc.save_state_dict({"w": A}, tmp_path / "another")
+    assert load(tmp_path / "another", rooms("w")) == lists({"w": A})
+    SimulatedWorld(3).run(lambda comm: save(comm, [(0, 4), (0, 4), (0, 4)]))
+    assert load(path, rooms("w")) == lists({"w": A})
+
+
+def raw_state(key, *raw_names) -> fc.ShardedWeight:
+    return fc.ShardedWeight(key, OLD.copy(), (4, 2), (4, 2), (0, 0), raw_names=raw_names)
+
+
+def local(targets) -> dict:
+    return {key: each.local_tensor.tolist() for key, each in targets.items()}
+
+
+def test_raw_names_of_which_only_some_are_there_are_given_by_statements(path):
+    """Here the first layer is linear_0; there it was a column_parallel_linear_0, and the second was linear_0."""
+    fc.save_state_dict({"column_parallel_linear_0.w_0_moment1_0": A, "linear_0.w_0_moment1_0": B}, path)
+    targets = {
+        "a.moment1_0": raw_state("a.moment1_0", "linear_0.w_0_moment1_0"),
+        "b.moment1_0": raw_state("b.moment1_0", "linear_1.w_0_moment1_0"),
+    }
+    with provoked("engine/names.py", "give the names by AOA statements (plain_state_statements() makes them)"):
+        fc.load_state_dict(targets, path, raw_names="trusted")
+    assert local(targets) == {key: OLD.tolist() for key in targets}
+    statements = [
+        "column_parallel_linear_0.w_0_moment1_0 -> a.moment1_0",
+        "linear_0.w_0_moment1_0 -> b.moment1_0",
+    ]
+    fc.load_state_dict(targets, path, aoa_config={"aoa_statements": statements})
+    assert local(targets) == lists({"a.moment1_0": A, "b.moment1_0": B})
+
+
+def test_raw_names_that_mean_another_parameter_on_each_rank(path, tmp_path):
+    def load(comm, path, raw=True, **options):
+        key = f"expert.{comm.rank}.moment1_0"
+        targets = {key: raw_state(key, *["linear_0.w_0_moment1_0"] * raw)}
+        fc.load_state_dict(targets, path, comm, **options)
+        return local(targets)
+
+    fc.save_state_dict({"linear_0.w_0_moment1_0": A, "linear_1.w_0_moment1_0": B}, path)
+    expected = [{"expert.0.moment1_0": A.tolist()}, {"expert.1.moment1_0": B.tolist()}]
+    with provoked("engine/names.py", "save and load sharded_state_dict(), whose names are the same everywhere; or "):
+        SimulatedWorld(2).run(lambda comm: load(comm, path, raw_names="trusted"))
+    structured = {"expert.0.moment1_0": A, "expert.1.moment1_0": B}
+    fc.save_state_dict(structured, tmp_path / "structured")
+    assert SimulatedWorld(2).run(lambda comm: load(comm, tmp_path / "structured")) == expected
+    statements = [f"linear_{rank}.w_0_moment1_0 -> expert.{rank}.moment1_0" for rank in range(2)]
+    config = {"aoa_statements": statements}
+    assert SimulatedWorld(2).run(lambda comm: load(comm, path, aoa_config=config)) == expected
