@@ -163,11 +163,11 @@ def _unknown_part(key: str, state: Any, rank: int) -> Problem | None:
         "pipeline": hcg.get_pipe_parallel_world_size(),
         "sharding": hcg.get_sharding_parallel_world_size(),
     }
-    several = [name for name, degree in degrees.items() if degree > 1]
-    if not several:
+    divided = [name for name, degree in degrees.items() if degree > 1]
+    if not divided:
         return None
     return Problem(
-        f"a plain state without its parameter, in a job with {' and '.join(several)} parallelism: each rank may have "
+        f"a plain state without its parameter, in a job with {' and '.join(divided)} parallelism: each rank may have "
         "another part, or another parameter of that name",
         key=key,
         rank=rank,
