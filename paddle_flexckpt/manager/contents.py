@@ -130,8 +130,8 @@ def schedule_of(lr_scheduler: Any, optimizer: Any) -> Any:
     inside: list[Any] = []
     while lr_scheduler is None and optimizer is not None and not any(optimizer is each for each in inside):
         inside.append(optimizer)
-        optimizer = optimizer_inside(optimizer)
-    # The innermost one steps; the rate of LookAhead around it is another thing.
+        # The rate of LookAhead is another thing than that of the optimizer in it, which steps.
+        optimizer = getattr(optimizer, "inner_optimizer", None) or optimizer_inside(optimizer)
     for each in reversed(inside):
         rate = getattr(each, "_learning_rate", None)
         if isinstance(rate, LRScheduler):

@@ -45,7 +45,7 @@ from paddle_flexckpt.sharded_weight import (
 # element has accumulators of that shape too. (Numbers of other optimizers, NAdam's mu_product for one, are kept in
 # tensors of the parameter's shape: those are split like it.)
 LOOKAHEAD_STEP = "lookahead_step"
-_OPTIMIZER_NAMES = ("_inner_opt", "inner_opt", "inner_optimizer", "_optim", "_optimizer", "optimizer")
+_OPTIMIZER_NAMES = ("_inner_opt", "inner_opt", "_optim", "_optimizer", "optimizer")
 _SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
 # ASGD's last gradients. By name, because a history of one has as many elements as the parameter.
 _HISTORY = "y_0"
