@@ -19,6 +19,7 @@ def refuse_stale(keys: Sequence[str], tensors: Sequence[Any], rank: int) -> None
         ValidationError: There are such; the text has their keys, and the ranks that have to gather them.
     """
     stale = {_address(parameter): ranks for parameter, ranks in stale_parameters()}
+    stale.pop(None, None)  # some have no memory
     if not stale:
         return
     found = [(key, ranks) for key, ranks in zip(keys, (stale.get(_address(tensor)) for tensor in tensors)) if ranks]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 
+import numpy as np
 import pytest
 
 pytest.importorskip("paddle")
@@ -18,6 +19,7 @@ import paddle.distributed as dist
 from paddle.base import core
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.live import stale
 from paddle_flexckpt.testing import cpu_world
 from tests.distributed import test_pipeline as pipelines
 from tests.distributed import test_sharding as sharding
@@ -282,6 +284,13 @@ def test_the_library_comes_late(world2, tmp_path):
     digests = world2.run(numbers, kind="v2colors")[0][0]
     for begun, found in world2.run(installed_late, directory=str(tmp_path)):
         assert begun > 0 and found == digests
+
+
+def test_a_stale_parameter_without_memory_stands_for_no_other_tensor(monkeypatch):
+    empty = paddle.create_parameter([2], "float32")
+    empty._clear_data()
+    monkeypatch.setattr(stale, "stale_parameters", lambda: [(empty, (0, 1))])
+    stale.refuse_stale(["array", "none"], [np.ones(3), paddle.empty([0])], 0)
 
 
 def test_parameters_without_memory_are_refused(world2):
