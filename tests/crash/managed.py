@@ -58,6 +58,8 @@ def _background_step(number: int, keep: int) -> Step:
 def _again(step: int):
     def again(root: str, comm: Communicator, version: int) -> str:
         with _manager(root, comm) as manager:
+            if manager.latest_step() is not None:  # a run that goes on may go back below it
+                manager.restore(state=shards(version, comm))
             _save(manager, comm, step, version)
         return _name(step)
 
