@@ -35,6 +35,15 @@ _COUNTER = re.compile(
     r"(?:.*[._])?(?:step|steps|epoch|iteration|position_ids|num_batches_tracked|num_updates)", re.DOTALL
 )
 _NUMBERED = re.compile(r".*_\d+")
+# What is in each name with a wrapper; see aoa/wrappers.py.
+WRAPPED_HINT = "_layer"
+_WRAPPED = re.compile(r"((?:model|optimizer)\.)?(?:_layers?\.)+")
+
+
+def unwrapped(name: str) -> str:
+    """Return a name without the wrappers that it begins with, also behind ``model.`` or ``optimizer.``."""
+    found = _WRAPPED.match(name) if WRAPPED_HINT in name else None
+    return name if found is None else f"{found[1] or ''}{name[found.end() :]}"
 
 
 def split_state(key: str, keys: Mapping[str, object] | set[str]) -> tuple[str, str]:

@@ -7,7 +7,6 @@ tests/aoa/test_wrappers.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -17,16 +16,8 @@ from paddle_flexckpt.aoa.macros import array_names
 from paddle_flexckpt.aoa.mapping import TensorMapping
 from paddle_flexckpt.aoa.names import KeyIndex, Template, parse_name
 from paddle_flexckpt.aoa.parser import parse, tokenize
+from paddle_flexckpt.aoa.states import WRAPPED_HINT, unwrapped
 from paddle_flexckpt.catalog import Catalog
-
-_WRAPPED = re.compile(r"((?:model|optimizer)\.)?(?:_layers?\.)+")
-_HINT = "_layer"
-
-
-def unwrapped(name: str) -> str:
-    """Return a name without the wrappers that it begins with, also behind ``model.`` or ``optimizer.``."""
-    found = _WRAPPED.match(name) if _HINT in name else None
-    return name if found is None else f"{found[1] or ''}{name[found.end() :]}"
 
 
 @dataclass(frozen=True)
@@ -91,7 +82,7 @@ def go_inside(config: Statements, completion: Sequence[str], source: Catalog, ta
     """Return a program with all names as they are inside of wrappers; None where it has none, or two names were one."""
     sides = [source] if target is None else [source, target]
     texts = [*config.statements, *completion]
-    if not any(_HINT in name for names in (texts, *(side.keys for side in sides)) for name in names):
+    if not any(WRAPPED_HINT in name for names in (texts, *(side.keys for side in sides)) for name in names):
         return None
     inner = [tuple(map(unwrapped, side.keys)) for side in sides]
     if any(len(set(keys)) < len(keys) for keys in inner):
@@ -115,7 +106,7 @@ def go_inside(config: Statements, completion: Sequence[str], source: Catalog, ta
 
 def _inner_text(text: str) -> str:
     """Return a statement with its names as they are inside; one that is malformed as it is."""
-    if _HINT not in text:
+    if WRAPPED_HINT not in text:
         return text
     try:
         tokens = tokenize(text)
@@ -132,7 +123,7 @@ def _made(texts: Sequence[str]) -> Iterator[tuple[Template, Template]]:
     """Yield the names on the right that are written with wrappers: inside, and as they are written."""
     for text in texts:
         try:
-            statements = parse(text) if _HINT in text else []
+            statements = parse(text) if WRAPPED_HINT in text else []
             for name in [name for statement in statements for name in array_names(statement.right)]:
                 if unwrapped(name) != name:
                     yield parse_name(unwrapped(name)), parse_name(name)

@@ -33,9 +33,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from paddle_flexckpt.aoa.states import ACCUMULATORS, is_torch_state, split_state
+from paddle_flexckpt.aoa.states import ACCUMULATORS, is_torch_state, split_state, unwrapped
 from paddle_flexckpt.aoa.states import MASTER as MASTER_STATE
-from paddle_flexckpt.aoa.wrappers import unwrapped
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 
 # Parts of a nested state dict that one side may have and the other not.

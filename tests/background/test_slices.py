@@ -309,4 +309,8 @@ def test_a_save_that_was_never_finished_is_told_at_the_exit(tmp_path):
     status, output, errors = run(tmp_path, "save(path, 1, writer, slice_bytes=4096).stage_next()")
     assert status == 1
     assert output == ["atexit: last", "atexit: first"]
-    assert errors == "paddle_flexckpt: a save is lost: finish_staging() of its handle was not called\n"
+    path = repr(str(tmp_path))
+    assert (
+        errors
+        == f"paddle_flexckpt: the save of id 0 to {path} is lost: finish_staging() of its handle was not called\n"
+    )
