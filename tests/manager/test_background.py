@@ -137,8 +137,8 @@ def test_a_failure_that_was_seen_is_not_told_again(tmp_path, writer, stopped):
 
 
 def test_no_removal_that_fails_hides_a_save_on_its_way(tmp_path, writer, monkeypatch):
-    manager = manager_of(tmp_path, async_save=writer)
-    save(manager, 1, blocking=True)
+    save(manager_of(tmp_path, async_save=writer), 1, blocking=True)
+    manager = manager_of(tmp_path, async_save=writer)  # it looks for dead saves in each directory once
 
     def remove(self, step):
         raise PermissionError(13, "Permission denied")
