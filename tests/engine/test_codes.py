@@ -10,6 +10,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+pytest.importorskip("paddle")
+
 import paddle_flexckpt as fc
 from paddle_flexckpt.engine.codes import Codes
 from paddle_flexckpt.engine.conversion import convert_checkpoint

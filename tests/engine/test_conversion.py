@@ -677,6 +677,7 @@ OF_PADDLE = {"w": WHOLE, "linear_0.w_0_moment1_0": WHOLE / 3, "master_weights.li
 @pytest.mark.parametrize("again", [None, "native", "torch_dcp"])
 @pytest.mark.parametrize("state", [OF_TORCH, OF_PADDLE])
 def test_states_under_names_of_others_stay_states(tmp_path, state, again):
+    pytest.importorskip("paddle")
     path = tmp_path / "source"
     fc.save_state_dict(state, path)
     if again is not None:
@@ -698,6 +699,7 @@ def test_states_under_names_of_others_stay_states(tmp_path, state, again):
 
 
 def test_what_is_not_converted_is_told(tmp_path, checkpoint):
+    pytest.importorskip("paddle")
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
     for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "README.md", "my_tokenizers"):

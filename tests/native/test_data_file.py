@@ -265,6 +265,7 @@ def test_an_unknown_dtype_is_an_error_before_any_byte(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
 def test_a_full_disk_is_told_with_figures_and_a_remedy(tmp_path, monkeypatch, number):
+    pytest.importorskip("paddle")
     writev = os.writev
 
     def full(descriptor, parts):

@@ -411,7 +411,7 @@ def test_what_is_lost_at_the_exit_is_told(what, capsys):
         world.job(lambda comm: save_in_background(world, comm, 2), 1)
         assert plain(world.names()) == complete(1)
         if what == "slices":  # or the collector would end it outside of its world
-            world.alone(made[0].give_up)
+            world.alone(made[0]._leave_to_owner)
 
 
 def test_another_process_cannot_use_a_writer_or_a_handle():
