@@ -22,7 +22,14 @@ _ROOT = Path(__file__).parents[2]
 _PACKAGE = "paddle_flexckpt"
 _HERE = f"{_PACKAGE}.testing.simulation"
 # Modules that the simulated ranks bring along.
-_BROUGHT = ("live/host_channel.py", "live/meeting.py", "live/lost_ranks.py", "background/presence.py", "undo.py")
+_BROUGHT = (
+    "live/host_channel.py",
+    "live/meeting.py",
+    "live/lost_ranks.py",
+    "background/presence.py",
+    "forks.py",
+    "undo.py",
+)
 _ROOMS = ("background", "catalog", "execution", "manager", "planning", "runtime", "storage")
 # What was elsewhere then, or was not yet.
 _MOVED = {
