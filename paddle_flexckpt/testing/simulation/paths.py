@@ -16,7 +16,7 @@ from paddle_flexckpt.testing.simulation.threads import Namespace
 
 _TEXT = (
     "basename commonpath commonprefix dirname isabs join normcase normpath relpath split splitdrive splitext sep "
-    "curdir pardir samestat"
+    "curdir pardir samestat expanduser"
 )
 
 
