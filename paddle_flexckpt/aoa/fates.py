@@ -19,7 +19,7 @@ _STAR = Placeholder("*")
 
 
 class _Name(NamedTuple):
-    """Hold a name whatever its placeholders are called: equal ``text`` means the same keys.
+    """Compare names whose placeholders are called differently: equal ``text`` means the same keys.
 
     Attributes:
         text: The name.
@@ -73,7 +73,7 @@ def _read(name: str) -> _Name:
 
 
 class NameTable(Generic[T]):
-    """Hold something for each of many names, and find it by others that may stand for the same keys."""
+    """Map names to values, and find a value by each name that may stand for the same keys."""
 
     def __init__(self) -> None:
         """Begin with nothing."""
