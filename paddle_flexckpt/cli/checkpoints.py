@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 MOST_VALUES = 1 << 16
 # What errors call functions and arguments that have other names on the command line.
 _FLAGS = {
-    "repair_manifest(path, unique_id, overwrite=True)": "flexckpt repair --overwrite",
-    "repair_manifest(overwrite=True)": "flexckpt repair --overwrite",
+    "repair_manifest(path, unique_id, overwrite=True)": "flexckpt repair CHECKPOINT --id ID --overwrite",
+    "repair_manifest(overwrite=True)": "flexckpt repair CHECKPOINT --id ID --overwrite",
     "verify_checkpoint()": "flexckpt verify",
     "overwrite=True": "--overwrite",
     "fewer_files=True": "--fewer-files",

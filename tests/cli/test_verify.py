@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -151,7 +152,13 @@ def test_repair_makes_nothing_whole_that_is_not(tmp_path, capsys):
     flip(first, first.stat().st_size - 1)
     content = (path / "0.manifest").read_bytes()
     flip(path / "0.manifest", len(content) - 1)
-    assert "rebuild it with flexckpt repair --overwrite" in run(capsys, "verify", str(path))[1]
+    said = run(capsys, "verify", str(path))[1]
+    command = said.partition("rebuild it with flexckpt ")[2].partition("\n")[0].partition(",")[0].rstrip("')")
+    assert command == "repair CHECKPOINT --id ID --overwrite"
+    copy = tmp_path / "copy"
+    shutil.copytree(path, copy)
+    assert run(capsys, *command.replace("CHECKPOINT", str(copy)).replace("ID", "0").split())[0] == 0
+    assert run(capsys, "verify", str(copy))[0] == 0
     assert "Remedy: --overwrite replaces it" in run(capsys, *repair)[2]
     lost = second.read_bytes()
     second.unlink()
