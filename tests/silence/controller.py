@@ -74,7 +74,8 @@ def run_overlaps(seed: int, count: int, world: World) -> Totals:
     truth = {kind: world.run(numbers, kind=kind)[0] for kind in kinds}
     for number in range(seed, seed + count):
         pick = Pick.from_seed(number)
-        kind, chosen = pick.choice(kinds), [pick.choice(ways), pick.choice(ways)]
+        kind, first = pick.choice(kinds), pick.choice(ways)
+        chosen = [first, pick.choice([way for way in ways if way != first])]  # each has a directory of its own
         with memory_directory() as root:
             outcomes = world.run(leave, kind=kind, directory=str(root), ways=chosen)
         digests, losses = truth[kind]
