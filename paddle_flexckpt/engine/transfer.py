@@ -30,7 +30,8 @@ from paddle_flexckpt.engine.names import check_across_ranks
 from paddle_flexckpt.engine.options import TransferOptions
 from paddle_flexckpt.engine.plan import FillPlan, plan_fill
 from paddle_flexckpt.engine.powers import NOTHING, Facts
-from paddle_flexckpt.engine.resolution import Resolution, complete, resolve
+from paddle_flexckpt.engine.resolution import Resolution
+from paddle_flexckpt.engine.resolver import complete, resolve
 from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.engine.unexpected import check_unexpected, refuse_nothing
 from paddle_flexckpt.report import LoadReport, order_warning, replica_warning

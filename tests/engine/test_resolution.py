@@ -13,7 +13,8 @@ from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.engine.fused import FusedMismatch
 from paddle_flexckpt.engine.mapping import compile_mapping
 from paddle_flexckpt.engine.options import TransferOptions
-from paddle_flexckpt.engine.resolution import Resolved, complete, resolve
+from paddle_flexckpt.engine.resolution import Resolved
+from paddle_flexckpt.engine.resolver import complete, resolve
 from tests.engine.samples import Part, catalog, columns, refusal, targets, the_refusal
 
 CONVERT = {"master_weights": "convert"}

@@ -88,7 +88,7 @@ def told(key, rank, other, box="float32 [0:2, 0:3] of [2, 3]"):
         rank=rank,
         expected="memory of its own",
         got=f"memory of target {other} {box}",
-        remedy="load into a clone of one of the two",
+        remedy="load into a clone of one of the two, and use that in its place",
     )
 
 
@@ -156,7 +156,7 @@ def test_one_memory_in_another_order_is_another_part():
     for other in (base.T, base[::-1], base[:, ::-1]):
         here = targets(Part("a", (3, 3), array=base), Part("b", (3, 3), array=other), Part("c", (3, 3), array=other))
         problem = the_refusal(share_memory, here, {0: "s", 1: "s", 2: "s"}, None)
-        assert (problem.key, problem.remedy) == ("b", "load into a clone of one of the two")
+        assert (problem.key, problem.remedy) == ("b", "load into a clone of one of the two, and use that in its place")
         # In the same order it is the same.
         assert share_memory(here, {1: "s", 2: "s"}, None) == ([1], {})
         assert share_memory(here, {1: "s", 2: "t"}, None) == ([1, 2], {2: 1})
@@ -180,7 +180,7 @@ def test_elements_of_a_target_have_memory_of_their_own(shape, strides, fits):
         rank=3,
         expected="memory for each element",
         got=f"steps of {list(strides)} bytes, along axes of {shape}",
-        remedy="load into a contiguous copy of it",
+        remedy="load into a contiguous copy of it, and use that in its place",
     )
     # What is not filled is not looked at.
     assert share_memory(here, {0: "s"}, None) == ([0], {})

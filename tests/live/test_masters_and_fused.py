@@ -38,7 +38,7 @@ def test_masters_start_from_the_parameters_where_the_checkpoint_has_none(tmp_pat
 def test_a_float32_parameter_comes_from_its_master(tmp_path):
     save(tmp_path, w=VALUES.astype(BF16), w__w_0=VALUES)
     target = {"w": np.zeros((3, 4), np.float32)}
-    with provoked("engine/resolution.py", "by which a float32 parameter comes from its master") as caught:
+    with provoked("engine/resolver.py", "by which a float32 parameter comes from its master") as caught:
         fc.load_state_dict(target, tmp_path, solo())
     assert "dtypes differ" in str(caught.value)
     report = fc.load_state_dict(target, tmp_path, solo(), strict=True, master_weights="convert")

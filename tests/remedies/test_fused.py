@@ -127,7 +127,7 @@ def test_a_state_lies_as_its_parameter_does(tmp_path):
         }
 
     SimulatedWorld(2).run(lambda comm: job(comm, FFN))
-    with provoked("engine/resolution.py", "mark parameter and states with the same FusedAxis, or give AOA statements"):
+    with provoked("engine/resolver.py", "mark parameter and states with the same FusedAxis, or give AOA statements"):
         fc.load_state_dict(targets(fc.FusedAxis(1, "fused_ffn", parts=2)), tmp_path)
     fc.load_state_dict(targets(FFN), tmp_path)
     assert moment["w.moment1_0"].tolist() == (NATURAL + 0.5).tolist()

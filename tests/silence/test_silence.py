@@ -10,7 +10,7 @@ import pytest
 
 from paddle_flexckpt.catalog import findings
 from paddle_flexckpt.catalog.validate import Coverage
-from paddle_flexckpt.engine import files, options, resolution
+from paddle_flexckpt.engine import files, options, resolver
 from paddle_flexckpt.live import replicas, targets
 from tests.ramdisk import memory_directory
 from tests.silence import campaign
@@ -93,7 +93,7 @@ MUTANTS = {
         "the optimizer is missing from the save", "accepted without an error|listed as missing",
     ),
     "shapes are not compared": (
-        [(resolution, "fit", lambda *_: ("", None))],
+        [(resolver, "fit", lambda *_: ("", None))],
         "another size of the model", "accepted|filled, though|raw|targets were touched|different things",
     ),
     "nothing is read": (
