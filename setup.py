@@ -126,7 +126,6 @@ setup(
     package_data={
         "paddle_flexckpt": ["py.typed"],
         "paddle_flexckpt.aoa": ["families.json", "rules/*.json"],
-        "paddle_flexckpt.testing.rehearsal_device": ["plugin/*.cc", "plugin/*.h"],
     },
     zip_safe=False,
     python_requires=">=3.9,<3.14",

@@ -1,6 +1,6 @@
 """Saves and loads of a simulated device, against the slower of its link and the medium alone; both are throttled.
 
-The device is the rehearsal device of the tests (docs/rehearsal_device.md), the medium a file system whose writes and
+The device is the rehearsal device of the tests (docs/plugin.md), the medium a file system whose writes and
 reads wait until a medium of the given bandwidth would have taken or brought the bytes. Both are slow on purpose, so
 that waiting for them takes the time, and not the machine: what is shown is whether copies, writes and reads go on at
 the same time.
@@ -27,7 +27,7 @@ import numpy as np
 
 from benchmarks.harness import MIB, arguments, finish, random_tensors, ratios, row, turns
 from paddle_flexckpt.media.local import LocalInputFile, LocalOutputFile
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 
 GIB = 1 << 30
 
@@ -72,12 +72,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tensors", type=int, default=16, help="tensors in the state")
     parser.add_argument("--gibs", type=float, default=0.125, help="bandwidth of link and medium, GiB/s")
     options = parser.parse_args(argv)
-    reason = rehearsal_device.missing_tools()
+    reason = plugin.missing_tools()
     if reason:
         sys.exit(f"no simulated device: {reason}")
     if "CUSTOM_DEVICE_ROOT" not in os.environ:
         # Paddle finds devices when it is imported.
-        os.environ.update(rehearsal_device.environment(1))
+        os.environ.update(plugin.environment(1))
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.device", *(sys.argv[1:] if argv is None else argv)])
     directory = Path(tempfile.mkdtemp(prefix="device-", dir=options.directory))
     try:
@@ -102,13 +102,13 @@ def measure(options: Any, directory: Path) -> tuple[dict[str, list[float]], dict
     import paddle_flexckpt as fc
     from paddle_flexckpt.live.device_memory import DeviceMemory
 
-    paddle.set_device(f"{rehearsal_device.DEVICE_TYPE}:0")
+    paddle.set_device(f"{plugin.DEVICE_TYPE}:0")
     shape = (options.mib * MIB // options.tensors // 4096, 1024)
     state = {key: paddle.to_tensor(values) for key, values in random_tensors(options.tensors, shape)}
     nbytes = sum(4 * int(tensor.size) for tensor in state.values())
     whole = np.zeros(nbytes, dtype=np.uint8)
-    rehearsal_device.page_lock(whole.ctypes.data, whole.nbytes)
-    rehearsal_device.configure(d2h_gibs=options.gibs, h2d_gibs=options.gibs)
+    plugin.page_lock(whole.ctypes.data, whole.nbytes)
+    plugin.configure(d2h_gibs=options.gibs, h2d_gibs=options.gibs)
     medium = Medium(options.gibs)
     writer = fc.BackgroundWriter()
 
@@ -158,7 +158,7 @@ def measure(options: Any, directory: Path) -> tuple[dict[str, list[float]], dict
 
     def clean(name: str) -> None:
         nonlocal pageable
-        pageable += rehearsal_device.stats()["d2h"]["pageable_bytes"]
+        pageable += plugin.stats()["d2h"]["pageable_bytes"]
         if name == "async":
             handles.pop().result()
         if name == "load":
@@ -169,7 +169,7 @@ def measure(options: Any, directory: Path) -> tuple[dict[str, list[float]], dict
             paddle.device.synchronize()
         for path in set(directory.iterdir()) - {kept}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        rehearsal_device.reset()
+        plugin.reset()
 
     subjects = {
         "link": link,
@@ -180,7 +180,7 @@ def measure(options: Any, directory: Path) -> tuple[dict[str, list[float]], dict
         "load": load,
         "async": lambda: handles.append(fc.save_state_dict(state, str(directory / "async"), async_save=writer)),
     }
-    rehearsal_device.reset()
+    plugin.reset()
     seconds = turns(subjects, options.pairs, after=clean)
     writer.close()
     return seconds, {"pageable bytes": pageable}

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("paddle")
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 
 pytestmark = [
     pytest.mark.paddle,
-    pytest.mark.skipif(bool(rehearsal_device.missing_tools()), reason=rehearsal_device.missing_tools()),
+    pytest.mark.skipif(bool(plugin.missing_tools()), reason=plugin.missing_tools()),
 ]
 
 

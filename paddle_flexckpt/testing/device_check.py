@@ -1,8 +1,8 @@
 """Prove the library on this machine's accelerators: ``python -m paddle_flexckpt.testing.device_check``.
 
 It saves, loads and reshards, alone and with several ranks over the real backend, compares everything bit for bit with
-values known on the host, and prints a table. ``--json`` writes what a report should have with it. Where there is no
-accelerator, or with ``--rehearsal``, the checks run on a simulated device, and say so.
+values known on the host, and prints a table. ``--json`` writes what a report should have with it. Checks on a device
+that is simulated (the variable ``FLEXCKPT_SIMULATED_DEVICE`` is set) say so.
 
 This process does not import Paddle: a check that crashes is a line of the table.
 Tested in tests/device/test_device_check.py.
@@ -24,18 +24,19 @@ from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt import __version__
-from paddle_flexckpt.testing import rehearsal_device
 from paddle_flexckpt.testing.device_check_record import Outcome, read_record
 
 _SINGLE = "paddle_flexckpt.testing.device_check_single"
 _RANKS = Path(__file__).with_name("device_check_ranks.py")
 #: Seconds for one process or one job; NCCL alone takes some to begin.
 _PATIENCE = 600.0
-#: Bytes that are timed: on a device, and on the simulated one, which is no faster than this machine's memory.
-_MEASURED = (256 << 20, 32 << 20)
 _SIMULATED = "simulated device"
-#: Random delays before the work of a stream, so that a wait that is missing shows.
-_SETTINGS = {"memory_gib": 0.5, "delay_us": 200, "seed": 1}
+#: Set by whatever starts this program with a device that is none.
+_SIMULATED_VARIABLE = "FLEXCKPT_SIMULATED_DEVICE"
+
+
+class NoAcceleratorError(RuntimeError):
+    """Signal that Paddle sees no accelerator on this machine."""
 
 
 class DeviceCheck:
@@ -47,40 +48,43 @@ class DeviceCheck:
         facts: What a reader has to know of the machine.
     """
 
-    def __init__(self, ranks: int, rehearsal: bool) -> None:
-        """Look which devices there are; with ``rehearsal`` take the simulated one though there may be another.
+    def __init__(self, ranks: int, measured_bytes: int) -> None:
+        """Look which devices there are.
+
+        Args:
+            ranks: Number of ranks, each of which gets a device.
+            measured_bytes: Size of the states that are timed.
 
         Raises:
-            BuildError: There is no accelerator, and the simulated device cannot be compiled.
+            NoAcceleratorError: There is none, or Paddle does not start; the text says what it printed.
         """
         self.outcomes: list[Outcome] = []
         self.facts: dict[str, Any] = {}
+        self.simulated = bool(os.environ.get(_SIMULATED_VARIABLE))
+        self._measured = measured_bytes
         self._folder = tempfile.TemporaryDirectory(prefix="flexckpt-device-check-")
         self._path = Path(self._folder.name)
-        self._env = dict(os.environ)
-        self._devices: list[str] = []
-        if not rehearsal:
-            self._single(0, 0)
-            self._devices = self.facts.pop("accelerators", [])
-        simulated = {name.partition(":")[0] for name in self._devices} <= {rehearsal_device.DEVICE_TYPE}
-        self.simulated = simulated
-        if simulated:
-            self._env.update(rehearsal_device.environment(devices=max(2, ranks), **_SETTINGS))
-            self._single(0, 0)
-            self._devices = self.facts.pop("accelerators", [])
+        self._single(0, 0)
+        self._devices: list[str] = self.facts.pop("accelerators", [])
+        if not self._devices:
+            self.close()
+            what = self.outcomes[0].detail if self.outcomes else "Paddle sees no accelerator"
+            raise NoAcceleratorError(
+                f"{what}. Remedy: install the build of Paddle for this machine's devices; "
+                "`paddle.device.get_available_device()` has to name one"
+            )
         self._ranks = min(ranks, len(self._devices))
         self._wanted = ranks
 
     def run(self) -> None:
         """Make all checks."""
-        measured = _MEASURED[self.simulated]
-        self._single(max(2, self._ranks) if len(self._devices) > 1 else 1, measured)
+        self._single(max(2, self._ranks) if len(self._devices) > 1 else 1, self._measured)
         if self._ranks < 2:
             reason = f"{self._wanted} ranks were wanted, and there are {len(self._devices)} devices"
             self.outcomes.append(Outcome("several ranks", "skipped", detail=reason))
             return
-        self._job("all", measured)
-        self._job("killed", measured)
+        self._job("all", self._measured)
+        self._job("killed", self._measured)
 
     def _single(self, count: int, measured: int) -> None:
         """Run the checks of one process; with a count of 0, only look which devices there are."""
@@ -116,9 +120,7 @@ class DeviceCheck:
 
     def _process(self, command: list[str]) -> tuple[int, str]:
         try:
-            done = subprocess.run(
-                command, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_PATIENCE
-            )
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_PATIENCE)
         except subprocess.TimeoutExpired as error:
             return 1, f"not done within {_PATIENCE:.0f} s\n{(error.stdout or b'').decode(errors='replace')}"
         return done.returncode, done.stdout.decode(errors="replace")
@@ -139,7 +141,7 @@ class DeviceCheck:
             "paddle_flexckpt": __version__,
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "environment": {name: value for name, value in sorted(self._env.items()) if name.startswith(prefixes)},
+            "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)},
             **self.facts,
             "checks": [asdict(outcome) for outcome in self.outcomes],
         }
@@ -185,14 +187,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m paddle_flexckpt.testing.device_check", description=__doc__)
     parser.add_argument("--devices", type=int, default=2, help="number of devices, one rank each (2 by default)")
     parser.add_argument("--json", type=Path, help="where to write everything")
-    parser.add_argument("--rehearsal", action="store_true", help="use the simulated device")
+    parser.add_argument("--mib", type=int, default=256, help="size of the states that are timed (256 by default)")
     options = parser.parse_args(arguments)
     if options.devices < 1:
         parser.error(f"--devices has to be 1 or more; got {options.devices}")
+    if options.mib < 1:
+        parser.error(f"--mib has to be 1 or more; got {options.mib}")
     if options.json is not None and not options.json.absolute().parent.is_dir():
         parser.error(f"--json names a file in a directory that is not there: {options.json}")
     begin = time.perf_counter()
-    check = DeviceCheck(options.devices, options.rehearsal)
+    try:
+        check = DeviceCheck(options.devices, options.mib << 20)
+    except NoAcceleratorError as error:
+        sys.stderr.write(f"device_check: {error}\n")
+        return 2
     try:
         if check.simulated:
             sys.stdout.write(f"*** no accelerator is used: the checks run on a {_SIMULATED} ***\n")

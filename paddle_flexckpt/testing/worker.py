@@ -48,6 +48,7 @@ class Worker:
         frames.send_hello(self._sock, token, rank=self.rank, pid=os.getpid())
         self._jobs: queue.Queue[dict[str, Any]] = queue.Queue()
         self._has_mesh = False
+        self._devices: Any = None  # the module that gives this rank its device
         threading.Thread(target=self._read, name="controller", daemon=True).start()
 
     def loop(self) -> None:
@@ -59,10 +60,8 @@ class Worker:
                 json.dumps(answer, default=_plain)
             except BaseException as error:  # whatever a job raises, SystemExit included, is its result
                 answer = {"job": message["job"], "error": _told(error)}
-            if message["do"] == "run" and not self._has_mesh:
-                from paddle_flexckpt.testing import device_world
-
-                answer["guarded_calls"] = device_world.guarded_calls()
+            if message["do"] == "run" and self._devices is not None:
+                answer["guarded_calls"] = self._devices.guarded_calls()
             sys.stdout.flush()
             sys.stderr.flush()
             frames.send_frame(self._sock, json.loads(json.dumps(answer, default=_plain)))
@@ -74,9 +73,9 @@ class Worker:
         import paddle  # noqa: F401
 
         if message["device"]:
-            from paddle_flexckpt.testing import device_world
-
-            device_world.prepare()
+            sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
+            self._devices = importlib.import_module(message["device"])
+            self._devices.prepare()
         else:
             from paddle_flexckpt.testing import cpu_world
 
@@ -104,7 +103,7 @@ class Worker:
         """Run one job in a fresh fleet."""
         import paddle
 
-        from paddle_flexckpt.testing import cpu_world, device_world
+        from paddle_flexckpt.testing import cpu_world
 
         sys.path.extend(entry for entry in message["path"] if entry not in sys.path)
         cpu_world.reset_fleet(message["job"])
@@ -112,7 +111,7 @@ class Worker:
         if not gc.get_freeze_count():
             gc.freeze()
         paddle.set_default_dtype("float32")
-        checked = contextlib.nullcontext() if self._has_mesh else device_world.checked()
+        checked = contextlib.nullcontext() if self._devices is None else self._devices.checked()
         # Names are keys of optimizer states; those of one job must not depend on how many layers earlier jobs made.
         with checked, paddle.utils.unique_name.guard():
             module, _, name = message["target"].partition(":")

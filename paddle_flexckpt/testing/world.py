@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from . import frames, rehearsal_device
+from . import frames
 from .reports import WorldError, relevant_stacks, size_of, tail_of
 
 #: Environment variable through which a worker learns where its controller listens, and the token.
@@ -52,10 +53,11 @@ class World:
 
     Args:
         size: number of ranks, 2 or more (Paddle makes no process group of one).
-        device: give each rank one simulated accelerator (:mod:`~paddle_flexckpt.testing.rehearsal_device`), current in
-            it, and Paddle's own process groups over the device backend, instead of the CPU world. The use that a job
-            makes of device memory is checked after it, see :mod:`~paddle_flexckpt.testing.device_world`. An abort does
-            not reach ranks that wait for the device: after ``grace`` seconds the world is killed, with all stacks told.
+        device: name of a module that gives each rank an accelerator, with Paddle's own process groups over its backend
+            instead of the CPU world. The module has four functions: ``environment(size)`` returns variables for the
+            workers, ``prepare()`` makes a rank's device current, ``checked()`` is a context in which each job runs, and
+            ``guarded_calls()`` counts the calls that the device has checked. An abort does not reach ranks that wait
+            for the device: after ``grace`` seconds the world is killed, with all stacks told.
         env: environment variables for the workers, over the inherited ones.
         timeout: default time limit of a job in seconds.
         grace: seconds that the other ranks get to finish after one has failed.
@@ -68,7 +70,7 @@ class World:
         self,
         size: int,
         *,
-        device: bool = False,
+        device: str | None = None,
         env: Mapping[str, str] | None = None,
         timeout: float = 300.0,
         grace: float = 30.0,
@@ -101,7 +103,7 @@ class World:
 
     @property
     def guarded_calls(self) -> int:
-        """Return how often simulated devices have checked an address, over all jobs that have answered."""
+        """Return how many calls the devices have checked, over all jobs that have answered."""
         return sum(self._guarded.values())
 
     @property
@@ -264,7 +266,7 @@ class World:
                 command += ["--nproc_per_node", str(self.size)]
             # Loopback: the launcher would otherwise resolve this machine's name, which one off-line may not be able to.
             command += ["--host", "127.0.0.1", "--log_dir", str(self._logs_now), str(_WORKER)]
-            device = rehearsal_device.environment(devices=self.size) if self.device else {}
+            device = importlib.import_module(self.device).environment(self.size) if self.device else {}
             own = {ADDRESS_VARIABLE: f"{host}:{port}:{token}:{self._logs_now}"}
             env = {**_clean_environment(), **device, **self._env, **own}
             with open(self._logs_now / "launch.log", "wb") as log:
@@ -278,9 +280,10 @@ class World:
                 )
             self._accept_all(listener, token, time.monotonic() + self.start_timeout)
         # Rank 0 opens the store before the others look for it: a client that comes too early sleeps for three seconds.
+        path = [os.path.abspath(entry) for entry in sys.path]
         for step in ("prepare", "init"):
             self._job += 1
-            order = {"do": step, "job": self._job, "device": self.device}
+            order = {"do": step, "job": self._job, "device": self.device, "path": path}
             ahead = (0,) if step == "init" else ()
             for rank in ahead:
                 first = self._workers[rank]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from paddle_flexckpt.testing import World, rehearsal_device
+from paddle_flexckpt.testing import World
+from tests.device import plugin
 
 _GUARDED = pytest.StashKey[int]()
 
@@ -21,14 +22,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 @pytest.fixture(scope="session")
 def device_world(pytestconfig: pytest.Config) -> Iterator[Callable[[int], World]]:
     """``device_world(n)`` is the session's world of n ranks with a device each. It starts with its first job."""
-    reason = rehearsal_device.missing_tools()
+    reason = plugin.missing_tools()
     if reason:
         pytest.skip(reason)
     worlds: dict[int, World] = {}
 
     def of_size(size: int) -> World:
         if size not in worlds:
-            worlds[size] = World(size, device=True)
+            worlds[size] = World(size, device="tests.device.ranks")
         return worlds[size]
 
     yield of_size

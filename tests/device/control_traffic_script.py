@@ -14,7 +14,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 
 work, case = Path(sys.argv[1]), sys.argv[2]
 dist.init_parallel_env()
@@ -82,12 +82,12 @@ def fail_on_one() -> bool:
 
 def counted(do) -> dict[str, object]:
     """What a call did, and what the device saw of it."""
-    rehearsal_device.reset()
+    plugin.reset()
     try:
         right: object = do()
     except Exception as error:
         right = f"{type(error).__name__}: {error}"
-    seen = rehearsal_device.stats()
+    seen = plugin.stats()
     paths = {way: seen[way]["calls"] for way in ("ccl", "h2d", "d2h", "d2d")}
     return {"right": right, **paths, "allocations": seen["allocations"]}
 

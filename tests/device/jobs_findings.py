@@ -11,7 +11,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt import ShardedWeight
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 
 MIB = 1 << 20
 COLUMNS = 4096
@@ -32,15 +32,15 @@ def measured(work):
     paddle.zeros([1])  # what was freed is poisoned before its stream's next work
     paddle.device.synchronize()
     gc.collect()
-    rehearsal_device.reset()
-    before = rehearsal_device.stats()
+    plugin.reset()
+    before = plugin.stats()
     with open("/proc/self/clear_refs", "w") as stream:
         stream.write("5")  # sets the peak back to what is resident now
     resident = _status("VmRSS")
     work()
     peak = _status("VmHWM")
     paddle.device.synchronize()
-    after = rehearsal_device.stats()
+    after = plugin.stats()
     device = after["device_peak"] - before["device_bytes"]
     return {
         # The device's memory is this process's memory too.
@@ -235,7 +235,7 @@ def unfinished(directory, what):
         state = {"t": ShardedWeight("t", part, (half, size), (size, size), (half * rank, 0))}
     paddle.device.synchronize()
     stream = paddle.device.Stream(paddle.device.get_device())
-    rehearsal_device.configure(lazy=1)
+    plugin.configure(lazy=1)
     try:
         with paddle.device.stream_guard(stream):
             paddle.assign(new, tensor)
@@ -244,7 +244,7 @@ def unfinished(directory, what):
         else:
             saved = fc.save_state_dict(state, directory, async_save=what == "async save")
     finally:
-        rehearsal_device.configure(lazy=0)
+        plugin.configure(lazy=0)
     paddle.device.synchronize()
     if what == "async save":
         saved.result()

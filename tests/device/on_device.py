@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 from tests.device.exceptions import EXCEPTIONS, exception_of
 
 MISUSES = ("host_touches", "freed_uses")
@@ -23,8 +23,8 @@ MISUSES = ("host_touches", "freed_uses")
 def pytest_configure(config: pytest.Config) -> None:
     import paddle
 
-    os.environ["REHEARSED_DEVICE"] = f"{rehearsal_device.DEVICE_TYPE}:0"  # for tests that name their device
-    paddle.set_device(f"{rehearsal_device.DEVICE_TYPE}:0")
+    os.environ["REHEARSED_DEVICE"] = f"{plugin.DEVICE_TYPE}:0"  # for tests that name their device
+    paddle.set_device(f"{plugin.DEVICE_TYPE}:0")
 
 
 @pytest.hookimpl(trylast=True)
@@ -47,18 +47,18 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
 def _on_device() -> Iterator[None]:
     import paddle
 
-    paddle.set_device(f"{rehearsal_device.DEVICE_TYPE}:0")
-    before = rehearsal_device.stats()
+    paddle.set_device(f"{plugin.DEVICE_TYPE}:0")
+    before = plugin.stats()
     yield
-    paddle.set_device(f"{rehearsal_device.DEVICE_TYPE}:0")
+    paddle.set_device(f"{plugin.DEVICE_TYPE}:0")
     paddle.device.synchronize()
-    after = rehearsal_device.stats()
+    after = plugin.stats()
     wrong = {name: after[name] - before[name] for name in MISUSES if after[name] != before[name]}
     assert not wrong, f"device memory was misused: {wrong}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    counters = rehearsal_device.stats()
+    counters = plugin.stats()
     terminalreporter.write_line(
         f"device: {counters['guarded_calls_ever']} guarded calls, {counters['host_touches']} host touches, "
         f"{counters['freed_uses']} uses of freed memory"

@@ -19,8 +19,8 @@ from typing import Any, NoReturn
 import numpy as np
 import paddle
 
-from paddle_flexckpt.testing import rehearsal_device
-from paddle_flexckpt.testing.rehearsal_device import HostTouchError, configure, stats
+from tests.device import plugin
+from tests.device.plugin import HostTouchError, configure, stats
 
 DTYPES = (
     "bool uint8 int8 int16 int32 int64 float16 bfloat16 float32 float64 complex64 complex128 float8_e4m3fn float8_e5m2"
@@ -143,19 +143,19 @@ def check_fresh_memory_is_poisoned() -> None:
 def check_a_use_of_freed_memory_is_an_error() -> None:
     weights = tensor(np.arange(256, dtype="uint8"))
     address = weights.data_ptr()
-    assert rehearsal_device.read(address + 3, 2) == b"\x03\x04"
+    assert plugin.read(address + 3, 2) == b"\x03\x04"
     del weights
     with raises(RuntimeError, "use of freed memory", "2 bytes", "256 bytes"):
-        rehearsal_device.read(address + 3, 2)
+        plugin.read(address + 3, 2)
     # Even when much has been allocated since.
     kept = [paddle.ones([64]) for _ in range(50)]
     with raises(RuntimeError, "use of freed memory"):
-        rehearsal_device.read(address, 256)
+        plugin.read(address, 256)
     assert stats()["freed_uses"] == 2
     with raises(RuntimeError, "over the end"):
-        rehearsal_device.read(kept[0].data_ptr(), 257)
+        plugin.read(kept[0].data_ptr(), 257)
     with raises(RuntimeError, "not an address of a device"):
-        rehearsal_device.read(id(kept), 1)
+        plugin.read(id(kept), 1)
     assert stats()["freed_uses"] == 2
 
 
@@ -187,7 +187,7 @@ def check_memory_is_counted_exactly() -> None:
     gc.collect()
     assert stats()["device_bytes"] == before
     assert stats()["device_peak"] == before + 4096 + (1 << 20)
-    rehearsal_device.reset()
+    plugin.reset()
     assert stats()["device_peak"] == before
 
 
@@ -231,7 +231,7 @@ def check_copies_are_counted() -> None:
     assert counters["waits"] >= 2
     paddle.device.synchronize()
     assert stats()["device_syncs"] == counters["device_syncs"] + 1
-    rehearsal_device.reset()
+    plugin.reset()
     counters = stats()
     assert counters["guarded_calls"] == counters["waits"] == counters["h2d"]["bytes"] == counters["allocations"] == 0
 
@@ -245,14 +245,14 @@ def check_page_locked_memory_is_copied_asynchronously() -> None:
         assert stats()["d2h"]["pageable_bytes"] == 1024
         host = paddle.to_tensor(np.zeros(1024, "uint8"), place=paddle.CPUPlace())
         address = host.data_ptr()
-        rehearsal_device.page_lock(address, 1024)
+        plugin.page_lock(address, 1024)
         host.copy_(source, False)
         assert host.data_ptr() == address
         assert ctypes.string_at(address, 1024) == bytes(1024)
         paddle.device.synchronize()
         assert ctypes.string_at(address, 1024) == b"\7" * 1024
         assert stats()["d2h"]["pageable_bytes"] == 1024 and stats()["d2h"]["bytes"] == 2048
-        rehearsal_device.page_unlock(address)
+        plugin.page_unlock(address)
 
 
 # ---- streams ----
@@ -325,23 +325,23 @@ def check_an_event_and_a_wait_can_be_lost() -> None:
 
 def check_delays_follow_from_the_seed() -> None:
     with configured(delay_us=2000, seed=5):
-        planned = [rehearsal_device.delay(0, 3, k) for k in range(1, 40)]
-        assert planned == [rehearsal_device.delay(0, 3, k) for k in range(1, 40)]
+        planned = [plugin.delay(0, 3, k) for k in range(1, 40)]
+        assert planned == [plugin.delay(0, 3, k) for k in range(1, 40)]
         assert 0 <= min(planned) < 0.0004 and 0.0016 < max(planned) <= 0.002
-        assert planned != [rehearsal_device.delay(0, 4, k) for k in range(1, 40)]
+        assert planned != [plugin.delay(0, 4, k) for k in range(1, 40)]
         source, target = tensor(np.ones(4)), tensor(np.zeros(4))
         side = paddle.device.Stream()
-        rehearsal_device.reset()
+        plugin.reset()
         for _ in range(10):
             on_side(side, source, target)
         paddle.device.synchronize()
-        spans = [span for span in rehearsal_device.spans() if span.what == "d2d"]
+        spans = [span for span in plugin.spans() if span.what == "d2d"]
         (number,) = {span.stream for span in spans}
         gaps = [after.begin - before.end for before, after in zip(spans, spans[1:])]
         assert len(gaps) == 9
-        assert all(gap >= rehearsal_device.delay(0, number, k) for k, gap in enumerate(gaps, 2))
+        assert all(gap >= plugin.delay(0, number, k) for k, gap in enumerate(gaps, 2))
     with configured(delay_us=2000, seed=6):
-        assert planned != [rehearsal_device.delay(0, 3, k) for k in range(1, 40)]
+        assert planned != [plugin.delay(0, 3, k) for k in range(1, 40)]
 
 
 # ---- the trace ----
@@ -349,18 +349,18 @@ def check_delays_follow_from_the_seed() -> None:
 
 def check_a_trace_names_the_callers() -> None:
     here = tensor(np.zeros(64, "float32"))
-    rehearsal_device.reset()
+    plugin.reset()
     here.numpy()
-    (span,) = rehearsal_device.trace()
+    (span,) = plugin.trace()
     assert span.what == "d2h" and span.caller == ""
     with configured(trace=1):
-        rehearsal_device.reset()
+        plugin.reset()
         line = sys._getframe().f_lineno + 1
         here.numpy()
         thread = threading.Thread(target=lambda: paddle.device.synchronize())
         thread.start()
         thread.join()
-        trace = rehearsal_device.trace()
+        trace = plugin.trace()
     (copy,) = [span for span in trace if span.what == "d2h"]
     assert copy.caller == f"{__file__}:{line}"
     assert (copy.device, copy.nbytes, copy.pageable) == (0, 256, True)
@@ -368,7 +368,7 @@ def check_a_trace_names_the_callers() -> None:
     (wait,) = [span for span in trace if span.what == "wait_device"]
     assert wait.caller == f"{__file__}:{line + 1}"
     assert any(span.what == "wait_stream" and span.caller == copy.caller for span in trace)
-    assert [span.what for span in rehearsal_device.spans()] == ["d2h"]
+    assert [span.what for span in plugin.spans()] == ["d2h"]
 
 
 def check_a_touch_and_a_freed_use_are_traced_to_the_allocation() -> None:
@@ -381,7 +381,7 @@ def check_a_touch_and_a_freed_use_are_traced_to_the_allocation() -> None:
         freed = sys._getframe().f_lineno + 1
         del weights
         with raises(RuntimeError, f"{__file__}:{freed}"):
-            rehearsal_device.read(address, 4)
+            plugin.read(address, 4)
 
 
 # ---- the process ----
@@ -417,5 +417,5 @@ def check_a_setting_that_does_not_exist_is_refused() -> None:
 if __name__ == "__main__":
     known = dict(globals())
     for name in sys.argv[1:]:
-        known[f"check_{name}"] = (lambda check: lambda: (rehearsal_device.reset(), check()))(known[f"check_{name}"])
+        known[f"check_{name}"] = (lambda check: lambda: (plugin.reset(), check()))(known[f"check_{name}"])
     main(known, sys.argv[1:])

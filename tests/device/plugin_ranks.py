@@ -11,7 +11,7 @@ import paddle
 import paddle.distributed as dist
 from plugin_checks import main
 
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 
 RANK, SIZE = int(os.environ["PADDLE_TRAINER_ID"]), int(os.environ["PADDLE_TRAINERS_NUM"])
 
@@ -145,15 +145,15 @@ def check_types_of_eight_bits() -> None:
 
 def check_counters() -> None:
     paddle.device.synchronize()
-    rehearsal_device.reset()
-    rehearsal_device.configure(trace=1)
+    plugin.reset()
+    plugin.configure(trace=1)
     dist.all_reduce(tensor(values(RANK)))
     paddle.device.synchronize()
-    rehearsal_device.configure(trace=0)
-    counters = rehearsal_device.stats()
+    plugin.configure(trace=0)
+    counters = plugin.stats()
     assert counters["collectives"] == {"all_reduce": 1}
     assert counters["ccl"]["bytes"] == 48 * (SIZE - 1)
-    (span,) = [span for span in rehearsal_device.trace() if span.what == "all_reduce"]
+    (span,) = [span for span in plugin.trace() if span.what == "all_reduce"]
     assert os.path.basename(span.caller).startswith("plugin_ranks.py:")
     assert span.stream >= 0 and span.nbytes == 48 * (SIZE - 1)
 
@@ -179,7 +179,7 @@ def check_a_peer_that_says_nothing() -> None:
     if RANK == 1:
         sys.stdin.read()  # until the other rank has had enough
         return
-    rehearsal_device.configure(patience_s=0.3)
+    plugin.configure(patience_s=0.3)
     one = tensor(values(RANK))
     try:
         dist.all_reduce(one)

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Suites whose tests put tensors into the library in this process.
@@ -32,7 +32,7 @@ def files(chosen: list[str]) -> list[str]:
 def run(file: str, arguments: list[str]) -> tuple[int, str]:
     """Run one file; return pytest's exit status, negative for a crash, and what it said."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "REHEARSAL_"))}
-    env.update(rehearsal_device.environment(devices=2), OMP_NUM_THREADS="1")
+    env.update(plugin.environment(devices=2), OMP_NUM_THREADS="1")
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [env.get("PYTHONPATH", "")])])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.device.on_device", *arguments, file]
     done = subprocess.run(

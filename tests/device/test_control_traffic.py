@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("paddle")
 
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -27,12 +27,12 @@ CALLS = ["save_and_load", "manage", "sub_group", "host_group", "fail_on_one"]
 @pytest.fixture(scope="module")
 def environment() -> dict[str, str]:
     """The variables of a rank's process, but for those of its place in the job."""
-    reason = rehearsal_device.missing_tools()
+    reason = plugin.missing_tools()
     if reason:
         pytest.skip(reason)
     foreign = ("PADDLE_", "FLAGS_selected_", "MASTER_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-    return {**kept, **rehearsal_device.environment(SIZE), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**kept, **plugin.environment(SIZE), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(scope="module", params=["device", "host"])
@@ -84,8 +84,8 @@ def test_a_killed_rank_is_named(environment, tmp_path, victim, reason):
             "PADDLE_TRAINER_ENDPOINTS": ",".join(endpoints),
             "PADDLE_CURRENT_ENDPOINT": endpoints[rank],
             "PADDLE_DISTRI_BACKEND": "xccl",
-            "PADDLE_XCCL_BACKEND": rehearsal_device.DEVICE_TYPE,
-            f"FLAGS_selected_{rehearsal_device.DEVICE_TYPE}s": str(rank),
+            "PADDLE_XCCL_BACKEND": plugin.DEVICE_TYPE,
+            f"FLAGS_selected_{plugin.DEVICE_TYPE}s": str(rank),
         }
         with (tmp_path / f"stderr.{rank}").open("w") as log:
             command = [sys.executable, str(SCRIPT), str(tmp_path), "killed", str(victim)]

@@ -10,16 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from paddle_flexckpt.testing import rehearsal_device
 from paddle_flexckpt.testing.device_check_record import Record, require
+from tests.device import plugin
 
 pytest.importorskip("paddle")
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.paddle,
-    pytest.mark.skipif(bool(rehearsal_device.missing_tools()), reason=rehearsal_device.missing_tools()),
+    pytest.mark.skipif(bool(plugin.missing_tools()), reason=plugin.missing_tools()),
 ]
 ROOT = Path(__file__).resolve().parents[2]
+CHECK = (sys.executable, "-m", "paddle_flexckpt.testing.device_check")
+# Random delays before the work of a stream, so that a wait that is missing shows.
+SETTINGS = {"memory_gib": 0.5, "delay_us": 200, "seed": 1}
 
 SINGLE = {
     *("save and load, all dtypes", "float8", "views and strided tensors", "a tensor written on another stream"),
@@ -47,12 +50,17 @@ DeviceMemory.read_into = read_into
 """
 
 
+def without_device() -> dict[str, str]:
+    mine = ("PADDLE_", "REHEARSAL_", "CUSTOM_DEVICE_ROOT", "FLEXCKPT_SIMULATED_DEVICE")
+    return {name: value for name, value in os.environ.items() if not name.startswith(mine)}
+
+
 def run(tmp_path, mistake: str = "") -> tuple[int, str, dict]:
     (tmp_path / "sitecustomize.py").write_text(mistake, encoding="utf-8")
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "REHEARSAL_"))}
-    env.pop("CUSTOM_DEVICE_ROOT", None)
-    env.update(PYTHONPATH=os.pathsep.join([str(tmp_path), str(ROOT)]), OMP_NUM_THREADS="1")
-    command = [sys.executable, "-m", "paddle_flexckpt.testing.device_check", "--json", str(tmp_path / "out.json")]
+    env = without_device()
+    env.update(plugin.environment(2, **SETTINGS), OMP_NUM_THREADS="1")
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    command = [*CHECK, "--mib", "32", "--json", str(tmp_path / "out.json")]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, done.stdout, json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
@@ -75,6 +83,13 @@ def test_everything_is_right_on_the_simulated_device_which_is_said_loudly(tmp_pa
     assert checks["reshard of unequal amounts", 1]["nbytes"] == 4 * 1_000_003
     assert report["paddle"]
     assert list(report["devices"]) == ["rehearsal:0", "rehearsal:1"]
+
+
+def test_a_machine_without_an_accelerator_is_told_so():
+    env = {**without_device(), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(CHECK, env=env, capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("device_check: Paddle sees no accelerator. Remedy: install the build of Paddle for")
 
 
 @pytest.mark.slow  # test_seeded_mistakes has a dozen more

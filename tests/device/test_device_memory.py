@@ -26,7 +26,7 @@ from paddle_flexckpt.live import replica_digests as digests
 from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.live.tensor_memory import empty_on_host, host_memory
 from paddle_flexckpt.live.tensors import HostTensor, open_storage
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -197,12 +197,12 @@ def on_the_second_device():
     paddle.set_device(current)
     memory = DeviceMemory(there)
     copy_values(memory.whole(), DeviceMemory(here), memory)
-    rehearsal_device.reset()
+    plugin.reset()
     back = DeviceMemory(here[:, ::2])
     copy_values(back.whole(), DeviceMemory(there[:, 1::2]), back)
     expected = values.copy()
     expected[:, ::2] = values[:, 1::2]
-    crossed = rehearsal_device.stats()["d2h"]["bytes"]
+    crossed = plugin.stats()["d2h"]["bytes"]
     return [
         str(there.place),
         paddle.device.get_device() == current,
@@ -226,7 +226,7 @@ def test_digests_of_device_and_host_are_the_same_and_tell_what_cancels_in_a_plai
     assert device_world2.run(weak_sums) == [[True, []]] * 2
 
 
-@pytest.mark.skipif(bool(rehearsal_device.missing_tools()), reason=rehearsal_device.missing_tools())
+@pytest.mark.skipif(bool(plugin.missing_tools()), reason=plugin.missing_tools())
 def test_a_device_that_is_not_the_current_one():
     """A rank of a world has one device only, so this is a process of its own."""
     code = (
@@ -235,7 +235,7 @@ def test_a_device_that_is_not_the_current_one():
     done = subprocess.run(
         [sys.executable, "-c", code],
         cwd=ROOT,
-        env={**os.environ, **rehearsal_device.environment(2)},
+        env={**os.environ, **plugin.environment(2)},
         capture_output=True,
         text=True,
         timeout=300,

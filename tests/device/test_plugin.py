@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("paddle")
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 
 HERE = Path(__file__).parent
 CHECKS, RANKS = HERE / "plugin_checks.py", HERE / "plugin_ranks.py"
-MISSING = rehearsal_device.missing_tools()
+MISSING = plugin.missing_tools()
 needs_device = pytest.mark.skipif(bool(MISSING), reason=MISSING)
 pytestmark = pytest.mark.paddle
 
@@ -35,7 +35,7 @@ def variables(devices: int, **settings: object) -> dict[str, str]:
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PADDLE_", "REHEARSAL_"))}
     path = os.pathsep.join([str(HERE.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     quiet = {"GLOG_minloglevel": "1", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
-    return {**inherited, **quiet, **rehearsal_device.environment(devices, **settings)}
+    return {**inherited, **quiet, **plugin.environment(devices, **settings)}
 
 
 def ports(count: int) -> list[int]:
@@ -221,7 +221,7 @@ def has_headers() -> bool:
 
 @pytest.mark.skipif(not has_headers(), reason=MISSING)
 def test_many_processes_may_build_at_once(compiler, tmp_path):
-    code = "from paddle_flexckpt.testing.rehearsal_device import build; print(build())"
+    code = "from tests.device.plugin import build; print(build())"
     env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
     started = [subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) for _ in range(6)]
     roots = {process.communicate(timeout=300)[0].decode().strip() for process in started}
@@ -234,35 +234,35 @@ def test_many_processes_may_build_at_once(compiler, tmp_path):
     assert left == sorted([Path(root).name, "lock"])
     assert len(objects) == len({name.rpartition("-")[0] for name in objects}) > 0
     calls = (tmp_path / "compiler.calls").read_text().count("\n")
-    assert rehearsal_device.build() == Path(root)
+    assert plugin.build() == Path(root)
     assert (tmp_path / "compiler.calls").read_text().count("\n") == calls
 
 
 @pytest.mark.skipif(not has_headers(), reason=MISSING)
 def test_a_compiler_that_fails_is_quoted(compiler):
     compiler.write_text("#!/bin/sh\necho 'no such standard: c++17'\nexit 1\n")
-    with pytest.raises(rehearsal_device.BuildError, match="no such standard"):
-        rehearsal_device.build()
+    with pytest.raises(plugin.BuildError, match="no such standard"):
+        plugin.build()
 
 
 def test_without_a_compiler_the_reason_is_given(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert "install g++" in rehearsal_device.missing_tools()
-    with pytest.raises(rehearsal_device.BuildError, match="install g\\+\\+"):
-        rehearsal_device.environment()
+    assert "install g++" in plugin.missing_tools()
+    with pytest.raises(plugin.BuildError, match="install g\\+\\+"):
+        plugin.environment()
 
 
 def test_without_paddle_the_reason_is_given(monkeypatch):
-    build = importlib.import_module("paddle_flexckpt.testing.rehearsal_device.build")
+    build = importlib.import_module("tests.device.plugin.build")
     monkeypatch.setattr(build, "_paddle", lambda: None)
     monkeypatch.setenv("CXX", "true")
-    assert rehearsal_device.missing_tools() == "paddlepaddle is not installed"
+    assert plugin.missing_tools() == "paddlepaddle is not installed"
 
 
 # Temporary tensors of 4 MiB are freed long before their stream has come to them.
 FREED_EARLY = """
 import paddle
-from paddle_flexckpt.testing.rehearsal_device import configure
+from tests.device.plugin import configure
 paddle.set_device("rehearsal:0")
 for delay in range(600, 1500, 100):
     configure(delay_us=delay)

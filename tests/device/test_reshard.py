@@ -12,7 +12,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live.device_exchange import DeviceExchange
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 from tests.device.jobs_findings import columns_shard, right_columns, rows_shard
 from tests.distributed import jobs_common as common
 from tests.distributed import test_cooperative as cooperative
@@ -43,12 +43,12 @@ def failing_round(where, number, rank):
 
     if here == rank:
         setattr(DeviceExchange, where, broken)
-    rehearsal_device.reset()
+    plugin.reset()
     try:
         error = common.outcome(attempt)
     finally:
         setattr(DeviceExchange, where, native)
-    collectives = rehearsal_device.stats()["ccl"]["calls"]
+    collectives = plugin.stats()["ccl"]["calls"]
     return {"error": error, "collectives": collectives, "again": attempt()}
 
 
@@ -57,15 +57,15 @@ def no_room(rank):
     mib = 32
     state, target = rows_shard(mib), columns_shard(mib)
     before = target["w"].local_tensor.cpu().numpy().copy()
-    used = rehearsal_device.stats()["device_bytes"]
+    used = plugin.stats()["device_bytes"]
     if dist.get_rank() == rank:
-        rehearsal_device.configure(memory_gib=(used + (1 << 20)) / (1 << 30))
-    rehearsal_device.reset()
+        plugin.configure(memory_gib=(used + (1 << 20)) / (1 << 30))
+    plugin.reset()
     try:
         error = common.outcome(lambda: fc.reshard_sharded_state_dict(state, target))
     finally:
-        rehearsal_device.configure(memory_gib=4)
-    collectives = rehearsal_device.stats()["ccl"]["calls"]
+        plugin.configure(memory_gib=4)
+    collectives = plugin.stats()["ccl"]["calls"]
     untouched = (target["w"].local_tensor.cpu().numpy() == before).all()
     fc.reshard_sharded_state_dict(state, target)
     return {

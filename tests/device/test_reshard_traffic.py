@@ -17,7 +17,8 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.testing import World, WorldError, rehearsal_device
+from paddle_flexckpt.testing import World, WorldError
+from tests.device import plugin
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -164,10 +165,10 @@ def test_four_devices_of_which_one_sends_all_and_one_nothing(device_world4):
     assert [answer["ranks"] for answer in answers] == [4.0] * 4
 
 
-@pytest.mark.skipif(bool(rehearsal_device.missing_tools()), reason=rehearsal_device.missing_tools())
+@pytest.mark.skipif(bool(plugin.missing_tools()), reason=plugin.missing_tools())
 @pytest.mark.parametrize(("size", "victim"), [(2, 1), (4, 2)])
 def test_a_rank_killed_in_a_reshard_is_named_by_all_others(size, victim, tmp_path):
-    with World(size, device=True, grace=60) as world, pytest.raises(WorldError) as caught:
+    with World(size, device="tests.device.ranks", grace=60) as world, pytest.raises(WorldError) as caught:
         world.run(killed, extent=1_000_000 * size, victim=victim, folder=str(tmp_path))
     assert "process ended" in caught.value.failures[victim]
     told = {int(path.stem): json.loads(path.read_text()) for path in tmp_path.glob("*.json")}

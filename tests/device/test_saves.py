@@ -24,7 +24,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.live import device_bytes
 from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.media.local import LocalOutputFile
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 from tests.device.jobs_findings import measured
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
@@ -76,7 +76,7 @@ def is_equal(state, path, **options):
 
 def locked():
     """Page-locked bytes. The writer of earlier jobs in this process may have some."""
-    return rehearsal_device.stats()["pinned_bytes"]
+    return plugin.stats()["pinned_bytes"]
 
 
 def leftovers(before):
@@ -144,7 +144,7 @@ def save_overlapped(directory):
     cost = {}
     with copies_that_count(copies), writes_that(wait_for_copies):
         cost = measured(lambda: fc.save_state_dict(state, directory))
-    stats = rehearsal_device.stats()
+    stats = plugin.stats()
     cost |= {"pageable": stats["d2h"]["pageable_bytes"], "locked": stats["pinned_peak"] - before}
     return written, seen, cost, is_equal(state, directory), leftovers(before)
 
@@ -215,10 +215,10 @@ def stage(directory):
         for number, mib in enumerate((24, 24, 40)):
             state = own({"w": words(mib * MIB, number), "host": paddle.ones([4], dtype="int32").cpu()})
             copies = (threading.Condition(), [])
-            rehearsal_device.reset()
+            plugin.reset()
             with copies_that_count(copies):
                 handle = fc.save_state_dict(state, f"{directory}/{number}", async_save=writer)
-            stats = rehearsal_device.stats()
+            stats = plugin.stats()
             handle.result()
             answers.append(
                 {

@@ -25,12 +25,13 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from paddle_flexckpt.live import device_bytes, device_exchange, saver, shared_saves, tensors
 from paddle_flexckpt.live.device_memory import DeviceMemory
-from paddle_flexckpt.testing import World, WorldError, rehearsal_device
+from paddle_flexckpt.testing import World, WorldError
+from tests.device import plugin
 
 pytestmark = [
     pytest.mark.multiprocess,
     pytest.mark.paddle,
-    pytest.mark.skipif(bool(rehearsal_device.missing_tools()), reason=rehearsal_device.missing_tools()),
+    pytest.mark.skipif(bool(plugin.missing_tools()), reason=plugin.missing_tools()),
 ]
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
@@ -56,11 +57,11 @@ def different(found, wanted, what):
 @contextlib.contextmanager
 def lazily():
     """The device does nothing that nobody waits for: a wait that is missing shows each time."""
-    rehearsal_device.configure(lazy=1)
+    plugin.configure(lazy=1)
     try:
         yield
     finally:
-        rehearsal_device.configure(lazy=0)
+        plugin.configure(lazy=0)
         paddle.device.synchronize()
 
 
@@ -73,9 +74,9 @@ def check_save(folder):
     table = values(120_000 * 40, 5).reshape(120_000, 40)
     state = {"large": paddle.to_tensor(whole), "columns": paddle.to_tensor(table)[:, 7:29]}
     paddle.device.synchronize()
-    before = rehearsal_device.stats()["d2h"]["bytes"]
+    before = plugin.stats()["d2h"]["bytes"]
     fc.save_state_dict(state, folder, process_group="self")
-    crossed = rehearsal_device.stats()["d2h"]["bytes"] - before
+    crossed = plugin.stats()["d2h"]["bytes"] - before
     saved = fc.load_merged_state_dict(folder)
     problems = different(saved["large"].cpu().numpy(), whole, "large")
     problems += different(saved["columns"].cpu().numpy(), table[:, 7:29], "columns")
@@ -100,7 +101,7 @@ def check_stream(folder):
 
 def check_other_device(folder):
     """The same of a tensor on the device that is not current; in a process that has two."""
-    mine, other = (f"{rehearsal_device.DEVICE_TYPE}:{number}" for number in range(2))
+    mine, other = (f"{plugin.DEVICE_TYPE}:{number}" for number in range(2))
     with lazily():
         paddle.set_device(other)
         tensor, new = paddle.zeros([1024], "int32"), paddle.to_tensor(values(1024))
@@ -132,9 +133,9 @@ def check_load(folder):
     base = paddle.zeros([700, 50], "int32")
     target = {"t": paddle.zeros([LARGE], "int32"), "c": base[50:650, 5:45]}
     paddle.device.synchronize()
-    before = rehearsal_device.stats()["d2h"]["bytes"]
+    before = plugin.stats()["d2h"]["bytes"]
     fc.load_state_dict(target, folder, process_group="self")
-    crossed = rehearsal_device.stats()["d2h"]["bytes"] - before
+    crossed = plugin.stats()["d2h"]["bytes"] - before
     expected = np.zeros([700, 50], "int32")
     expected[50:650, 5:45] = table
     problems = different(target["t"].numpy(), whole, "large") + different(base.numpy(), expected, "strided")
@@ -171,7 +172,7 @@ def check_reshard(folder, one_way=False, lazy=False):
 
 
 def _crossed():
-    stats = rehearsal_device.stats()
+    stats = plugin.stats()
     return stats["d2h"]["bytes"] + stats["h2d"]["bytes"]
 
 
@@ -205,11 +206,11 @@ def replaced(owner, name, value):
 
 @contextlib.contextmanager
 def configured(**settings):
-    rehearsal_device.configure(**settings)
+    plugin.configure(**settings)
     try:
         yield
     finally:
-        rehearsal_device.configure(**dict.fromkeys(settings, 0))
+        plugin.configure(**dict.fromkeys(settings, 0))
 
 
 def missing_wait():
@@ -276,7 +277,7 @@ def freed_memory():
         paddle.device.synchronize()
         address = int(copy.data_ptr())
         del copy
-        data = rehearsal_device.read(address + start, target.nbytes, int(self.device.rpartition(":")[2]))
+        data = plugin.read(address + start, target.nbytes, int(self.device.rpartition(":")[2]))
         target[...] = np.frombuffer(data, np.uint8)
 
     return replaced(DeviceMemory, "read_into", read_into)
@@ -455,7 +456,7 @@ def test_a_mistake_is_found(device_world2, tmp_path, mistake, check, said):
 
 @pytest.mark.parametrize(("mistake", "check", "said"), [each for each in FOUND if each[0] in MISUSED])
 def test_a_misuse_of_device_memory_fails_the_job(tmp_path, mistake, check, said):
-    with World(2, device=True, grace=5) as world, pytest.raises(WorldError) as caught:
+    with World(2, device="tests.device.ranks", grace=5) as world, pytest.raises(WorldError) as caught:
         world.run(run, check=check, mistake=mistake, folder=str(tmp_path))
     assert set(caught.value.failures) == {0, 1}
     for failure in caught.value.failures.values():
@@ -465,7 +466,7 @@ def test_a_misuse_of_device_memory_fails_the_job(tmp_path, mistake, check, said)
 
 @pytest.mark.parametrize(("mistake", "said"), [("", None), ("wait_for_the_wrong_device", "1024 of 1024 values")])
 def test_a_wait_for_the_wrong_device_is_found(tmp_path, mistake, said):
-    env = {**os.environ, **rehearsal_device.environment(devices=2), "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = {**os.environ, **plugin.environment(devices=2), "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-m", "tests.device.test_seeded_mistakes", "other device", mistake, str(tmp_path)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -476,7 +477,7 @@ def test_a_wait_for_the_wrong_device_is_found(tmp_path, mistake, said):
 
 def test_a_round_of_nothing_is_refused_and_nobody_waits_for_ever(tmp_path):
     """One rank is refused before the collective; the other waits there for as long as the backend does."""
-    with World(2, device=True, grace=30, env={"REHEARSAL_PATIENCE_S": "2"}) as world:
+    with World(2, device="tests.device.ranks", grace=30, env={"REHEARSAL_PATIENCE_S": "2"}) as world:
         try:
             told = str(world.run(run, check="one way", mistake="zero_size_round", folder=str(tmp_path)))
         except WorldError as error:

@@ -12,7 +12,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 from tests.device.test_saves import MIB, is_equal, leftovers, locked, own, words
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
@@ -27,19 +27,19 @@ def save_in_slices(directory):
     large = words(7 * MIB, 0)
     state = own({"a": large, "b": words(3 * MIB + 4, 1), "c": large.reshape([1024, -1]).t()[3:9]})
     handle = fc.save_state_dict(state, directory, async_save=writer, slice_bytes=SLICE)
-    rehearsal_device.reset()
-    rehearsal_device.configure(lazy=1)
+    plugin.reset()
+    plugin.configure(lazy=1)
     try:
         for _ in range(3):
             handle.stage_next()
-        begun = rehearsal_device.stats()
+        begun = plugin.stats()
         # A micro-step, which waits for its own stream: that does none of the copies.
         micro = float(paddle.ones([8]).sum())
-        after = rehearsal_device.stats()["d2h"]
+        after = plugin.stats()["d2h"]
         handle.finish_staging()
     finally:
-        rehearsal_device.configure(lazy=0)
-    spans = [span for span in rehearsal_device.spans() if span.what == "d2h"]
+        plugin.configure(lazy=0)
+    spans = [span for span in plugin.spans() if span.what == "d2h"]
     handle.result()
     writer.close()
     return {

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 import pytest
 
 pytest.importorskip("paddle")
-from paddle_flexckpt.testing import rehearsal_device
-from tests.device import exceptions, on_device, suites
+from tests.device import exceptions, on_device, plugin, suites
 
 pytestmark = pytest.mark.paddle
 
 
-@pytest.mark.skipif(bool(rehearsal_device.missing_tools()), reason=rehearsal_device.missing_tools())
+@pytest.mark.skipif(bool(plugin.missing_tools()), reason=plugin.missing_tools())
 def test_a_suite_passes_with_a_device_current():
     status, said = suites.run("tests/live/test_tensors.py", [])
     assert status == 0, said

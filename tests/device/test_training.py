@@ -28,7 +28,8 @@ import paddle.nn.functional as F
 from paddle import nn
 from paddle.distributed import fleet
 
-from paddle_flexckpt.testing import cpu_world, rehearsal_device
+from paddle_flexckpt.testing import cpu_world
+from tests.device import plugin
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 
@@ -242,7 +243,7 @@ def train_all(cases):
 
 def misuses():
     """What the device has counted since this process began: the world's own check of each job looks at these too."""
-    counters = rehearsal_device.stats()
+    counters = plugin.stats()
     return {name: counters.get(name, 0) for name in ("host_touches", "freed_uses")}
 
 

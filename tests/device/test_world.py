@@ -14,7 +14,8 @@ pytest.importorskip("paddle")
 import paddle
 import paddle.distributed as dist
 
-from paddle_flexckpt.testing import World, WorldError, cpu_world, rehearsal_device
+from paddle_flexckpt.testing import World, WorldError, cpu_world
+from tests.device import plugin
 
 # -- what each rank runs -----------------------------------------------------------------------------------------------
 
@@ -28,7 +29,7 @@ def where():
         "backend": dist.get_backend(),
         "place": str(total.place),
         "sum": total.numpy(),
-        "collectives": rehearsal_device.stats()["ccl"]["calls"],
+        "collectives": plugin.stats()["ccl"]["calls"],
         "group": dist.collective._start_ring_id,
     }
 
@@ -63,7 +64,7 @@ def one_dies():
 
 # -- what is asserted -------------------------------------------------------------------------------------------------
 
-needs_device = pytest.mark.skipif(bool(rehearsal_device.missing_tools()), reason=rehearsal_device.missing_tools())
+needs_device = pytest.mark.skipif(bool(plugin.missing_tools()), reason=plugin.missing_tools())
 
 
 def test_each_rank_has_a_device_of_its_own_and_the_device_backend(device_world2):
@@ -88,7 +89,7 @@ def test_fleet_gets_other_degrees_in_the_same_processes(device_world4):
 @needs_device
 @pytest.mark.parametrize(("job", "word"), [("one_fails", "rank 1 will not come"), ("one_dies", "process ended")])
 def test_a_failure_ends_the_job_while_others_wait_for_the_device(job, word):
-    with World(2, device=True, grace=0.5) as world:
+    with World(2, device="tests.device.ranks", grace=0.5) as world:
         with pytest.raises(WorldError) as caught:
             world.run(f"tests.device.test_world:{job}")
         failures, stacks = caught.value.failures, caught.value.stacks

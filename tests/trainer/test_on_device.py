@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("paddlenlp")
 
-from paddle_flexckpt.testing import rehearsal_device
+from tests.device import plugin
 from tests.trainer.launching import launch
 from tests.trainer.matrix import differences, tensors
 from tests.trainer.strategies import ON_DEVICE
@@ -15,7 +15,7 @@ from tests.trainer.strategies import ON_DEVICE
 LOSS = 2e-2
 
 
-@pytest.mark.skipif(bool(rehearsal_device.missing_tools()), reason=rehearsal_device.missing_tools())
+@pytest.mark.skipif(bool(plugin.missing_tools()), reason=plugin.missing_tools())
 def test_each_strategy_resumes_what_another_has_saved(tmp_path):
     names = list(ON_DEVICE)
     jobs = [{"name": name, "strategy": name} for name in names]
@@ -27,7 +27,7 @@ def test_each_strategy_resumes_what_another_has_saved(tmp_path):
         jobs.append({"name": f"{a} to {b}", "strategy": b, "resume": resume, "loaded": loaded, "flags": flags})
     for number, job in enumerate(jobs, 1):
         job.update(number=number, model="llama heads", output_dir=str(tmp_path / job["name"]))
-    variables = {**rehearsal_device.environment(devices=2), "REHEARSED_DEVICE": rehearsal_device.DEVICE_TYPE}
+    variables = {**plugin.environment(devices=2), "REHEARSED_DEVICE": plugin.DEVICE_TYPE}
     results = launch(names[0], jobs, tmp_path / "logs", strategies=ON_DEVICE, variables=variables)
     assert {name: result["traceback"] for name, result in results.items() if "error" in result} == {}
     expected = results[names[0]]["losses"]

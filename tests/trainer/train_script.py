@@ -18,13 +18,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspa
 
 import paddle
 
-from paddle_flexckpt.testing import cpu_world, device_world
+from paddle_flexckpt.testing import cpu_world
+from tests.device import ranks
 
 DEVICE = os.environ.get("REHEARSED_DEVICE", "cpu")
 if DEVICE == "cpu":
     cpu_world.install()
 else:
-    device_world.prepare()
+    ranks.prepare()
 
 import paddle.distributed as dist
 

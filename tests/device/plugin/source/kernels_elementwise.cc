@@ -6,6 +6,8 @@
 namespace rehearsal {
 namespace {
 
+using native::Combination;
+
 // ---- two operands, broadcast ----
 
 // One run: `length` results from operands that advance by `s` and `t` elements.
@@ -20,14 +22,19 @@ void loop(const char* x, const char* y, char* out, int64_t length, int64_t s, in
 }
 
 void binary(const CustomContext& context, const DenseTensor& x, const DenseTensor& y, DataType type, DenseTensor* out,
-            Loop loop) {
+            Loop loop, Combination native_way = Combination::kNone) {
   const int64_t width = phi::SizeOf(x.dtype()), out_width = phi::SizeOf(type), count_x = x.numel(), count_y = y.numel();
-  const char* a = count_x ? reached(x.data(), count_x * width) : nullptr;
-  const char* b = count_y ? reached(y.data(), count_y * width) : nullptr;
   const Extents of_x = list(x.dims()), of_y = list(y.dims()), extents = broadcast(of_x, of_y);
-  char* at = output(context, out, type);
-  if (!at) return;
+  const void *from_x = count_x ? x.data() : nullptr, *from_y = count_y ? y.data() : nullptr;
+  void* to_at = allocated(context, out, type);
+  if (!to_at) return;
+  if (launched(native::combine(stream_of(context), native_way, native_type(type), to_at, extents, from_x,
+                               broadcast_strides(of_x, extents), from_y, broadcast_strides(of_y, extents)))) {
+    return;
+  }
+  const char *a = reached(from_x, count_x * width), *b = reached(from_y, count_y * width);
   const int64_t count = out->numel();
+  char* at = reached(to_at, count * out_width);
   if (of_x == of_y || count_y == 1) {
     return launch(context, [=] { loop(a, b, at, count, count_x == count ? 1 : 0, count_y == count ? 1 : 0); });
   }
@@ -69,17 +76,17 @@ struct Smaller {
   W operator()(W a, W b) const { return b < a ? b : a; }
 };
 
-#define ARITHMETIC(Name, F)                                                                                \
+#define ARITHMETIC(Name, F, native_way)                                                                    \
   void Name(const CustomContext& context, const DenseTensor& x, const DenseTensor& y, DenseTensor* out) {  \
     by_number(x.dtype(), [&](auto tag) {                                                                   \
       using T = typename decltype(tag)::type;                                                              \
-      binary(context, x, y, x.dtype(), out, loop<T, T, F>);                                                             \
+      binary(context, x, y, x.dtype(), out, loop<T, T, F>, native_way);                                    \
     });                                                                                                    \
   }
-ARITHMETIC(Add, Plus)
-ARITHMETIC(Subtract, Minus)
-ARITHMETIC(Multiply, Times)
-ARITHMETIC(Divide, Over)
+ARITHMETIC(Add, Plus, Combination::kAdd)
+ARITHMETIC(Subtract, Minus, Combination::kNone)
+ARITHMETIC(Multiply, Times, Combination::kMultiply)
+ARITHMETIC(Divide, Over, Combination::kNone)
 #define ORDERED(Name, F)                                                                                   \
   void Name(const CustomContext& context, const DenseTensor& x, const DenseTensor& y, DenseTensor* out) {  \
     by_real(x.dtype(), [&](auto tag) {                                                                     \

@@ -1,4 +1,4 @@
-"""Prepare one rank of a world of simulated accelerators, and check each of its jobs.
+"""Worlds with an accelerator of the plugin for each rank: ``World(n, device="tests.device.ranks")``.
 
 Unlike the CPU world it lends Paddle almost nothing (:func:`lend`). Groups, collectives and kernels are Paddle's own and
 the device's. Tested in tests/device/test_world.py and tests/device/test_training.py.
@@ -13,10 +13,10 @@ from typing import Any
 
 import paddle
 
+from paddle_flexckpt.testing.cpu_world.training import patch_sharding_v2
 from paddle_flexckpt.undo import Undo
 
-from . import rehearsal_device
-from .cpu_world.training import patch_sharding_v2
+from . import plugin
 
 #: Counters of the device that a correct program leaves at zero.
 MISUSES = ("host_touches", "freed_uses")
@@ -26,10 +26,15 @@ class DeviceMisuseError(RuntimeError):
     """Say that a job used device memory in a way that real devices do not survive."""
 
 
+def environment(size: int) -> dict[str, str]:
+    """Return the variables of the ranks' processes."""
+    return plugin.environment(devices=size)
+
+
 def prepare() -> None:
     """Make this rank's device current, and lend Paddle what it needs. Call it once, after the import."""
-    environment = paddle.distributed.ParallelEnv()
-    paddle.set_device(f"{rehearsal_device.DEVICE_TYPE}:{environment.device_id}")
+    rank = paddle.distributed.ParallelEnv()
+    paddle.set_device(f"{plugin.DEVICE_TYPE}:{rank.device_id}")
     lend()
 
 
@@ -50,11 +55,11 @@ def lend() -> Undo:
     auto_cast = importlib.import_module("paddle.amp.auto_cast")  # the package has a function of that name
     patches = Undo()
     for module in (tensor_fusion_helper, fusion_utils):  # L1
-        patches.set(module, "alignment", {**module.alignment, rehearsal_device.DEVICE_TYPE: 256})
+        patches.set(module, "alignment", {**module.alignment, plugin.DEVICE_TYPE: 256})
     asked = auto_cast._is_custom_device_bfloat16_supported
 
     def supported() -> bool:
-        return auto_cast._current_expected_place().get_device_type() == rehearsal_device.DEVICE_TYPE or bool(asked())
+        return auto_cast._current_expected_place().get_device_type() == plugin.DEVICE_TYPE or bool(asked())
 
     patches.set(auto_cast, "_is_custom_device_bfloat16_supported", supported)  # L2
     patch_sharding_v2(patches)  # L3
@@ -68,10 +73,10 @@ def checked() -> Iterator[None]:
     Raises:
         DeviceMisuseError: The host touched device memory, or freed device memory was used.
     """
-    before = misuses(rehearsal_device.stats())
+    before = misuses(plugin.stats())
     yield
     paddle.device.synchronize()
-    after = misuses(rehearsal_device.stats())
+    after = misuses(plugin.stats())
     wrong = {name: count - before[name] for name, count in after.items() if count != before[name]}
     if wrong:
         raise DeviceMisuseError(f"the job misused device memory: {wrong}")
@@ -84,4 +89,4 @@ def misuses(counters: Mapping[str, Any]) -> dict[str, int]:
 
 def guarded_calls() -> int:
     """Return how often this process has given the device an address, which the device has checked."""
-    return int(rehearsal_device.stats()["guarded_calls_ever"])
+    return int(plugin.stats()["guarded_calls_ever"])

@@ -44,6 +44,7 @@ void move_elements(T* to, const Extents& to_extents, const Extents& to_strides, 
 
 void move(const CustomContext& context, size_t width, void* to, const Extents& to_extents, const Extents& to_strides,
           const void* from, const Extents& from_extents, const Extents& from_strides) {
+  if (launched(native::move(stream_of(context), width, to, to_extents, to_strides, from, from_extents, from_strides))) return;
   checked_span(to, to_extents, to_strides, width);
   checked_span(from, from_extents, from_strides, width);
   by_width(width, [&](auto tag) {
@@ -84,13 +85,11 @@ void StridedCopy(const CustomContext& context, const DenseTensor& x, const std::
 }
 
 void Assign(const CustomContext& context, const DenseTensor& x, DenseTensor* out) {
-  const char* from = input<char>(x);
-  char* to = output(context, out, x.dtype());
+  const void* from = x.numel() ? x.data() : nullptr;
+  void* to = allocated(context, out, x.dtype());
   if (!to || to == from) return;
-  const size_t bytes = x.numel() * phi::SizeOf(x.dtype());
-  reached(x.data(), bytes);
-  const int device = context.GetPlace().GetDeviceId();
-  launch(context, [=] { transfer(Way::D2D, device, to, from, bytes, true); });
+  ++tally().kernels;
+  runtime::copy_async(Way::D2D, stream_of(context), to, from, x.numel() * phi::SizeOf(x.dtype()));
 }
 
 // What tensor parallelism's forward does before a column-parallel layer. The wheel has it for custom devices in all
@@ -100,13 +99,14 @@ void Identity(const CustomContext& context, const DenseTensor& x, int, bool, boo
 }
 
 void fill(const CustomContext& context, const phi::Scalar& value, DenseTensor* out) {
-  char* at = output(context, out, out->dtype());
+  void* at = allocated(context, out, out->dtype());
   if (!at) return;
   const int64_t count = out->numel();
   by_type(out->dtype(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const T element = value.to<T>();
-    T* to = reinterpret_cast<T*>(at);
+    if (launched(native::fill(stream_of(context), sizeof(T), at, count, &element))) return;
+    T* to = reinterpret_cast<T*>(reached(at, count * sizeof(T)));
     launch(context, [=] { std::fill(to, to + count, element); });
   });
 }
@@ -169,9 +169,10 @@ void Arange(const CustomContext& context, const phi::Scalar& start, const phi::S
 void Cast(const CustomContext& context, const DenseTensor& x, DataType type, DenseTensor* out) {
   const int64_t count = x.numel();
   const DataType from_type = x.dtype();
-  const char* from = count ? reached(x.data(), count * phi::SizeOf(from_type)) : nullptr;
-  char* at = output(context, out, type);
-  if (!count) return;
+  void* to_at = allocated(context, out, type);
+  if (!count || launched(native::cast(stream_of(context), native_type(type), to_at, native_type(from_type), x.data(), count))) return;
+  const char* from = reached(x.data(), count * phi::SizeOf(from_type));
+  char* at = reached(to_at, count * phi::SizeOf(type));
   by_type(from_type, [&](auto tag) {
     using From = typename decltype(tag)::type;
     by_type(type, [&](auto other) {
@@ -195,48 +196,48 @@ struct Slab {
   }
 };
 
+// Copies stretches of rows within the device.
+void copy_rows(const CustomContext& context, int64_t rows, std::vector<native::Rows> parts) {
+  if (!rows || parts.empty() || launched(native::copy_rows(stream_of(context), rows, parts))) return;
+  for (native::Rows& part : parts) {
+    part.to = reached(part.to, (rows - 1) * part.to_pitch + part.bytes);
+    part.from = reached(part.from, (rows - 1) * part.from_pitch + part.bytes);
+  }
+  launch(context, [=] {
+    for (int64_t row = 0; row < rows; ++row) {
+      for (const native::Rows& part : parts) memcpy(part.to + row * part.to_pitch, part.from + row * part.from_pitch, part.bytes);
+    }
+  });
+}
+
 void Concat(const CustomContext& context, const std::vector<const DenseTensor*>& x, const phi::Scalar& along,
             DenseTensor* out) {
   const int axis = axis_of(along.to<int64_t>(), x[0]->dims().size());
-  struct Part {
-    const char* from;
-    int64_t bytes;
-  };
-  std::vector<Part> parts;
+  auto* next = static_cast<char*>(allocated(context, out, x[0]->dtype()));
+  if (!next) return;
+  const Slab whole(*out, axis);
+  std::vector<native::Rows> parts;
   for (const DenseTensor* part : x) {
     if (!part->numel()) continue;
     const Slab slab(*part, axis);
-    parts.push_back({reached(part->data(), part->numel() * phi::SizeOf(part->dtype())), slab.extent * slab.inner});
+    const size_t bytes = slab.extent * slab.inner;
+    parts.push_back({next, static_cast<const char*>(part->data()), bytes, static_cast<size_t>(whole.extent * whole.inner), bytes});
+    next += bytes;
   }
-  char* at = output(context, out, x[0]->dtype());
-  if (!at) return;
-  const int64_t outer = Slab(*out, axis).outer;
-  launch(context, [=] {
-    char* next = at;
-    for (int64_t row = 0; row < outer; ++row) {
-      for (const Part& part : parts) {
-        memcpy(next, part.from + row * part.bytes, part.bytes);
-        next += part.bytes;
-      }
-    }
-  });
+  copy_rows(context, whole.outer, parts);
 }
 
 void Split(const CustomContext& context, const DenseTensor& x, const phi::IntArray&, const phi::Scalar& along,
            std::vector<DenseTensor*> out) {
   const int axis = axis_of(along.to<int64_t>(), x.dims().size());
   const Slab whole(x, axis);
-  const char* from = x.numel() ? reached(x.data(), x.numel() * phi::SizeOf(x.dtype())) : nullptr;
-  int64_t begin = 0;
+  const auto* next = static_cast<const char*>(x.numel() ? x.data() : nullptr);
   for (DenseTensor* part : out) {  // their extents come from the shape inference
-    char* at = output(context, part, x.dtype());
-    const int64_t bytes = part->numel() ? Slab(*part, axis).extent * whole.inner : 0, row_bytes = whole.extent * whole.inner;
-    if (at && from) {
-      launch(context, [=, outer = whole.outer] {
-        for (int64_t row = 0; row < outer; ++row) memcpy(at + row * bytes, from + row * row_bytes + begin, bytes);
-      });
-    }
-    begin += bytes;
+    auto* at = static_cast<char*>(allocated(context, part, x.dtype()));
+    if (!at || !next) continue;
+    const size_t bytes = Slab(*part, axis).extent * whole.inner;
+    copy_rows(context, whole.outer, {{at, next, bytes, bytes, static_cast<size_t>(whole.extent * whole.inner)}});
+    next += bytes;
   }
 }
 
@@ -247,22 +248,16 @@ void SplitWithNum(const CustomContext& context, const DenseTensor& x, int, const
 
 void Stack(const CustomContext& context, const std::vector<const DenseTensor*>& x, int along, DenseTensor* out) {
   const int axis = axis_of(along, x[0]->dims().size() + 1);
-  std::vector<const char*> parts;
-  for (const DenseTensor* part : x) {
-    parts.push_back(part->numel() ? reached(part->data(), part->numel() * phi::SizeOf(part->dtype())) : nullptr);
-  }
-  char* at = output(context, out, x[0]->dtype());
-  if (!at) return;
+  auto* next = static_cast<char*>(allocated(context, out, x[0]->dtype()));
+  if (!next) return;
   const Slab slab(*out, axis);
-  launch(context, [=] {
-    char* next = at;
-    for (int64_t row = 0; row < slab.outer; ++row) {
-      for (const char* part : parts) {
-        memcpy(next, part + row * slab.inner, slab.inner);
-        next += slab.inner;
-      }
-    }
-  });
+  const auto bytes = static_cast<size_t>(slab.inner);
+  std::vector<native::Rows> parts;
+  for (const DenseTensor* part : x) {
+    parts.push_back({next, static_cast<const char*>(part->data()), bytes, slab.extent * bytes, bytes});
+    next += bytes;
+  }
+  copy_rows(context, slab.outer, parts);
 }
 
 void gather_rows(const CustomContext& context, const DenseTensor& x, const DenseTensor& index, int axis,

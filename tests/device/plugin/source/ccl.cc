@@ -1,4 +1,4 @@
-// Collectives between processes: what Paddle calls, worked on by the stream's thread.
+// Collectives between processes, as Paddle calls them.
 #include <unistd.h>
 
 #include <cstdio>
@@ -20,8 +20,9 @@ size_t bytes_of(size_t count, C_DataType type) {
   return count * width(type);
 }
 
-// The plugin's own address; of nothing, there is none.
-char* reached(const void* pointer, size_t bytes) { return bytes ? shadow(pointer, bytes) : nullptr; }
+// Where the work finds the bytes; of nothing, there is no address.
+char* reached(const void* pointer, size_t bytes) { return bytes ? runtime::seen_by_work(pointer, bytes) : nullptr; }
+char* bytes_at(const void* pointer) { return static_cast<char*>(const_cast<void*>(pointer)); }
 
 thread_local int group_depth = 0;
 struct Pending {
@@ -33,22 +34,27 @@ thread_local std::vector<Pending> pending;
 
 // Has the stream do the work, which returns what went wrong.
 C_Status start(const char* what, Comm* comm, Stream* stream, std::function<std::string()> work) {
-  const int device = stream->device();
-  memory_adopt(nullptr);  // collectives have streams of their own, but their tensors come from the framework's
-  const uint64_t position = stream->push([=] {
-    if (failed(device)) return;
+  runtime::launch_collective(stream, [=]() -> std::string {
     const std::string wrong = work();
-    if (wrong.empty()) return;
-    fail(device, text("communicator %s, rank %d of %d, %s: ", comm->name.c_str(), comm->rank, comm->size, what) + wrong);
+    if (wrong.empty()) return wrong;
+    return text("communicator %s, rank %d of %d, %s: ", comm->name.c_str(), comm->rank, comm->size, what) + wrong;
   });
-  stream->demand(position);  // the other ranks wait for it
   return C_SUCCESS;
+}
+
+// Has the stream exchange messages that lie on the device.
+C_Status start_exchange(const char* what, Comm* comm, Stream* stream, std::vector<Part> parts) {
+  if (runtime::exchange_on_device(what, comm, stream, parts)) return C_SUCCESS;
+  const Work scope;
+  for (Part& part : parts) part.data = reached(part.data, part.size);
+  const int device = runtime::device_of(stream);
+  return start(what, comm, stream, [=] { return exchange(what, comm, parts, device); });
 }
 
 // Called with each collective: it is counted, and a forked child or a device that has failed is told so.
 void begin(const char* what, Stream* stream) {
-  if (forked()) refuse("a forked child has no device: start the process anew");
-  if (failed(stream->device())) refuse(text("device %d: ", stream->device()) + failure(stream->device()));
+  check_process();
+  check_device(runtime::device_of(stream));
   count_collective(what);
 }
 
@@ -67,7 +73,7 @@ C_Status get_unique_id(C_CCLRootId* id) {
   return C_SUCCESS;
 }
 C_Status comm_init_rank(size_t size, C_CCLRootId* id, size_t rank, C_CCLComm* out) {
-  if (forked()) refuse("a forked child has no device: start the process anew");
+  check_process();
   auto comm = std::make_unique<Comm>();
   comm->name = static_cast<char*>(id->data);
   comm->rank = rank;
@@ -87,6 +93,8 @@ C_Status reduce_to(const char* what, void* send_buf, void* recv_buf, size_t coun
   begin(what, stream);
   const size_t bytes = bytes_of(count, type);
   const bool receives = root < 0 || root == comm->rank;
+  const int device = runtime::device_of(stream);
+  const Work scope;
   char *from = reached(send_buf, bytes), *to = receives ? reached(recv_buf, bytes) : nullptr;
   return start(what, comm, stream, [=]() -> std::string {
     std::vector<std::vector<char>> others(receives ? comm->size : 0);
@@ -101,7 +109,7 @@ C_Status reduce_to(const char* what, void* send_buf, void* recv_buf, size_t coun
         parts.push_back({peer, others[peer].data(), bytes, false});
       }
     }
-    std::string wrong = exchange(what, comm, parts, stream->device());
+    std::string wrong = exchange(what, comm, parts, device);
     if (!wrong.empty() || !receives || combine(inputs, to, count, type, op)) return wrong;
     return text("cannot reduce elements of data type %d", static_cast<int>(type));
   });
@@ -116,33 +124,26 @@ C_Status reduce(void* send_buf, void* recv_buf, size_t count, C_DataType type, C
 }
 C_Status broadcast(void* buf, size_t count, C_DataType type, size_t root, C_CCLComm handle, C_Stream stream) {
   Comm* comm = of(handle);
-  Stream* where = of(stream);
-  begin("broadcast", where);
+  begin("broadcast", of(stream));
   const size_t bytes = bytes_of(count, type);
-  char* data = reached(buf, bytes);
-  return start("broadcast", comm, where, [=] {
-    std::vector<Part> parts;
-    for (int peer = 0; peer < comm->size; ++peer) {
-      if (comm->rank == static_cast<int>(root) && peer != comm->rank) parts.push_back({peer, data, bytes, true});
-      if (comm->rank != static_cast<int>(root) && peer == static_cast<int>(root)) parts.push_back({peer, data, bytes, false});
-    }
-    return exchange("broadcast", comm, parts, where->device());
-  });
+  const int source = static_cast<int>(root);
+  std::vector<Part> parts;
+  for (int peer = 0; peer < comm->size; ++peer) {
+    if (comm->rank == source && peer != source) parts.push_back({peer, bytes_at(buf), bytes, true});
+    if (comm->rank != source && peer == source) parts.push_back({peer, bytes_at(buf), bytes, false});
+  }
+  return start_exchange("broadcast", comm, of(stream), parts);
 }
 C_Status all_gather(void* send_buf, void* recv_buf, size_t count, C_DataType type, C_CCLComm handle, C_Stream stream) {
   Comm* comm = of(handle);
-  Stream* where = of(stream);
-  begin("all_gather", where);
+  begin("all_gather", of(stream));
   const size_t bytes = bytes_of(count, type);
-  char *from = reached(send_buf, bytes), *to = reached(recv_buf, bytes * comm->size);
-  return start("all_gather", comm, where, [=] {
-    std::vector<Part> parts;
-    for (int peer = 0; peer < comm->size; ++peer) {
-      parts.push_back({peer, from, bytes, true});
-      parts.push_back({peer, to + peer * bytes, bytes, false});
-    }
-    return exchange("all_gather", comm, parts, where->device());
-  });
+  std::vector<Part> parts;
+  for (int peer = 0; peer < comm->size; ++peer) {
+    parts.push_back({peer, bytes_at(send_buf), bytes, true});
+    parts.push_back({peer, bytes_at(recv_buf) + peer * bytes, bytes, false});
+  }
+  return start_exchange("all_gather", comm, of(stream), parts);
 }
 C_Status reduce_scatter(void* send_buf, void* recv_buf, size_t count, C_DataType type, C_CCLReduceOp op, C_CCLComm handle,
                         C_Stream stream) {
@@ -150,6 +151,8 @@ C_Status reduce_scatter(void* send_buf, void* recv_buf, size_t count, C_DataType
   Stream* where = of(stream);
   begin("reduce_scatter", where);
   const size_t bytes = bytes_of(count, type);
+  const int device = runtime::device_of(where);
+  const Work scope;
   char *from = reached(send_buf, bytes * comm->size), *to = reached(recv_buf, bytes);
   return start("reduce_scatter", comm, where, [=]() -> std::string {
     std::vector<std::vector<char>> mine(comm->size, std::vector<char>(bytes));
@@ -160,7 +163,7 @@ C_Status reduce_scatter(void* send_buf, void* recv_buf, size_t count, C_DataType
       parts.push_back({peer, mine[peer].data(), bytes, false});
       inputs.push_back(mine[peer].data());
     }
-    std::string wrong = exchange("reduce_scatter", comm, parts, where->device());
+    std::string wrong = exchange("reduce_scatter", comm, parts, device);
     if (!wrong.empty() || combine(inputs, to, count, type, op)) return wrong;
     return text("cannot reduce elements of data type %d", static_cast<int>(type));
   });
@@ -170,8 +173,8 @@ C_Status message(const char* what, void* buf, size_t count, C_DataType type, siz
                  bool sending) {
   begin(what, stream);
   const size_t bytes = bytes_of(count, type);
-  std::vector<Part> parts{{static_cast<int>(peer), reached(buf, bytes), bytes, sending}};
-  if (!group_depth) return start(what, comm, stream, [=] { return exchange(what, comm, parts, stream->device()); });
+  const std::vector<Part> parts{{static_cast<int>(peer), bytes_at(buf), bytes, sending}};
+  if (!group_depth) return start_exchange(what, comm, stream, parts);
   for (Pending& p : pending)
     if (p.comm == comm && p.stream == stream) {
       p.parts.push_back(parts[0]);
@@ -188,7 +191,7 @@ C_Status group_end() {
   if (--group_depth) return C_SUCCESS;
   std::vector<Pending> now_due;
   now_due.swap(pending);
-  for (Pending& p : now_due) start("group", p.comm, p.stream, [p] { return exchange("group", p.comm, p.parts, p.stream->device()); });
+  for (Pending& p : now_due) start_exchange("group", p.comm, p.stream, p.parts);
   return C_SUCCESS;
 }
 C_Status send_to(void* buf, size_t count, C_DataType type, size_t peer, C_CCLComm comm, C_Stream stream) {
@@ -201,15 +204,14 @@ C_Status all_to_all(const void** send_buf, const size_t* send_count, const C_Dat
                     const size_t* recv_count, const C_DataType* recv_type, size_t, size_t size, C_CCLComm handle,
                     C_Stream stream) {
   Comm* comm = of(handle);
-  Stream* where = of(stream);
-  begin("all_to_all", where);
+  begin("all_to_all", of(stream));
   std::vector<Part> parts;
   for (size_t peer = 0; peer < size; ++peer) {
     const size_t out = bytes_of(send_count[peer], send_type[peer]), in = bytes_of(recv_count[peer], recv_type[peer]);
-    parts.push_back({static_cast<int>(peer), reached(send_buf[peer], out), out, true});
-    parts.push_back({static_cast<int>(peer), reached(recv_buf[peer], in), in, false});
+    parts.push_back({static_cast<int>(peer), bytes_at(send_buf[peer]), out, true});
+    parts.push_back({static_cast<int>(peer), bytes_at(recv_buf[peer]), in, false});
   }
-  return start("all_to_all", comm, where, [=] { return exchange("all_to_all", comm, parts, where->device()); });
+  return start_exchange("all_to_all", comm, of(stream), parts);
 }
 
 }  // namespace

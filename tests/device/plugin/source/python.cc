@@ -32,7 +32,7 @@ void find(F*& function, const char* name) {
 }
 
 bool skipped(const std::string& file) {
-  return file.compare(0, framework.size(), framework) == 0 || file.find("/rehearsal_device/") != std::string::npos ||
+  return file.compare(0, framework.size(), framework) == 0 || file.find("/tests/device/plugin/") != std::string::npos ||
          file.empty() || file[0] == '<';
 }
 
@@ -94,7 +94,7 @@ bool python_interrupt(int (*callback)(void*)) {
 }
 
 int python_report(const char* otherwise) {
-  void* module = python.import("paddle_flexckpt.testing.rehearsal_device.touches");
+  void* module = python.import("tests.device.plugin.touches");
   if (module) {
     void* result = python.call_method(module, "report", nullptr);
     python.release(module);

@@ -7,6 +7,7 @@
 #include <initializer_list>
 #include <vector>
 
+#include "native.h"
 #include "rehearsal.h"
 #include "paddle/phi/backends/custom/custom_context.h"
 #include "paddle/phi/core/dense_tensor.h"
@@ -36,27 +37,51 @@ using Types = std::initializer_list<DataType>;
 #define REHEARSAL_ALL REHEARSAL_NUMBERS, REHEARSAL_FLOAT8
 
 // ---- registration ----
+// The kernel as a function that notes its name, for what it launches.
+template <auto kernel, typename F = decltype(kernel)>
+struct Named;
+template <auto kernel, typename... Arguments>
+struct Named<kernel, void (*)(Arguments...)> {
+  inline static const char* name = "";
+  static void run(Arguments... arguments) {
+    const Work scope;
+    current_kernel() = name;
+    kernel(std::forward<Arguments>(arguments)...);
+  }
+};
+
 template <auto kernel>
 struct Registered {
   using Adjust = void (*)(const phi::KernelKey&, phi::Kernel*);
+  using Implementation = phi::KernelImpl<decltype(kernel), &Named<kernel>::run>;
   Registered(const char* name, Types types, Adjust adjust = [](const phi::KernelKey&, phi::Kernel*) {}) {
+    Named<kernel>::name = name;
     for (DataType type : types) {
       phi::KernelRegistrar(phi::RegType::OUTER, name, "rehearsal", phi::DataLayout::ALL_LAYOUT, type,
-                           phi::KernelArgsParseFunctor<decltype(kernel)>::Parse, adjust,
-                           phi::KernelImpl<decltype(kernel), kernel>::Compute,
-                           reinterpret_cast<void*>(&phi::KernelImpl<decltype(kernel), kernel>::VariadicCompute));
+                           phi::KernelArgsParseFunctor<decltype(kernel)>::Parse, adjust, Implementation::Compute,
+                           reinterpret_cast<void*>(&Implementation::VariadicCompute));
     }
   }
 };
 
 // ---- launching and memory ----
+inline Stream* stream_of(const CustomContext& context) {
+  return runtime::stream_of(reinterpret_cast<C_Stream>(context.stream()), context.GetPlace().GetDeviceId());
+}
+
 inline void launch(const CustomContext& context, std::function<void()> work) {
   ++tally().kernels;
-  stream_of(reinterpret_cast<C_Stream>(context.stream()), context.GetPlace().GetDeviceId())->push(std::move(work));
+  runtime::launch(stream_of(context), std::move(work));
+}
+
+// Of a kernel of the device's own (namespace native): whether it was launched.
+inline bool launched(bool natively) {
+  if (natively) ++tally().kernels;
+  return natively;
 }
 
 inline char* reached(const void* pointer, size_t bytes) {
-  char* at = shadow(pointer, bytes);
+  char* at = runtime::seen_by_work(pointer, bytes);
   if (!at) PADDLE_THROW(common::errors::Fatal("rehearsal: illegal device address %p", pointer));
   return at;
 }
@@ -67,17 +92,38 @@ const T* input(const DenseTensor& tensor) {
   return tensor.numel() ? reinterpret_cast<const T*>(reached(tensor.data(), tensor.numel() * sizeof(T))) : nullptr;
 }
 // Memory of its own for a result, unless it has some: an in-place operation writes where the tensor lies.
-inline char* output(const CustomContext& context, DenseTensor* tensor, DataType type) {
+inline void* allocated(const CustomContext& context, DenseTensor* tensor, DataType type) {
   void* at = context.Alloc(tensor, type);
-  return tensor->numel() ? reached(at, tensor->numel() * phi::SizeOf(type)) : nullptr;
+  return tensor->numel() ? at : nullptr;
+}
+inline char* output(const CustomContext& context, DenseTensor* tensor, DataType type) {
+  void* at = allocated(context, tensor, type);
+  return at ? reached(at, tensor->numel() * phi::SizeOf(type)) : nullptr;
 }
 template <typename T>
 T* output(const CustomContext& context, DenseTensor* tensor) {
   return reinterpret_cast<T*>(output(context, tensor, phi::CppTypeToDataType<T>::Type()));
 }
 
+inline native::Type native_type(DataType type) {
+  using native::Type;
+  switch (type) {
+    case DataType::BOOL: return Type::kBool;
+    case DataType::UINT8: return Type::kUint8;
+    case DataType::INT8: return Type::kInt8;
+    case DataType::INT16: return Type::kInt16;
+    case DataType::INT32: return Type::kInt32;
+    case DataType::INT64: return Type::kInt64;
+    case DataType::FLOAT16: return Type::kFloat16;
+    case DataType::BFLOAT16: return Type::kBfloat16;
+    case DataType::FLOAT32: return Type::kFloat32;
+    case DataType::FLOAT64: return Type::kFloat64;
+    default: return Type::kOther;
+  }
+}
+
 // ---- layouts ----
-using Extents = std::vector<int64_t>;
+using native::Extents;
 
 inline Extents list(const phi::DDim& dims) { return Extents(dims.Get(), dims.Get() + dims.size()); }
 

@@ -68,6 +68,14 @@ void reduce(const CustomContext& context, const DenseTensor& x, const std::vecto
 
 void SumOver(const CustomContext& context, const DenseTensor& x, const phi::IntArray& axes, DataType, bool,
              DenseTensor* out) {
+  if (out->dtype() == DataType::INT64 && x.numel()) {
+    void* at = allocated(context, out, DataType::INT64);
+    const Extents extents = list(x.dims());
+    if (launched(native::sum(stream_of(context), native_type(x.dtype()), x.data(), extents, at, out->numel(),
+                             reduced_strides(extents, axes.GetData())))) {
+      return;
+    }
+  }
   by_number(x.dtype(), [&](auto tag) {
     using In = typename decltype(tag)::type;
     using Acc = Sum<In>;

@@ -9,26 +9,14 @@ using namespace rehearsal;
 namespace {
 
 thread_local int current = 0;
-// The stream that this thread has waited for last. Paddle waits for its current stream before each synchronous copy.
-thread_local Stream* waited_for = nullptr;
 
-struct Event {
-  std::mutex mutex;
-  std::shared_ptr<Mark> mark;
-  std::shared_ptr<Mark> last() {
-    std::lock_guard<std::mutex> lock(mutex);
-    return mark;
-  }
-};
+Stream* of(C_Stream handle, const C_Device device) { return runtime::stream_of(handle, device->id); }
+Event* of(C_Event handle) { return reinterpret_cast<Event*>(handle); }
 
-// The error of asynchronous work, if there was one. It stays: such a device is lost to the process.
+// An error of asynchronous work is raised where the host waits next.
 C_Status outcome(int device) {
-  if (failed(device)) refuse(text("device %d: ", device) + failure(device));
+  check_device(device);
   return C_SUCCESS;
-}
-
-void check_process() {
-  if (forked()) refuse("a forked child has no device: start the process anew");
 }
 
 // Takes one from a setting that counts down. True: this is the one that is to be lost.
@@ -58,9 +46,9 @@ C_Status wait(const char* what, int device, std::atomic<uint64_t>& count, Wait&&
 
 // -- device --
 C_Status initialize() {
-  streams_initialize();
+  watch_forks();
   python_initialize();
-  memory_initialize();
+  runtime::initialize();
   return C_SUCCESS;
 }
 C_Status finalize() { return C_SUCCESS; }
@@ -69,6 +57,7 @@ C_Status deinit_device(const C_Device) { return C_SUCCESS; }
 C_Status set_device(const C_Device device) {
   if (device->id < 0 || device->id >= device_count()) return C_ERROR;
   current = device->id;
+  if (!forked()) runtime::use_device(current);
   return C_SUCCESS;
 }
 C_Status get_device(const C_Device device) {
@@ -86,100 +75,79 @@ C_Status get_device_list(size_t* devices) {
 
 // -- streams and events --
 C_Status create_stream(const C_Device device, C_Stream* stream) {
-  *stream = reinterpret_cast<C_Stream>(new Stream(device->id));
+  *stream = reinterpret_cast<C_Stream>(runtime::create_stream(device->id));
   return C_SUCCESS;
 }
-C_Status destroy_stream(const C_Device, C_Stream stream) {
-  if (forked()) return C_SUCCESS;
-  delete reinterpret_cast<Stream*>(stream);
+C_Status destroy_stream(const C_Device device, C_Stream stream) {
+  if (!forked() && stream) runtime::destroy_stream(of(stream, device));
   return C_SUCCESS;
 }
 C_Status query_stream(const C_Device device, C_Stream stream) {
-  return stream_of(stream, device->id)->idle() ? C_SUCCESS : C_FAILED;
+  return runtime::is_idle(of(stream, device)) ? C_SUCCESS : C_FAILED;
 }
 C_Status stream_add_callback(const C_Device device, C_Stream stream, C_Callback callback, void* data) {
   const int id = device->id;
-  Stream* where = stream_of(stream, id);
-  where->demand(where->push_order([=] {  // whoever waits for its effect does not ask the device
+  runtime::call_back(of(stream, device), [=] {
     C_Device_st d{id};
     C_Status status = C_SUCCESS;
     callback(&d, stream, data, &status);
-  }));
+  });
   return C_SUCCESS;
 }
-C_Status create_event(const C_Device, C_Event* event) {
-  *event = reinterpret_cast<C_Event>(new Event);
+C_Status create_event(const C_Device device, C_Event* event) {
+  *event = reinterpret_cast<C_Event>(runtime::create_event(device->id));
   return C_SUCCESS;
 }
 C_Status destroy_event(const C_Device, C_Event event) {
-  delete reinterpret_cast<Event*>(event);
+  if (!forked()) runtime::destroy_event(of(event));
   return C_SUCCESS;
 }
-C_Status record_event(const C_Device device, C_Stream stream, C_Event handle) {
+C_Status record_event(const C_Device device, C_Stream stream, C_Event event) {
   ++tally().events;
-  if (lose(settings().lose_event)) return C_SUCCESS;
-  auto* event = reinterpret_cast<Event*>(handle);
-  auto mark = std::make_shared<Mark>();
-  std::lock_guard<std::mutex> lock(event->mutex);
-  event->mark = mark;
-  mark->stream = stream_of(stream, device->id);
-  mark->position = mark->stream->push_order([mark] { mark->finish(); });
+  if (!lose(settings().lose_event)) runtime::record_event(of(event), of(stream, device));
   return C_SUCCESS;
 }
-C_Status query_event(const C_Device, C_Event event) {
-  auto mark = reinterpret_cast<Event*>(event)->last();
-  return !mark || mark->query() ? C_SUCCESS : C_FAILED;
-}
+C_Status query_event(const C_Device, C_Event event) { return runtime::is_done(of(event)) ? C_SUCCESS : C_FAILED; }
 C_Status synchronize_event(const C_Device device, C_Event event) {
-  return wait("wait_event", device->id, tally().event_syncs, [&] {
-    if (auto mark = reinterpret_cast<Event*>(event)->last()) mark->wait();
-  });
+  return wait("wait_event", device->id, tally().event_syncs, [&] { runtime::synchronize_event(of(event)); });
 }
 C_Status stream_wait_event(const C_Device device, C_Stream stream, C_Event event) {
   ++tally().stream_waits;
-  auto mark = reinterpret_cast<Event*>(event)->last();
-  if (!mark || lose(settings().lose_wait)) return C_SUCCESS;
-  const int id = device->id;
-  stream_of(stream, id)->push_order([mark, id] {
-    const double begin = now();
-    mark->wait();
-    if (settings().trace) record_span("stream_wait", id, begin, now(), 0);
-  });
+  if (!lose(settings().lose_wait)) runtime::wait_for_event(of(stream, device), of(event));
   return C_SUCCESS;
 }
 C_Status synchronize_stream(const C_Device device, C_Stream stream) {
-  waited_for = stream_of(stream, device->id);
-  return wait("wait_stream", device->id, tally().stream_syncs, [] { waited_for->synchronize(); });
+  return wait("wait_stream", device->id, tally().stream_syncs, [&] { runtime::synchronize_stream(of(stream, device)); });
 }
 C_Status synchronize_whole_device(const C_Device device) {
-  return wait("wait_device", device->id, tally().device_syncs, [&] { synchronize_device(device->id); });
+  return wait("wait_device", device->id, tally().device_syncs, [&] { runtime::synchronize_device(device->id); });
 }
 
 // -- memory --
 C_Status device_allocate(const C_Device device, void** out, size_t size) {
   check_process();
   // No address and no error: Paddle then frees what it has cached, tries again, and says that the memory is used up.
-  if (!memory_allocate(device->id, out, size)) *out = nullptr;
+  if (!runtime::allocate(device->id, out, size)) *out = nullptr;
   return C_SUCCESS;
 }
 C_Status device_release(const C_Device device, void* pointer, size_t) {
   if (forked()) return C_SUCCESS;
-  return memory_release(device->id, pointer) ? C_SUCCESS : C_ERROR;
+  return runtime::release(device->id, pointer) ? C_SUCCESS : C_ERROR;
 }
 C_Status host_allocate(const C_Device, void** out, size_t size) {
-  return pinned_allocate(out, size) ? C_SUCCESS : C_FAILED;
+  return runtime::allocate_host(out, size) ? C_SUCCESS : C_FAILED;
 }
-C_Status host_release(const C_Device, void* pointer, size_t) { return pinned_release(pointer) ? C_SUCCESS : C_ERROR; }
+C_Status host_release(const C_Device, void* pointer, size_t) {
+  return runtime::release_host(pointer) ? C_SUCCESS : C_ERROR;
+}
 C_Status device_set(const C_Device device, void* pointer, unsigned char value, size_t size) {
   check_process();
   ++tally().memory_sets;
-  char* at = shadow(pointer, size);
-  synchronize_device(device->id);
-  memset(at, value, size);
+  runtime::set_bytes(device->id, pointer, value, size);
   return C_SUCCESS;
 }
 C_Status statistics(const C_Device device, size_t* total, size_t* free) {
-  memory_statistics(device->id, total, free);
+  runtime::memory_info(device->id, total, free);
   return C_SUCCESS;
 }
 C_Status min_chunk(const C_Device, size_t* size) {
@@ -188,60 +156,46 @@ C_Status min_chunk(const C_Device, size_t* size) {
 }
 
 // -- copies --
-C_Status copy(Way way, int device, C_Stream stream, bool async, void* dst, const void* src, size_t size) {
+C_Status copy(Way way, const C_Device device, void* to, const void* from, size_t size) {
   check_process();
   if (!size) return C_SUCCESS;
-  ++(async ? tally().asynchronous : tally().synchronous);
-  char* to = way == Way::H2D || way == Way::D2D ? shadow(dst, size) : static_cast<char*>(dst);
-  const char* from = way == Way::D2H || way == Way::D2D ? shadow(src, size) : static_cast<const char*>(src);
-  const bool pinned = way == Way::D2D || is_pinned(way == Way::H2D ? src : dst);
-  if (settings().log)
-    fprintf(stderr, "rehearsal: copy way %d device %d %s %zu bytes\n", int(way), device, async ? "async" : "sync", size);
-  if (!async) {
-    // Paddle's all_gather into a list splits its result with synchronous D2D copies, right after it has started the
-    // collective on another stream: they have to wait for all streams, as those of CUDA's default stream do. Copies from
-    // and to the host wait for nothing but what Paddle itself waits for, so that a forgotten wait shows.
-    if (way == Way::D2D) synchronize_device(device);
-    memory_adopt(waited_for ? waited_for : main_stream(device));
-    origin() = {-1, caller()};
-    transfer(way, device, to, from, size, pinned);
-    return outcome(device);
-  }
-  Stream* where = stream_of(stream, device);
-  if (way == Way::H2D && !pinned && !settings().eager_pageable && size <= 64 << 10) {
-    // Small pageable sources are taken before the call returns.
-    auto taken = std::make_shared<std::vector<char>>(from, from + size);
-    where->push([=] { transfer(way, device, to, taken->data(), size, false); });
-    return C_SUCCESS;
-  }
-  where->push([=] { transfer(way, device, to, from, size, pinned); });
-  if (!pinned && !settings().eager_pageable) where->synchronize();  // as CUDA: pageable copies wait
+  ++tally().synchronous;
+  if (settings().log) fprintf(stderr, "rehearsal: copy way %d device %d sync %zu bytes\n", int(way), device->id, size);
+  runtime::copy(way, device->id, to, from, size);
+  return outcome(device->id);
+}
+C_Status copy_async(Way way, const C_Device device, C_Stream stream, void* to, const void* from, size_t size) {
+  check_process();
+  if (!size) return C_SUCCESS;
+  ++tally().asynchronous;
+  if (settings().log) fprintf(stderr, "rehearsal: copy way %d device %d async %zu bytes\n", int(way), device->id, size);
+  runtime::copy_async(way, of(stream, device), to, from, size);
   return C_SUCCESS;
 }
 C_Status copy_h2d(const C_Device d, void* dst, const void* src, size_t n) {
-  return copy(Way::H2D, d->id, nullptr, false, dst, src, n);
+  return copy(Way::H2D, d, dst, src, n);
 }
 C_Status copy_d2h(const C_Device d, void* dst, const void* src, size_t n) {
-  return copy(Way::D2H, d->id, nullptr, false, dst, src, n);
+  return copy(Way::D2H, d, dst, src, n);
 }
 C_Status copy_d2d(const C_Device d, void* dst, const void* src, size_t n) {
-  return copy(Way::D2D, d->id, nullptr, false, dst, src, n);
+  return copy(Way::D2D, d, dst, src, n);
 }
 C_Status copy_p2p(const C_Device to, const C_Device from, void* dst, const void* src, size_t n) {
-  synchronize_device(to->id);
-  return copy(Way::D2D, from->id, nullptr, false, dst, src, n);
+  runtime::synchronize_device(to->id);
+  return copy(Way::D2D, from, dst, src, n);
 }
 C_Status async_h2d(const C_Device d, C_Stream s, void* dst, const void* src, size_t n) {
-  return copy(Way::H2D, d->id, s, true, dst, src, n);
+  return copy_async(Way::H2D, d, s, dst, src, n);
 }
 C_Status async_d2h(const C_Device d, C_Stream s, void* dst, const void* src, size_t n) {
-  return copy(Way::D2H, d->id, s, true, dst, src, n);
+  return copy_async(Way::D2H, d, s, dst, src, n);
 }
 C_Status async_d2d(const C_Device d, C_Stream s, void* dst, const void* src, size_t n) {
-  return copy(Way::D2D, d->id, s, true, dst, src, n);
+  return copy_async(Way::D2D, d, s, dst, src, n);
 }
 C_Status async_p2p(const C_Device d, const C_Device, C_Stream s, void* dst, const void* src, size_t n) {
-  return copy(Way::D2D, d->id, s, true, dst, src, n);
+  return copy_async(Way::D2D, d, s, dst, src, n);
 }
 
 C_Status yes(const C_Device, bool* supported) {
@@ -254,9 +208,11 @@ C_Status axpby(const C_Device device, C_Stream stream, C_DataType type, size_t c
   check_process();
   if (type != FLOAT32) refuse(text("blas_axpby of data type %d", static_cast<int>(type)));
   ++tally().kernels;
-  auto* a = reinterpret_cast<float*>(shadow(x, count * 4));
-  auto* b = reinterpret_cast<float*>(shadow(y, count * 4));
-  stream_of(stream, device->id)->push([=] {
+  const Work scope;
+  current_kernel() = "blas_axpby";
+  auto* a = reinterpret_cast<float*>(runtime::seen_by_work(x, count * 4));
+  auto* b = reinterpret_cast<float*>(runtime::seen_by_work(y, count * 4));
+  runtime::launch(of(stream, device), [=] {
     for (size_t i = 0; i < count; ++i) b[i] = alpha * a[i] + beta * b[i];
   });
   return C_SUCCESS;
@@ -327,3 +283,10 @@ REHEARSAL_EXPORT int rehearsal_read(int device, void* to, const void* from, size
     return C_ERROR;
   }
 }
+
+// Both return 0 unless the runtime refuses.
+REHEARSAL_EXPORT int rehearsal_register_host(void* pointer, size_t size) {
+  return runtime::register_host(pointer, size) ? 0 : 1;
+}
+REHEARSAL_EXPORT int rehearsal_unregister_host(void* pointer) { return runtime::unregister_host(pointer) ? 0 : 1; }
+REHEARSAL_EXPORT const char* rehearsal_runtime() { return runtime::name(); }

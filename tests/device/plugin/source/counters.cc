@@ -22,8 +22,9 @@ struct Span {
 std::mutex spans_mutex;
 std::vector<Span> spans;
 
-std::mutex collectives_mutex;
-std::map<std::string, uint64_t> collectives;
+// Collectives, and kernels that ran on the host, by name.
+std::mutex names_mutex;
+std::map<std::string, uint64_t> collectives, fallbacks;
 
 // Of what the counters were before they were set to zero.
 std::atomic<uint64_t> guarded_before{0};
@@ -35,6 +36,12 @@ uint64_t guarded() {
 }
 
 void append(std::string& out, const char* name, uint64_t value) { out += text("\"%s\": %lu, ", name, value); }
+
+std::string listed(const std::map<std::string, uint64_t>& counts) {
+  std::string all = "{";
+  for (const auto& one : counts) all += text("%s\"%s\": %lu", all.size() > 1 ? ", " : "", one.first.c_str(), one.second);
+  return all + "}";
+}
 
 }  // namespace
 
@@ -56,8 +63,18 @@ void raise_peak(std::atomic<uint64_t>& peak, uint64_t value) {
 
 void count_collective(const char* name) {
   ++tally().collective_calls;
-  std::lock_guard<std::mutex> lock(collectives_mutex);
+  std::lock_guard<std::mutex> lock(names_mutex);
   ++collectives[name];
+}
+
+void count_fallback(const char* kernel) {
+  std::lock_guard<std::mutex> lock(names_mutex);
+  ++fallbacks[kernel];
+}
+
+const char*& current_kernel() {
+  thread_local const char* mine = "";
+  return mine;
 }
 
 Origin& origin() {
@@ -71,12 +88,23 @@ void record_span(const char* what, int device, double begin, double end, size_t 
   if (spans.size() < kMostSpans) spans.push_back({what, device, who.stream, begin, end, bytes, pageable, who.caller});
 }
 
+void record_copy(Way way, int device, double begin, double end, size_t size, bool pinned) {
+  Counter& c = counter(way);
+  ++c.calls;
+  c.bytes += size;
+  if (!pinned) c.pageable_bytes += size;
+  c.nanoseconds += static_cast<uint64_t>((end - begin) * 1e9);
+  raise_peak(c.largest, size);
+  record_span(kWays[static_cast<int>(way)], device, begin, end, size, !pinned);
+}
+
 }  // namespace rehearsal
 
 using namespace rehearsal;
 
 // All counters as JSON.
 REHEARSAL_EXPORT int rehearsal_stats(char* out, size_t size) {
+  runtime::collect_times();
   std::string all = "{";
   for (int i = 0; i < 4; ++i) {
     const Counter& c = counter(static_cast<Way>(i));
@@ -90,22 +118,17 @@ REHEARSAL_EXPORT int rehearsal_stats(char* out, size_t size) {
   append(all, "guarded_calls", guarded());
   append(all, "guarded_calls_ever", guarded_before + guarded());
   append(all, "waits", t.stream_syncs + t.device_syncs + t.event_syncs);
-  all += "\"collectives\": {";
   {
-    std::lock_guard<std::mutex> lock(collectives_mutex);
-    bool first = true;
-    for (const auto& one : collectives) {
-      all += text("%s\"%s\": %lu", first ? "" : ", ", one.first.c_str(), one.second);
-      first = false;
-    }
+    std::lock_guard<std::mutex> lock(names_mutex);
+    all += "\"fallbacks\": " + listed(fallbacks) + ", \"collectives\": " + listed(collectives) + "}";
   }
-  all += "}}";
   if (all.size() + 1 > size) return -1;
   memcpy(out, all.c_str(), all.size() + 1);
   return 0;
 }
 
 REHEARSAL_EXPORT void rehearsal_reset() {
+  runtime::collect_times();
   guarded_before += guarded();
   for (int i = 0; i < 4; ++i) {
     Counter& c = counter(static_cast<Way>(i));
@@ -119,8 +142,9 @@ REHEARSAL_EXPORT void rehearsal_reset() {
   t.device_peak = t.device_bytes.load();
   t.pinned_peak = t.pinned_bytes.load();
   {
-    std::lock_guard<std::mutex> lock(collectives_mutex);
+    std::lock_guard<std::mutex> lock(names_mutex);
     collectives.clear();
+    fallbacks.clear();
   }
   std::lock_guard<std::mutex> lock(spans_mutex);
   spans.clear();
@@ -128,6 +152,7 @@ REHEARSAL_EXPORT void rehearsal_reset() {
 
 // Every copy, collective and (while tracing) wait since the last reset, a line each, separated by tabs.
 REHEARSAL_EXPORT int rehearsal_spans(const char* path) {
+  runtime::collect_times();
   FILE* file = fopen(path, "w");
   if (!file) return -1;
   std::lock_guard<std::mutex> lock(spans_mutex);

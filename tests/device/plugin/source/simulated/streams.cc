@@ -1,12 +1,8 @@
-// Streams as worker threads, events, seeded delays, and the errors of work that nobody waits for.
-#include <pthread.h>
-#include <time.h>
-
+// Streams as worker threads, events, seeded delays.
 #include <algorithm>
-#include <cstdio>
 #include <set>
 
-#include "rehearsal.h"
+#include "simulated.h"
 
 namespace rehearsal {
 namespace {
@@ -16,10 +12,6 @@ std::set<Stream*> streams;
 Stream* defaults[kMaxDevices];
 std::atomic<Stream*> first[kMaxDevices];
 int created[kMaxDevices];
-std::mutex failures_mutex;
-std::string failures[kMaxDevices];
-std::atomic<bool> device_failed[kMaxDevices];
-std::atomic<bool> is_child{false};
 
 // A number from 0 to 1 that depends on nothing else than its arguments (SplitMix64).
 double scattered(uint64_t seed, uint64_t device, uint64_t stream, uint64_t operation) {
@@ -45,12 +37,6 @@ void demand(Stream* stream, uint64_t position) {
 }
 
 }  // namespace
-
-void nap(double seconds) {
-  if (seconds <= 0) return;
-  timespec time{static_cast<time_t>(seconds), static_cast<long>((seconds - static_cast<time_t>(seconds)) * 1e9)};
-  nanosleep(&time, nullptr);
-}
 
 // ---- events ----
 
@@ -176,17 +162,9 @@ bool Stream::idle() {
   return queue_.empty() && !busy_;
 }
 
-Stream* stream_of(C_Stream handle, int device) {
-  if (handle) return reinterpret_cast<Stream*>(handle);
-  static std::mutex mutex;
-  std::lock_guard<std::mutex> lock(mutex);
-  if (!defaults[device]) defaults[device] = new Stream(device);
-  return defaults[device];
-}
-
 Stream* main_stream(int device) {
   Stream* stream = first[device];
-  return stream ? stream : stream_of(nullptr, device);
+  return stream ? stream : runtime::stream_of(nullptr, device);
 }
 
 void defer_if_alive(Stream* stream, int device, std::function<void()> work) {
@@ -200,6 +178,16 @@ void defer_if_alive(Stream* stream, int device, std::function<void()> work) {
   main_stream(device)->defer(std::move(work));
 }
 
+namespace runtime {
+
+Stream* stream_of(C_Stream handle, int device) {
+  if (handle) return reinterpret_cast<Stream*>(handle);
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (!defaults[device]) defaults[device] = new Stream(device);
+  return defaults[device];
+}
+
 void synchronize_device(int device) {
   std::vector<Stream*> mine;
   {
@@ -210,33 +198,12 @@ void synchronize_device(int device) {
   for (Stream* stream : mine) stream->synchronize();
 }
 
-void wake_streams() {
+void settings_changed() {
   std::lock_guard<std::mutex> lock(streams_mutex);
   for (Stream* stream : streams) stream->wake();
 }
 
-// ---- errors of asynchronous work ----
-
-void fail(int device, const std::string& why) {
-  fprintf(stderr, "rehearsal: device %d: %s\n", device, why.c_str());
-  std::lock_guard<std::mutex> lock(failures_mutex);
-  if (!device_failed[device]) failures[device] = why;  // the first one: the others follow from it
-  device_failed[device] = true;
-}
-
-bool failed(int device) { return device_failed[device]; }
-
-std::string failure(int device) {
-  std::lock_guard<std::mutex> lock(failures_mutex);
-  return failures[device];
-}
-
-void streams_initialize() {
-  pthread_atfork(nullptr, nullptr, [] { is_child = true; });
-}
-
-bool forked() { return is_child; }
-
+}  // namespace runtime
 }  // namespace rehearsal
 
 // The delay before an operation of a stream (the first is number 1) in seconds, under the present settings.

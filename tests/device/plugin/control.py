@@ -20,6 +20,7 @@ DEVICE_TYPE = "rehearsal"
 # Paddle keeps freed memory for later unless it is told to give it back at once. Only then does the device know that
 # memory is freed: its counters of memory are exact, and a use of freed memory is found.
 _FREE_AT_ONCE = {"FLAGS_allocator_strategy": "auto_growth", "FLAGS_free_idle_chunk": "1"}
+_ROOT = Path(__file__).resolve().parents[3]
 _WAITS = frozenset({"wait_stream", "wait_event", "wait_device", "stream_wait"})
 
 
@@ -63,37 +64,48 @@ class Touch(NamedTuple):
     origin: str
 
 
-def environment(devices: int = 2, **settings: object) -> dict[str, str]:
+def environment(devices: int = 2, runtime: str = "simulated", **settings: object) -> dict[str, str]:
     """Compile the plugin if necessary, and return the environment variables of a process that shall have it.
 
     Args:
-        devices: Number of devices.
+        devices: Number of devices. Several may be the same card.
+        runtime: What is below the plugin: ``simulated``, ``cuda``, or ``fake`` (CUDA's runtime, pretended).
         **settings: Settings of :func:`configure`, and ``open`` (1: the host may touch device memory).
     """
     variables = {f"REHEARSAL_{name.upper()}": str(value) for name, value in settings.items()}
-    return {"CUSTOM_DEVICE_ROOT": str(build()), "REHEARSAL_DEVICES": str(devices), **_FREE_AT_ONCE, **variables}
+    # Processes with the device import this package, to name the tensor that the host has touched.
+    path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    own = {"CUSTOM_DEVICE_ROOT": str(build(runtime)), "REHEARSAL_DEVICES": str(devices), "PYTHONPATH": path}
+    if runtime != "cuda":
+        own["FLEXCKPT_SIMULATED_DEVICE"] = "1"
+    return {**own, **_FREE_AT_ONCE, **variables}
 
 
 @functools.cache
 def _library() -> Any:
     root = os.environ.get("CUSTOM_DEVICE_ROOT")
     if not root:
-        raise RuntimeError("CUSTOM_DEVICE_ROOT is not set: start the process with rehearsal_device.environment()")
+        raise RuntimeError("CUSTOM_DEVICE_ROOT is not set: start the process with plugin.environment()")
     library = ctypes.CDLL(str(Path(root) / LIBRARY))
     library.rehearsal_set.argtypes = [ctypes.c_char_p, ctypes.c_double]
-    library.rehearsal_delay.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64]
-    library.rehearsal_delay.restype = ctypes.c_double
     copy: list[Any] = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     library.rehearsal_read.argtypes = [*copy, ctypes.c_char_p, ctypes.c_size_t]
     library.rehearsal_register_host.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     library.rehearsal_unregister_host.argtypes = [ctypes.c_void_p]
+    library.rehearsal_runtime.restype = ctypes.c_char_p
     return library
+
+
+def runtime() -> str:
+    """Return the name of the runtime that this process's plugin was compiled for."""
+    name: bytes = _library().rehearsal_runtime()
+    return name.decode()
 
 
 def configure(**settings: float) -> None:
     """Change settings of this process; each counts from the next operation on.
 
-    ``plugin/rehearsal.h`` says what they mean: ``h2d_gibs``, ``d2h_gibs``, ``d2d_gibs``, ``ccl_gibs``,
+    ``source/rehearsal.h`` says what they mean: ``h2d_gibs``, ``d2h_gibs``, ``d2d_gibs``, ``ccl_gibs``,
     ``latency_us``, ``pageable_factor``, ``eager_pageable``, ``eager_free``, ``lazy``, ``delay_us``, ``seed``,
     ``memory_gib``, ``patience_s``, ``lose_event``, ``lose_wait``, ``trace``, ``log``.
     """
@@ -159,7 +171,9 @@ def read(address: int, nbytes: int, device: int = 0) -> bytes:
 
 def delay(device: int, stream: int, operation: int) -> float:
     """Return the seconds before an operation of a stream (the first is number 1) under the present settings."""
-    seconds: float = _library().rehearsal_delay(device, stream, operation)
+    function = _library().rehearsal_delay  # the simulated runtime alone has it
+    function.argtypes, function.restype = [ctypes.c_int, ctypes.c_int, ctypes.c_uint64], ctypes.c_double
+    seconds: float = function(device, stream, operation)
     return seconds
 
 

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <map>
 
-#include "rehearsal.h"
+#include "simulated.h"
 
 namespace rehearsal {
 namespace {
@@ -130,70 +130,6 @@ void memory_initialize() {
   }
 }
 
-bool memory_allocate(int device, void** out, size_t size) {
-  touch_watch();
-  Arena& arena = arenas[device];
-  static std::atomic<uint64_t> serials{0};
-  const Block block{size, caller(), nullptr, ++serials};
-  size_t offset;
-  {
-    std::lock_guard<std::mutex> lock(arena.mutex);
-    if (arena.used + block.taken() > device_capacity() || !place_block(arena, block, &offset)) {
-      ++tally().refused_allocations;
-      return false;
-    }
-    arena.used += block.taken();
-  }
-  // Fresh device memory holds anything but zeros.
-  memset(arena.hidden + offset, kFresh, block.taken());
-  ++tally().allocations;
-  tally().device_bytes += block.taken();
-  raise_peak(tally().device_peak, tally().device_bytes);
-  *out = arena.visible + offset;
-  return true;
-}
-
-bool memory_release(int device, void* pointer) {
-  const bool eager = settings().eager_free != 0;
-  // As freeing device memory does elsewhere: nothing in flight may still use it.
-  if (!eager) synchronize_device(device);
-  Arena& arena = arenas[device];
-  const size_t offset = static_cast<char*>(pointer) - arena.visible;
-  Block block;
-  {
-    std::lock_guard<std::mutex> lock(arena.mutex);
-    auto found = arena.live.find(offset);
-    if (found == arena.live.end()) return false;
-    block = found->second;
-    arena.live.erase(found);
-    arena.used -= block.taken();
-    block.origin = caller();
-    arena.dead[offset] = block;
-    arena.dead_span += block.span();
-  }
-  tally().device_bytes -= block.taken();
-  auto poison = [&arena, offset, serial = block.serial] {
-    std::lock_guard<std::mutex> lock(arena.mutex);
-    auto found = arena.dead.find(offset);
-    if (found == arena.dead.end() || found->second.serial != serial) return;  // in use again
-    memset(arena.hidden + offset, kFreed, found->second.taken());
-    // Not before: until its stream has come so far, what was freed is as it was.
-    arena.poisoned.push_back(offset);
-    arena.poisoned_bytes += found->second.span();
-    retire(arena);
-  };
-  // A caching allocator gives freed memory to what its stream does next; other streams may still use it.
-  if (eager) defer_if_alive(block.owner, device, poison);
-  else poison();
-  return true;
-}
-
-void memory_statistics(int device, size_t* total, size_t* free) {
-  std::lock_guard<std::mutex> lock(arenas[device].mutex);
-  *total = device_capacity();
-  *free = *total - std::min(*total, arenas[device].used);
-}
-
 void memory_adopt(Stream* stream) {
   for (const auto& [device, offset] : unowned) {
     if (!stream) break;
@@ -246,4 +182,71 @@ char* shadow(const void* pointer, size_t size) {
   refuse(place + text(" go over the end of their allocation, %zu bytes at %#zx", met.size, met.begin));
 }
 
+namespace runtime {
+
+bool allocate(int device, void** out, size_t size) {
+  touch_watch();
+  Arena& arena = arenas[device];
+  static std::atomic<uint64_t> serials{0};
+  const Block block{size, caller(), nullptr, ++serials};
+  size_t offset;
+  {
+    std::lock_guard<std::mutex> lock(arena.mutex);
+    if (arena.used + block.taken() > device_capacity() || !place_block(arena, block, &offset)) {
+      ++tally().refused_allocations;
+      return false;
+    }
+    arena.used += block.taken();
+  }
+  // Fresh device memory holds anything but zeros.
+  memset(arena.hidden + offset, kFresh, block.taken());
+  ++tally().allocations;
+  tally().device_bytes += block.taken();
+  raise_peak(tally().device_peak, tally().device_bytes);
+  *out = arena.visible + offset;
+  return true;
+}
+
+bool release(int device, void* pointer) {
+  const bool eager = settings().eager_free != 0;
+  // As freeing device memory does elsewhere: nothing in flight may still use it.
+  if (!eager) synchronize_device(device);
+  Arena& arena = arenas[device];
+  const size_t offset = static_cast<char*>(pointer) - arena.visible;
+  Block block;
+  {
+    std::lock_guard<std::mutex> lock(arena.mutex);
+    auto found = arena.live.find(offset);
+    if (found == arena.live.end()) return false;
+    block = found->second;
+    arena.live.erase(found);
+    arena.used -= block.taken();
+    block.origin = caller();
+    arena.dead[offset] = block;
+    arena.dead_span += block.span();
+  }
+  tally().device_bytes -= block.taken();
+  auto poison = [&arena, offset, serial = block.serial] {
+    std::lock_guard<std::mutex> lock(arena.mutex);
+    auto found = arena.dead.find(offset);
+    if (found == arena.dead.end() || found->second.serial != serial) return;  // in use again
+    memset(arena.hidden + offset, kFreed, found->second.taken());
+    // Not before: until its stream has come so far, what was freed is as it was.
+    arena.poisoned.push_back(offset);
+    arena.poisoned_bytes += found->second.span();
+    retire(arena);
+  };
+  // A caching allocator gives freed memory to what its stream does next; other streams may still use it.
+  if (eager) defer_if_alive(block.owner, device, poison);
+  else poison();
+  return true;
+}
+
+void memory_info(int device, size_t* total, size_t* free) {
+  std::lock_guard<std::mutex> lock(arenas[device].mutex);
+  *total = device_capacity();
+  *free = *total - std::min(*total, arenas[device].used);
+}
+
+}  // namespace runtime
 }  // namespace rehearsal

@@ -11,7 +11,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "rehearsal.h"
+#include "simulated.h"
 
 namespace rehearsal {
 namespace {

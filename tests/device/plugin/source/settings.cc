@@ -45,6 +45,12 @@ int device_count() {
 
 size_t device_capacity() { return static_cast<size_t>(settings().memory_gib * (1ull << 30)); }
 
+void nap(double seconds) {
+  if (seconds <= 0) return;
+  timespec time{static_cast<time_t>(seconds), static_cast<long>((seconds - static_cast<time_t>(seconds)) * 1e9)};
+  nanosleep(&time, nullptr);
+}
+
 double now() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
@@ -57,6 +63,6 @@ REHEARSAL_EXPORT int rehearsal_set(const char* name, double value) {
   auto* at = rehearsal::setting(name);
   if (!at) return -1;
   *at = value;
-  rehearsal::wake_streams();
+  rehearsal::runtime::settings_changed();
   return 0;
 }

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "rehearsal.h"
+#include "simulated.h"
 
 namespace rehearsal {
 namespace {
@@ -18,14 +18,7 @@ double bandwidth(Way way, bool pinned) {
 
 }  // namespace
 
-void occupy(Way way, int device, size_t size, double since) {
-  const double rate = bandwidth(way, true);
-  const double due = since + settings().latency_us * 1e-6 + (rate > 0 ? size / rate : 0);
-  nap(due - now());
-}
-
 void transfer(Way way, int device, char* to, const char* from, size_t size, bool pinned) {
-  static const char* const names[] = {"h2d", "d2h", "d2d", "ccl"};
   std::lock_guard<std::mutex> engine(engines[static_cast<int>(way)][device]);
   const double begin = now(), rate = bandwidth(way, pinned);
   nap(settings().latency_us * 1e-6);
@@ -38,14 +31,16 @@ void transfer(Way way, int device, char* to, const char* from, size_t size, bool
     done += piece;
     if (rate > 0) nap(started + done / rate - now());
   }
-  const double end = now();
-  Counter& c = counter(way);
-  ++c.calls;
-  c.bytes += size;
-  if (!pinned) c.pageable_bytes += size;
-  c.nanoseconds += static_cast<uint64_t>((end - begin) * 1e9);
-  raise_peak(c.largest, size);
-  record_span(names[static_cast<int>(way)], device, begin, end, size, !pinned);
+  record_copy(way, device, begin, now(), size, pinned);
 }
 
+namespace runtime {
+
+void occupy_link(Way way, int device, size_t size, double since) {
+  const double rate = bandwidth(way, true);
+  const double due = since + settings().latency_us * 1e-6 + (rate > 0 ? size / rate : 0);
+  nap(due - now());
+}
+
+}  // namespace runtime
 }  // namespace rehearsal

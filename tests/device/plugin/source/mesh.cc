@@ -164,7 +164,7 @@ std::string exchange(const char* what, Comm* comm, std::vector<Part> parts, int 
       }
     }
   }
-  occupy(Way::CCL, device, bytes, begin);
+  runtime::occupy_link(Way::CCL, device, bytes, begin);
   Counter& c = counter(Way::CCL);
   ++c.calls;
   c.bytes += bytes;

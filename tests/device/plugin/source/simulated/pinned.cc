@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <map>
 
-#include "rehearsal.h"
+#include "simulated.h"
 
 namespace rehearsal {
 namespace {
@@ -19,7 +19,9 @@ void count(size_t more) {
 
 }  // namespace
 
-bool pinned_allocate(void** out, size_t size) {
+namespace runtime {
+
+bool allocate_host(void** out, size_t size) {
   const size_t need = (std::max<size_t>(size, 1) + 4095) / 4096 * 4096;
   void* at = mmap(nullptr, need, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) return false;
@@ -30,7 +32,7 @@ bool pinned_allocate(void** out, size_t size) {
   return true;
 }
 
-bool pinned_release(void* pointer) {
+bool release_host(void* pointer) {
   std::lock_guard<std::mutex> lock(mutex);
   auto found = ranges.find(reinterpret_cast<uintptr_t>(pointer));
   if (found == ranges.end()) return false;
@@ -49,21 +51,22 @@ bool is_pinned(const void* pointer) {
   return address < block->first + block->second;
 }
 
-}  // namespace rehearsal
+bool register_host(void* pointer, size_t size) {
+  if (is_pinned(pointer)) return false;  // what is registered must not be registered again
+  std::lock_guard<std::mutex> lock(mutex);
+  ranges[reinterpret_cast<uintptr_t>(pointer)] = size;
+  count(size);
+  return true;
+}
 
-// Both return 0 if that was right: what is registered must not be registered again, nor anything else be taken back.
-REHEARSAL_EXPORT int rehearsal_register_host(void* pointer, size_t size) {
-  if (rehearsal::is_pinned(pointer)) return 1;
-  std::lock_guard<std::mutex> lock(rehearsal::mutex);
-  rehearsal::ranges[reinterpret_cast<uintptr_t>(pointer)] = size;
-  rehearsal::count(size);
-  return 0;
+bool unregister_host(void* pointer) {
+  std::lock_guard<std::mutex> lock(mutex);
+  auto found = ranges.find(reinterpret_cast<uintptr_t>(pointer));
+  if (found == ranges.end()) return false;
+  tally().pinned_bytes -= found->second;
+  ranges.erase(found);
+  return true;
 }
-REHEARSAL_EXPORT int rehearsal_unregister_host(void* pointer) {
-  std::lock_guard<std::mutex> lock(rehearsal::mutex);
-  auto found = rehearsal::ranges.find(reinterpret_cast<uintptr_t>(pointer));
-  if (found == rehearsal::ranges.end()) return 1;
-  rehearsal::tally().pinned_bytes -= found->second;
-  rehearsal::ranges.erase(found);
-  return 0;
-}
+
+}  // namespace runtime
+}  // namespace rehearsal

@@ -1,4 +1,4 @@
-// A pretended accelerator for Paddle's CustomDevice runtime: what the plugin's parts know of each other.
+// A plugin for Paddle's CustomDevice interface: what its parts know of each other, whatever runtime is below (runtime.h).
 #pragma once
 #include <atomic>
 #include <condition_variable>
@@ -12,7 +12,7 @@
 #include <thread>
 #include <vector>
 
-#include "paddle/phi/backends/device_ext.h"
+#include "runtime.h"
 
 namespace rehearsal {
 
@@ -48,45 +48,20 @@ Settings& settings();
 std::atomic<double>* setting(const std::string& name);
 int device_count();
 size_t device_capacity();
+void nap(double seconds);
 double now();  // CLOCK_MONOTONIC, which is time.monotonic()
 
 // ---- errors.cc ----
 // Raises an error in the Python code that asked for the operation. Not for the streams' threads: see fail().
 [[noreturn]] void refuse(const std::string& why);
 std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
-
-// ---- memory.cc ----
-// What a tensor's data_ptr() is lies in a range without access rights; the bytes are in a second mapping that only the
-// plugin knows, so that host code which follows a device pointer is noticed, at an address that starts with 0xfa.
-void memory_initialize();
-bool memory_allocate(int device, void** out, size_t size);  // false: out of memory
-bool memory_release(int device, void* pointer);
-void memory_statistics(int device, size_t* total, size_t* free);
-// The plugin's own address of a range of a device. Raises an error where the range is not within one live allocation.
-char* shadow(const void* pointer, size_t size);
-
-class Stream;
-// The stream in which an allocation is used first, but for collectives, is its own: freed, it serves the next work of that
-// stream. To be called by the thread that got the addresses; nullptr: this was no such use.
-void memory_adopt(Stream* stream);
-
-struct Touched {  // what a host access has met
-  int device;
-  uintptr_t address, begin;  // of the access, and of the allocation
-  size_t size;
-  bool freed;
-  bool known;          // whether there is an allocation at all
-  const char* origin;  // Python's line that allocated it, or freed it; known while tracing
-};
-bool memory_find(uintptr_t address, Touched* found);  // false: not an address of a device
-
-// ---- pinned.cc ----
-bool pinned_allocate(void** out, size_t size);
-bool pinned_release(void* pointer);
-bool is_pinned(const void* pointer);
-
-// ---- touch.cc: accesses of the host to device memory ----
-void touch_watch();  // makes the handler of faults the first one, if it is not
+void fail(int device, const std::string& why);  // an error of asynchronous work: the next synchronisation raises it
+bool failed(int device);
+std::string failure(int device);
+void check_device(int device);  // raises that error, if there is one
+void watch_forks();
+bool forked();         // in a child of fork: there nothing works, as with CUDA
+void check_process();  // raises an error there
 
 // ---- python.cc ----
 void python_initialize();
@@ -94,67 +69,6 @@ const char* caller();  // the line of Python that called, outside Paddle and thi
 bool python_interrupt(int (*callback)(void*));         // has it called in the main thread
 int python_report(const char* otherwise);              // calls touches.report() and returns -1 with an exception set
 void python_dump_threads(int descriptor);              // tracebacks of all threads; from a handler of signals
-
-// ---- streams.cc: one worker thread each, in order ----
-struct Mark {  // one recording of an event
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool done = false;
-  Stream* stream = nullptr;
-  uint64_t position = 0;
-  void finish();
-  void wait();
-  bool query();
-};
-
-class Stream {
- public:
-  explicit Stream(int device);
-  ~Stream();
-  int device() const { return device_; }
-  int number() const { return number_; }  // among the streams of its device, in the order of their creation
-  uint64_t push(std::function<void()> work);        // returns its number, from 1 on
-  uint64_t push_order(std::function<void()> work);  // what uses no memory: a recording of an event, a wait
-  void defer(std::function<void()> work);           // to be done before the next use of memory, if there is one
-  void demand(uint64_t position);             // that the work up to this number be done: lazy streams do no other
-  void wake();
-  void synchronize();
-  bool idle();
-
- private:
-  struct Work {
-    std::function<void()> run;
-    const char* caller;
-  };
-  void run();
-  const int device_;
-  int number_ = 0;
-  std::mutex mutex_;
-  std::condition_variable arrived_, drained_;
-  std::deque<Work> queue_;
-  std::vector<std::function<void()>> deferred_;
-  bool busy_ = false, stop_ = false;
-  uint64_t pushed_ = 0, demanded_ = 0, begun_ = 0;
-  std::thread worker_;
-};
-
-void streams_initialize();
-Stream* stream_of(C_Stream handle, int device);  // nullptr: the device's default stream
-Stream* main_stream(int device);  // the one that the framework computes in: the first
-void synchronize_device(int device);
-void defer_if_alive(Stream* stream, int device, std::function<void()> work);  // otherwise, the main stream gets it
-void wake_streams();  // after a change of settings
-void fail(int device, const std::string& why);  // an error of asynchronous work: the next synchronisation raises it
-bool failed(int device);
-std::string failure(int device);
-bool forked();  // in a child of fork, which has none of the worker threads: like CUDA, nothing works there
-void nap(double seconds);
-
-// ---- link.cc: between host and device ----
-enum class Way { H2D, D2H, D2D, CCL };
-// Moves bytes in pieces and takes as long as the link would.
-void transfer(Way way, int device, char* to, const char* from, size_t size, bool pinned);
-void occupy(Way way, int device, size_t size, double since);  // waits until the link would have moved so much
 
 // ---- counters.cc ----
 struct Counter {
@@ -191,6 +105,8 @@ struct Tally {
 Tally& tally();
 void raise_peak(std::atomic<uint64_t>& peak, uint64_t value);
 void count_collective(const char* name);
+void count_fallback(const char* kernel);  // which ran on the host, on copies
+void record_copy(Way way, int device, double begin, double end, size_t size, bool pinned);
 
 struct Origin {  // who asked for the operation that this thread is working on
   int stream = -1;  // -1: none, a synchronous operation
@@ -198,6 +114,9 @@ struct Origin {  // who asked for the operation that this thread is working on
 };
 Origin& origin();
 void record_span(const char* what, int device, double begin, double end, size_t bytes, bool pageable = false);
+
+// The kernel that this thread works for; "" outside of kernels.
+const char*& current_kernel();
 
 // ---- ccl.cc ----
 void fill_ccl(C_DeviceInterface* table);

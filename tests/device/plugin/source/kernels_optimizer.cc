@@ -294,7 +294,7 @@ void CoalesceTensor(const CustomContext& context, const std::vector<const DenseT
     out[k]->Resize(dims[k]);
   }
   // What the inputs held is freed when `kept` goes; the memory is not given back before the streams have drained.
-  if (copy_data) stream_of(reinterpret_cast<C_Stream>(context.stream()), context.GetPlace().GetDeviceId())->synchronize();
+  if (copy_data) runtime::synchronize_stream(stream_of(context));
 }
 
 // Powers of beta, and whether to skip, may lie on the host.
