@@ -115,32 +115,60 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a directory on a RAM disk")
     parser.add_argument("--python", type=Path, help="interpreter of the peers' environment; without it they stay out")
     options = parser.parse_args(argv)
-    rows: list[Row] = []
-    details: dict[str, Any] = {}
-    failures: list[str] = []
-    peers: dict[str, str] = {}
+    found = Findings(options)
     with Homes(options.python) as homes:
         for name in ("calls", *options.cases) if set(options.cases) & {"one-64", "one-4096"} else options.cases:
-            directory = options.directory if name in CASES and CASES[name].disk else options.ram
-            try:
-                with tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as root:
-                    if name == "calls":
-                        rows += calls(homes, Path(root))
-                    else:
-                        case = scaled(CASES[name], options.scale)
-                        details[name] = Comparison(case, homes, Path(root).resolve(), options).run()
-                        rows += rows_of(case, details[name]["seconds"])
-                        peers.update(homes.versions())
-            except (RuntimeError, OSError, EOFError) as error:
-                # One that fails does not lose what the others found.
-                homes.close()
-                failures.append(f"{name}: {type(error).__name__}: {error}")
-                print(failures[-1], flush=True)
-            print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
-            write(options, rows, cases=details, failures=failures, peers=peers)
-    finish(options, rows, cases=details, failures=failures, peers=peers)
-    if failures:
-        raise SystemExit(f"{len(failures)} cases failed")
+            if name == "calls":
+                found.take(name, homes, options.ram, functools.partial(calls, homes))
+            else:
+                case = scaled(CASES[name], options.scale)
+                directory = options.directory if case.disk else options.ram
+                found.take(name, homes, directory, functools.partial(found.compare, name, case, homes))
+    found.finish()
+
+
+class Findings:
+    """Collect what is found, and write it down as it comes: what fails does not lose what the others found.
+
+    Attributes:
+        rows: All rows.
+        details: All seconds, by case.
+        failures: A line for each case that failed.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.rows: list[Row] = []
+        self.details: dict[str, Any] = {}
+        self.failures: list[str] = []
+        self._peers: dict[str, str] = {}
+        self._options = options
+
+    def take(self, name: str, homes: Homes, directory: Path, work: Callable[[Path], list[Row]]) -> None:
+        """Add the rows of one case, which has an empty directory to write into."""
+        try:
+            with tempfile.TemporaryDirectory(prefix="bench-", dir=directory) as root:
+                self.rows += work(Path(root).resolve())
+                self._peers.update(homes.versions())
+        except (RuntimeError, OSError, EOFError) as error:
+            homes.close()
+            self.failures.append(f"{name}: {type(error).__name__}: {error}")
+            print(self.failures[-1], flush=True)
+        print(f"{time.strftime('%H:%M:%S')} {name}", flush=True)
+        write(self._options, self.rows, **self._told())
+
+    def compare(self, name: str, case: Case, homes: Homes, root: Path) -> list[Row]:
+        """Measure one case; return its rows."""
+        self.details[name] = Comparison(case, homes, root, self._options).run()
+        return rows_of(case, self.details[name]["seconds"])
+
+    def finish(self) -> None:
+        """Print all rows; end the program with an error if a case failed."""
+        finish(self._options, self.rows, **self._told())
+        if self.failures:
+            raise SystemExit(f"{len(self.failures)} cases failed")
+
+    def _told(self) -> dict[str, Any]:
+        return {"cases": self.details, "failures": self.failures, "peers": self._peers}
 
 
 class Homes(contextlib.AbstractContextManager["Homes"]):

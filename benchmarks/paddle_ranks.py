@@ -20,6 +20,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
+from benchmarks import reshard
 from benchmarks.harness import MIB
 from benchmarks.ranks import STATEMENT, Part, State, local_tensors, serve
 from paddle_flexckpt.engine.tensor_reader import TensorReader
@@ -39,6 +40,7 @@ def job(address: list[Any], key: str) -> None:
         "ours": Ours(memory),
         "Paddle": Paddle(memory, safetensors=False),
         "Paddle safetensors": Paddle(memory, safetensors=True),
+        "reshard": reshard,
     }
     serve((address[0], address[1]), bytes.fromhex(key), memory.rank, subjects)
 

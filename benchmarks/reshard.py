@@ -43,18 +43,23 @@ def main(argv: list[str] | None = None) -> None:
             for tensors, nbytes in options.cases:
                 case_of = {"tensors": tensors, "nbytes": nbytes, "pairs": options.pairs, "in_place": options.in_place}
                 made = world.run("benchmarks.reshard:measure", **case_of)
-                # A turn takes as long as its slowest rank.
-                seconds = {name: [max(each) for each in zip(*(one[name] for one in made))] for name in made[0]}
-                what = f"{ranks} ranks, {tensors} tensors"
-                rows += [
-                    row(f"memcpy / reshard in memory, {what}", ratios(seconds["memcpy"], seconds["run"]), ">= 0.5"),
-                    row(f"memcpy / reshard without a plan, {what}", ratios(seconds["memcpy"], seconds["call"])),
-                    *(row(f"{name}, {what}", each, unit="s") for name, each in seconds.items()),
-                ]
-                if options.in_place:
-                    reads = ratios(seconds["memcpy"], seconds["in place"])
-                    rows.append(row(f"memcpy / bare reads in place, {what}", reads))
+                rows += rows_of(made, tensors)
     finish(options, rows)
+
+
+def rows_of(made: Sequence[dict[str, list[float]]], tensors: int) -> list[Row]:
+    """Compare turn by turn what the ranks measured."""
+    # A turn takes as long as its slowest rank.
+    seconds = {name: [max(each) for each in zip(*(one[name] for one in made))] for name in made[0]}
+    what = f"{len(made)} ranks, {tensors} tensors"
+    rows = [
+        row(f"memcpy / reshard in memory, {what}", ratios(seconds["memcpy"], seconds["run"]), ">= 0.5"),
+        row(f"memcpy / reshard without a plan, {what}", ratios(seconds["memcpy"], seconds["call"])),
+        *(row(f"{name}, {what}", each, unit="s") for name, each in seconds.items()),
+    ]
+    if "in place" in seconds:
+        rows.append(row(f"memcpy / bare reads in place, {what}", ratios(seconds["memcpy"], seconds["in place"])))
+    return rows
 
 
 def case(text: str) -> tuple[int, int]:

@@ -8,14 +8,28 @@ from dataclasses import replace
 import pytest
 
 pytest.importorskip("paddle.distributed.flex_checkpoint")
-from benchmarks import compare, report, run
+from benchmarks import compare, cores, report, run
 from benchmarks.ranks import part
 from tests.ramdisk import memory_directory
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
 
-def test_small_cases_on_one_and_two_ranks(capsys, monkeypatch):
+@pytest.fixture(scope="module")
+def homes():
+    """Ranks that outlive a comparison, for the next one."""
+
+    class Kept(compare.Homes):
+        def close(self):
+            pass
+
+    kept = Kept(None)
+    yield kept
+    compare.Homes.close(kept)
+
+
+def test_small_cases_on_one_and_two_ranks(homes, capsys, monkeypatch):
+    monkeypatch.setattr(compare, "Homes", lambda python: homes)
     names = ["one-64", "one-aoa", "one-1024", "two-1024", "two-bf16", "two-v2", "disk-64", "disk-publish"]
     # On ranks that are there for the others.
     monkeypatch.setitem(compare.CASES, "disk-publish", replace(compare.CASES["disk-publish"], ranks=2))
@@ -44,6 +58,36 @@ def test_small_cases_on_one_and_two_ranks(capsys, monkeypatch):
     assert "| load of columns / raw |" not in short  # 2 and 32 tensors have no such bound
     assert "| save / raw | >= 0.95 |" in short
     assert "1 rank, 2 tensors, tmpfs" in capsys.readouterr().out
+
+
+def test_ranks_with_cores_of_their_own(homes, monkeypatch):
+    monkeypatch.setattr(cores, "Homes", lambda python: homes)
+    monkeypatch.setattr(cores, "machine", lambda: {"processors": 1})
+    with memory_directory() as path:
+        words = ["--ranks", "2", "--mib", "1", "--tensors", "4", "--pairs", "2", "--reshards", "3x65536"]
+        cores.main([*words, "--ram", str(path), "--directory", str(path), "--json", str(path / "result.json")])
+        result = json.loads((path / "result.json").read_text())
+        assert [file.name for file in path.iterdir()] == ["result.json"]
+    assert result["failures"] == []
+    assert list(result["cases"]) == ["2-tmpfs", "2-disk"]
+    assert [list(each["seconds"]) for each in result["cases"].values()] == [
+        ["save", "load", "load of columns"],
+        ["save", "load"],
+    ]
+    rows = {row["what"]: row for row in result["rows"]}
+    for what in ("save / raw: 2 ranks, 4 tensors, disk", "memcpy / reshard in memory, 2 ranks, 3 tensors"):
+        assert rows[what]["turns"] == 2
+    assert {row["note"] for row in rows.values()} == {"2 ranks on 1 core"}
+    assert {row.note for row in cores.on_cores(1, [compare.row("x", 1.0)])} == {""}
+
+
+def test_parts_that_are_only_run_where_they_are_asked_for(tmp_path, monkeypatch):
+    ran = []
+    monkeypatch.setattr(run, "run", lambda part, output, peers: ran.append(part) or True)
+    assert run.main(["--output", str(tmp_path)]) == 0
+    assert ran == [part for part in run.PARTS if part != "cores"]
+    assert run.main(["cores", "--output", str(tmp_path)]) == 0
+    assert ran[-1] == "cores"
 
 
 def test_cases_with_bounds():
