@@ -109,8 +109,8 @@ def _command(runtime: str, paddle: Path, source: Path) -> list[str]:
     # The fake's header is in the place of CUDA's.
     folders += [SOURCES / "fake"] if runtime == "fake" else [_toolkit() / "include"] if runtime == "cuda" else []
     language = ["-x", "c++"] if source.suffix == ".cu" else []
-    define = f'-DREHEARSAL_FRAMEWORK="{paddle}"'
-    return [_compiler(), *_FLAGS, define, *(f"-I{folder}" for folder in folders), *language]
+    defines = [f'-DREHEARSAL_FRAMEWORK="{paddle}"', f'-DREHEARSAL_RUNTIME="{runtime}"']
+    return [_compiler(), *_FLAGS, *defines, *(f"-I{folder}" for folder in folders), *language]
 
 
 def _has_card() -> bool:

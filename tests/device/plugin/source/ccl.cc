@@ -56,6 +56,7 @@ void begin(const char* what, Stream* stream) {
   check_process();
   check_device(runtime::device_of(stream));
   count_collective(what);
+  current_kernel() = what;
 }
 
 C_Status get_comm_name(C_CCLComm comm, char* name) {
@@ -80,6 +81,7 @@ C_Status comm_init_rank(size_t size, C_CCLRootId* id, size_t rank, C_CCLComm* ou
   comm->size = size;
   const std::string wrong = connect_mesh(comm.get());
   if (!wrong.empty()) refuse("communicator " + comm->name + text(", rank %zu of %zu, start: ", rank, size) + wrong);
+  runtime::prepare_group(comm.get());
   *out = reinterpret_cast<C_CCLComm>(comm.release());
   return C_SUCCESS;
 }

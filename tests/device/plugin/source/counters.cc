@@ -88,14 +88,22 @@ void record_span(const char* what, int device, double begin, double end, size_t 
   if (spans.size() < kMostSpans) spans.push_back({what, device, who.stream, begin, end, bytes, pageable, who.caller});
 }
 
-void record_copy(Way way, int device, double begin, double end, size_t size, bool pinned) {
+static void record_moved(Way way, const char* what, int device, double begin, double end, size_t size, bool pinned) {
   Counter& c = counter(way);
   ++c.calls;
   c.bytes += size;
   if (!pinned) c.pageable_bytes += size;
   c.nanoseconds += static_cast<uint64_t>((end - begin) * 1e9);
   raise_peak(c.largest, size);
-  record_span(kWays[static_cast<int>(way)], device, begin, end, size, !pinned);
+  record_span(what, device, begin, end, size, !pinned);
+}
+
+void record_copy(Way way, int device, double begin, double end, size_t size, bool pinned) {
+  record_moved(way, kWays[static_cast<int>(way)], device, begin, end, size, pinned);
+}
+
+void record_collective(const char* what, int device, double begin, double end, size_t bytes) {
+  record_moved(Way::CCL, what, device, begin, end, bytes, true);
 }
 
 }  // namespace rehearsal

@@ -129,15 +129,17 @@ std::string connect_mesh(Comm* comm) {
   return wrong;
 }
 
-std::string exchange(const char* what, Comm* comm, std::vector<Part> parts, int device) {
-  std::lock_guard<std::mutex> lock(comm->mutex);
-  const double begin = now();
+size_t bytes_to_others(const Comm* comm, const std::vector<Part>& parts) {
   size_t bytes = 0;
-  Queues queues(comm->size);
-  for (const Part& part : parts) {
+  for (const Part& part : parts)
     if (part.sending && part.peer != comm->rank) bytes += part.size;
-    (part.sending ? queues.out : queues.in)[part.peer].push_back(part);
-  }
+  return bytes;
+}
+
+std::string swap_messages(Comm* comm, std::vector<Part> parts) {
+  std::lock_guard<std::mutex> lock(comm->mutex);
+  Queues queues(comm->size);
+  for (const Part& part : parts) (part.sending ? queues.out : queues.in)[part.peer].push_back(part);
   auto &mine = queues.out[comm->rank], &own = queues.in[comm->rank];
   if (mine.size() != own.size()) return "a rank sends to itself what it does not receive";
   for (size_t i = 0; i < mine.size(); ++i) memmove(own[i].data, mine[i].data, std::min(own[i].size, mine[i].size));
@@ -152,7 +154,7 @@ std::string exchange(const char* what, Comm* comm, std::vector<Part> parts, int 
         who.push_back(peer);
       }
     }
-    if (waits.empty()) break;
+    if (waits.empty()) return "";
     const int ready = poll(waits.data(), waits.size(), patience_ms());
     if (ready < 0 && errno == EINTR) continue;
     if (ready <= 0) return silent(who);
@@ -164,14 +166,15 @@ std::string exchange(const char* what, Comm* comm, std::vector<Part> parts, int 
       }
     }
   }
+}
+
+std::string exchange(const char* what, Comm* comm, std::vector<Part> parts, int device) {
+  const double begin = now();
+  const size_t bytes = bytes_to_others(comm, parts);
+  const std::string wrong = swap_messages(comm, std::move(parts));
+  if (!wrong.empty()) return wrong;
   runtime::occupy_link(Way::CCL, device, bytes, begin);
-  Counter& c = counter(Way::CCL);
-  ++c.calls;
-  c.bytes += bytes;
-  raise_peak(c.largest, bytes);
-  const double end = now();
-  c.nanoseconds += static_cast<uint64_t>((end - begin) * 1e9);
-  record_span(what, device, begin, end, bytes);
+  record_collective(what, device, begin, now(), bytes);
   return "";
 }
 

@@ -13,6 +13,7 @@ struct Comm {
   int rank = 0, size = 1;
   std::vector<int> sockets;  // by peer; -1 for itself
   std::mutex mutex;          // one exchange at a time
+  std::shared_ptr<void> on_device;  // what the runtime has made for it, if anything
   ~Comm();
 };
 
@@ -25,7 +26,10 @@ struct Part {  // one message: to or from a peer
 
 // Both return what went wrong, or an empty text.
 std::string connect_mesh(Comm* comm);
-// All messages at once; those with one peer in their order.
+// All messages at once; those with one peer in their order. Nothing is counted.
+std::string swap_messages(Comm* comm, std::vector<Part> parts);
+size_t bytes_to_others(const Comm* comm, const std::vector<Part>& parts);
+// The same, counted as a collective.
 std::string exchange(const char* what, Comm* comm, std::vector<Part> parts, int device);
 
 // reductions.cc

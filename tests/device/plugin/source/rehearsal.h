@@ -107,6 +107,7 @@ void raise_peak(std::atomic<uint64_t>& peak, uint64_t value);
 void count_collective(const char* name);
 void count_fallback(const char* kernel);  // which ran on the host, on copies
 void record_copy(Way way, int device, double begin, double end, size_t size, bool pinned);
+void record_collective(const char* what, int device, double begin, double end, size_t bytes);
 
 struct Origin {  // who asked for the operation that this thread is working on
   int stream = -1;  // -1: none, a synchronous operation

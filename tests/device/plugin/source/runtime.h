@@ -69,6 +69,8 @@ void end_work();  // those addresses are not used again
 void launch(Stream* stream, std::function<void()> work);
 // The same for work that other ranks wait for; what it returns, unless that is empty, is an error of the device.
 void launch_collective(Stream* stream, std::function<std::string()> work);
+// Makes what a new group of ranks needs for the function below; all ranks of the group call it.
+void prepare_group(Comm* comm);
 // Messages between ranks straight from device to device. False: this runtime, or this group, cannot.
 bool exchange_on_device(const char* what, Comm* comm, Stream* stream, const std::vector<Part>& parts);
 void occupy_link(Way way, int device, size_t size, double since);  // waits until the link would have moved so much

@@ -1,0 +1,24 @@
+// What the parts of the runtime for CUDA know of each other. Compiled by nvcc as well.
+#pragma once
+#include <cuda_runtime.h>
+
+namespace rehearsal {
+
+class Stream {
+ public:
+  cudaStream_t handle;
+  int device, number;  // number: among the streams of its device, in the order of their creation
+};
+
+class Event {
+ public:
+  cudaEvent_t handle;
+};
+
+// Raises an error in the Python code that asked, unless the call has gone well.
+void check(cudaError_t status, const char* call);
+#define CUDA_CALL(call) ::rehearsal::check(call, #call)
+void use(int device);  // makes its card the current one of this thread
+int current_device();  // of this thread, as it was used last
+
+}  // namespace rehearsal
