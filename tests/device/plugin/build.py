@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
@@ -96,9 +97,15 @@ def _digest(paddle: Path, files: list[Path]) -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
 def _toolkit() -> Path:
-    """Return the directory of the CUDA toolkit that nvcc belongs to."""
-    return Path(shutil.which("nvcc") or "nvcc").resolve().parents[1]
+    """Return the directory of the CUDA toolkit that nvcc belongs to; what is on PATH may be a script that calls it."""
+    asked = subprocess.run(["nvcc", "--dryrun", "-c", str(SOURCES / "cuda" / "native.cu")], capture_output=True, text=True)
+    for line in asked.stderr.splitlines():
+        name, _, value = line.removeprefix("#$ ").partition("=")
+        if name == "TOP":
+            return Path(value).resolve()
+    raise BuildError(f"nvcc does not say where its toolkit is:\n{asked.stderr}")
 
 
 def _command(runtime: str, paddle: Path, source: Path) -> list[str]:
