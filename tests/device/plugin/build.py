@@ -100,7 +100,9 @@ def _digest(paddle: Path, files: list[Path]) -> str:
 @functools.cache
 def _toolkit() -> Path:
     """Return the directory of the CUDA toolkit that nvcc belongs to; what is on PATH may be a script that calls it."""
-    asked = subprocess.run(["nvcc", "--dryrun", "-c", str(SOURCES / "cuda" / "native.cu")], capture_output=True, text=True)
+    asked = subprocess.run(
+        ["nvcc", "--dryrun", "-c", str(SOURCES / "cuda" / "native.cu")], capture_output=True, text=True
+    )
     for line in asked.stderr.splitlines():
         name, _, value = line.removeprefix("#$ ").partition("=")
         if name == "TOP":

@@ -78,7 +78,8 @@ def environment(devices: int = 2, runtime: str = "simulated", **settings: object
     own = {"CUSTOM_DEVICE_ROOT": str(build(runtime)), "REHEARSAL_DEVICES": str(devices), "PYTHONPATH": path}
     if runtime != "cuda":
         own["FLEXCKPT_SIMULATED_DEVICE"] = "1"
-    return {**own, **_FREE_AT_ONCE, **variables}
+    # Freeing memory of a real device waits for all its work.
+    return {**own, **(_FREE_AT_ONCE if runtime != "cuda" else {}), **variables}
 
 
 @functools.cache

@@ -4,9 +4,9 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <time.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <map>
@@ -22,16 +22,15 @@ struct FakeEvent {
 namespace {
 
 constexpr size_t kMemory = 2ull << 30, kShared = 1 << 20;
-constexpr int kFresh = 0xff;
+constexpr int kFresh = 0xff, kPrivate = -1, kForeign = -2;
 
 struct Block {
   size_t size;
-  int file;  // memory that other processes can open; -1: none
+  int file;  // that other processes can open
 };
 using Blocks = std::map<uintptr_t, Block>;
 std::recursive_mutex mutex;
 Blocks device, host;      // allocated here, opened from others; page-locked
-std::set<uintptr_t> foreign;
 std::set<FakeStream*> streams;
 std::set<FakeEvent*> events;
 size_t used = 0;
@@ -40,12 +39,6 @@ thread_local cudaError_t last = cudaSuccess;
 struct Lock : std::lock_guard<std::recursive_mutex> {
   Lock() : std::lock_guard<std::recursive_mutex>(mutex) {}
 };
-
-double now() {
-  timespec t;
-  clock_gettime(CLOCK_MONOTONIC, &t);
-  return t.tv_sec + t.tv_nsec * 1e-9;
-}
 
 cudaError_t outcome(cudaError_t error) { return error == cudaSuccess ? error : last = error; }
 cudaError_t wrong(const char* call, const char* why) {
@@ -105,7 +98,7 @@ cudaError_t cudaMalloc(void** out, size_t size) {
   REQUIRE(size, "no bytes");
   if (used + size > kMemory) return outcome(cudaErrorMemoryAllocation);
   // Small allocations of CUDA share pages: a handle would open their neighbours as well.
-  const int file = size >= kShared ? memfd_create("fake-cudart", MFD_CLOEXEC) : -1;
+  const int file = size >= kShared ? memfd_create("fake-cudart", MFD_CLOEXEC) : kPrivate;
   if (file >= 0 && ftruncate(file, size)) return outcome(cudaErrorMemoryAllocation);
   const int flags = file >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
   void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE, flags, file, 0);
@@ -119,7 +112,7 @@ cudaError_t cudaMalloc(void** out, size_t size) {
 cudaError_t cudaFree(void* pointer) {
   const Lock lock;
   auto block = device.find(reinterpret_cast<uintptr_t>(pointer));
-  REQUIRE(block != device.end() && !foreign.count(block->first), "memory that was not allocated");
+  REQUIRE(block != device.end() && block->second.file != kForeign, "memory that was not allocated");
   munmap(pointer, block->second.size);
   if (block->second.file >= 0) close(block->second.file);
   used -= block->second.size;
@@ -132,22 +125,19 @@ cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   *free = kMemory - used;
   return cudaSuccess;
 }
-cudaError_t cudaMemset(void* pointer, int value, size_t size) {
+cudaError_t cudaMemsetAsync(void* pointer, int value, size_t size, cudaStream_t stream) {
   const Lock lock;
+  REQUIRE_STREAM(stream);
   REQUIRE(on_device(pointer, size), "memory that was not allocated");
   memset(pointer, value, size);
   return cudaSuccess;
 }
-cudaError_t cudaMemsetAsync(void* pointer, int value, size_t size, cudaStream_t stream) {
-  const Lock lock;
-  REQUIRE_STREAM(stream);
-  return cudaMemset(pointer, value, size);
-}
+cudaError_t cudaMemset(void* pointer, int value, size_t size) { return cudaMemsetAsync(pointer, value, size, nullptr); }
 cudaError_t cudaHostAlloc(void** out, size_t size, unsigned flags) {
   const Lock lock;
   REQUIRE(size && flags == cudaHostAllocPortable, "no bytes, or other flags");
   *out = malloc(size);
-  host[reinterpret_cast<uintptr_t>(*out)] = {size, 0};
+  host[reinterpret_cast<uintptr_t>(*out)] = {size, kPrivate};
   return cudaSuccess;
 }
 cudaError_t cudaFreeHost(void* pointer) {
@@ -160,7 +150,7 @@ cudaError_t cudaHostRegister(void* pointer, size_t size, unsigned flags) {
   const Lock lock;
   REQUIRE(size && flags == cudaHostRegisterPortable, "no bytes, or other flags");
   if (holder(host, pointer, 1) != host.end()) return outcome(cudaErrorHostMemoryAlreadyRegistered);
-  host[reinterpret_cast<uintptr_t>(pointer)] = {size, -1};
+  host[reinterpret_cast<uintptr_t>(pointer)] = {size, kPrivate};
   return cudaSuccess;
 }
 cudaError_t cudaHostUnregister(void* pointer) {
@@ -177,14 +167,13 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* p
 }
 
 // -- copies --
-cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind kind) {
-  const Lock lock;
-  return copy(__func__, to, from, size, kind);
-}
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t size, cudaMemcpyKind kind, cudaStream_t stream) {
   const Lock lock;
   REQUIRE_STREAM(stream);
   return copy(__func__, to, from, size, kind);
+}
+cudaError_t cudaMemcpy(void* to, const void* from, size_t size, cudaMemcpyKind kind) {
+  return cudaMemcpyAsync(to, from, size, kind, nullptr);
 }
 cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t height,
                               cudaMemcpyKind kind, cudaStream_t stream) {
@@ -198,11 +187,7 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
   }
   return cudaSuccess;
 }
-cudaError_t cudaLaunchFake(cudaStream_t stream) {
-  const Lock lock;
-  REQUIRE_STREAM(stream);
-  return cudaSuccess;
-}
+cudaError_t cudaLaunchFake(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
 
 // -- streams and events --
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
@@ -254,7 +239,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   const Lock lock;
   REQUIRE_STREAM(stream);
   REQUIRE_EVENT(event);
-  event->at = now();
+  event->at = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   return cudaSuccess;
 }
 cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaEventSynchronize(event); }
@@ -292,14 +277,13 @@ cudaError_t cudaIpcOpenMemHandle(void** out, cudaIpcMemHandle_t handle, unsigned
   REQUIRE(opened >= 0, "a process that has gone");
   *out = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED, opened, 0);
   close(opened);
-  device[reinterpret_cast<uintptr_t>(*out)] = {size, -1};
-  foreign.insert(reinterpret_cast<uintptr_t>(*out));
+  device[reinterpret_cast<uintptr_t>(*out)] = {size, kForeign};
   return cudaSuccess;
 }
 cudaError_t cudaIpcCloseMemHandle(void* pointer) {
   const Lock lock;
-  REQUIRE(foreign.erase(reinterpret_cast<uintptr_t>(pointer)), "memory that was not opened");
   auto block = device.find(reinterpret_cast<uintptr_t>(pointer));
+  REQUIRE(block != device.end() && block->second.file == kForeign, "memory that was not opened");
   munmap(pointer, block->second.size);
   device.erase(block);
   return cudaSuccess;
