@@ -19,7 +19,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.catalog import Catalog, ValidationError, concat, validate_shards
+from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.engine.agreement import BRIEF_LOAD, Ranks, check_coordinator, check_heads, is_brief
@@ -374,7 +374,8 @@ class Transfer:
         """Fill the targets."""
 
         def move() -> tuple[dict[str, Any], bytes]:
-            moved = self._source.move(self._task)
+            with _saying_what_is_left():
+                moved = self._source.move(self._task)
             resolution = self._task.resolution
             own = moved["bytes_needed"], len(resolution.filled), len(resolution.targets.catalog)
             return moved, " ".join(map(str, own)).encode()
@@ -413,6 +414,20 @@ class Transfer:
         if self._comm.position == self._options.coordinator_rank:
             logger.log(_report_level.get(), report.summary())
         return report
+
+
+@contextlib.contextmanager
+def _saying_what_is_left() -> Iterator[None]:
+    """Say of targets, with an error that does not know of them, that they may be partly overwritten."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{type(error).__name__}: {str(error).strip()}. Targets may be partly overwritten. Remedy: put right what "
+            "failed, and make the same call again before they are used"
+        ) from error
 
 
 def make_task(

@@ -36,6 +36,12 @@ _BACKENDS = {
 }
 
 
+def can_lock(device: str) -> bool:
+    """Return whether the backend of a device has a function for it that is known here, in a library that is loaded."""
+    backend = _BACKENDS.get(device.partition(":")[0])
+    return backend is not None and loaded_library(backend.library) is not None
+
+
 def lock_pages(memory: np.ndarray, device: str) -> Callable[[], None] | None:
     """Page-lock an array's memory for a device such as ``gpu:0``; it has to stay there until it is unlocked.
 
@@ -44,7 +50,7 @@ def lock_pages(memory: np.ndarray, device: str) -> Callable[[], None] | None:
         copies are slower then, and nothing else changes.
     """
     backend = _BACKENDS.get(device.partition(":")[0])
-    library = None if backend is None else _loaded(backend.library)
+    library = None if backend is None else loaded_library(backend.library)
     if backend is None or library is None or not memory.nbytes:
         return None
     address = ctypes.c_void_p(memory.ctypes.data)
@@ -60,18 +66,20 @@ def lock_pages(memory: np.ndarray, device: str) -> Callable[[], None] | None:
             status,
         )
         return None
-    return functools.partial(_unlock, library[backend.unlock], address)
+    return functools.partial(_unlock, library, backend.unlock, address)
 
 
-def _unlock(unlock: Callable[[ctypes.c_void_p], int], address: ctypes.c_void_p) -> None:
-    unlock(address)
+def _unlock(library: ctypes.CDLL, function: str, address: ctypes.c_void_p) -> None:
+    status = library[function](address)
+    if status:
+        logger.warning("%s failed (status %d): host memory stays page-locked. Remedy: report this", function, status)
 
 
 @functools.cache
-def _loaded(library: str) -> ctypes.CDLL | None:
-    """Return a library that is loaded in this process; None if it is not."""
+def loaded_library(name: str) -> ctypes.CDLL | None:
+    """Return a library that is loaded in this process, by how its file's name begins; None if it is not."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.partition("/")[2]
-        if path.rpartition("/")[2].startswith(library):
+        if path.rpartition("/")[2].startswith(name):
             return ctypes.CDLL(f"/{path}")
     return None

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt import __version__
-from paddle_flexckpt.testing.device_check_record import Outcome, read_record
+from paddle_flexckpt.testing.device_check_record import Outcome, is_simulated, read_record
 
 _SINGLE = "paddle_flexckpt.testing.device_check_single"
 _RANKS = Path(__file__).with_name("device_check_ranks.py")
 #: Seconds for one process or one job; NCCL alone takes some to begin.
 _PATIENCE = 600.0
 _SIMULATED = "simulated device"
-#: Set by whatever starts this program with a device that is none.
-_SIMULATED_VARIABLE = "FLEXCKPT_SIMULATED_DEVICE"
+#: Of the processes, unless it is set: a GPU's allocator waits ten seconds before it says that there is no memory.
+_ENVIRONMENT = {"FLAGS_gpu_allocator_retry_time": "0"}
 
 
 class NoAcceleratorError(RuntimeError):
@@ -60,8 +60,9 @@ class DeviceCheck:
         """
         self.outcomes: list[Outcome] = []
         self.facts: dict[str, Any] = {}
-        self.simulated = bool(os.environ.get(_SIMULATED_VARIABLE))
+        self.simulated = is_simulated()
         self._measured = measured_bytes
+        self._env = {**_ENVIRONMENT, **os.environ}
         self._folder = tempfile.TemporaryDirectory(prefix="flexckpt-device-check-")
         self._path = Path(self._folder.name)
         self._single(0, 0)
@@ -120,7 +121,9 @@ class DeviceCheck:
 
     def _process(self, command: list[str]) -> tuple[int, str]:
         try:
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_PATIENCE)
+            done = subprocess.run(
+                command, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_PATIENCE
+            )
         except subprocess.TimeoutExpired as error:
             return 1, f"not done within {_PATIENCE:.0f} s\n{(error.stdout or b'').decode(errors='replace')}"
         return done.returncode, done.stdout.decode(errors="replace")
@@ -131,7 +134,7 @@ class DeviceCheck:
 
     def report(self, seconds: float) -> dict[str, Any]:
         """Return everything, for the JSON."""
-        prefixes = ("FLAGS_", "NCCL_", "XCCL_", "PADDLE_", "REHEARSAL_", "CUDA_VISIBLE_DEVICES")
+        prefixes = ("FLAGS_", "NCCL_", "XCCL_", "PADDLE_", "REHEARSAL_", "FLEXCKPT_", "CUDA_VISIBLE_DEVICES")
         return {
             "device": _SIMULATED if self.simulated else self._devices[0].partition(":")[0],
             "simulated": self.simulated,
@@ -141,7 +144,7 @@ class DeviceCheck:
             "paddle_flexckpt": __version__,
             "python": platform.python_version(),
             "platform": platform.platform(),
-            "environment": {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)},
+            "environment": {name: value for name, value in sorted(self._env.items()) if name.startswith(prefixes)},
             **self.facts,
             "checks": [asdict(outcome) for outcome in self.outcomes],
         }

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,18 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.testing.device_check_record import Record, elements, on_device, require, same
-
-Work = Callable[[], dict[str, Any]]
+from paddle_flexckpt.testing.device_check_counts import count_ranks
+from paddle_flexckpt.testing.device_check_memory import reshard_of_ranks
+from paddle_flexckpt.testing.device_check_record import (
+    FP8,
+    Found,
+    Record,
+    Work,
+    elements,
+    on_device,
+    require,
+    same,
+)
 
 
 class RankChecks:
@@ -44,6 +53,8 @@ class RankChecks:
         yield "reshard from rows to columns", self._reshard
         yield "reshard one way", lambda: self._uneven("one way", 100_003, 0)
         yield "reshard of unequal amounts", lambda: self._uneven("unequal", 1_000_003, 1000)
+        yield "no device memory left, reshard of ranks", lambda: reshard_of_ranks(self._meet)
+        yield "what crosses the link of a rank", lambda: count_ranks(self._folder, self._measured)
         yield "reshard, speed", self._speed
 
     def _cut(self, whole: np.ndarray, axis: int, name: str, dtype: str, *, filled: bool) -> fc.ShardedWeight:
@@ -57,7 +68,12 @@ class RankChecks:
     def _part(self, whole: np.ndarray, axis: int) -> np.ndarray:
         return np.ascontiguousarray(np.split(whole, self._size, axis)[self._rank])
 
-    def _places(self) -> dict[str, Any]:
+    def _meet(self) -> None:
+        """Wait for the other ranks through host sockets: a barrier of the backend needs device memory."""
+        here, there = np.zeros(1), np.ones(1)
+        fc.reshard_sharded_state_dict({"meet": here}, {"meet": there})
+
+    def _places(self) -> Found:
         places: list[Any] = []
         dist.all_gather_object(places, str(paddle.zeros([1]).place))
         require(len(set(places)) == self._size, f"the ranks are on {places}")
@@ -66,8 +82,8 @@ class RankChecks:
         require(float(total[0]) == sum(range(self._size)), f"the backend sums the ranks' numbers to {float(total[0])}")
         return {"detail": f"backend {dist.get_backend()}, {', '.join(places)}"}
 
-    def _save_load(self) -> dict[str, Any]:
-        dtypes = ("float32", "bfloat16", "int64", "bool", "uint8")
+    def _save_load(self) -> Found:
+        dtypes = _known("float32", "float16", "bfloat16", "int64", "bool", "uint8", *FP8)
         whole = {dtype: elements(dtype, (24 * self._size, 20 * self._size), dtype) for dtype in dtypes}
         source = {dtype: self._cut(values, 0, dtype, dtype, filled=True) for dtype, values in whole.items()}
         report = fc.save_state_dict(source, self._folder / "rows")
@@ -77,7 +93,7 @@ class RankChecks:
         require(not wrong, f"other values after the load: {wrong}")
         return {"nbytes": report.total_bytes}
 
-    def _replicated(self) -> dict[str, Any]:
+    def _replicated(self) -> Found:
         items = elements("replicated", (1000, 64), "float32")
         report = fc.save_state_dict({"w": on_device(items, "float32")}, self._folder / "replicated")
         require(report.total_bytes == items.nbytes, f"{report.total_bytes} bytes were written for {items.nbytes}")
@@ -86,7 +102,7 @@ class RankChecks:
         require(same(target["w"], items), "other values after the load")
         return {"nbytes": items.nbytes, "detail": f"this rank wrote {report.bytes_written} bytes"}
 
-    def _asynchronous(self) -> dict[str, Any]:
+    def _asynchronous(self) -> Found:
         items = elements("asynchronous", (256 * self._size, 256), "float32")
         source = {"w": self._cut(items, 0, "w", "float32", filled=True)}
         begin = time.perf_counter()
@@ -100,8 +116,8 @@ class RankChecks:
         require(same(target["w"].local_tensor, self._part(items, 1)), "values from after the save are in it")
         return {"nbytes": items.nbytes // self._size, "figures": {"blocked_seconds": blocked}}
 
-    def _reshard(self) -> dict[str, Any]:
-        dtypes = ("float32", "bfloat16", "bool", "int64")
+    def _reshard(self) -> Found:
+        dtypes = _known("float32", "float16", "bfloat16", "bool", "int64", *FP8)
         whole = {dtype: elements("r" + dtype, (12 * self._size, 17 * self._size), dtype) for dtype in dtypes}
         source = {dtype: self._cut(values, 0, dtype, dtype, filled=True) for dtype, values in whole.items()}
         target = {dtype: self._cut(values, 1, dtype, dtype, filled=False) for dtype, values in whole.items()}
@@ -110,7 +126,7 @@ class RankChecks:
         require(not wrong, f"other values after the reshard: {wrong}")
         return {"nbytes": report.bytes_received}
 
-    def _uneven(self, name: str, there: int, back: int) -> dict[str, Any]:
+    def _uneven(self, name: str, there: int, back: int) -> Found:
         """Move ``there`` elements from the first rank to the last, and ``back`` the other way."""
         last = self._size - 1
         source: dict[str, Any] = {}
@@ -129,7 +145,7 @@ class RankChecks:
         require(not wrong, f"other values after the reshard: {wrong}")
         return {"nbytes": sum(items.nbytes for items in wanted.values())}
 
-    def _speed(self) -> dict[str, Any]:
+    def _speed(self) -> Found:
         columns = 1024 * self._size
         rows = max(1, self._measured // 4 // columns)
         shape = (rows * self._size, columns)
@@ -152,7 +168,11 @@ class RankChecks:
         }
 
 
-def killed_rank(folder: Path) -> dict[str, Any]:
+def _known(*dtypes: str) -> list[str]:
+    return [dtype for dtype in dtypes if hasattr(paddle, dtype)]
+
+
+def killed_rank(folder: Path) -> Found:
     """Have the last rank die while all save; the others have to be told which, and the old checkpoint has to stay."""
     rank, size = dist.get_rank(), dist.get_world_size()
     # The launcher ends the ranks that are left.

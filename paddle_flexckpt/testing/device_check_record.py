@@ -1,11 +1,16 @@
 """Write down the results of checks as they come, and make values that are known on the host.
 
-Tested in tests/device/test_device_check.py.
+A figure may have a bound. On a device that only simulates one, a figure of a clock proves nothing: it is told, and is
+never wrong.
+
+Tested in tests/device/test_device_check.py and tests/device/test_device_check_mistakes.py.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -26,6 +31,15 @@ DTYPES = {
 }
 FP8 = {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
+#: Set by whatever starts the checks with a device that is none.
+SIMULATED_VARIABLE = "FLEXCKPT_SIMULATED_DEVICE"
+#: Names the module that has a device's counters, as ``stats()``, ``reset()`` and ``spans()``.
+COUNTERS_VARIABLE = "FLEXCKPT_DEVICE_COUNTERS"
+
+#: What a check has found: ``nbytes``, ``detail``, ``figures`` and ``bounds``, or what there is of them.
+Found = dict[str, Any]
+Work = Callable[[], Found]
+
 
 class CheckFailed(Exception):
     """Say that a check has found values that are not what they should be."""
@@ -40,7 +54,7 @@ class Outcome:
     """Describe one check: ``result`` is ``ok``, ``WRONG``, ``skipped``, or ``begun`` for one that never ended.
 
     ``nbytes`` were saved, loaded or moved; ``detail`` says what was wrong, why it was skipped, or what was found. For
-    the checks of one process ``rank`` is None.
+    the checks of one process ``rank`` is None. ``bounds`` has those of some figures, such as ``{"at_least": 0.5}``.
     """
 
     check: str
@@ -49,6 +63,7 @@ class Outcome:
     seconds: float = 0.0
     detail: str = ""
     figures: dict[str, float] = field(default_factory=dict)
+    bounds: dict[str, dict[str, float]] = field(default_factory=dict)
     rank: int | None = None
 
 
@@ -65,7 +80,7 @@ class Record:
         self._write(facts)
 
     def check(self, name: str, work: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Make a check; ``work`` returns ``nbytes``, ``detail`` and ``figures``, or what there is of them."""
+        """Make a check; what ``work`` returns is :data:`Found`."""
         outcome = Outcome(name, rank=self._rank)
         self._write(asdict(outcome))
         begin = time.perf_counter()
@@ -81,12 +96,35 @@ class Record:
             outcome.nbytes = int(found.get("nbytes", 0))
             outcome.detail = str(found.get("detail", ""))
             outcome.figures = dict(found.get("figures", {}))
+            outcome.bounds = dict(found.get("bounds", {}))
+            _hold(outcome)
         outcome.seconds = time.perf_counter() - begin
         self._write(asdict(outcome))
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
+
+
+def is_simulated() -> bool:
+    """Return whether the device only simulates one."""
+    return bool(os.environ.get(SIMULATED_VARIABLE))
+
+
+def _hold(outcome: Outcome) -> None:
+    """Tell each figure that has a bound with it; one that does not keep it makes the check wrong on a real device."""
+    told, broken = [], False
+    for name, bound in outcome.bounds.items():
+        figure = outcome.figures[name]
+        kept = bound.get("at_least", figure) <= figure <= bound.get("at_most", figure)
+        limits = " and ".join(f"{limit.replace('_', ' ')} {value:g}" for limit, value in bound.items())
+        told.append(f"{name} {figure:.3g} ({limits}{'' if kept else ': not kept'})")
+        broken |= not kept
+    outcome.detail = "; ".join(filter(None, [outcome.detail, *told]))
+    if broken and is_simulated():
+        outcome.detail += "; a simulated device need not keep it"
+    elif broken:
+        outcome.result = "WRONG"
 
 
 def read_record(path: Path) -> tuple[list[Outcome], dict[str, Any]]:
@@ -110,8 +148,10 @@ def elements(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """Return random elements as opaque items that follow from the name: no arithmetic of a dtype comes in between."""
     width = {**DTYPES, **FP8}[dtype]
     generator = np.random.RandomState(zlib.crc32(name.encode()) % 2**31)
-    data = generator.randint(0, 2 if dtype == "bool" else 256, int(np.prod(shape)) * width).astype("uint8")
-    return np.frombuffer(data.tobytes(), f"V{width}").reshape(shape)
+    data = generator.bytes(int(np.prod(shape)) * width)
+    if dtype == "bool":
+        data = (np.frombuffer(data, "uint8") & 1).tobytes()
+    return np.frombuffer(data, f"V{width}").reshape(shape)
 
 
 def on_device(items: np.ndarray, dtype: str, device: str | None = None) -> Any:
@@ -126,6 +166,19 @@ def on_device(items: np.ndarray, dtype: str, device: str | None = None) -> Any:
     return paddle.to_tensor(data, place=place).view(dtype).reshape(list(items.shape)).clone()
 
 
+def state_of(nbytes: int, count: int = 8) -> dict[str, Any]:
+    """Return so many float32 tensors on the current device, of so many bytes together; their keys are their values."""
+    import paddle
+
+    each = max(1, nbytes // count // 4)
+    return {str(i): paddle.full([each], float(i)) for i in range(count)}
+
+
+def bytes_of(state: Mapping[str, Any]) -> int:
+    """Return the bytes of some tensors."""
+    return sum(int(tensor.size) * tensor.element_size() for tensor in state.values())
+
+
 def same(tensor: Any, items: np.ndarray) -> bool:
     """Return whether a contiguous tensor has exactly these elements."""
     import paddle
@@ -136,6 +189,21 @@ def same(tensor: Any, items: np.ndarray) -> bool:
         return True
     host = tensor.detach()._copy_to(paddle.CPUPlace(), True)
     return bool(host.reshape([-1]).view("uint8").numpy().tobytes() == items.tobytes())
+
+
+# -- what the device itself counts -------------------------------------------------------------------------------------
+
+
+def counters() -> Any:
+    """Return the module that has the device's counters.
+
+    Raises:
+        NotHere: This device has none that are known.
+    """
+    name = os.environ.get(COUNTERS_VARIABLE)
+    if not name:
+        raise NotHere(f"{COUNTERS_VARIABLE} names no module with the counters of this device")
+    return importlib.import_module(name)
 
 
 def require(truth: bool, otherwise: str) -> None:

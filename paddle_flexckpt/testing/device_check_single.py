@@ -6,12 +6,11 @@ Tested in tests/device/test_device_check.py.
 from __future__ import annotations
 
 import contextlib
-import gc
-import os
+import itertools
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,34 @@ import numpy as np
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.testing.device_check_record import DTYPES, FP8, NotHere, Record, elements, on_device, require, same
+from paddle_flexckpt.testing.device_check_counts import count_alone
+from paddle_flexckpt.testing.device_check_dtypes import DtypeChecks
+from paddle_flexckpt.testing.device_check_link import LinkChecks
+from paddle_flexckpt.testing.device_check_memory import MemoryChecks
+from paddle_flexckpt.testing.device_check_pages import PageChecks
+from paddle_flexckpt.testing.device_check_record import (
+    DTYPES,
+    FP8,
+    Found,
+    NotHere,
+    Record,
+    Work,
+    elements,
+    on_device,
+    require,
+    same,
+)
 
 
 class SingleChecks:
     """Make the checks of one process, in their order."""
 
-    def __init__(self, devices: list[str], folder: Path, measured_bytes: int) -> None:
-        """Take all accelerators, of which the first is used as a rule, and the size of the state that is timed."""
-        self._devices, self._folder, self._measured = devices, folder, measured_bytes
+    def __init__(self, devices: list[str], folder: Path, writer: fc.BackgroundWriter) -> None:
+        """Take all accelerators, of which the first is used as a rule, the folder for checkpoints, and a writer."""
+        self._devices, self._folder, self._writer = devices, folder, writer
         paddle.set_device(devices[0])
 
-    def all(self) -> Iterator[tuple[str, Callable[[], dict[str, Any]]]]:
+    def all(self) -> Iterator[tuple[str, Work]]:
         """Yield the checks by name."""
         yield "save and load, all dtypes", lambda: self._round_trip("dtypes", DTYPES)
         yield "float8", lambda: self._round_trip("float8", FP8)
@@ -38,12 +53,9 @@ class SingleChecks:
         yield "a tensor written on another stream", self._other_stream
         yield "tensors change after an asynchronous save", self._asynchronous
         yield "a tensor on the second device", self._second_device
-        yield "reshard in one process", self._reshard
         yield "model, optimizer and random state", self._training
-        yield "little device memory left", self._out_of_memory
-        yield "speed", self._speed
 
-    def _round_trip(self, name: str, dtypes: dict[str, int]) -> dict[str, Any]:
+    def _round_trip(self, name: str, dtypes: dict[str, int]) -> Found:
         known = {dtype: width for dtype, width in dtypes.items() if hasattr(paddle, dtype)}
         if not known:
             raise NotHere(f"this Paddle has none of {', '.join(dtypes)}")
@@ -63,7 +75,7 @@ class SingleChecks:
         require(not changed, f"the save has changed {changed}")
         return {"nbytes": sum(values.nbytes for values, _ in items.values()), "detail": f"{len(known)} dtypes"}
 
-    def _views(self) -> dict[str, Any]:
+    def _views(self) -> Found:
         whole = np.random.RandomState(1).rand(96, 80).astype("float32")
         base = paddle.to_tensor(whole)
         cuts = {
@@ -88,14 +100,14 @@ class SingleChecks:
             require(np.array_equal(target.numpy(), expected), f"a load into a view ({key}) has not reached its tensor")
         return {"nbytes": sum(values.nbytes for values in wanted.values())}
 
-    def _other_stream(self) -> dict[str, Any]:
+    def _other_stream(self) -> Found:
         steps, shape = 60, [1024, 1024]
-        tensor = paddle.zeros(shape)
+        tensor, ones = (paddle.full(shape, value, dtype="int64") for value in (0, 1))
         paddle.device.synchronize()
         stream = paddle.device.Stream(self._devices[0])
         with paddle.device.stream_guard(stream):
             for _ in range(steps):
-                tensor.add_(paddle.ones(shape))
+                tensor.add_(ones)
         # Nothing has waited for that stream.
         fc.save_state_dict({"w": tensor}, self._folder / "stream")
         values = fc.load_merged_state_dict(self._folder / "stream")["w"].numpy()
@@ -103,16 +115,15 @@ class SingleChecks:
         require(share == 1.0, f"saved while another stream wrote it: {share:.0%} of the values are the last ones")
         return {"nbytes": tensor.numpy().nbytes}
 
-    def _asynchronous(self) -> dict[str, Any]:
+    def _asynchronous(self) -> Found:
         shape, count = [512, 1024], 8
         tensors = {str(i): paddle.full(shape, float(i + 1)) for i in range(count)}
         begin = time.perf_counter()
-        with fc.BackgroundWriter() as writer:
-            handle: Any = fc.save_state_dict(tensors, self._folder / "async", async_save=writer)
-            blocked = time.perf_counter() - begin
-            for tensor in tensors.values():
-                tensor.fill_(-1.0)
-            handle.result()
+        handle: Any = fc.save_state_dict(tensors, self._folder / "async", async_save=self._writer)
+        blocked = time.perf_counter() - begin
+        for tensor in tensors.values():
+            tensor.fill_(-1.0)
+        handle.result()
         total = time.perf_counter() - begin
         saved = fc.load_merged_state_dict(self._folder / "async")
         wrong = [key for key in tensors if not (saved[key].numpy() == float(int(key) + 1)).all()]
@@ -120,7 +131,7 @@ class SingleChecks:
         nbytes = sum(tensor.numpy().nbytes for tensor in tensors.values())
         return {"nbytes": nbytes, "figures": {"blocked_seconds": blocked, "total_seconds": total}}
 
-    def _second_device(self) -> dict[str, Any]:
+    def _second_device(self) -> Found:
         if len(self._devices) < 2:
             raise NotHere("this process sees one device only")
         items = {"first": elements("first", (300, 70), "float32"), "second": elements("second", (300, 70), "float32")}
@@ -137,15 +148,7 @@ class SingleChecks:
         require(paddle.get_device() == self._devices[0], "the library has changed the current device")
         return {"nbytes": sum(values.nbytes for values in items.values()), "detail": " and ".join(places.values())}
 
-    def _reshard(self) -> dict[str, Any]:
-        items = elements("reshard", (512, 96), "bfloat16")
-        source = {"w": on_device(items, "bfloat16")}
-        target = {"w": on_device(np.zeros_like(items), "bfloat16")}
-        fc.reshard_sharded_state_dict(source, target)
-        require(same(target["w"], items), "other values after the reshard")
-        return {"nbytes": items.nbytes}
-
-    def _training(self) -> dict[str, Any]:
+    def _training(self) -> Found:
         fc.install()
 
         def build(seed: int) -> tuple[Any, Any]:
@@ -175,81 +178,6 @@ class SingleChecks:
         losses = train(model, optimizer, 3)
         require(losses == wanted, f"losses after the restore are {losses}, without it {wanted}")
         return {"detail": f"losses {', '.join(f'{loss:.6f}' for loss in losses)}"}
-
-    def _out_of_memory(self) -> dict[str, Any]:
-        items = elements("oom", (2048, 1024), "float32")
-        state, target = {"w": on_device(items, "float32")}, {"w": on_device(np.zeros_like(items), "float32")}
-        hoard, size, errors = [], 1 << 40, []
-        try:
-            while size >= 1 << 20:
-                try:
-                    hoard.append(paddle.empty([size], dtype="uint8"))
-                except (RuntimeError, MemoryError, SystemError, OSError, ValueError):
-                    size //= 2
-            for name, work in (
-                ("save", lambda: fc.save_state_dict(state, self._folder / "oom")),
-                ("load", lambda: fc.load_state_dict(target, self._folder / "oom")),
-            ):
-                try:
-                    work()
-                except Exception as error:  # any that says what it is will do
-                    require("memory" in str(error).lower(), f"an error that does not name memory: {error!r}")
-                    errors.append(name)
-        finally:
-            hoarded = sum(int(np.prod(tensor.shape)) for tensor in hoard)
-            hoard.clear()
-            gc.collect()
-        if not errors:
-            require(same(target["w"], items), "other values after a load with little memory left")
-        require(same(state["w"], items), "the save with little memory left has changed its source")
-        found = f"{' and '.join(errors)}: clear error" if errors else "save and load went well"
-        return {"nbytes": items.nbytes, "detail": f"{found}, with {hoarded >> 20} MiB held"}
-
-    def _speed(self) -> dict[str, Any]:
-        count, each = 8, self._measured // 8 // 4
-        state = {str(i): paddle.full([each], float(i)) for i in range(count)}
-        nbytes = count * each * 4
-        host = paddle.CPUPlace()
-        paddle.device.synchronize()
-        copies = {key: tensor._copy_to(host, True) for key, tensor in state.items()}  # memory and caches get warm
-        down = _timed(lambda: [tensor._copy_to(host, True) for tensor in state.values()])
-        up = _timed(lambda: [copy._copy_to(state["0"].place, True) for copy in copies.values()])
-        write = _timed(lambda: self._write(copies))
-        fc.save_state_dict(state, self._folder / "speed")
-        save = _timed(lambda: fc.save_state_dict(state, self._folder / "speed"))
-        load = _timed(lambda: fc.load_state_dict(state, self._folder / "speed"))
-        wrong = [key for key, tensor in state.items() if not (tensor.numpy() == float(int(key))).all()]
-        require(not wrong, f"other values after the load: {wrong}")
-        overlap = (down + write - save) / min(down, write)
-        gib = nbytes / 2**30
-        figures = {
-            "raw_device_to_host_gib_per_s": gib / down,
-            "raw_host_to_device_gib_per_s": gib / up,
-            "raw_write_gib_per_s": gib / write,
-            "save_gib_per_s": gib / save,
-            "load_gib_per_s": gib / load,
-            "overlap_of_copy_and_write": max(0.0, min(1.0, overlap)),
-        }
-        detail = (
-            f"save {gib / save:.2f} GiB/s (raw copy {gib / down:.2f}, raw write {gib / write:.2f}, overlap "
-            f"{figures['overlap_of_copy_and_write']:.0%}), load {gib / load:.2f} (raw copy {gib / up:.2f})"
-        )
-        return {"nbytes": nbytes, "detail": detail, "figures": figures}
-
-    def _write(self, copies: dict[str, Any]) -> None:
-        with open(self._folder / "raw", "wb") as file:
-            for copy in copies.values():
-                file.write(memoryview(copy.numpy()).cast("B"))
-            file.flush()
-            os.fsync(file.fileno())
-
-
-def _timed(work: Callable[[], object]) -> float:
-    paddle.device.synchronize()
-    begin = time.perf_counter()
-    work()
-    paddle.device.synchronize()
-    return time.perf_counter() - begin
 
 
 def accelerators() -> list[str]:
@@ -288,8 +216,17 @@ def main() -> None:
     if not count:
         return
     record.note(**facts(devices[:count]))
-    with tempfile.TemporaryDirectory() as folder:
-        for name, work in SingleChecks(devices[:count], Path(folder), measured).all():
+    with tempfile.TemporaryDirectory() as path, fc.BackgroundWriter() as writer:
+        folder = Path(path)
+        checks = (
+            SingleChecks(devices[:count], folder, writer).all(),
+            DtypeChecks(folder, measured, writer).all(),
+            MemoryChecks(folder).all(),
+            PageChecks(devices[0], folder, measured).all(),
+            LinkChecks(devices[0], folder, measured, writer).all(),
+            [("what crosses the link", lambda: count_alone(folder, measured, writer))],
+        )
+        for name, work in itertools.chain.from_iterable(checks):
             record.check(name, work)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import paddle
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.live.test_transforms import EXPECTED, PLAIN, SCALES, VALUES, Scaled
 from tests.remedies.following import provoked
@@ -49,6 +50,22 @@ def test_whole_tensors_are_taken_before_the_next_step():
     taken = dict(fc.full_param(layer.state_dict(), process_group="self"))
     layer.weight.set_value(layer.weight + 1)
     assert taken["weight"].numpy().tolist() == before.tolist()
+
+
+def test_a_load_for_which_there_was_no_memory_is_made_again(tmp_path, monkeypatch):
+    fc.save_state_dict({"a": A}, tmp_path)
+    target = np.full((6, 4), -1, np.float32)
+
+    def without_memory(self):
+        raise MemoryError("Cannot allocate 4 MB")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(Filling, "finish", without_memory)
+        with provoked("engine/transfer.py", "make the same call again before they are used") as caught:
+            fc.load_state_dict({"a": target}, tmp_path)
+    assert "MemoryError: Cannot allocate 4 MB. Targets may be partly overwritten." in str(caught.value)
+    fc.load_state_dict({"a": target}, tmp_path)
+    assert target.tolist() == A.tolist()
 
 
 def test_more_axes_than_paddle_has(tmp_path):

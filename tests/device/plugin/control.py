@@ -76,6 +76,7 @@ def environment(devices: int = 2, runtime: str = "simulated", **settings: object
     # Processes with the device import this package, to name the tensor that the host has touched.
     path = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"CUSTOM_DEVICE_ROOT": str(build(runtime)), "REHEARSAL_DEVICES": str(devices), "PYTHONPATH": path}
+    own["FLEXCKPT_DEVICE_COUNTERS"] = __package__
     if runtime != "cuda":
         own["FLEXCKPT_SIMULATED_DEVICE"] = "1"
     # Freeing memory of a real device waits for all its work.
