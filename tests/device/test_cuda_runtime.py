@@ -106,19 +106,31 @@ def collectives() -> dict[str, object]:
     }
 
 
-def test_messages_go_from_device_to_device_and_reductions_through_the_host(world):
-    first, second = world.run(collectives)
+def check_values(first: dict[str, object], second: dict[str, object]) -> None:
     for answer in (first, second):
         assert answer["gathered"] == [[0, 1, 2, 3, 4], [10, 11, 12, 13, 14]]
         assert answer["large"]
         assert answer["passed"] == [0, 1, 2, 3, 4]
         assert answer["total"] == [10, 12, 14, 16, 18]
-        assert answer["on the host"] == []
         assert answer["then"] == 1
     assert first["received"] == [0, 1, 100, 101, 102]
     assert second["received"] == [2, 3, 4]
     assert first["sent"] == 5 * 8 + 3 * 8 + 5 * 8
     assert second["sent"] == 5 * 8 + (44 << 20) + 3 * 8
+
+
+def test_messages_go_from_device_to_device_and_reductions_through_the_host(world):
+    answers = world.run(collectives)
+    check_values(*answers)
+    assert [answer["on the host"] for answer in answers] == [[], []]
+
+
+def test_where_processes_cannot_share_memory_messages_go_through_the_host():
+    with World(2, device="tests.device.fake_ranks", env={"FAKE_CUDART_WITHOUT_IPC": "1"}) as world:
+        answers = world.run(collectives)
+    check_values(*answers)
+    moved = ["all_gather", "all_to_all", "broadcast"]
+    assert [answer["on the host"] for answer in answers] == [[*moved, "send"], [*moved, "recv"]]
 
 
 def reshard() -> list[bool]:

@@ -18,7 +18,7 @@ LIBRARY = "libpaddle-rehearsal.so"
 RUNTIMES = ("simulated", "cuda", "fake")
 _FOLDERS = {"simulated": ("simulated",), "cuda": ("cuda",), "fake": ("cuda", "fake")}
 _FLAGS = (
-    "-std=c++17 -O1 -g1 -fPIC -Wall -Wno-unused-variable -pthread -fvisibility=hidden -DPADDLE_WITH_CUSTOM_DEVICE"
+    "-std=c++17 -O1 -fPIC -Wall -Wno-unused-variable -pthread -fvisibility=hidden -DPADDLE_WITH_CUSTOM_DEVICE"
 ).split()
 # Warnings are errors. The code is for the card that is there when it is compiled, and for all newer ones.
 _NVCC_FLAGS = "-std=c++17 -O2 -Xcompiler=-fPIC,-Wall,-fvisibility=hidden -Werror all-warnings".split()

@@ -32,7 +32,7 @@ constexpr int kMaxDevices = 16;
   SETTING(delay_us, 0)          /* longest of the random delays before the operations of a stream */                  \
   SETTING(seed, 0)              /* of these delays */                                                                 \
   SETTING(lazy, 0)              /* 1: a stream does nothing that nobody waits for; collectives are waited for */      \
-  SETTING(memory_gib, 4)        /* of each device */                                                                  \
+  SETTING(memory_gib, 0)        /* of each device; 0: 4 where it is simulated, and all that a card has */             \
   SETTING(patience_s, 60)       /* how long a collective waits for a peer that says nothing */                        \
   SETTING(lose_event, 0)        /* N: the N-th recording of an event from now on is lost; -1: all */                  \
   SETTING(lose_wait, 0)         /* N: the N-th wait from now on does not wait; -1: all */                             \
@@ -47,7 +47,6 @@ struct Settings {
 Settings& settings();
 std::atomic<double>* setting(const std::string& name);
 int device_count();
-size_t device_capacity();
 void nap(double seconds);
 double now();  // CLOCK_MONOTONIC, which is time.monotonic()
 

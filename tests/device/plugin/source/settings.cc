@@ -43,8 +43,6 @@ int device_count() {
   return count;
 }
 
-size_t device_capacity() { return static_cast<size_t>(settings().memory_gib * (1ull << 30)); }
-
 void nap(double seconds) {
   if (seconds <= 0) return;
   timespec time{static_cast<time_t>(seconds), static_cast<long>((seconds - static_cast<time_t>(seconds)) * 1e9)};

@@ -90,7 +90,7 @@ cudaEvent_t timing_event(int card) {
   return event;
 }
 
-// Sets a card's clock, where there is none; CUDA's times are relative, and exact for an hour or so.
+// Sets a card's clock, where there is none.
 void start_clock(int card) {
   if (clocks[card].event) return;
   clocks[card].event = timing_event(card);
@@ -100,7 +100,7 @@ void start_clock(int card) {
 }
 
 double time_of(cudaEvent_t event, int card) {
-  float milliseconds = 0;
+  float milliseconds = 0;  // of 24 bits: after ten minutes, exact to 0.04 ms
   CUDA_CALL(cudaEventElapsedTime(&milliseconds, clocks[card].event, event));
   return clocks[card].at + milliseconds * 1e-3;
 }
@@ -163,6 +163,7 @@ void upload(Stream* stream) {
 }  // namespace
 
 void check(cudaError_t status, const char* call) {
+  if (status == cudaErrorCudartUnloading) return;  // the process ends, and Paddle gives back what it has
   if (status != cudaSuccess) refuse(text("%s: %s (%s)", call, cudaGetErrorString(status), cudaGetErrorName(status)));
 }
 
@@ -189,17 +190,22 @@ void settings_changed() {}
 bool allocate(int device, void** out, size_t size) {
   use(device);
   const double limit = settings().memory_gib * (1 << 30);
-  std::lock_guard<std::mutex> lock(blocks_mutex);
-  const bool fits = limit <= 0 || used[device] + size <= limit;
+  {
+    std::lock_guard<std::mutex> lock(blocks_mutex);
+    used[device] += size;
+  }
+  // Not under the lock: CUDA may wait for the device here, and the device for a callback that frees memory.
+  const bool fits = limit <= 0 || used[device] <= limit;
   const cudaError_t status = fits ? cudaMalloc(out, std::max<size_t>(size, 1)) : cudaErrorMemoryAllocation;
+  std::lock_guard<std::mutex> lock(blocks_mutex);
   if (status == cudaErrorMemoryAllocation) {
     cudaGetLastError();  // it is not to be met again
+    used[device] -= size;
     ++tally().refused_allocations;
     return false;
   }
   check(status, "cudaMalloc");
   blocks[number(*out)] = {size, device};
-  used[device] += size;
   ++tally().allocations;
   tally().device_bytes += size;
   raise_peak(tally().device_peak, tally().device_bytes);
@@ -208,12 +214,14 @@ bool allocate(int device, void** out, size_t size) {
 
 bool release(int device, void* pointer) {
   use(device);
-  std::lock_guard<std::mutex> lock(blocks_mutex);
-  const auto found = blocks.find(number(pointer));
-  if (found == blocks.end()) return false;
-  used[device] -= found->second.size;
-  tally().device_bytes -= found->second.size;
-  blocks.erase(found);
+  {
+    std::lock_guard<std::mutex> lock(blocks_mutex);
+    const auto found = blocks.find(number(pointer));
+    if (found == blocks.end()) return false;
+    used[device] -= found->second.size;
+    tally().device_bytes -= found->second.size;
+    blocks.erase(found);
+  }
   CUDA_CALL(cudaFree(pointer));
   return true;
 }
@@ -267,18 +275,25 @@ void copy_async(Way way, Stream* stream, void* to, const void* from, size_t size
   const bool locked = check_copy(way, to, from, size);
   use(stream->device);
   const int card = stream->device % cards();
-  std::lock_guard<std::mutex> lock(timings_mutex);
-  start_clock(card);
-  const Timing timing{timing_event(card), timing_event(card), way, stream->device, size, locked, {stream->number, caller()}};
+  Timing timing{nullptr, nullptr, way, stream->device, size, locked, {stream->number, caller()}};
+  {
+    std::lock_guard<std::mutex> lock(timings_mutex);
+    start_clock(card);
+    timing.begin = timing_event(card);
+    timing.end = timing_event(card);
+  }
+  // Not under the lock: a copy of pageable memory returns when it is done.
   CUDA_CALL(cudaEventRecord(timing.begin, stream->handle));
   CUDA_CALL(cudaMemcpyAsync(to, from, size, kind(way), stream->handle));
   CUDA_CALL(cudaEventRecord(timing.end, stream->handle));
+  std::lock_guard<std::mutex> lock(timings_mutex);
   timings.push_back(timing);
 }
 
 void collect_times() {
   std::lock_guard<std::mutex> lock(timings_mutex);
   const Origin before = origin();
+  const int device_before = current;
   std::deque<Timing> unfinished;
   for (const Timing& timing : timings) {
     const int card = timing.device % cards();
@@ -292,13 +307,8 @@ void collect_times() {
     spare[card].insert(spare[card].end(), {timing.begin, timing.end});
   }
   timings.swap(unfinished);
-  if (timings.empty()) {  // a later copy sets the clocks anew
-    for (int card = 0; card < cards(); ++card) {
-      if (clocks[card].event) spare[card].push_back(clocks[card].event);
-      clocks[card].event = nullptr;
-    }
-  }
   origin() = before;
+  use(device_before);
 }
 
 Stream* create_stream(int device) {
@@ -335,9 +345,11 @@ void synchronize_stream(Stream* stream) {
 void call_back(Stream* stream, std::function<void()> work) {
   use(stream->device);
   auto* held = new std::function<void()>(std::move(work));
+  // A thread of its own: in CUDA's, no function of CUDA may be called.
   const auto run = [](void* data) {
-    const std::unique_ptr<std::function<void()>> mine(static_cast<std::function<void()>*>(data));
-    (*mine)();
+    std::thread([mine = std::unique_ptr<std::function<void()>>(static_cast<std::function<void()>*>(data))] {
+      (*mine)();
+    }).detach();
   };
   CUDA_CALL(cudaLaunchHostFunc(stream->handle, run, held));
 }

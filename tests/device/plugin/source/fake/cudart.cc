@@ -1,5 +1,4 @@
-// Functions that look like those of CUDA's runtime: each looks at its arguments (sizes, kinds, streams and events that
-// exist, memory that was allocated), and does its work at once, on host memory. One card of 2 GiB.
+// Functions that look like CUDA's: each looks at its arguments, and does its work at once, on host memory.
 #include "cuda_runtime.h"
 
 #include <fcntl.h>
@@ -261,6 +260,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEve
 cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* pointer) {
   const Lock lock;
   auto block = device.find(reinterpret_cast<uintptr_t>(pointer));
+  if (getenv("FAKE_CUDART_WITHOUT_IPC")) return outcome(cudaErrorInvalidValue);
   REQUIRE(block != device.end() && block->second.file >= 0, "not the begin of an allocation that can be shared");
   snprintf(handle->reserved, sizeof handle->reserved, "%d %d %zu", getpid(), block->second.file, block->second.size);
   return cudaSuccess;

@@ -46,6 +46,11 @@ Arena arenas[kMaxDevices];
 // Allocations that this thread has named, and whose stream is not known yet: device and offset.
 thread_local std::vector<std::pair<int, size_t>> unowned;
 
+size_t device_capacity() {
+  const double gib = settings().memory_gib;
+  return static_cast<size_t>((gib > 0 ? gib : 4) * (1ull << 30));
+}
+
 Arena* arena_of(uintptr_t address) {
   const uintptr_t index = (address - kBase) / kStride;
   return address >= kBase && index < static_cast<uintptr_t>(device_count()) ? &arenas[index] : nullptr;
