@@ -38,6 +38,8 @@ MIB = 1 << 20
 _OF_BARE_COPY, _AT_ONCE, _SLOWER_STEP = 0.3, 0.5, 1.5
 #: Steps of training that are timed, alone, and beside a save if it takes so long.
 _STEPS = 20
+#: Of integers, in a step of a device that has no kernel for matrices.
+_PRODUCTS = 20
 #: A save of less than so many buffers has hardly begun when its last copy is done.
 _LEAST_BUFFERS = 16
 
@@ -261,16 +263,24 @@ class LinkChecks:
 def _step() -> tuple[Callable[[], object], str]:
     """Return a step of fixed size for the device alone, and what it does."""
     extent = 128 if is_simulated() else 4096
-    table = paddle.ones([extent, extent])
-    steps: dict[str, Callable[[], object]] = {
-        f"a product of matrices, {extent} x {extent}": lambda: paddle.matmul(table, table),
-        f"a sum of {extent * extent} integers": lambda: integers * integers,
+    steps = {
+        f"a product of matrices, {extent} x {extent}": _matrices,
+        f"{_PRODUCTS} products of {extent * extent} integers": _integers,
     }
-    integers = paddle.ones([extent * extent], dtype="int64")
-    for what, step in steps.items():
-        if not _falls_back(step):
-            return step, what
+    for what, step_of in steps.items():
+        if not _falls_back(step_of(2)):
+            return step_of(extent), what
     raise NotHere(f"this device has no kernel for {' or '.join(steps)}")
+
+
+def _matrices(extent: int) -> Callable[[], object]:
+    table = paddle.ones([extent, extent])
+    return lambda: paddle.matmul(table, table)
+
+
+def _integers(extent: int) -> Callable[[], object]:
+    numbers = paddle.ones([extent * extent], dtype="int64")
+    return lambda: [numbers * numbers for _ in range(_PRODUCTS)]
 
 
 def _falls_back(step: Callable[[], object]) -> bool:

@@ -52,6 +52,8 @@ class Hoard:
         self._held.clear()
         gc.collect()
         paddle.device.synchronize()
+        # What Paddle keeps for later is lost to other processes on the same device. Old versions have no such function.
+        getattr(paddle.device, "empty_cache", lambda: None)()
 
 
 class MemoryChecks:
