@@ -224,6 +224,20 @@ BENCH ?=
 bench: $(TEST_STAMP) $(BENCH_STAMP) ## measure BENCH, or everything, against the medium, Paddle's own, torch DCP, Orbax and others; results in bench-output/
 	@$(BIN)/python -m benchmarks.run $(BENCH) --peers $(BENCH_VENV)/bin/python
 
+# What a GPU machine without a network lacks, and the interpreter, of the version that it has, for the rehearsal.
+GPU_KIT ?= gpu-kit
+KIT_PYTHON ?= python3.12
+
+.PHONY: gpu-kit
+gpu-kit: $(VENV_STAMP) ## pack Paddle's CPU wheel and others into gpu-kit/, for a GPU machine without a network; prints the parts' sizes
+	@echo "[make] filling $(GPU_KIT)"
+	@$(BIN)/python tests/device/gpu/pack.py fill $(GPU_KIT)
+
+.PHONY: gpu-rehearsal
+gpu-rehearsal: ## run all that is to be run on a GPU machine, from an empty directory, on the simulated runtime, without a network
+	@echo "[make] rehearsing the steps of $(GPU_KIT)"
+	@PYTHON=$(KIT_PYTHON) tests/device/gpu/rehearse.sh $(GPU_KIT)
+
 .PHONY: docs
 docs: $(DOCS_STAMP) ## make the documentation a site, with references of names and commands; in build/site/
 	@echo "[make] making the site"

@@ -1,9 +1,10 @@
-"""Saves and loads of a simulated device, against the slower of its link and the medium alone; both are throttled.
+"""Saves and loads of a device, against the slower of its link and the medium alone.
 
-The device is the rehearsal device of the tests (docs/plugin.md), the medium a file system whose writes and
-reads wait until a medium of the given bandwidth would have taken or brought the bytes. Both are slow on purpose, so
-that waiting for them takes the time, and not the machine: what is shown is whether copies, writes and reads go on at
-the same time.
+The device is that of the plugin of the tests (docs/rehearsal_device.md), simulated unless this program was started with
+another one (``python -m tests.device.gpu.on_plugin cuda 1 -m benchmarks.device --gibs 0``). The simulated link, and a
+medium whose writes and reads wait until one of the given bandwidth would have taken or brought the bytes, are slow on
+purpose, so that waiting for them takes the time, and not the machine: what is shown is whether copies, writes and reads
+go on at the same time. With ``--gibs 0`` nothing is slowed down.
 
     python -m benchmarks.device                       # 256 MiB, 0.125 GiB/s each
 """
@@ -17,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.harness import MIB, arguments, finish, random_tensors, ratios, row, turns
+from benchmarks.harness import MIB, Row, arguments, finish, random_tensors, ratios, row, turns
 from paddle_flexckpt.media.local import LocalInputFile, LocalOutputFile
 from tests.device import plugin
 
@@ -48,6 +49,9 @@ class Medium:
     @contextmanager
     def throttles(self) -> Iterator[None]:
         """Slow down all files that this process writes or reads, for the duration of a block."""
+        if not self._rate:
+            yield
+            return
         real, read = LocalOutputFile.write_many, LocalInputFile.read_into_each
 
         def write_many(file: LocalOutputFile, parts: Any) -> None:
@@ -70,12 +74,12 @@ def main(argv: list[str] | None = None) -> None:
     parser = arguments(__doc__, pairs=5)
     parser.add_argument("--mib", type=int, default=256, help="size of the state")
     parser.add_argument("--tensors", type=int, default=16, help="tensors in the state")
-    parser.add_argument("--gibs", type=float, default=0.125, help="bandwidth of link and medium, GiB/s")
+    parser.add_argument("--gibs", type=float, default=0.125, help="bandwidth of link and medium, GiB/s; 0: as it is")
     options = parser.parse_args(argv)
-    reason = plugin.missing_tools()
-    if reason:
-        sys.exit(f"no simulated device: {reason}")
     if "CUSTOM_DEVICE_ROOT" not in os.environ:
+        reason = plugin.missing_tools()
+        if reason:
+            sys.exit(f"no simulated device: {reason}")
         # Paddle finds devices when it is imported.
         os.environ.update(plugin.environment(1))
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.device", *(sys.argv[1:] if argv is None else argv)])
@@ -84,15 +88,20 @@ def main(argv: list[str] | None = None) -> None:
         seconds, details = measure(options, directory)
     finally:
         shutil.rmtree(directory)
+    finish(options, rows_of(seconds, options, details["runtime"]), seconds=seconds, **details)
+
+
+def rows_of(seconds: Mapping[str, Sequence[float]], options: Any, runtime: str) -> list[Row]:
+    """Compare turn by turn; bounds are for a link and a medium that are slowed down."""
     slower = list(map(max, zip(seconds["link"], seconds["medium"])))
     slower_in = list(map(max, zip(seconds["link, to the device"], seconds["medium, reading"])))
-    rows = [
-        row("device load / the slower of link and medium alone", ratios(slower_in, seconds["load"]), ">= 0.90"),
-        row("device save / the slower of link and medium alone", ratios(slower, seconds["save"]), ">= 0.90"),
-        row("device async call / the link alone", ratios(seconds["async"], seconds["link"]), "<= 1.10"),
+    bounds, where = ((">= 0.90", "<= 1.10"), "") if options.gibs else (("", ""), f", {runtime}")
+    return [
+        row(f"device load / the slower of link and medium alone{where}", ratios(slower_in, seconds["load"]), bounds[0]),
+        row(f"device save / the slower of link and medium alone{where}", ratios(slower, seconds["save"]), bounds[0]),
+        row(f"device async call / the link alone{where}", ratios(seconds["async"], seconds["link"]), bounds[1]),
         *(row(f"{name}, {options.mib} MiB", values, unit="s") for name, values in seconds.items()),
     ]
-    finish(options, rows, seconds=seconds, **details)
 
 
 def measure(options: Any, directory: Path) -> tuple[dict[str, list[float]], dict[str, Any]]:
@@ -108,7 +117,8 @@ def measure(options: Any, directory: Path) -> tuple[dict[str, list[float]], dict
     nbytes = sum(4 * int(tensor.size) for tensor in state.values())
     whole = np.zeros(nbytes, dtype=np.uint8)
     plugin.page_lock(whole.ctypes.data, whole.nbytes)
-    plugin.configure(d2h_gibs=options.gibs, h2d_gibs=options.gibs)
+    if options.gibs:
+        plugin.configure(d2h_gibs=options.gibs, h2d_gibs=options.gibs)
     medium = Medium(options.gibs)
     writer = fc.BackgroundWriter()
 
@@ -154,11 +164,14 @@ def measure(options: Any, directory: Path) -> tuple[dict[str, list[float]], dict
             fc.load_state_dict(target, str(kept))
 
     handles = []
+    stats: dict[str, Any] = {}  # of each subject's last run
     pageable = 0  # but for what is only looked at below
 
     def clean(name: str) -> None:
         nonlocal pageable
-        pageable += plugin.stats()["d2h"]["pageable_bytes"]
+        counters = plugin.stats()
+        pageable += counters["d2h"]["pageable_bytes"]
+        stats[name] = counters
         if name == "async":
             handles.pop().result()
         if name == "load":
@@ -183,7 +196,7 @@ def measure(options: Any, directory: Path) -> tuple[dict[str, list[float]], dict
     plugin.reset()
     seconds = turns(subjects, options.pairs, after=clean)
     writer.close()
-    return seconds, {"pageable bytes": pageable}
+    return seconds, {"pageable bytes": pageable, "runtime": plugin.runtime(), "stats": stats}
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("paddle")
+from benchmarks import device
 from tests.device import plugin
 
 pytestmark = [
@@ -33,3 +35,16 @@ def test_a_small_case(tmp_path):
     )
     assert result["pageable bytes"] == 0
     assert os.listdir(tmp_path) == ["result.json"]
+
+
+def test_what_is_not_slowed_down_has_no_bounds_and_names_its_runtime():
+    seconds = {"link": [2], "medium": [1], "save": [4], "link, to the device": [1], "medium, reading": [3], "load": [6]}
+    options = argparse.Namespace(gibs=0, mib=8)
+    rows = {row.what: row for row in device.rows_of({**seconds, "async": [2]}, options, "cuda")}
+    assert {row.bound for row in rows.values()} == {""}
+    assert rows["device save / the slower of link and medium alone, cuda"].median == 0.5
+    assert rows["device load / the slower of link and medium alone, cuda"].median == 0.5
+    assert rows["device async call / the link alone, cuda"].median == 1
+    with device.Medium(0).throttles():
+        assert device.LocalOutputFile.write_many.__name__ == "write_many"
+        assert device.LocalOutputFile.write_many.__qualname__.startswith("LocalOutputFile")
