@@ -84,8 +84,7 @@ class DeviceCheck:
             reason = f"{self._wanted} ranks were wanted, and there are {len(self._devices)} devices"
             self.outcomes.append(Outcome("several ranks", "skipped", detail=reason))
             return
-        self._job("all", self._measured)
-        self._job("killed", self._measured)
+        self._job(self._measured)
 
     def _single(self, count: int, measured: int) -> None:
         """Run the checks of one process; with a count of 0, only look which devices there are."""
@@ -96,19 +95,17 @@ class DeviceCheck:
         self.facts.update(facts)
         self._take(outcomes, code, said, "one process")
 
-    def _job(self, what: str, measured: int) -> None:
-        """Run the checks of several ranks."""
+    def _job(self, measured: int) -> None:
+        """Run the checks of several ranks; in their last one, the last rank is killed."""
         devices = ",".join(name.partition(":")[2] for name in self._devices[: self._ranks])
-        logs = self._path / f"logs-{what}"
+        logs = self._path / "logs"
         command = [sys.executable, "-m", "paddle.distributed.launch", "--devices", devices, "--host", "127.0.0.1"]
-        command += ["--log_dir", str(logs), str(_RANKS), str(self._path), str(measured), what]
+        command += ["--log_dir", str(logs), str(_RANKS), str(self._path), str(measured)]
         _, said = self._process(command)
         for rank in range(self._ranks):
-            outcomes, _ = read_record(self._path / f"{what}.{rank}")
+            outcomes, _ = read_record(self._path / f"rank.{rank}")
             log = logs / f"workerlog.{rank}"
             tail = log.read_text(errors="replace")[-3000:] if log.exists() else said
-            if what == "killed" and rank == self._ranks - 1:
-                continue  # the rank that was killed
             self._take(outcomes, 0 if outcomes else 1, tail, f"rank {rank}")
 
     def _take(self, outcomes: Sequence[Outcome], code: int, said: str, who: str) -> None:

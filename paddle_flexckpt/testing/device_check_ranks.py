@@ -201,16 +201,18 @@ def killed_rank(folder: Path) -> Found:
 
 
 def main() -> None:
-    """Make the checks: ``FOLDER MEASURED-BYTES all|killed``."""
-    folder, measured, what = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    """Make the checks: ``FOLDER MEASURED-BYTES``."""
+    folder, measured = Path(sys.argv[1]), int(sys.argv[2])
     dist.init_parallel_env()
     rank = dist.get_rank()
-    record = Record(folder / f"{what}.{rank}", rank)
-    if what == "killed":
-        record.check("a killed rank", lambda: killed_rank(folder))
-        os._exit(0)  # an ordinary end would wait for the rank that is gone
+    record = Record(folder / f"rank.{rank}", rank)
     for name, work in RankChecks(folder, measured).all():
         record.check(name, work)
+    if rank == dist.get_world_size() - 1:
+        killed_rank(folder)  # which does not return
+    else:
+        record.check("a killed rank", lambda: killed_rank(folder))
+    os._exit(0)  # an ordinary end would wait for the rank that is gone
 
 
 if __name__ == "__main__":

@@ -275,7 +275,12 @@ MISTAKES = {
         ("asynchronous save in slices, all dtypes", "slices change a bit", "other values in the checkpoint: ['bool'"),
         ("merged load, all dtypes", "strided tensors are shifted", "other values in the checkpoint: ['bool turned'"),
         ("no device memory left, save", "failed saves are left", "the save without memory has left ["),
-        ("no device memory left, save", "missing memory is passed over", "a save that needs device memory went well"),
+        pytest.param(
+            "no device memory left, save",
+            "missing memory is passed over",
+            "a save that needs device memory went well",
+            marks=pytest.mark.slow,
+        ),
         ("no device memory left, load", "overwritten targets are not told", "['whole'] changed, of which the error"),
         ("host memory is page-locked", "pages are not locked", "the save has memory that is not page-locked"),
         ("host memory is page-locked", "pages stay locked", "the save has left memory page-locked"),
@@ -283,7 +288,12 @@ MISTAKES = {
         ("cudaHostRegister", "cudart locks nothing", "cudaHostRegister locked the memory a second time"),
         ("cudaHostRegister", "cudart unlocks nothing", "cudaHostUnregister unlocked the memory a second time"),
         ("copy, hash and write at the same time", "the trace has another clock", "is it another clock's?"),
-        ("what crosses the link", "everything crosses twice", "save: to_host is 2097152, and should be 1048576"),
+        pytest.param(
+            "what crosses the link",
+            "everything crosses twice",
+            "save: to_host is 2097152, and should be 1048576",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_check_finds_what_it_is_there_for(device_world2, tmp_path, name, mistake, text):
