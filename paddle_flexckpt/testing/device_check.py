@@ -2,7 +2,8 @@
 
 It saves, loads and reshards, alone and with several ranks over the real backend, compares everything bit for bit with
 values known on the host, and prints a table. ``--json`` writes what a report should have with it. Checks on a device
-that is simulated (the variable ``FLEXCKPT_SIMULATED_DEVICE`` is set) say so.
+that is simulated (the variable ``FLEXCKPT_SIMULATED_DEVICE`` is set) say so. Ctrl-C ends it with what was
+found until then.
 
 This process does not import Paddle: a check that crashes is a line of the table.
 Tested in tests/device/test_device_check.py.
@@ -62,10 +63,14 @@ class DeviceCheck:
         self.facts: dict[str, Any] = {}
         self.simulated = is_simulated()
         self._measured = measured_bytes
+        self._interrupted = False
         self._env = {**_ENVIRONMENT, **os.environ}
         self._folder = tempfile.TemporaryDirectory(prefix="flexckpt-device-check-")
         self._path = Path(self._folder.name)
         self._single(0, 0)
+        if self._interrupted:
+            self.close()
+            raise KeyboardInterrupt
         self._devices: list[str] = self.facts.pop("accelerators", [])
         if not self._devices:
             self.close()
@@ -80,6 +85,8 @@ class DeviceCheck:
     def run(self) -> None:
         """Make all checks."""
         self._single(max(2, self._ranks) if len(self._devices) > 1 else 1, self._measured)
+        if self._interrupted:
+            return
         if self._ranks < 2:
             reason = f"{self._wanted} ranks were wanted, and there are {len(self._devices)} devices"
             self.outcomes.append(Outcome("several ranks", "skipped", detail=reason))
@@ -121,6 +128,10 @@ class DeviceCheck:
             done = subprocess.run(
                 command, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_PATIENCE
             )
+        except KeyboardInterrupt:
+            # The report has what was found until then.
+            self._interrupted = True
+            return 1, "interrupted"
         except subprocess.TimeoutExpired as error:
             return 1, f"not done within {_PATIENCE:.0f} s\n{(error.stdout or b'').decode(errors='replace')}"
         return done.returncode, done.stdout.decode(errors="replace")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from paddle_flexckpt.testing import device_check
 from paddle_flexckpt.testing.device_check_record import Record, require
 from tests.device import plugin
 
@@ -145,3 +146,39 @@ def test_a_check_that_never_ends_is_told(tmp_path):
     assert [outcomes[name].result for name in ("fine", "wrong", "deadly")] == ["ok", "WRONG", "begun"]
     assert outcomes["fine"].nbytes == 3
     assert "two are not three" in outcomes["wrong"].detail
+
+
+@pytest.mark.parametrize("unfinished", [True, False])
+def test_a_check_that_is_interrupted_tells_what_was_found_until_then(tmp_path, monkeypatch, capsys, unfinished):
+    real = subprocess.run
+
+    def run(command, **options):
+        if command[0] != sys.executable:  # the standard library asks for the processor
+            return real(command, **options)
+        record = Record(Path(command[3]))
+        record.note(accelerators=["rehearsal:0", "rehearsal:1"])
+        if command[4] == "0":  # only looks which devices there are
+            return subprocess.CompletedProcess(command, 0, b"")
+        record.check("done", lambda: None)
+        if unfinished:
+            record._write({"check": "cut off"})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device_check.subprocess, "run", run)
+    assert device_check.main(["--json", str(tmp_path / "out.json")]) == 1
+    checks = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))["checks"]
+    assert [(check["check"], check["result"]) for check in checks] == [
+        ("done", "ok"),
+        ("cut off" if unfinished else "one process", "WRONG"),
+    ]
+    assert "interrupted" in checks[1]["detail"]
+    assert "SOMETHING IS WRONG" in capsys.readouterr().out
+
+
+def test_nothing_is_found_where_the_look_for_devices_is_interrupted(monkeypatch):
+    def run(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(device_check.subprocess, "run", run)
+    with pytest.raises(KeyboardInterrupt):
+        device_check.main([])

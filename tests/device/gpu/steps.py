@@ -70,7 +70,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
     work, kit = options.work, options.kit
     one, two = (("-m", PLUGIN, options.runtime, number) for number in ("1", "2"))
     peers = ("--python", options.peers) if options.peers else ()
-    saved, cores = ("--mib", "1024", "--gibs", "0"), ("--pairs", "3", *peers)
+    saved, cores = ("--mib", "1024", "--gibs", "0"), ("--pairs", "3", "--mib", "512", *peers)
     if options.small:
         saved = ("--mib", "8", "--tensors", "2", "--pairs", "1", "--gibs", "0")
         cores = ("--pairs", "1", "--mib", "16", "--tensors", "32", "--reshards", "3x65536", *peers)
