@@ -160,6 +160,15 @@ def check_copies_are_counted_and_timed() -> None:
     assert span.begin <= span.end
 
 
+def check_an_event_that_is_not_there_yet_harms_no_later_call() -> None:
+    held = on_device(np.arange(6, dtype="int64"))
+    event = paddle.device.Event()
+    event.record()
+    answers = [event.query(), event.query()]
+    assert answers[-1]
+    equal(held * held, np.arange(6) ** 2)  # a kernel of the device's own
+
+
 def check_host_memory_is_page_locked() -> None:
     from paddle_flexckpt.live.page_lock import lock_pages
 

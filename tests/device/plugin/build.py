@@ -20,8 +20,9 @@ _FOLDERS = {"simulated": ("simulated",), "cuda": ("cuda",), "fake": ("cuda", "fa
 _FLAGS = (
     "-std=c++17 -O1 -fPIC -Wall -Wno-unused-variable -pthread -fvisibility=hidden -DPADDLE_WITH_CUSTOM_DEVICE"
 ).split()
-# Warnings are errors. The code is for the card that is there when it is compiled, and for all newer ones.
-_NVCC_FLAGS = "-std=c++17 -O2 -Xcompiler=-fPIC,-Wall,-fvisibility=hidden -Werror all-warnings".split()
+_NVCC_FLAGS = "-std=c++17 -O2 -Xcompiler=-fPIC,-Wall,-fvisibility=hidden".split()
+# Where there is a card, the code is for it. Elsewhere it is compiled to see that it can be: warnings are errors.
+_FOR_THIS_CARD, _FOR_NO_CARD = ["-arch=native"], ["-arch=sm_80", "-Werror", "all-warnings"]
 
 
 class BuildError(RuntimeError):
@@ -113,7 +114,7 @@ def _toolkit() -> Path:
 def _command(runtime: str, paddle: Path, source: Path) -> list[str]:
     """Return the command that compiles a source, but for the names of source and object."""
     if source.suffix == ".cu" and runtime == "cuda":
-        return ["nvcc", *_NVCC_FLAGS, "-arch=native" if _has_card() else "-arch=sm_80"]
+        return ["nvcc", *_NVCC_FLAGS, *(_FOR_THIS_CARD if _has_card() else _FOR_NO_CARD)]
     folders = [paddle / "include", paddle / "include" / "third_party", SOURCES]
     # The fake's header is in the place of CUDA's.
     folders += [SOURCES / "fake"] if runtime == "fake" else [_toolkit() / "include"] if runtime == "cuda" else []
@@ -123,7 +124,7 @@ def _command(runtime: str, paddle: Path, source: Path) -> list[str]:
 
 
 def _has_card() -> bool:
-    return Path("/dev/nvidia0").exists()
+    return any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def _compile(runtime: str, paddle: Path, sources: list[Path], cache: Path) -> list[Path]:
@@ -161,8 +162,11 @@ def _link(runtime: str, paddle: Path, objects: list[Path], target: Path) -> None
     command = [_compiler(), "-shared", "-pthread", "-o", str(target), *map(str, objects), f"-L{libraries}"]
     command += ["-l:libphi_core.so", "-l:libcommon.so", f"-Wl,-rpath,{libraries}"]
     if runtime == "cuda":
-        cuda = _toolkit() / "lib64"
-        command += [f"-L{cuda}", "-lcudart", f"-Wl,-rpath,{cuda}"]
+        folders = (_toolkit() / each for each in ("lib64", "lib", "targets/x86_64-linux/lib"))
+        found = [path for folder in folders for path in sorted(folder.glob("libcudart.so*"))]
+        if not found:
+            raise BuildError(f"there is no libcudart below {_toolkit()}")
+        command += [str(found[0]), f"-Wl,-rpath,{found[0].parent}"]
     linked = subprocess.run(command, capture_output=True, text=True)
     if linked.returncode:
         raise BuildError(f"the linker failed:\n{linked.stderr}")

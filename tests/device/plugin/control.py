@@ -138,10 +138,12 @@ def trace() -> list[Span]:
         if _library().rehearsal_spans(file.name.encode()):
             raise OSError(f"the rehearsal device cannot write {file.name}")
         rows = [line.rstrip("\n").split("\t") for line in file]
-    return [
+    found = [
         Span(what, int(device), float(begin), float(end), int(n), int(stream), pageable == "1", caller)
         for what, device, stream, begin, end, n, pageable, caller in rows
     ]
+    # Over CUDA, asynchronous copies are written down when somebody asks.
+    return sorted(found, key=lambda span: span.end)
 
 
 def touches() -> list[Touch]:

@@ -15,6 +15,8 @@ class Event {
   cudaEvent_t handle;
 };
 
+// Whether a call has gone well. If not, the thread forgets the error: CUDA's last error would be met by a later call.
+bool went_well(cudaError_t status);
 // Raises an error in the Python code that asked, unless the call has gone well.
 void check(cudaError_t status, const char* call);
 #define CUDA_CALL(call) ::rehearsal::check(call, #call)

@@ -31,7 +31,9 @@ struct Group {
   std::vector<Side> sides;  // by rank
   int rank = 0;
   cudaEvent_t free = nullptr;  // since when this rank's buffer can be filled again, whichever stream used it last
-  ~Group() {  // at the end of a process the driver may be gone: nothing is asked of it then
+  ~Group() {
+    if (forked() || failed(device)) return;  // a child has no device; of a peer that is gone nothing ever comes
+    cudaDeviceSynchronize();  // by then the peers have read this rank's buffer: its streams have waited for them
     for (int r = 0; r < static_cast<int>(sides.size()); ++r) {
       if (sides[r].room && r != rank) cudaIpcCloseMemHandle(sides[r].room);
       if (sides[r].room && r == rank) cudaFree(sides[r].room);
@@ -41,11 +43,6 @@ struct Group {
     if (free) cudaEventDestroy(free);
   }
 };
-
-bool went_well(cudaError_t status) {
-  if (status != cudaSuccess) cudaGetLastError();  // it is not to be met again
-  return status == cudaSuccess;
-}
 
 Hello export_side(Side* mine) {
   constexpr unsigned kFlags = cudaEventDisableTiming | cudaEventInterprocess;

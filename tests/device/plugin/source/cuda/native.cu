@@ -23,8 +23,10 @@ void run_on_card(const F& f, int64_t count, cudaStream_t stream) {
   if (!count) return;
   constexpr int kThreads = 256;
   const int64_t blocks = (count + kThreads - 1) / kThreads;
-  each<<<static_cast<unsigned>(blocks < 65536 ? blocks : 65536), kThreads, 0, stream>>>(f, count);
-  CUDA_CALL(cudaGetLastError());
+  const dim3 grid(static_cast<unsigned>(blocks < 65536 ? blocks : 65536)), block(kThreads);
+  void* arguments[] = {const_cast<F*>(&f), &count};
+  // Its own status: the last error of the thread may be another call's.
+  CUDA_CALL(cudaLaunchKernel(reinterpret_cast<const void*>(&each<F>), grid, block, arguments, 0, stream));
 }
 template <typename T>
 __device__ void add_to(T* sum, T more) {  // of integers, so the order does not matter
@@ -43,7 +45,7 @@ struct Wide {  // an element of 16 bytes
 
 // Where element k in row-major order of some extents lies.
 struct Layout {
-  int64_t extents[kMostAxes], strides[kMostAxes];
+  int64_t extents[kMostAxes] = {}, strides[kMostAxes] = {};
   int axes = 0;
 
   // Axes that continue each other are one.
@@ -61,11 +63,12 @@ struct Layout {
   }
   __host__ __device__ int64_t operator()(int64_t k) const {
     int64_t offset = 0;
-    for (int axis = axes - 1; axis >= 0; --axis) {
-      offset += k % extents[axis] * strides[axis];
-      k /= extents[axis];
+    for (int axis = axes - 1; axis > 0; --axis) {
+      const int64_t rest = k / extents[axis];
+      offset += (k - rest * extents[axis]) * strides[axis];
+      k = rest;
     }
-    return offset;
+    return axes ? offset + k * strides[0] : 0;
   }
 };
 
@@ -267,6 +270,10 @@ bool fill(Stream* stream, size_t width, void* to, size_t count, const void* elem
 bool copy_rows(Stream* stream, size_t count, const std::vector<Rows>& parts) {
   use(stream->device);
   for (const Rows& part : parts) {
+    if (count == 1) {  // a pitch has a limit
+      CUDA_CALL(cudaMemcpyAsync(part.to, part.from, part.bytes, cudaMemcpyDeviceToDevice, stream->handle));
+      continue;
+    }
     CUDA_CALL(cudaMemcpy2DAsync(part.to, part.to_pitch, part.from, part.from_pitch, part.bytes, count,
                                 cudaMemcpyDeviceToDevice, stream->handle));
   }

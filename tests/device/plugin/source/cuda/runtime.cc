@@ -1,6 +1,8 @@
 // CUDA's answers to what the plugin asks of a runtime. Several devices of the plugin may be one card.
 #include <algorithm>
+#include <array>
 #include <map>
+#include <utility>
 
 #include "../rehearsal.h"
 #include "cuda.h"
@@ -13,10 +15,11 @@ struct Block {
   int device;
 };
 std::mutex blocks_mutex;
-std::map<uintptr_t, Block> blocks;          // live allocations, by address
+// Not destroyed at the end of a process, when Paddle still gives memory back.
+auto& blocks = *new std::map<uintptr_t, Block>;          // live allocations, by address
 size_t used[kMaxDevices];
 std::mutex pinned_mutex;
-std::map<uintptr_t, size_t> pinned;         // page-locked by this plugin
+auto& pinned = *new std::map<uintptr_t, size_t>;         // page-locked by this plugin
 std::mutex streams_mutex;
 Stream* defaults[kMaxDevices];
 int created[kMaxDevices];
@@ -75,8 +78,8 @@ struct Clock {  // of a card: an event, and when it was
   double at = 0;
 };
 std::mutex timings_mutex;
-std::deque<Timing> timings;
-std::vector<cudaEvent_t> spare[kMaxDevices];
+auto& timings = *new std::deque<Timing>;
+auto& spare = *new std::array<std::vector<cudaEvent_t>, kMaxDevices>;
 Clock clocks[kMaxDevices];
 
 cudaEvent_t timing_event(int card) {
@@ -127,7 +130,7 @@ struct Mirror {
 };
 thread_local std::vector<Mirror> mirrors;
 std::mutex rooms_mutex;
-std::multimap<size_t, char*> rooms;  // page-locked, not in use
+auto& rooms = *new std::multimap<size_t, char*>;  // page-locked, not in use
 
 char* take_room(size_t size) {
   {
@@ -165,6 +168,11 @@ void upload(Stream* stream) {
 void check(cudaError_t status, const char* call) {
   if (status == cudaErrorCudartUnloading) return;  // the process ends, and Paddle gives back what it has
   if (status != cudaSuccess) refuse(text("%s: %s (%s)", call, cudaGetErrorString(status), cudaGetErrorName(status)));
+}
+
+bool went_well(cudaError_t status) {
+  if (status != cudaSuccess) cudaGetLastError();
+  return status == cudaSuccess;
 }
 
 void use(int device) {
@@ -244,20 +252,24 @@ void set_bytes(int device, void* pointer, unsigned char value, size_t size) {
 }
 
 bool allocate_host(void** out, size_t size) {
-  if (cudaHostAlloc(out, std::max<size_t>(size, 1), cudaHostAllocPortable) != cudaSuccess) return false;
+  if (!went_well(cudaHostAlloc(out, std::max<size_t>(size, 1), cudaHostAllocPortable))) return false;
   count_pinned(*out, size);
   return true;
 }
-bool release_host(void* pointer) { return uncount_pinned(pointer) && cudaFreeHost(pointer) == cudaSuccess; }
+bool release_host(void* pointer) {
+  if (!uncount_pinned(pointer)) return false;
+  CUDA_CALL(cudaFreeHost(pointer));
+  return true;
+}
 bool register_host(void* pointer, size_t size) {
-  if (cudaHostRegister(pointer, size, cudaHostRegisterPortable) != cudaSuccess) return false;
+  if (!went_well(cudaHostRegister(pointer, size, cudaHostRegisterPortable))) return false;
   count_pinned(pointer, size);
   return true;
 }
-bool unregister_host(void* pointer) { return uncount_pinned(pointer) && cudaHostUnregister(pointer) == cudaSuccess; }
+bool unregister_host(void* pointer) { return uncount_pinned(pointer) && went_well(cudaHostUnregister(pointer)); }
 bool is_pinned(const void* pointer) {
   cudaPointerAttributes found{};
-  return cudaPointerGetAttributes(&found, pointer) == cudaSuccess && found.type == cudaMemoryTypeHost;
+  return went_well(cudaPointerGetAttributes(&found, pointer)) && found.type == cudaMemoryTypeHost;
 }
 
 void copy(Way way, int device, void* to, const void* from, size_t size) {
@@ -267,7 +279,8 @@ void copy(Way way, int device, void* to, const void* from, size_t size) {
   origin() = {-1, caller()};
   const double begin = now();
   CUDA_CALL(cudaMemcpy(to, from, size, kind(way)));
-  CUDA_CALL(cudaStreamSynchronize(nullptr));  // within a device the call above returns before
+  // These alone return before they are done; after others this would wait for the copies of other threads.
+  if (way == Way::D2D || (way == Way::H2D && !locked)) CUDA_CALL(cudaStreamSynchronize(nullptr));
   record_copy(way, device, begin, now(), size, locked);
 }
 
@@ -286,27 +299,37 @@ void copy_async(Way way, Stream* stream, void* to, const void* from, size_t size
   CUDA_CALL(cudaEventRecord(timing.begin, stream->handle));
   CUDA_CALL(cudaMemcpyAsync(to, from, size, kind(way), stream->handle));
   CUDA_CALL(cudaEventRecord(timing.end, stream->handle));
-  std::lock_guard<std::mutex> lock(timings_mutex);
-  timings.push_back(timing);
+  bool many = false;
+  {
+    std::lock_guard<std::mutex> lock(timings_mutex);
+    timings.push_back(timing);
+    many = timings.size() > 4096;
+  }
+  if (many) collect_times();
 }
 
 void collect_times() {
   std::lock_guard<std::mutex> lock(timings_mutex);
+  if (timings.empty() || forked()) return;
   const Origin before = origin();
   const int device_before = current;
   std::deque<Timing> unfinished;
   for (const Timing& timing : timings) {
     const int card = timing.device % cards();
     use(timing.device);
-    if (cudaEventQuery(timing.end) == cudaErrorNotReady) {
-      unfinished.push_back(timing);
-      continue;
-    }
+    const cudaError_t status = cudaEventQuery(timing.end);
+    if (status == cudaErrorNotReady) unfinished.push_back(timing);
+    if (!went_well(status)) continue;  // if the card is lost, the next wait says so
+    float lasted = 0;
+    CUDA_CALL(cudaEventElapsedTime(&lasted, timing.begin, timing.end));
+    const double end = time_of(timing.end, card);
     origin() = timing.who;
-    record_copy(timing.way, timing.device, time_of(timing.begin, card), time_of(timing.end, card), timing.size, timing.pinned);
+    record_copy(timing.way, timing.device, end - lasted * 1e-3, end, timing.size, timing.pinned);
     spare[card].insert(spare[card].end(), {timing.begin, timing.end});
   }
   timings.swap(unfinished);
+  for (int card = 0; timings.empty() && card < cards(); ++card)  // set anew by the next copy: clocks drift apart
+    if (clocks[card].event) spare[card].push_back(std::exchange(clocks[card].event, nullptr));
   origin() = before;
   use(device_before);
 }
@@ -336,7 +359,7 @@ bool is_idle(Stream* stream) {
   use(stream->device);
   const cudaError_t status = cudaStreamQuery(stream->handle);
   if (status != cudaErrorNotReady) check(status, "cudaStreamQuery");
-  return status == cudaSuccess;
+  return went_well(status);
 }
 void synchronize_stream(Stream* stream) {
   use(stream->device);
@@ -371,7 +394,7 @@ void record_event(Event* event, Stream* stream) {
 bool is_done(Event* event) {
   const cudaError_t status = cudaEventQuery(event->handle);
   if (status != cudaErrorNotReady) check(status, "cudaEventQuery");
-  return status == cudaSuccess;
+  return went_well(status);
 }
 void synchronize_event(Event* event) { CUDA_CALL(cudaEventSynchronize(event->handle)); }
 void wait_for_event(Stream* stream, Event* event) {

@@ -11,11 +11,13 @@
 #include <map>
 #include <mutex>
 #include <set>
+#include <utility>
 
 struct FakeStream {};
 struct FakeEvent {
   unsigned flags;
-  double at;  // when it was recorded; negative: never
+  double at;   // when it was recorded; negative: never
+  bool asked;  // the first query after a recording finds it not ready
 };
 
 namespace {
@@ -72,14 +74,8 @@ cudaError_t copy(const char* call, void* to, const void* from, size_t size, cuda
 
 }  // namespace
 
-cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
-  return cudaSuccess;
-}
-cudaError_t cudaSetDevice(int number) {
-  REQUIRE(number == 0, "a card that does not exist");
-  return cudaSuccess;
-}
+cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+cudaError_t cudaSetDevice(int number) { return number ? wrong(__func__, "a card that does not exist") : cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaGetLastError() {
   const cudaError_t error = last;
@@ -161,7 +157,6 @@ cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* p
   found->type = on_device(pointer, 1)                     ? cudaMemoryTypeDevice
                 : holder(host, pointer, 1) != host.end() ? cudaMemoryTypeHost
                                                           : cudaMemoryTypeUnregistered;
-  found->device = 0;
   return cudaSuccess;
 }
 
@@ -186,7 +181,10 @@ cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_
   }
   return cudaSuccess;
 }
-cudaError_t cudaLaunchFake(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
+cudaError_t cudaLaunchFake(cudaStream_t stream) {
+  REQUIRE(last == cudaSuccess, "a call before has failed, and its error was left for others to meet");
+  return cudaStreamSynchronize(stream);
+}
 
 // -- streams and events --
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* out, unsigned flags) {
@@ -225,7 +223,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* out, unsigned flags) {
   const Lock lock;
   REQUIRE(!(flags & cudaEventInterprocess) || flags & cudaEventDisableTiming, "an event between processes has no times");
-  events.insert(*out = new FakeEvent{flags, -1});
+  events.insert(*out = new FakeEvent{flags, -1, true});
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
@@ -238,13 +236,19 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   const Lock lock;
   REQUIRE_STREAM(stream);
   REQUIRE_EVENT(event);
+  event->asked = false;
   event->at = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   return cudaSuccess;
 }
-cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaEventSynchronize(event); }
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+  const Lock lock;
+  REQUIRE_EVENT(event);
+  return std::exchange(event->asked, true) ? cudaSuccess : outcome(cudaErrorNotReady);
+}
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   const Lock lock;
   REQUIRE_EVENT(event);
+  event->asked = true;
   return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t begin, cudaEvent_t end) {
