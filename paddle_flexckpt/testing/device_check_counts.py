@@ -47,15 +47,16 @@ class Ledger:
         self.figures: dict[str, float] = {}
         self._wrong: list[str] = []
 
-    def call(self, name: str, work: Callable[[], Any], *, device_memory: int = 0, **moved: int) -> Any:
+    def call(self, name: str, work: Callable[[], Any], *, device_memory: int = 0, spare: int = 0, **moved: int) -> Any:
         """Make a call and return its result.
 
         Args:
             name: What to call it.
             work: The call.
             device_memory: So many bytes of it may be taken.
+            spare: So many bytes more may cross to the host.
             **moved: Bytes ``to_host``, ``to_device`` and ``to_ranks``, and ``collectives``; what is not given has to be
-                none. A function is asked after the call, and given its result.
+                none.
         """
         paddle.device.synchronize()
         gc.collect()
@@ -72,7 +73,7 @@ class Ledger:
         }
         for what, number in found.items():
             self.figures[f"{name}: {what}"] = number
-            if number != moved.get(what, 0):
+            if not 0 <= number - moved.get(what, 0) <= (spare if what == "to_host" else 0):
                 self._wrong.append(f"{name}: {what} is {number}, and should be {moved.get(what, 0)}")
         taken = after["device_peak"] - before["device_bytes"]
         self.figures[f"{name}: device_memory"] = taken
@@ -141,8 +142,8 @@ def count_ranks(folder: Path, measured_bytes: int) -> Found:
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = _rows(measured_bytes) // size * size
     columns = _COLUMNS // size
-    whole = _numbers(rows * size)
-    nbytes = rows * _COLUMNS * 4
+    whole = _numbers(rows * size, columns * size)
+    nbytes = rows * columns * size * 4
     shape = tuple(whole.shape)
     part = whole[rows * rank : rows * (rank + 1)].clone()
     source = {"w": fc.ShardedWeight("w", part, tuple(part.shape), shape, (rows * rank, 0))}
@@ -178,12 +179,14 @@ def count_ranks(folder: Path, measured_bytes: int) -> Found:
     wanted = whole.numpy()[:, columns * rank : columns * (rank + 1)]
     wrong = [name for name, tensor in targets.items() if not np.array_equal(tensor.numpy(), wanted)]
     require(not wrong, f"other values after {wrong}")
-    # Each rank sums up what it writes, and what a neighbour writes.
+    # Each rank sums up what it writes, and what a neighbour writes; of two ranks that is all there is. Of more, a
+    # stretch may end within what one sum is of.
     written = int(whole.size) * 4 // size
     ledger.call(
         "replicated save",
         lambda: fc.save_state_dict({"w": whole}, folder / "counted-replicas"),
         to_host=written + 8 * (2 * written // (ROW_WORDS * 4)),
+        spare=0 if size == 2 else 8 * size,
         to_device=ROW_WORDS * 8,
         device_memory=_COMPARE_BYTES,
     )
@@ -196,5 +199,5 @@ def _rows(measured_bytes: int) -> int:
     return max(1, min(measured_bytes, 40 * MIB) // 4 // _COLUMNS // unit) * unit
 
 
-def _numbers(rows: int) -> Any:
-    return paddle.arange(rows * _COLUMNS, dtype="int32").reshape([rows, _COLUMNS])
+def _numbers(rows: int, columns: int = _COLUMNS) -> Any:
+    return paddle.arange(rows * columns, dtype="int32").reshape([rows, columns])

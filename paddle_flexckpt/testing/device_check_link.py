@@ -38,6 +38,8 @@ MIB = 1 << 20
 _OF_BARE_COPY, _AT_ONCE, _SLOWER_STEP = 0.3, 0.5, 1.5
 #: Steps of training that are timed, alone, and beside a save if it takes so long.
 _STEPS = 20
+#: Rows and columns of what a step multiplies.
+_EXTENT, _SIMULATED_EXTENT = 4096, 128
 #: Of integers, in a step of a device that has no kernel for matrices.
 _PRODUCTS = 20
 #: A save of less than so many buffers has hardly begun when its last copy is done.
@@ -262,7 +264,7 @@ class LinkChecks:
 
 def _step() -> tuple[Callable[[], object], str]:
     """Return a step of fixed size for the device alone, and what it does."""
-    extent = 128 if is_simulated() else 4096
+    extent = _SIMULATED_EXTENT if is_simulated() else _EXTENT
     steps = {
         f"a product of matrices, {extent} x {extent}": _matrices,
         f"{_PRODUCTS} products of {extent * extent} integers": _integers,

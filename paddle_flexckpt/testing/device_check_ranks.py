@@ -103,7 +103,7 @@ class RankChecks:
         return {"nbytes": items.nbytes, "detail": f"this rank wrote {report.bytes_written} bytes"}
 
     def _asynchronous(self) -> Found:
-        items = elements("asynchronous", (256 * self._size, 256), "float32")
+        items = elements("asynchronous", (256 * self._size, 128 * self._size), "float32")
         source = {"w": self._cut(items, 0, "w", "float32", filled=True)}
         begin = time.perf_counter()
         with fc.BackgroundWriter() as writer:
