@@ -131,11 +131,13 @@ class PageChecks:
         require(unlock is not None, "cudaHostRegister has refused; the log has its status")
         DeviceMemory(tensor).read_into(0, memory)
         address, nbytes = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes)
+        # Both of these are refused. A status stays CUDA's last error until somebody takes it.
         again = library.cudaHostRegister(address, nbytes, ctypes.c_uint(1))
+        library.cudaGetLastError()
         if unlock is not None:
             unlock()
         after = library.cudaHostUnregister(address)
-        library.cudaGetLastError()  # both statuses were asked for, and stay the last error until somebody takes it
+        library.cudaGetLastError()
         require(again != 0, "cudaHostRegister locked the memory a second time: it had not done so before")
         require(after != 0, "cudaHostUnregister unlocked the memory a second time: it had not done so before")
         right = np.array_equal(memory.view(np.int32), np.arange(2 * MIB, dtype=np.int32))

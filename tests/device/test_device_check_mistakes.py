@@ -388,3 +388,10 @@ def test_a_bound_of_the_clock_counts_on_a_real_device(device_world2, tmp_path, n
     assert ": not kept)" in detail
     assert ("a simulated device need not keep it" in detail) == (simulated == "1")
     assert bounds.items() >= bound.items()
+
+
+def test_what_goes_on_at_the_same_time_is_counted_once():
+    copies = device_check_link._merged([(1.0, 3.0), (0.0, 2.0), (5.0, 6.0), (5.5, 5.6)])
+    assert copies == [(0.0, 3.0), (5.0, 6.0)]
+    assert device_check_link._shared(copies, [(2.5, 5.5), (6.0, 7.0)]) == [(2.5, 3.0), (5.0, 5.5)]
+    assert device_check_link._length(copies) == 4.0
