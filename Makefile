@@ -70,14 +70,14 @@ test-fast: $(TEST_STAMP) ## run the tests of the floor, of planning, and of a sa
 	@HYPOTHESIS_PROFILE=brief $(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_SHARED) -m "not slow" $(FAST_TESTS)
 
 .PHONY: test
-test: $(TEST_STAMP) ## run all tests but the slow ones: every kind of proof, in some ten minutes
+test: $(TEST_STAMP) ## run all tests but the slow ones: every kind of proof, in some fifteen minutes
 	@echo "[make] running the tests"
 	@$(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_SHARED) -m "not slow" tests
 
 .PHONY: test-all
 test-all: $(TEST_STAMP) ## run all tests, before a release
 	@echo "[make] running all tests"
-	@$(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_SHARED) tests
+	@HYPOTHESIS_PROFILE=release $(BIN)/python -m pytest $(PYTEST_FLAGS) $(PYTEST_SHARED) tests
 
 .PHONY: test-full
 test-full: $(TEST_STAMP) ## run all tests with the long searches of the property tests
@@ -200,6 +200,9 @@ coverage-simulation: $(COVERAGE_STAMP) $(TEST_STAMP) ## simulate COVERED cluster
 test-mistakes: $(TEST_STAMP) ## make each of the seeded mistakes, and count the simulated seeds until it is found
 	@echo "[make] seeded mistakes"
 	@$(BIN)/python -W ignore -m tests.simulation.run --mistake all --seeds 10000 --jobs 2
+
+.PHONY: environment
+environment: $(TEST_STAMP) ## make the environment of the tests, and run nothing
 
 .PHONY: lint
 lint: $(TEST_STAMP) ## check style, types and import contracts

@@ -54,6 +54,7 @@ class CoreSeconds:
         if output is not None:
             output["core_seconds"] = (dict(self.files), dict(self.tests))
 
+    @pytest.hookimpl(optionalhook=True)  # of xdist
     def pytest_testnodedown(self, node: Any) -> None:
         files, tests = getattr(node, "workeroutput", {}).get("core_seconds", ({}, {}))
         self.files.update(files)

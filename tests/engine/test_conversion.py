@@ -441,17 +441,17 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    "way",
+    ("way", "every"),
     [
-        *("native", "one file", "several files", "torch", "paddle"),
-        *(pytest.param(f"{form} for a strategy", marks=pytest.mark.slow) for form in ("native", "torch")),
+        *((way, 3) for way in ("native", "one file", "several files", "torch", "paddle")),
+        *(pytest.param(way, 1, marks=pytest.mark.slow) for way in WAYS),
     ],
 )
-def test_killed_at_any_call_it_goes_on_to_the_same_bytes(checkpoint, tmp_path, way):
+def test_killed_at_any_call_it_goes_on_to_the_same_bytes(checkpoint, tmp_path, way, every):
     options = WAYS[way]
     whole = convert_checkpoint(checkpoint, tmp_path / "whole", **options)
     expected, kept = tree(tmp_path / "whole"), set()
-    for limit in range(1, 1000):
+    for limit in range(1, 1000, every):
         out = tmp_path / f"out {limit}"
         if not killed(limit, checkpoint, out, **options):
             break

@@ -121,7 +121,12 @@ def test_what_ranks_read_for_each_other_is_that_of_a_load(tmp_path, saved, loade
 
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [("dp=1", "tp=2"), ("tp=4", "tp=2,sharding=v2:2"), ("sharding=v2:3", "sharding=v1:2"), ("pp=2", "dp=1")],
+    [
+        pytest.param("dp=1", "tp=2", marks=pytest.mark.slow),
+        ("tp=4", "tp=2,sharding=v2:2"),
+        pytest.param("sharding=v2:3", "sharding=v1:2", marks=pytest.mark.slow),
+        ("pp=2", "dp=1"),
+    ],
 )
 def test_memory_is_that_of_a_load(tmp_path, saved, loaded):
     """Of more than 100 MiB of targets; what a load takes is what numpy and Python have at its peak."""

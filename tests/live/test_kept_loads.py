@@ -142,15 +142,15 @@ def resolved(monkeypatch) -> list[int]:
     return ranks
 
 
-@pytest.mark.parametrize("who", ["all", "one"])
+# Each way, each size and whose change it is: once in CI, and all of them together when all tests run.
+IN_CI = {("direct", 1, "all"), ("direct", 4, "one"), ("cooperative", 2, "all"), ("per node", 2, "one")}
+CASES = [
+    (way, size, who) for way in WAYS for size in (1, 2, 4) for who in ("all", "one") if way == "direct" or size > 1
+]
+
+
 @pytest.mark.parametrize(
-    ("way", "size"),
-    [
-        *[("direct", size) for size in (1, 2, 4)],
-        ("cooperative", 2),
-        ("per node", 2),
-        *[pytest.param(way, 4, marks=pytest.mark.slow) for way in WAYS if way != "direct"],
-    ],
+    ("way", "size", "who"), [pytest.param(*each, marks=() if each in IN_CI else pytest.mark.slow) for each in CASES]
 )
 def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_load(resolved, way, size, who):
     """One thing after the other is changed, on all ranks or on the last; and then all is as it was before."""

@@ -93,7 +93,7 @@ def cut_state(rank, world, replicas, tensors=60, rows=64):
     return state
 
 
-@pytest.mark.parametrize(("world", "replicas"), [(16, 4), (64, 8)])
+@pytest.mark.parametrize(("world", "replicas"), [(16, 4), pytest.param(64, 8, marks=pytest.mark.slow)])
 def test_every_rank_writes_its_share(world, replicas, tmp_path, monkeypatch):
     monkeypatch.setattr("paddle_flexckpt.planning.write_plan.MIN_SPLIT_BYTES", 1)
     monkeypatch.setattr("paddle_flexckpt.planning.write_plan.Lines.cut.__defaults__", (1, None), raising=False)

@@ -57,8 +57,12 @@ def state_of_sizes(dtype=np.float32):
     return {key: np.arange(size, dtype=dtype) for key, size in SIZES.items()}
 
 
+#: Eight ranks show what four do.
+WORLDS = [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)]
+
+
 @pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("world", WORLDS)
 def test_what_a_rank_writes_is_never_others_values_without_a_word(tmp_path, world, background):
     """One rank deviates in one element: either that is found, or what is saved is what all the others have.
 
@@ -94,7 +98,7 @@ def test_what_a_rank_writes_is_never_others_values_without_a_word(tmp_path, worl
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 600_000])
-@pytest.mark.parametrize("world", [2, 3, 4, 8])
+@pytest.mark.parametrize("world", WORLDS)
 def test_ranks_that_drift_apart_in_groups_are_found_in_every_save(tmp_path, world, size):
     """Ranks out of step, or two experts under one name: whichever ranks hold the one, and whichever the other."""
     random = np.random.default_rng(size)
@@ -131,7 +135,7 @@ def count_hashed(monkeypatch):
     return counts
 
 
-@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("world", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_rank_hashes_what_it_writes_and_what_its_neighbour_writes(tmp_path, world, monkeypatch):
     def save(check_replicas, background):
         counts = count_hashed(monkeypatch)

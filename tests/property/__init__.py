@@ -1,8 +1,9 @@
 """Property tests: hypothesis profiles here, random layouts and numpy oracles in :mod:`tests.property.layouts`.
 
-The profile is chosen by ``HYPOTHESIS_PROFILE``: ``ci`` (default) is the same on every run and takes seconds; ``full``
-looks at 20 times as many examples, at random; ``brief`` looks at a fifth, where the same code runs on other versions;
-``mutation`` looks at these without making a failing one smaller, since there only the failure counts.
+The profile is chosen by ``HYPOTHESIS_PROFILE``. ``release`` looks at as many examples as a test says, the same on every
+run. ``ci`` (default) looks at half of them. ``brief`` looks at a fifth, where the same code runs on other versions.
+``mutation`` looks at these without making a failing one smaller, since there only the failure counts. ``full`` looks at
+20 times as many as a test says, at random.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ from hypothesis import HealthCheck, Phase, settings
 
 FULL_FACTOR = 20
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
-_FACTOR = {"full": FULL_FACTOR, "brief": 0.2, "mutation": 0.2}.get(PROFILE, 1)
+_FACTOR = {"full": FULL_FACTOR, "release": 1, "ci": 0.5, "brief": 0.2, "mutation": 0.2}[PROFILE]
 _SLOW_TO_DRAW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 settings.register_profile(
-    "ci", derandomize=True, database=None, deadline=None, max_examples=100, suppress_health_check=_SLOW_TO_DRAW
+    "release", derandomize=True, database=None, deadline=None, max_examples=100, suppress_health_check=_SLOW_TO_DRAW
 )
-settings.register_profile(
-    "brief", derandomize=True, database=None, deadline=None, max_examples=20, suppress_health_check=_SLOW_TO_DRAW
-)
+settings.register_profile("ci", settings.get_profile("release"), max_examples=50)
+settings.register_profile("brief", settings.get_profile("release"), max_examples=20)
 settings.register_profile("mutation", settings.get_profile("brief"), phases=[Phase.explicit, Phase.generate])
 settings.register_profile(
     "full", deadline=None, max_examples=100 * FULL_FACTOR, print_blob=True, suppress_health_check=_SLOW_TO_DRAW
@@ -30,5 +30,5 @@ settings.load_profile(PROFILE)
 
 
 def examples(count: int) -> settings:
-    """Decorator: look at ``count`` examples in the profile ``ci``, 20 times as many in ``full``, fewer in ``brief``."""
+    """Decorator: look at ``count`` examples in the profile ``release``, and at the profile's share in the others."""
     return settings(max_examples=max(1, round(count * _FACTOR)))
