@@ -23,7 +23,7 @@ from tests.crash.scenarios import SCENARIOS, find
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.name)
 def test_old_or_new_and_a_next_save(bench, scenario):
-    found = losses(bench(scenario), seed=1, limit=4 if scenario.large else 8, count=2 if scenario.large else 4)
+    found = losses(bench(scenario), seed=1, limit=4 if scenario.large else 8, count=2 if scenario.large else 3)
     assert not found.violations, "\n".join(found.violations)
     assert found.points >= 1
 
@@ -83,9 +83,9 @@ def test_a_writer_that_takes_the_manifest_for_durable_is_found_out(bench, monkey
     """A rank that sees the manifest of an asynchronous save says so at once: before the coordinator's fsync, maybe."""
     monkeypatch.setattr(explore, "ENOUGH", 1)
     monkeypatch.setattr(SaveOutcome, "_await_durable", lambda self: None)
-    # In some orders of the ranks the coordinator is first.
+    # In some orders of the ranks the coordinator is first, as in those of seeds 1 and 2.
     scenario = find("asynchronous: overwrite, 2 ranks")
-    found = (text for seed in range(1, 9) for text in losses(bench(scenario), seed=seed, limit=32).violations)
+    found = (text for seed in range(3, 9) for text in losses(bench(scenario), seed=seed, limit=32).violations)
     assert any("a reader finds {'runs/a/0': 1}; allowed are [{'runs/a/0': 2}]" in text for text in found)
 
 

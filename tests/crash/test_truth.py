@@ -72,7 +72,7 @@ def outline(tree: Tree) -> dict[str, object]:
 def test_a_kill_leaves_the_disk_of_a_stop(bench, name):
     bench = bench(find(name))
     calls = bench.record().calls
-    for at in range(3, len(calls), len(calls) // 4):
+    for at in range(3, len(calls), len(calls) // 3):
         stopped = bench.act(Fault(at, "job"))
         simulated = read_tree(bench.root)
         write_tree(bench.root, bench.before)

@@ -230,7 +230,13 @@ def test_each_layout_loads_into_another(world2, saved, source, target):
         assert report["collectives"] == report["calls"] == 2
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=() if layout in ("whole", "columns", "flat rows") else pytest.mark.slow)
+        for layout in LAYOUTS
+    ],
+)
 def test_each_key_is_planned_by_one_rank(world2, tmp_path, layout):
     """What a large job does: agree, four exchanges to plan, write, compare and commit."""
     directory = str(tmp_path / "saved")

@@ -737,8 +737,9 @@ def test_everything_may_be_lost_once(kind, clock):
     ids=["put, new id", "put, replaced id", "put, part files", "replace, replaced id", "rename, new id"],
     indirect=["kind"],
 )
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["one call fails", "all fail from then on"])
-def test_old_or_new_never_half(kind, new_id, part_files, fault, monkeypatch):
+def test_old_or_new_never_half(kind, new_id, part_files, fault, every, monkeypatch):
     if part_files:  # as if there were too much to tell
         monkeypatch.setattr(shared_saves, "TOLD_BYTES", 0)
     unique_id = None if new_id else 0
@@ -756,7 +757,7 @@ def test_old_or_new_never_half(kind, new_id, part_files, fault, monkeypatch):
     count = len(disk.calls) - first
     assert count >= (25 if part_files else 19)
     seen = set()
-    for at in range(count):
+    for at in sorted({*range(0, count, every), *range(count - 6, count)}):  # the commit is among the last six
         backend, disk = fresh()
         before, first = dict(disk.files), len(disk.calls)
 

@@ -163,7 +163,7 @@ FLOWS_IN_SHORT = frozenset(flow.name for flow in (*FLOWS, *EXPERT_FLOWS)) - {
     *("moe-ep2topo-v2x4", "moe-tp2ep2+sp"),
 }
 
-# Pairs that differ in one thing, and those that differ in most: what CI runs of each model besides its sample.
+# Pairs that differ in one thing, and those that differ in most: what tests have of each model besides its sample.
 NEIGHBOURS = (
     ("single", "tp2"),
     ("tp2", "single"),
