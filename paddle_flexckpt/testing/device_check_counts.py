@@ -46,6 +46,8 @@ class Ledger:
         self._counters = counters()
         self.figures: dict[str, float] = {}
         self._wrong: list[str] = []
+        # Collectives whose messages went through host memory, as they do where ranks cannot reach each other's.
+        self._by_host: set[str] = set()
 
     def call(self, name: str, work: Callable[[], Any], *, device_memory: int = 0, spare: int = 0, **moved: int) -> Any:
         """Make a call and return its result.
@@ -79,8 +81,11 @@ class Ledger:
         self.figures[f"{name}: device_memory"] = taken
         if taken > device_memory:
             self._wrong.append(f"{name}: {taken} bytes of device memory were taken, {device_memory} may be")
-        if after.get("fallbacks"):
-            self._wrong.append(f"{name}: kernels ran on the host: {after['fallbacks']}")
+        by_host = set(after.get("fallbacks", ()))
+        kernels = sorted(by_host - set(after["collectives"]))
+        if kernels:
+            self._wrong.append(f"{name}: kernels that ran on the host: {', '.join(kernels)}")
+        self._by_host |= by_host
         return result
 
     def found(self, nbytes: int) -> Found:
@@ -91,7 +96,10 @@ class Ledger:
         """
         require(not self._wrong, "; ".join(self._wrong))
         calls = len({name.partition(":")[0] for name in self.figures})
-        return {"nbytes": nbytes, "detail": f"{calls} calls, each as it should", "figures": self.figures}
+        detail = f"{calls} calls, each as it should"
+        if self._by_host:
+            detail += f"; messages went through the host: {', '.join(sorted(self._by_host))}"
+        return {"nbytes": nbytes, "detail": detail, "figures": self.figures}
 
 
 def count_alone(folder: Path, measured_bytes: int, writer: fc.BackgroundWriter) -> Found:

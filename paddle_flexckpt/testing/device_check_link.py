@@ -123,6 +123,7 @@ class LinkChecks:
             begin = time.monotonic()
             fc.save_state_dict(state, self._folder / "overlap")
             end = time.monotonic()
+        paddle.device.synchronize()
         spans = [span for span in device.spans() if span.what == "d2h"]
         nbytes = bytes_of(state)
         traced = sum(span.nbytes for span in spans)
@@ -161,6 +162,7 @@ class LinkChecks:
             more = handle.stage_next()
             seconds.append(time.perf_counter() - begin)
         handle.finish_staging()
+        paddle.device.synchronize()
         copies = [span for span in device.spans() if span.what == "d2h" and span.nbytes >= MIB // 2]
         handle.result()
         streams = {span.stream for span in copies}

@@ -253,6 +253,12 @@ def everything_crosses_twice():
     return mock.patch.object(DeviceMemory, "read_into", read_into)
 
 
+def a_kernel_is_the_hosts():
+    right = plugin.stats
+    fallbacks = {"fallbacks": {"strided_copy": 2, "all_to_all": 1}, "collectives": {"all_to_all": 1}}
+    return mock.patch.object(plugin, "stats", lambda: {**right(), **fallbacks})
+
+
 def rounds_are_small():
     return mock.patch.object(device_exchange, "ROUND_BYTES", 8 * MIB)
 
@@ -289,6 +295,7 @@ MISTAKES = {
     "the host does all": the_host_does_all,
     "no counters": no_counters,
     "everything crosses twice": everything_crosses_twice,
+    "a kernel is the host's": a_kernel_is_the_hosts,
     "rounds are small": rounds_are_small,
     "failed reshards clear their source": failed_reshards_clear_their_source,
 }
@@ -325,6 +332,7 @@ MISTAKES = {
         ),
         pytest.param("no device memory left, reshard", "a reshard takes memory", "Out of", marks=pytest.mark.slow),
         ("copy, hash and write at the same time", "the trace has another clock", "is it another clock's?"),
+        ("what crosses the link", "a kernel is the host's", "save: kernels that ran on the host: strided_copy; "),
         pytest.param(
             "what crosses the link",
             "everything crosses twice",
