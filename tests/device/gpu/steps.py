@@ -81,18 +81,18 @@ def steps(options: argparse.Namespace) -> list[Step]:
         Step(2, "compile", 50, (("-c", COMPILED, options.runtime), (*two, "-c", DEVICES))),
         Step(3, "smoke", 60, ((*one, "-m", "tests.device.gpu.smoke", *written),)),
         Step(4, "check-one", 80, ((*one, "-m", CHECK, "--devices", "1", *written),)),
-        Step(5, "check-two", 100, ((*two, "-m", CHECK, "--devices", "2", *written),)),
+        Step(5, "check-two", 110, ((*two, "-m", CHECK, "--devices", "2", *written),)),
         Step(
             6, "bench-device", 50, tuple((*one, "-m", "benchmarks.device", *saved, *at, *written) for at in (ram, disk))
         ),
-        Step(7, "bench-host", 150, (("-m", "benchmarks.cores", *cores, *disk, "--ram", options.ram, *written),)),
+        Step(7, "bench-host", 140, (("-m", "benchmarks.cores", *cores, *disk, "--ram", options.ram, *written),)),
     ]
     return [replace(step, limit=step.limit * options.stretch) for step in made]
 
 
 IMPORTED = "import paddle, paddle_flexckpt; print('paddle', paddle.__version__, paddle_flexckpt.__version__)"
 COMPILED = "import sys; from tests.device import plugin; print(plugin.build(sys.argv[1]))"
-DEVICES = "import paddle; print(paddle.device.get_available_custom_device())"
+DEVICES = "import sys, paddle; found = paddle.device.get_available_custom_device(); print(found); sys.exit(not found)"
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
