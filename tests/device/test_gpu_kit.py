@@ -103,8 +103,12 @@ def test_what_is_missing_damaged_or_for_another_python_is_refused(kit, tmp_path,
     part.unlink()
     with pytest.raises(pack.KitError, match=r"2/part.tar.xz is missing; .*Remedy: carry gpu-kit/2 again"):
         pack.unpack(kit, tmp_path / "out")
-    with pytest.raises(pack.KitError, match="no part of a kit"):
+    with pytest.raises(pack.KitError, match="no part of a whole kit"):
         pack.described(tmp_path / "nothing")
+    (kit / "1" / pack.KIT).unlink()  # written last: `make gpu-kit` was cut off
+    with pytest.raises(pack.KitError, match="no part of a whole kit"):
+        pack.described(kit)
+    shutil.copy(kit / "2" / pack.KIT, kit / "1")
     part.write_bytes(whole)
     monkeypatch.setattr(pack.sys, "version_info", (3, 8, 0))
     with pytest.raises(pack.KitError, match=r"the kit is for Python .*, and this is 3\.8"):

@@ -151,10 +151,10 @@ def described(kit: Path) -> dict[str, Any]:
     Raises:
         KitError: A part is missing, or is not of the size that it had.
     """
-    found = parts(kit)
-    if not found:
-        raise KitError(f"{kit} has no part of a kit. Remedy: `make gpu-kit` where there is a network.")
-    told = json.loads((next(iter(found.values())) / KIT).read_text(encoding="utf-8"))
+    first = next(iter(parts(kit).values()), kit) / KIT
+    if not first.is_file():
+        raise KitError(f"{kit} has no part of a whole kit. Remedy: `make gpu-kit` where there is a network.")
+    told = json.loads(first.read_text(encoding="utf-8"))
     expected: dict[int, int] = {}
     for block in told["blocks"]:
         expected[block["part"]] = expected.get(block["part"], 0) + block["bytes"]
