@@ -22,7 +22,7 @@ from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
-from paddle_flexckpt.engine.agreement import BRIEF_LOAD, Ranks, check_coordinator, check_heads, is_brief
+from paddle_flexckpt.engine.agreement import BRIEF_LOAD, Ranks, Solo, check_coordinator, check_heads, is_brief
 from paddle_flexckpt.engine.kept_loads import KeptLoad, describe_load
 from paddle_flexckpt.engine.kept_plans import KeptPlan, KeptPlans, fingerprint, in_full
 from paddle_flexckpt.engine.mapping import compile_mapping
@@ -374,7 +374,8 @@ class Transfer:
         """Fill the targets."""
 
         def move() -> tuple[dict[str, Any], bytes]:
-            with _saying_what_is_left():
+            # A process that works for itself fills files, which are whole or not there, and its errors stay what they are.
+            with contextlib.nullcontext() if isinstance(self._comm, Solo) else _saying_what_is_left():
                 moved = self._source.move(self._task)
             resolution = self._task.resolution
             own = moved["bytes_needed"], len(resolution.filled), len(resolution.targets.catalog)

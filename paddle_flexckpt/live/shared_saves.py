@@ -226,7 +226,9 @@ class BackgroundSave(SharedSave):
     def _open_staging(self, share: Share) -> Staging:
         """Take memory for this rank's data, where the writer finds it; nothing is copied yet."""
         self._space = self._slot.stage(self._job(share), _page_lock(share))
-        return Staging(share.sources(), self._space, share.devices[0] if self._slot.is_locked else None)
+        # Memory that an earlier save had locked for a device may serve one that has tensors of the host alone.
+        device = share.devices[0] if share.devices and self._slot.is_locked else None
+        return Staging(share.sources(), self._space, device)
 
     def begin_slices(self, share: Share) -> np.ndarray:
         """Take memory for this rank's data, copy what is small, and return a digest of each item as it is now."""

@@ -232,6 +232,17 @@ def stage(directory):
     return answers, leftovers(before)
 
 
+def stage_of_the_host(directory):
+    """Two asynchronous saves with one writer, the second of tensors of the host alone."""
+    right = []
+    with fc.BackgroundWriter() as writer:
+        for number, state in enumerate(({"w": words(MIB, 1)}, {"w": paddle.ones([5], dtype="int32").cpu()})):
+            state = own(state)
+            fc.save_state_dict(state, f"{directory}/{number}", async_save=writer).result()
+            right.append(is_equal(state, f"{directory}/{number}"))
+    return right
+
+
 # -- what comes of it --------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +290,10 @@ def test_ctrl_c_leaves_nothing_running(device_world2, tmp_path):
     assert interrupted
     assert left == [[], 0]
     assert right is True
+
+
+def test_memory_that_was_locked_for_a_device_serves_a_save_of_the_host(device_world2, tmp_path):
+    assert device_world2.run(stage_of_the_host, directory=str(tmp_path)) == [[True, True]] * 2
 
 
 def test_an_asynchronous_save_copies_straight_into_the_segment(device_world2, tmp_path):
