@@ -374,7 +374,7 @@ class Transfer:
         """Fill the targets."""
 
         def move() -> tuple[dict[str, Any], bytes]:
-            # A process that works for itself fills files, which are whole or not there, and its errors stay what they are.
+            # A process that works for itself fills files, whole or not at all: its errors stay what they are.
             with contextlib.nullcontext() if isinstance(self._comm, Solo) else _saying_what_is_left():
                 moved = self._source.move(self._task)
             resolution = self._task.resolution
