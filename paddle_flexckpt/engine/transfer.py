@@ -375,7 +375,7 @@ class Transfer:
 
         def move() -> tuple[dict[str, Any], bytes]:
             # A process that works for itself fills files, whole or not at all: its errors stay what they are.
-            with contextlib.nullcontext() if isinstance(self._comm, Solo) else _saying_what_is_left():
+            with contextlib.nullcontext() if isinstance(self._comm, Solo) else _errors_name_the_targets():
                 moved = self._source.move(self._task)
             resolution = self._task.resolution
             own = moved["bytes_needed"], len(resolution.filled), len(resolution.targets.catalog)
@@ -418,8 +418,8 @@ class Transfer:
 
 
 @contextlib.contextmanager
-def _saying_what_is_left() -> Iterator[None]:
-    """Say of targets, with an error that does not know of them, that they may be partly overwritten."""
+def _errors_name_the_targets() -> Iterator[None]:
+    """Add to an error of the storage or the device that the targets may be partly overwritten."""
     try:
         yield
     except CheckpointError:

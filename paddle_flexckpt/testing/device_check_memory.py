@@ -26,14 +26,14 @@ _SHAPE = (640, 1024)
 
 
 class Hoard:
-    """Hold all memory of the current device, for the time of a with statement.
+    """Occupy all memory of the current device for the time of a with statement.
 
     Attributes:
-        nbytes: How much it holds.
+        nbytes: Bytes that are occupied.
     """
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
+        """Begin with no memory occupied."""
         self._held: list[Any] = []
         self.nbytes = 0
 
@@ -52,7 +52,7 @@ class Hoard:
         self._held.clear()
         gc.collect()
         paddle.device.synchronize()
-        # What Paddle keeps for later is lost to other processes on the same device. Old versions have no such function.
+        # Memory that Paddle caches is lost to other processes on the same device. Old versions have no such function.
         getattr(paddle.device, "empty_cache", lambda: None)()
 
 

@@ -31,7 +31,7 @@ _TINY = 4096
 
 @dataclass
 class Lock:
-    """Say what became of host memory that the library wanted to have page-locked."""
+    """Record whether host memory was page-locked for the library, and unlocked later."""
 
     nbytes: int
     locked: bool
@@ -85,7 +85,7 @@ class PageChecks:
                 handle: Any = fc.save_state_dict(state, self._folder / "locked-async", async_save=writer)
                 handle.result()
 
-        # What has to be locked at least: a buffer of a ring, and all that is staged.
+        # At least one buffer of a ring has to be locked, and all that is staged.
         buffer = min(nbytes, BUFFER_BYTES)
         calls: dict[str, tuple[Callable[[], object], int]] = {
             "save": (lambda: fc.save_state_dict(state, self._folder / "locked"), buffer),
