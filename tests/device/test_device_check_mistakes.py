@@ -124,7 +124,7 @@ def failed_saves_are_left():
 
 
 def overwritten_targets_are_not_told():
-    return mock.patch.object(transfer, "_saying_what_is_left", contextlib.nullcontext)
+    return mock.patch.object(transfer, "_errors_name_the_targets", contextlib.nullcontext)
 
 
 def missing_memory_is_passed_over():
