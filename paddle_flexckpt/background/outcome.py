@@ -22,7 +22,7 @@ from paddle_flexckpt.background.presence import DeathWatch
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, NotDurableError
 from paddle_flexckpt.catalog.errors import Failure, combine
-from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.save_directory import CleanUpError, SaveDirectory
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
@@ -68,10 +68,10 @@ class SaveOutcome:
         """Return the outcome, as :meth:`agree`, when this rank's writer has died; called in the training process."""
         if self.directory.is_committed(self.job.names):
             # The writer may have died while it was about to give up what it did not know to be committed.
-            self.directory.withdraw_decision(self.job.names, self.job.coordinator)
+            self.directory.messages.withdraw_decision(self.job.names, self.job.coordinator)
             # What a coordinator has written is its word to the others.
             return self._finish(None if self.job.is_coordinator else Failure.of(error))
-        written, _ = self.directory.progress(self.job.names, [self.job.rank])
+        written, _ = self.directory.messages.progress(self.job.names, [self.job.rank])
         if not written and self._is_replaced():
             return self._leave()
         # A save of one rank has no decision: it may have been committing once its data was there.
@@ -88,7 +88,7 @@ class SaveOutcome:
         job = self.job
         deadline, watch = time.monotonic() + job.timeout, self._watch()
         for pause in _pauses():
-            written, failed = self.directory.progress(job.names, job.ranks)
+            written, failed = self.directory.messages.progress(job.names, job.ranks)
             failures = {rank: Failure.decode(text) for rank, text in failed.items()}
             if own is not None:
                 failures[job.rank] = own
@@ -98,7 +98,7 @@ class SaveOutcome:
             if not missing:
                 return self._commit()
             gone = watch.look(missing)
-            if gone and not self.directory.progress(job.names, gone)[0]:
+            if gone and not self.directory.messages.progress(job.names, gone)[0]:
                 return self._give_up(self._agreed_failure(combine([(rank, _gone()) for rank in gone])))
             if time.monotonic() >= deadline:
                 return self._give_up(self._agreed_failure(combine([(rank, self._missing(rank)) for rank in missing])))
@@ -131,7 +131,7 @@ class SaveOutcome:
         if len(self.job.ranks) == 1:
             return None if verdict == _COMMIT else Failure.decode(verdict)
         for _ in range(_READS):
-            decided = self.directory.decide(self.job.names, self.job.coordinator, verdict)
+            decided = self.directory.messages.decide(self.job.names, self.job.coordinator, verdict)
             if decided == _COMMIT:
                 return None
             with contextlib.suppress(ValueError):  # it is being written
@@ -167,26 +167,26 @@ class SaveOutcome:
             return
         said = _COMMIT if failure is None else failure.encode()
         try:
-            self.directory.write_failure(self.job.names, self.job.rank, said)
+            self.directory.messages.write_failure(self.job.names, self.job.rank, said)
         except (OSError, CheckpointError) as error:
             self.warnings.append(f"the other ranks could not be told whether the checkpoint is durable: {error}")
 
     def _give_up(self, failure: Failure) -> Failure:
         try:
-            self.directory.write_failure(self.job.names, self.job.rank, failure.encode())
+            self.directory.messages.write_failure(self.job.names, self.job.rank, failure.encode())
         except (OSError, CheckpointError) as error:
             failure = _unannounced(failure, error)
-        self.directory.discard_late(self.job.names, self.job.rank, self.job.coordinator)
+        self.directory.discard_late(self.job.names, [self.job.rank])
         return failure
 
     def _await_decision(self, own: Failure | None) -> Failure | None:
         """Say that this rank failed, if it did, and wait for what the coordinator decides: the other ranks' task."""
         if own is not None:
             try:
-                self.directory.write_failure(self.job.names, self.job.rank, own.encode())
+                self.directory.messages.write_failure(self.job.names, self.job.rank, own.encode())
             except (OSError, CheckpointError) as error:
                 # The others will miss this rank's part; that is no reason to wait for them.
-                self.directory.discard_late(self.job.names, self.job.rank, self.job.coordinator)
+                self.directory.discard_late(self.job.names, [self.job.rank])
                 return self._alone(_unannounced(own, error))
         job, patience = self.job, self.job.timeout + _GRACE_SECONDS
         deadline, has_written, watch = time.monotonic() + patience, False, self._watch()
@@ -199,7 +199,7 @@ class SaveOutcome:
             try:
                 if self.directory.is_committed(job.names):
                     return self._finish(own)
-                written, failed = self.directory.progress(job.names, job.ranks)
+                written, failed = self.directory.messages.progress(job.names, job.ranks)
                 if failed.get(job.coordinator) == _COMMIT:  # since the look before
                     return self._finish(own)
                 if job.coordinator in failed:
@@ -256,7 +256,7 @@ class SaveOutcome:
         is_committed = self.directory.is_committed(self.job.names)
         if not is_committed and not self._is_replaced():
             return self._give_up(given_up)
-        self.directory.withdraw_decision(self.job.names, self.job.coordinator)
+        self.directory.messages.withdraw_decision(self.job.names, self.job.coordinator)
         return self._finish(own) if is_committed else self._leave()
 
     def _is_replaced(self) -> bool:
@@ -265,7 +265,7 @@ class SaveOutcome:
 
     def _leave(self) -> Failure:
         """Leave no file of this rank behind, of a save that is over; return that nobody knows how it has ended."""
-        self.directory.discard_late(self.job.names, self.job.rank, self.job.coordinator)
+        self.directory.discard_late(self.job.names, [self.job.rank])
         return combine([(self.job.rank, _replaced())])
 
     def _finish(self, own: Failure | None = None) -> Failure | None:
@@ -295,7 +295,7 @@ class SaveOutcome:
             try:
                 if not self.directory.sees(job.names):
                     return None
-                said = self.directory.progress(job.names, [job.coordinator])[1].get(job.coordinator)
+                said = self.directory.messages.progress(job.names, [job.coordinator])[1].get(job.coordinator)
             except OSError as error:
                 self.warnings.append(f"rank {job.rank} could not see whether the checkpoint is durable: {error}")
                 break
@@ -366,7 +366,7 @@ def announce_failure(
     if rank == coordinator:
         failure = combine([(rank, failure)])
     with contextlib.suppress(OSError):
-        directory.write_failure(names, rank, failure.encode())
+        directory.messages.write_failure(names, rank, failure.encode())
 
 
 def _unannounced(failure: Failure, error: Exception) -> Failure:

@@ -29,7 +29,6 @@ from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.media.retrying import is_unanswered
-from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.progress import Meter, Progress, ProgressCallback
 
@@ -104,7 +103,7 @@ def carry_out(
     outcome = SaveOutcome(job, directory)
     try:
         if job.is_coordinator:
-            remove_dead_saves(directory, job.names)
+            directory.cleaner.remove_dead_saves(job.names)
         stops = job.items.byte_length.cumsum().tolist()
         items: Iterator[np.ndarray] = (data[start:stop] for start, stop in zip([0, *stops], stops))
         if waves is not None:

@@ -29,9 +29,9 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.backend import Backend, InputFile, publish
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
 from paddle_flexckpt.native.data_file import check_data_file
-from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.header import encode_header
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
+from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.partitions import count_partitions
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.planning import plan_write
@@ -88,12 +88,12 @@ class NativeTarget(ConversionTarget):
         """Plan what each rank writes, as a save does."""
         super().__init__(sink, content)
         catalog, self.notes = rows_of(content)
-        # No random text: a conversion that goes on writes the same files.
-        self._save, self._directory = SaveNames(0, 0, content.token), open_to_save(sink)
+        # No random text: a conversion that goes on writes the same files. It is the first save of its directory.
+        self._save, self._directory = SaveNames(0, f"{1:08x}{content.token[8:]}"), open_to_save(sink)
         self._catalog = plan_write(catalog, self._save.data_file).catalog
         self._ranks = np.unique(self._catalog.rank).tolist()
         world = content.strategy.ranks if content.strategy is not None else len(self._ranks)
-        self._info = SaveInfo(content.token, 0, world, content.step)
+        self._info = SaveInfo(self._save.token, 0, world, content.step)
         self._items = [self._catalog.take(self._catalog.rank == rank) for rank in self._ranks]
         problems = [problem for items in self._items for problem in self._header_problems(items)]
         if problems:
@@ -153,7 +153,7 @@ class NativeTarget(ConversionTarget):
         if self.is_committed():
             directory.finish(save)
             return
-        for name in filter(save.owns_partition, self.sink.names()):
+        for name in [each for each in filter(save.owns, self.sink.names()) if each.endswith(".partition")]:
             self.sink.remove(name)
         parts = {rank: Manifest.decode(record, "a note of it") for rank, record in zip(self._ranks, records)}
         directory.commit(save, self._ranks, parts)

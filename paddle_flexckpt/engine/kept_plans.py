@@ -20,12 +20,12 @@ import xxhash
 
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import BRIEF_SAVE, Ranks, check_calls, is_brief
-from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.native.names import SaveNames
 
 # Plans of one group, and the bytes that all of them may have.
 MOST_PLANS = 4
 MOST_BYTES = 64 << 20
-_BRIEF = struct.Struct("<2s16s8sQI16s")
+_BRIEF = struct.Struct("<2s16s8sQ16s")
 _NO_TOKEN = bytes(16).hex()
 
 
@@ -67,23 +67,23 @@ class BriefMessage(NamedTuple):
     @classmethod
     def of_save(cls, agreed: bytes, place: bytes, names: SaveNames | None) -> BriefMessage | None:
         """Return the message of a rank that saves; None if the names have no room in it."""
-        names = names or SaveNames(0, 0, _NO_TOKEN)
-        has_room = names.unique_id < 1 << 64 and names.generation < 1 << 32 and len(names.token) == len(_NO_TOKEN)
+        names = names or SaveNames(0, _NO_TOKEN)
+        has_room = names.unique_id < 1 << 64 and len(names.token) == len(_NO_TOKEN)
         return cls(BRIEF_SAVE, agreed, xxhash.xxh3_64_digest(place), names) if has_room else None
 
     def encode(self) -> bytes:
         """Return it as a message of one field."""
         names = self.names
         token = bytes.fromhex(names.token)
-        return join([_BRIEF.pack(self.call, self.agreed, self.place, names.unique_id, names.generation, token)])
+        return join([_BRIEF.pack(self.call, self.agreed, self.place, names.unique_id, token)])
 
     @classmethod
     def decode(cls, message: bytes) -> BriefMessage | None:
         """Return what a message says; None if it is none of these."""
         if len(message) != 8 + _BRIEF.size or message[8:10] != BRIEF_SAVE:
             return None
-        call, agreed, place, unique_id, generation, token = _BRIEF.unpack_from(message, 8)
-        return cls(call, agreed, place, SaveNames(unique_id, generation, token.hex()))
+        call, agreed, place, unique_id, token = _BRIEF.unpack_from(message, 8)
+        return cls(call, agreed, place, SaveNames(unique_id, token.hex()))
 
 
 class KeptPlans:

@@ -35,8 +35,9 @@ from paddle_flexckpt.foreign.marks import (
 from paddle_flexckpt.media.backend import Backend, Location, exists, map_files
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.urls import path_of, redacted
-from paddle_flexckpt.native.directory import MANIFEST, CheckpointDirectory, lost_ids, save_of
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.names import MANIFEST, lost_ids, save_of
 
 if TYPE_CHECKING:
     from paddle_flexckpt.native.node_directory import NodeDirectory
@@ -350,7 +351,7 @@ def explain_missing(backend: Backend, ids: Sequence[int], unique_id: int | None)
             return f"{path} is not a directory. Remedy: give the checkpoint's directory, not a file in it"
         return f"{path} does not exist. Remedy: correct the path"
     names = backend.names()
-    begun = sorted({save[0] for save in map(save_of, names) if save} - set(ids))
+    begun = sorted({save.unique_id for save in map(save_of, names) if save} - set(ids))
     wanted = begun if unique_id is None else [unique_id] if unique_id in begun else []
     lost = [each for each in lost_ids(names) if each in wanted]
     if lost:

@@ -26,9 +26,9 @@ from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.marks import INDEX_FILE, TENSOR_FILE
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
-from paddle_flexckpt.native.directory import save_of
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.names import save_of
 from paddle_flexckpt.native.safetensors_header import EXPONENTS, StoredTensor, read_header
 
 MODEL_FILE = "model" + TENSOR_FILE

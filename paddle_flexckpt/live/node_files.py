@@ -25,8 +25,9 @@ from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, generation_of, save_of
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, number_of
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.names import save_of
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -187,9 +188,9 @@ def _read(
         manifest = held.enter_context(LockedManifest(directory, unique_id))
     except (CorruptCheckpointError, OSError) as error:
         saves = [save_of(name) for number, _, name in directory.data_files() if number == unique_id]
-        newest = max((save[1] for save in saves if save), default=0)
+        newest = max((save.number for save in saves if save), default=0)
         return None, {"id": unique_id, "problem": str(error), "newest": newest}
-    return manifest, {"id": unique_id, "save": [generation_of(manifest), manifest.save_token]}
+    return manifest, {"id": unique_id, "save": [number_of(manifest), manifest.save_token]}
 
 
 def _flags(directory: CheckpointDirectory, manifest: Manifest, has: bool) -> tuple[bytes, dict[str, str]]:

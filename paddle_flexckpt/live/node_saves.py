@@ -28,9 +28,8 @@ from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.save_plan import Share, Written
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.backend import Backend, Lock, write_file
-from paddle_flexckpt.native.directory import SaveNames
-from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
+from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.node_directory import NodeDirectory
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -119,7 +118,7 @@ class NodeSave:
         for name in filter(_TOKEN.fullmatch, backend.names()):
             backend.remove(name)
         self.directory.publish_prepared(self.published)
-        remove_dead_saves(self.directory, self.names, self.aborted)
+        self.directory.cleaner.remove_dead_saves(self.names, self.aborted)
         left = sorted(set(self.directory.known_saves().prepared))
         if left:
             logger.warning(
@@ -192,9 +191,10 @@ class NodeSave:
     def lose_rank(self, error: LostRankError) -> None:
         """Leave everything as it is, as nobody knows how far the others are; or say that this rank has come late."""
         here = self.comm.position
-        for position, rank in enumerate(self.comm.ranks):
-            if position == here or here in self._receivers(position):
-                self.directory.discard_late(self.names, rank)
+        written = [
+            rank for position, rank in enumerate(self.comm.ranks) if here in (position, *self._receivers(position))
+        ]
+        self.directory.discard_late(self.names, written)
 
     def release(self) -> None:
         """Close the transport."""
@@ -282,7 +282,7 @@ def meet_nodes(
         comm,
         open_directory(),
         context,
-        SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen), saves[0][2]),
+        SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen)),
         [[p for p in range(comm.size) if seen[p]["committer"] == committer] for committer in committers],
         node_names,
         published,
@@ -308,7 +308,7 @@ def _look(
         locks.callback(lock.release)
         known = directory.known_saves()
         seen["place"] = f"{socket.gethostname()}:{backend.path}"
-        seen["save"] = [*directory.choose_node_save(options.unique_id, options.overwrite), os.urandom(16).hex()]
+        seen["save"] = directory.choose_node_save(options.unique_id, options.overwrite)
         seen["known"] = known._asdict()
     return None, json.dumps(seen).encode()
 
@@ -331,12 +331,12 @@ def _newest(comm: Communicator, directory: NodeDirectory, is_committer: bool, co
     """Return the tokens of saves that are published on a node, and that none has replaced. One collective."""
 
     def show() -> tuple[None, bytes]:
-        return None, json.dumps(directory.generations() if is_committer else []).encode()
+        return None, json.dumps(directory.numbers() if is_committer else []).encode()
 
     _, answers = comm.together(show, context)
     found = [tuple(each) for answer in answers for each in json.loads(answer)]
-    newest = {unique_id: generation for unique_id, generation, _ in sorted(found)}
-    return {token for unique_id, generation, token in found if generation == newest[unique_id]}
+    newest = {unique_id: number for unique_id, number, _ in sorted(found)}
+    return {token for unique_id, number, token in found if number == newest[unique_id]}
 
 
 def _place(node_name: str) -> str:

@@ -18,8 +18,8 @@ from paddle_flexckpt.catalog.key_rows import decode_rows, encode_rows
 from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.media.backend import map_files
-from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
+from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.partitions import Partition, partition_of
 from paddle_flexckpt.native.save_directory import SaveDirectory
 

@@ -52,7 +52,7 @@ from paddle_flexckpt.live.sliced_saves import SlicedSave
 from paddle_flexckpt.live.sources import check_overlaps
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.media.backend import Location, place_of
-from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import SaveReport
@@ -343,7 +343,7 @@ class Save:
             first = replicas.first()
             _, digests = comm.together(lambda: (None, replicas.take(first)), context)
             differing = replicas.compare(first, digests)
-        turn = int(self.destination.names.token[:8], 16)
+        turn = int(self.destination.names.token[-8:], 16)
         compared = lambda items: replicas.beside(items, turn)  # noqa: E731
         dealt = planners.plan(replicas.narrowed(differing), self._options.save_replicas, compared)
         plan = SavePlan.of(planners, dealt, state.catalog, policies, differing, turn)

@@ -24,9 +24,8 @@ from paddle_flexckpt.live.save_plan import Share, Written
 from paddle_flexckpt.live.staging import SMALL_BYTES, Staging, blocks_of
 from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.native.checksums import Checksums, hash_block
-from paddle_flexckpt.native.directory import SaveNames
-from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.report import SaveReport
 
@@ -107,7 +106,7 @@ class SharedSave:
         those who write partitions.
         """
         if self.is_coordinator:
-            remove_dead_saves(self.directory, self.names, names=self._before)
+            self.directory.cleaner.remove_dead_saves(self.names, names=self._before)
         size, rank = self._comm.size, self._comm.rank
         directory, names, is_told = self.directory, self.names, size == 1 or not self.directory.backend.has_path
         if share.partitions and self.in_partitions:
@@ -122,7 +121,7 @@ class SharedSave:
             return Written(told, part.checksums, rows)
         encoded = part.encode()
         if size > 1 and len(encoded) * size > TOLD_BYTES:
-            directory.write_part(names, rank, part)
+            directory.messages.write_part(names, rank, part)
             encoded = b""
         return Written(encoded, part.checksums)
 
@@ -163,13 +162,13 @@ class SharedSave:
 
     def discard(self) -> None:
         """Remove what all ranks wrote, unless the save may exist: the task of the coordinator, which has the lock."""
-        if self.is_coordinator and self.lock is not None:
+        if self.is_coordinator and self.lock is not None and self._is_removable:
             count = self._partitions.count if self._partitions else 0
-            self.directory.discard(self.names, self._comm.ranks, count, self._is_removable)
+            self.directory.discard(self.names, self._comm.ranks, count)
 
     def lose_rank(self, error: LostRankError) -> None:
         """Leave everything as it is, as nobody knows how far the others are; or say that this rank has come late."""
-        self.directory.discard_late(self.names, self._comm.rank)
+        self.directory.discard_late(self.names, [self._comm.rank])
 
     def release(self) -> None:
         """Give back the right to save here."""

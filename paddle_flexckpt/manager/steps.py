@@ -33,10 +33,10 @@ from paddle_flexckpt.media.backend import Backend, Location, exists, map_files, 
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import reopen
-from paddle_flexckpt.native.directory import LockedManifest, sent_by
-from paddle_flexckpt.native.leftovers import remove_dead_saves
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
+from paddle_flexckpt.native.names import is_message, marked_by
 from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -384,7 +384,7 @@ class StepDirectories:
                 return False
             if manifest.save_token != self._known[step].token:
                 return False  # another process has saved this step again
-            remove_dead_saves(directory)
+            directory.cleaner.remove_dead_saves()
             files = directory.files_of(manifest)
             write_file(self._root, _marker_of(step), json.dumps({"files": files}).encode())
             self._root.sync()
@@ -421,8 +421,8 @@ class StepDirectories:
                 return False
             _remove_files(backend, files)
             # A loss of power may have brought back what had been removed before.
-            remove_dead_saves(directory)
-            directory.remove_refusal()
+            directory.cleaner.remove_dead_saves()
+            directory.companion.remove_refusal()
             self._end_removal(step)
         backend.remove_directory()
         return True
@@ -444,7 +444,7 @@ class StepDirectories:
         """
         backend = self.directory(step)
         directory, names = open_to_save(backend), backend.names()
-        begun = any(name.endswith(".saving") or sent_by(name) for name in names)
+        begun = any(marked_by(name) or is_message(name) for name in names)
         # A save that lost its marker with the power may have left the refusal for Paddle's loader.
         refused = list(names) == [directory.companion.name]
         if not (begun or refused) and (names or backend.names("directories")):
@@ -452,8 +452,8 @@ class StepDirectories:
         with contextlib.ExitStack() as stack:
             if self._leads_elsewhere(step) or not try_lock(backend, stack):
                 return False
-            removed = remove_dead_saves(directory)
-            directory.remove_refusal()
+            removed = directory.cleaner.remove_dead_saves()
+            directory.companion.remove_refusal()
         backend.remove_directory()
         return bool(removed)
 
@@ -496,7 +496,7 @@ def _remove_files(directory: Backend, files: Sequence[str]) -> None:
     """Remove data files; they are gone for good when this returns."""
     map_files(directory, directory.remove, files)
     directory.sync()
-    open_to_save(directory).update_companion()
+    open_to_save(directory).companion.update()
 
 
 def try_lock(directory: Backend, stack: contextlib.ExitStack) -> bool:

@@ -9,9 +9,10 @@ import contextlib
 from abc import ABC, abstractmethod
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.media.backend import Location, write_file
-from paddle_flexckpt.native.directory import MANIFEST, MARKER, CheckpointDirectory, save_of
+from paddle_flexckpt.media.backend import write_file
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.names import MANIFEST, is_message, marked_by, save_of
 
 
 class Companion(ABC):
@@ -46,73 +47,73 @@ class Companion(ABC):
         """Return whether a file of that name has been written here, if only in part."""
 
 
-class CompanionDirectory(CheckpointDirectory):
+class CompanionFile:
     """Keep the companion of one directory of checkpoints up to date.
 
     Attributes:
-        companion: Makes the file for another program's loader.
+        name: Its name.
     """
 
-    def __init__(self, location: Location, companion: Companion) -> None:
-        """Open nothing yet: the directory need not exist."""
-        super().__init__(location)
-        self.companion = companion
+    def __init__(self, directory: CheckpointDirectory, companion: Companion) -> None:
+        """Take the directory, which need not exist, and what makes the file's content."""
+        self.name = companion.name
+        self._directory, self._backend, self._companion = directory, directory.backend, companion
 
-    def update_companion(self, only: Manifest | None = None) -> None:
-        """Bring the companion up to date, durably; ``only`` is the manifest of the only checkpoint, if known."""
-        if not self.backend.has_path:
+    def update(self, only: Manifest | None = None) -> None:
+        """Bring the file up to date, durably; ``only`` is the manifest of the only checkpoint, if known."""
+        if not self._backend.has_path:
             return
-        ids = self.list_ids()
+        ids = self._directory.list_ids()
         if not ids:
             self.remove_refusal()
             return
-        refuse = self.companion.refuse
+        refuse = self._companion.refuse
         if len(ids) > 1:
             data = refuse("it takes the files of one id for those of another where a directory has several")
         else:
             try:
-                data = self._companion_of(only or self.read_committed(ids[0], ()))
+                data = self._encode(only or self._directory.read_committed(ids[0], ()))
             except (CorruptCheckpointError, ValidationError):
                 data = refuse("its manifest is damaged")
-        write_file(self.backend, self.companion.name, data, "replace")
-        self.backend.sync()
+        write_file(self._backend, self.name, data, "replace")
+        self._backend.sync()
 
-    def read_companion(self) -> dict[str, set[str]]:
-        """Return the keys by data file that the companion tells of; none if it is not there, refuses or is damaged."""
-        own = self.companion
-        if not self.backend.has_path:
+    def read(self) -> dict[str, set[str]]:
+        """Return the keys by data file that the file tells of; none if it is not there, refuses or is damaged."""
+        if not self._backend.has_path:
             return {}
         try:
-            return own.stored(self.backend.read(own.name), self.backend.where(own.name))
+            return self._companion.stored(self._backend.read(self.name), self._backend.where(self.name))
         except (FileNotFoundError, CorruptCheckpointError):
             return {}
 
-    def _companion_of(self, manifest: Manifest) -> bytes:
-        """Return the companion of the only checkpoint, whose rows need not have been read."""
+    def _encode(self, manifest: Manifest) -> bytes:
+        """Return the content for the only checkpoint, whose rows need not have been read."""
+        companion = self._companion
         if manifest.partial:
-            return self.companion.refuse("it is partial: a repair has rebuilt it without some of its files")
+            return companion.refuse("it is partial: a repair has rebuilt it without some of its files")
         if manifest.nodes:
-            return self.companion.refuse("its files are on several nodes")
-        if manifest.rows > self.companion.most_rows:
-            return self.companion.refuse(f"it has more than {self.companion.most_rows} shards")
-        return self.companion.encode(manifest if manifest.has_rows else self.read_committed(manifest.unique_id))
+            return companion.refuse("its files are on several nodes")
+        if manifest.rows > companion.most_rows:
+            return companion.refuse(f"it has more than {companion.most_rows} shards")
+        return companion.encode(manifest if manifest.has_rows else self._directory.read_committed(manifest.unique_id))
 
     def refuse_unfinished(self) -> None:
-        """Keep the other program's loader from files that no manifest names, if there is no companion yet."""
-        own = self.companion
-        if self.backend.has_path and own.name not in self.backend.names():
+        """Keep the other program's loader from files that no manifest names, if there is no such file yet."""
+        if self._backend.has_path and self.name not in self._backend.names():
             with contextlib.suppress(FileExistsError):  # somebody has just done more
-                write_file(self.backend, own.name, own.refuse("no save here has been completed"), "new")
+                refusal = self._companion.refuse("no save here has been completed")
+                write_file(self._backend, self.name, refusal, "new")
 
     def remove_refusal(self, marker: str = "") -> None:
-        """Remove the companion where it has nothing to protect but a save that ends now. The caller has the lock."""
-        if not self.backend.has_path:
+        """Remove the file where it has nothing to protect but a save that ends now. The caller has the lock."""
+        if not self._backend.has_path:
             return
-        names, own = self.backend.names(), self.companion
-        if own.name not in names:
+        names = self._backend.names()
+        if self.name not in names:
             return
         others = (name for name in names if name != marker)
-        if any(MANIFEST.fullmatch(name) or MARKER.fullmatch(name) or save_of(name) for name in others):
+        if any(MANIFEST.fullmatch(name) or marked_by(name) or save_of(name) or is_message(name) for name in others):
             return
-        if own.is_ours(self.backend.read(own.name)):
-            self.backend.remove(own.name)
+        if self._companion.is_ours(self._backend.read(self.name)):
+            self._backend.remove(self.name)

@@ -7,9 +7,7 @@ Removers and replacers must take this lock exclusively first.
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
@@ -17,126 +15,10 @@ from paddle_flexckpt.media.backend import Location, Lock, map_files, run_beside
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.names import MANIFEST, SaveNames, marked_by, rank_of, save_of
 from paddle_flexckpt.native.partition_files import check_partition, read_rows
 
 logger = logging.getLogger("paddle_flexckpt")
-
-# What makes a checkpoint exist.
-MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
-# What says that a save has begun: id, and generation (none: 0).
-MARKER = re.compile(r"(\d+)(?:\.(\d+))?\.saving", re.ASCII)
-# The other files of a save: rank (of a partition: its number), id, generation (none: 0), token (of messages, but for
-# those of older versions), and kind.
-OF_SAVE = re.compile(
-    r"(\d+)_(\d+)(?:\.(\d+))?(?:\.(safetensors|partition|prepared(?:\.[0-9a-f]{32}\.tmp)?)"
-    r"|(?:-([0-9a-f]{32}))?\.(?:decided|late|(?:part|failed)(?:\.[0-9a-f]{32}\.tmp)?))",
-    re.ASCII,
-)
-
-
-@dataclass(frozen=True)
-class SaveNames:
-    """Name the files of one save.
-
-    Attributes:
-        unique_id: The checkpoint's id.
-        generation: 0, or a number that no file of this id has yet.
-        token: Random text that marks this save's files.
-    """
-
-    unique_id: int
-    generation: int
-    token: str
-
-    def data_file(self, rank: int) -> str:
-        """Return the name of a rank's data file."""
-        return f"{rank}_{self._stem}.safetensors"
-
-    def part_file(self, rank: int) -> str:
-        """Return the name of a rank's part."""
-        return f"{rank}_{self._message}.part"
-
-    def partition_file(self, number: int) -> str:
-        """Return the name of a partition of the manifest."""
-        return f"{number}_{self._stem}.partition"
-
-    def written_by(self, rank: int, names: Iterable[str]) -> list[str]:
-        """Return what a rank may have written, and another save may write: its data file, and partitions by name."""
-        return [self.data_file(rank), *filter(self.owns_partition, names)]
-
-    def failure_file(self, rank: int) -> str:
-        """Return the name of what a rank says if it cannot write."""
-        return f"{rank}_{self._message}.failed"
-
-    def decision_file(self, coordinator: int) -> str:
-        """Return the name of what was decided about an asynchronous save; ``coordinator`` is the rank that commits."""
-        return f"{coordinator}_{self._message}.decided"
-
-    def late_file(self, rank: int) -> str:
-        """Return the name of what a rank leaves that has come late: its data file is to go, and so are partitions."""
-        return f"{rank}_{self._message}.late"
-
-    def prepared_file(self, rank: int) -> str:
-        """Return the name of a node's manifest that is not published yet; ``rank`` is that of its committer."""
-        return f"{rank}_{self._stem}.prepared"
-
-    @property
-    def marker_file(self) -> str:
-        """Return the name of the file that says that this save has begun."""
-        return f"{self._stem}.saving"
-
-    @property
-    def _stem(self) -> str:
-        # A save that replaces an id has a generation, as the old files still serve.
-        return f"{self.unique_id}.{self.generation}" if self.generation else f"{self.unique_id}"
-
-    @property
-    def _message(self) -> str:
-        # A rank of a dead save may speak when another save has the same id and generation.
-        return f"{self._stem}-{self.token}"
-
-    def owns(self, name: str) -> bool:
-        """Return whether a file is of this save, by its name; not its manifest or marker."""
-        return save_of(name) == (self.unique_id, self.generation)
-
-    def owns_partition(self, name: str) -> bool:
-        """Return whether a file is a partition of this save's manifest, by its name."""
-        return name.endswith(".partition") and self.owns(name)
-
-
-def save_of(name: str) -> tuple[int, int] | None:
-    """Return id and generation of the save that a file is of; None for manifests, markers and others."""
-    match = OF_SAVE.fullmatch(name)
-    return (int(match[2]), int(match[3] or 0)) if match else None
-
-
-def sent_by(name: str) -> tuple[int, SaveNames] | None:
-    """Return the rank that a message is of, and its save; None for other files, and for messages of older versions."""
-    match = OF_SAVE.fullmatch(name)
-    return (int(match[1]), SaveNames(int(match[2]), int(match[3] or 0), match[5])) if match and match[5] else None
-
-
-def marked_by(name: str) -> tuple[int, int] | None:
-    """Return id and generation of the save that a marker is of; None for what is no marker."""
-    match = MARKER.fullmatch(name)
-    return (int(match[1]), int(match[2] or 0)) if match else None
-
-
-def lost_ids(names: Collection[str]) -> list[int]:
-    """Return the ids whose data files are among the names of a directory, and whose manifest has been lost.
-
-    As long as a save is not committed its marker is there, and what a failed save leaves has a marker or a message.
-    """
-    data = {save for save, name in zip(map(save_of, names), names) if save and name.endswith(".safetensors")}
-    ended = (".safetensors", ".partition")
-    begun = {save_of(name) for name in names if not name.endswith(ended)} | {*map(marked_by, names)}
-    there = {int(match[1]) for match in map(MANIFEST.fullmatch, names) if match}
-    return sorted({unique_id for unique_id, _ in data - begun} - there)
-
-
-def is_before(save: tuple[int, int] | None, unique_id: int, generation: int) -> bool:
-    """Return whether a save is of this id, and of an earlier generation."""
-    return save is not None and save[0] == unique_id and save[1] < generation
 
 
 class CheckpointDirectory:
@@ -197,10 +79,18 @@ class CheckpointDirectory:
         except FileNotFoundError:
             return False
 
+    def sees(self, save: SaveNames) -> bool:
+        """Return whether this is the directory in which a save has been marked as begun, and the save is not over."""
+        return self.has_file(save.marker_file)
+
     def has_manifest(self, unique_id: int) -> bool:
         """Return whether there is a manifest of an id, whole or not, listed or not."""
+        return self.has_file(f"{unique_id}.manifest")
+
+    def has_file(self, name: str) -> bool:
+        """Return whether there is a file, listed or not."""
         try:
-            self.backend.open(f"{unique_id}.manifest").close()
+            self.backend.open(name).close()
         except FileNotFoundError:
             return False
         except CorruptCheckpointError:
@@ -212,26 +102,20 @@ class CheckpointDirectory:
         return self.backend.where(f"{unique_id}.manifest")
 
     def data_files(self) -> list[tuple[int, int, str]]:
-        """Return id, rank and name of all data files, committed or not, in the order of ids, ranks and generations."""
-        matches = [match for match in map(OF_SAVE.fullmatch, self.backend.names()) if match]
-        found = [(int(m[2]), int(m[1]), int(m[3] or 0), m[0]) for m in matches if m[4] == "safetensors"]
+        """Return id, rank and name of all data files, committed or not, in the order of ids, ranks and saves."""
+        named = [(save_of(name), name) for name in self.backend.names() if name.endswith(".safetensors")]
+        found = [(save.unique_id, rank_of(name), save.number, name) for save, name in named if save is not None]
         return [(unique_id, rank, name) for unique_id, rank, _, name in sorted(found)]
 
     def files_of(self, manifest: Manifest) -> list[str]:
-        """Return the names of a checkpoint's files but its manifest, and of those that it has replaced."""
-        named = manifest.files
-        newest = generation_of(manifest)
-        older = [name for name in self.backend.names() if is_before(save_of(name), manifest.unique_id, newest)]
-        return named + sorted({*older, *self.repaired_partitions(manifest)} - set(named))
+        """Return the names of a checkpoint's files but its manifest, and of those that it has replaced.
 
-    def repaired_partitions(self, manifest: Manifest, names: Iterable[str] | None = None) -> list[str]:
-        """Return the names of partitions of a checkpoint's save that its manifest does not name: a repair has not.
-
-        ``names`` are the directory's, if they are known.
+        A save that has not ended is another's: its marker is here.
         """
-        own, named = SaveNames(manifest.unique_id, generation_of(manifest), manifest.save_token), set(manifest.files)
-        names = self.backend.names() if names is None else names
-        return [name for name in names if own.owns_partition(name) and name not in named]
+        names, named = self.backend.names(), manifest.files
+        begun = {*map(marked_by, names)}
+        saves = [(name, save) for name in names if (save := save_of(name)) is not None and save not in begun]
+        return named + sorted({name for name, save in saves if save.unique_id == manifest.unique_id} - {*named})
 
     def check_complete(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
         """Check that data files of a checkpoint (None: all) are there, of their size and of the same save.
@@ -270,9 +154,9 @@ class CheckpointDirectory:
         return [problems.get(name) == "" for name in sizes], {name: text for name, text in problems.items() if text}
 
 
-def generation_of(manifest: Manifest) -> int:
-    """Return the generation of a checkpoint: of two saves of an id the one with the higher one is the newer."""
-    return max((save[1] for save in map(save_of, manifest.catalog.files) if save), default=0)
+def number_of(manifest: Manifest) -> int:
+    """Return the number of a checkpoint's save: of two saves of an id the one with the higher one is the newer."""
+    return max((save.number for save in map(save_of, manifest.catalog.files) if save), default=0)
 
 
 class LockedManifest:

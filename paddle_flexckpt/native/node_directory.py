@@ -20,9 +20,10 @@ from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.media.backend import Lock
-from paddle_flexckpt.native.directory import SaveNames, generation_of
-from paddle_flexckpt.native.leftovers import find_prepared, find_saves
+from paddle_flexckpt.native.cleaner import find_begun
+from paddle_flexckpt.native.directory import number_of
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
+from paddle_flexckpt.native.names import SaveNames, new_token, token_after
 from paddle_flexckpt.native.save_directory import SaveDirectory
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -55,31 +56,31 @@ class NodeDirectory(SaveDirectory):
                 found[unique_id] = read_save_token(file, self.backend.where(name))
         return found
 
-    def choose_node_save(self, unique_id: int | None, overwrite: bool = True) -> tuple[int, int]:
-        """Choose as :meth:`choose_save` does; the manifest in place may name files of other nodes alone."""
-        chosen, generation = self.choose_save(unique_id, None, overwrite)
+    def choose_node_save(self, unique_id: int | None, overwrite: bool = True) -> tuple[int, str]:
+        """Return the id of a new save, as :meth:`choose_id` does, and a token that is later than those known here."""
+        names = self.backend.names()
+        chosen, token = self.choose_id(unique_id, names, overwrite), new_token(names)
+        # The manifest in place may name files of other nodes alone.
         with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
-            generation = max(generation, generation_of(self.read_committed(chosen, ())) + 1)
-        return chosen, generation
+            token = max(token, token_after(number_of(self.read_committed(chosen, ()))))
+        return chosen, token
 
-    def generations(self) -> list[tuple[int, int, str]]:
-        """Return id, generation and save token of the checkpoints whose manifest is here and can be read."""
+    def numbers(self) -> list[tuple[int, int, str]]:
+        """Return id, number and token of the saves of the checkpoints whose manifest is here and can be read."""
         found = []
         for unique_id in self.list_ids():
             with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
                 manifest = self.read_committed(unique_id, ())
-                found.append((unique_id, generation_of(manifest), manifest.save_token))
+                found.append((unique_id, number_of(manifest), manifest.save_token))
         return found
 
     def known_saves(self) -> NodeSaves:
         """Return the saves of which this node knows."""
         begun: dict[str, int] = {}
         prepared: dict[str, list[str]] = {}
-        for _, save, nodes in find_saves(self):
-            if save is None:
-                continue
-            begun[save.token] = nodes
-            for name in find_prepared(self, save)[:1]:
+        for save in find_begun(self):
+            begun[save.token] = save.nodes
+            for name in save.prepared[:1]:
                 prepared[save.token] = []
                 with contextlib.suppress(CorruptCheckpointError):
                     manifest = Manifest.decode(self.backend.read(name), self.backend.where(name))
@@ -91,18 +92,16 @@ class NodeDirectory(SaveDirectory):
 
         The caller has the lock. None of the saves is one that a node has replaced since.
         """
-        for _, save, _ in list(find_saves(self)):
-            if save is None or save.token not in published:
-                continue
-            for name in find_prepared(self, save)[:1]:
+        for begun in [each for each in find_begun(self) if each.token in published]:
+            for name in begun.prepared[:1]:
                 data, where = self.backend.read(name), self.backend.where(name)
                 try:
-                    if Manifest.decode(data, where).save_token != save.token:
+                    if Manifest.decode(data, where).save_token != begun.token:
                         raise CorruptCheckpointError(f"{where} is of another save")
                 except CorruptCheckpointError as error:
-                    logger.warning(f"what was prepared here of id {save.unique_id} is left alone: {error}")
+                    logger.warning(f"what was prepared here of id {begun.save.unique_id} is left alone: {error}")
                     continue
-                replaced = self.publish(save, data)
+                replaced = self.publish(SaveNames(begun.save.unique_id, begun.token), data)
                 if replaced is not None:
                     replaced.release()
 

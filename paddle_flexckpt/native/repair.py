@@ -31,12 +31,13 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.media.backend import fill
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
-from paddle_flexckpt.native.companion import CompanionDirectory
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
-from paddle_flexckpt.native.directory import CheckpointDirectory, save_of
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.header import DataFileHeader, read_header
 from paddle_flexckpt.native.manifest import FORMAT_VERSIONS, Manifest, SaveInfo, merge_parts
+from paddle_flexckpt.native.names import save_of
 from paddle_flexckpt.native.partition_files import merge_rows, read_partition
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.verify import REMEDY
 
 
@@ -70,7 +71,7 @@ class _DataFile:
 
 
 def rebuild_manifest(
-    directory: CompanionDirectory,
+    directory: SaveDirectory,
     unique_id: int,
     overwrite: bool = False,
     save_token: str | None = None,
@@ -215,7 +216,7 @@ def _disagreements(directory: CheckpointDirectory, files: list[_DataFile], uniqu
 
 
 def _missing_files(
-    directory: CompanionDirectory, files: list[_DataFile], catalog: Catalog, known: Manifest | None
+    directory: SaveDirectory, files: list[_DataFile], catalog: Catalog, known: Manifest | None
 ) -> tuple[list[Problem], str]:
     """Tell files that are lost from those of ranks that had nothing to write.
 
@@ -232,9 +233,8 @@ def _missing_files(
         ], ""
     if save.world_size == len(files):
         return [], ""
-    generation = save_of(here[0])
-    keys_of = directory.read_companion()
-    own = {name for name in keys_of if save_of(name) == generation}
+    keys_of = directory.companion.read()
+    own = {name for name in keys_of if save_of(name) == save_of(here[0])}
     if own and own <= {*here} and save.world_size > len(files):
         return [], ""
     # Of what has no file there, nobody knows which save it is of.

@@ -21,7 +21,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 
@@ -33,15 +33,17 @@ from paddle_flexckpt.catalog import (
     ValidationError,
 )
 from paddle_flexckpt.catalog.errors import without_remedy
-from paddle_flexckpt.media.backend import Lock, Mode, SaveLock, map_files, publish, write_file
+from paddle_flexckpt.media.backend import Location, Lock, SaveLock, map_files, publish, write_file
 from paddle_flexckpt.media.retrying import is_unanswered
+from paddle_flexckpt.native.cleaner import Cleaner
+from paddle_flexckpt.native.companion import Companion, CompanionFile
 from paddle_flexckpt.native.data_file import write_data_file
-from paddle_flexckpt.native.directory import MANIFEST, SaveNames, is_before, marked_by, save_of
-from paddle_flexckpt.native.leftovers import LeftoverDirectory
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
+from paddle_flexckpt.native.names import MANIFEST, SaveNames, marked_by, new_token, save_of
 from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
 from paddle_flexckpt.native.partitions import Partition, count_partitions
-from paddle_flexckpt.native.save_messages import TRIES
+from paddle_flexckpt.native.save_messages import TRIES, SaveMessages
 from paddle_flexckpt.progress import SILENT, Meter
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -51,8 +53,21 @@ class CleanUpError(CheckpointError):
     """Signal that a checkpoint is complete, and that files which it does not need could not be removed."""
 
 
-class SaveDirectory(LeftoverDirectory):
-    """Save checkpoints into one directory."""
+class SaveDirectory(CheckpointDirectory):
+    """Save checkpoints into one directory.
+
+    Attributes:
+        companion: The file for another program's loader.
+        cleaner: Removes what saves have left.
+        messages: What ranks without collectives tell each other.
+    """
+
+    def __init__(self, location: Location, companion: Companion) -> None:
+        """Open nothing yet: the directory need not exist."""
+        super().__init__(location)
+        self.companion = CompanionFile(self, companion)
+        self.cleaner = Cleaner(self, self.companion)
+        self.messages = SaveMessages(self)
 
     def lock(self) -> SaveLock:
         """Take the right to save here; make the directory.
@@ -99,8 +114,7 @@ class SaveDirectory(LeftoverDirectory):
                 save = self.open_save(unique_id, world_size, before, overwrite)
                 if self.backend.locks.is_here():
                     return lock, before, save
-                if self.sees(save):
-                    self.backend.remove(save.marker_file)
+                self.backend.remove(save.marker_file)
             except BaseException as error:
                 lock.release()
                 if not isinstance(error, FileNotFoundError) or not self.backend.has_path:
@@ -125,32 +139,21 @@ class SaveDirectory(LeftoverDirectory):
             ValidationError: The id is not a non-negative integer, or the path is not a directory. Or the id has a
                 checkpoint that must not, or cannot, be replaced.
         """
-        save = SaveNames(*self.choose_save(unique_id, names, overwrite), os.urandom(16).hex())
-        while True:
-            try:
-                self.mark_save(save, world_size, mode="new")
-            except FileExistsError:
-                # Of who goes on after its lease has run out, or of a dead save that is listed too late.
-                save = replace(save, generation=save.generation + 1)
-            else:
-                return save
+        names = self.backend.names() if names is None else names
+        save = SaveNames(self.choose_id(unique_id, names, overwrite), new_token(names))
+        self.mark_save(save, world_size)
+        return save
 
-    def choose_save(
-        self, unique_id: int | None, names: Sequence[str] | None = None, overwrite: bool = True
-    ) -> tuple[int, int]:
-        """Return the id and generation of a new save; arguments and errors as of :meth:`open_save`."""
+    def choose_id(self, unique_id: int | None, names: Sequence[str], overwrite: bool = True) -> int:
+        """Return the id of a new save in a directory that has these files.
+
+        Arguments and errors are those of :meth:`open_save`.
+        """
         if unique_id is not None and (not isinstance(unique_id, int) or isinstance(unique_id, bool) or unique_id < 0):
             raise ValidationError(f"unique_id must be None or an integer >= 0; got {unique_id!r}")
-        self.backend.make_directory()
-        used: dict[int, int] = {}
-        names = self.backend.names() if names is None else names
-        for name in names:
-            manifest, save = MANIFEST.fullmatch(name), marked_by(name) or save_of(name)
-            if manifest:
-                used.setdefault(int(manifest[1]), 0)
-            elif save:
-                used[save[0]] = max(used.get(save[0], 0), save[1])
         if unique_id is None:
+            used = [int(match[1]) for match in map(MANIFEST.fullmatch, names) if match]
+            used += [save.unique_id for name in names for save in (marked_by(name), save_of(name)) if save is not None]
             unique_id = max(used, default=-1) + 1
         is_there = f"{unique_id}.manifest" in names
         # A store's listing may be out of date. Nobody else commits here now.
@@ -167,27 +170,20 @@ class SaveDirectory(LeftoverDirectory):
                 f"{self.path} has a checkpoint with id {unique_id}, and its file system cannot replace a manifest "
                 "at once. Remedy: save under a new id (unique_id=None takes the next one)"
             )
-        return unique_id, used[unique_id] + 1 if unique_id in used else 0
+        return unique_id
 
-    def mark_save(self, save: SaveNames, world_size: int = 1, nodes: int = 1, mode: Mode = "overwrite") -> None:
-        """Mark a save as begun, of so many ranks, to so many nodes' directories. The caller has the lock.
-
-        Raises:
-            FileExistsError: The mode is ``new``, and another save has these names.
-        """
-        who = {**asdict(save), "host": socket.gethostname(), "pid": os.getpid(), "world_size": world_size}
-        who["nodes"] = nodes
+    def mark_save(self, save: SaveNames, world_size: int = 1, nodes: int = 1) -> None:
+        """Mark a save as begun, of so many ranks, to so many nodes' directories. The caller has the lock."""
+        who = {"unique_id": save.unique_id, "token": save.token, "host": socket.gethostname(), "pid": os.getpid()}
+        marker = json.dumps({**who, "world_size": world_size, "nodes": nodes})
         try:
-            write_file(self.backend, save.marker_file, json.dumps(who).encode(), mode)
-            # Before any file that they speak of.
-            self.refuse_unfinished()
+            write_file(self.backend, save.marker_file, marker.encode())
+            # Before any file that it speaks of.
+            self.companion.refuse_unfinished()
             self.backend.sync()
-        except FileExistsError:
-            raise
         except OSError:
-            with contextlib.suppress(OSError):
-                if not self.is_taken(save):
-                    self.remove_save_files([], save.marker_file)
+            with contextlib.suppress(OSError, CheckpointError):
+                self.cleaner.remove_save(save)
             raise
 
     def write_share(
@@ -203,7 +199,7 @@ class SaveDirectory(LeftoverDirectory):
     ) -> Manifest:
         """Write a rank's data file, as :func:`write_data_file` does, and then its part, which is returned."""
         part = self.write_data(save, items, data, world_size=world_size, step=step, meter=meter)
-        self.write_part(save, rank, part)
+        self.messages.write_part(save, rank, part)
         return part
 
     def write_data(
@@ -270,7 +266,7 @@ class SaveDirectory(LeftoverDirectory):
             if rank in known:
                 return known[rank]
             name = save.part_file(rank)
-            self._known.add(name)
+            self.messages.known.add(name)
             try:
                 return Manifest.decode(self.backend.read(name), self.backend.where(name))
             except FileNotFoundError as error:
@@ -391,15 +387,12 @@ class SaveDirectory(LeftoverDirectory):
         """
         try:
             # Durable before anything that it named is removed.
-            self.update_companion(manifest)
+            self.companion.update(manifest)
             names = self.backend.names() if names is None else names
             # A store may list a file too late, and without its marker nobody would look for it again.
-            names = [*names, *sorted(self._known.difference(names))]
-            useless = self.find_useless(save, names, being_read, manifest)
-            dead = [name for name in names if is_before(marked_by(name), save.unique_id, save.generation)]
-            if dead and not being_read:
-                useless = self._remove_replaced_saves(save, useless, dead)
-            self.remove_save_files(useless, save.marker_file, self.backend.locks.confirm)
+            known = self.messages.known.difference(names)
+            manifest = manifest or self.read_committed(save.unique_id, ())
+            self.cleaner.remove_replaced(save, manifest, names, being_read, *known)
         except (OSError, CheckpointError) as error:
             raise CleanUpError(
                 f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self.companion.name} could "
@@ -407,21 +400,27 @@ class SaveDirectory(LeftoverDirectory):
                 "tries again"
             ) from error
 
-    def _remove_replaced_saves(self, save: SaveNames, files: Sequence[str], markers: Sequence[str]) -> list[str]:
-        """Remove files and markers of saves that died and that a commit has replaced: no manifest can name them now.
+    def discard(self, save: SaveNames, ranks: Sequence[int] = (), partitions: int = 0) -> None:
+        """Remove the files of a save that has failed, and its marker.
 
-        They were prepared here, and perhaps published elsewhere; or their processes were only stopped. Return what such
-        a process has written meanwhile. What it writes later it removes itself, as it finds no marker.
+        None of the ``ranks`` that took part writes any more, nor any of so many ``partitions``. If the save may be
+        committed all the same, nothing is removed.
         """
+        # What cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
+        with contextlib.suppress(OSError, CheckpointError):
+            if not self.is_committed(save):
+                self.backend.locks.forget_lost()
+                written = [name for rank in ranks for name in (save.data_file(rank), save.part_file(rank))]
+                self.cleaner.remove_save(save, [*written, *map(save.partition_file, range(partitions))])
 
-        def is_older(name: str) -> bool:
-            return is_before(save_of(name), save.unique_id, save.generation)
+    def discard_late(self, save: SaveNames, ranks: Sequence[int]) -> None:
+        """Remove what ranks have written for a save that is over: its marker has gone, and it is not committed.
 
-        map_files(self.backend, self.backend.remove, files)
-        self.backend.sync()
-        self.remove_uploads(is_older)
-        map_files(self.backend, self.backend.remove, markers)
-        return [name for name in self.backend.names() if is_older(name)]
+        Nobody else would look for these files.
+        """
+        with contextlib.suppress(OSError, CheckpointError):
+            if not self.sees(save):
+                self.discard(save, ranks)
 
     def manifest_bytes(self, unique_id: int) -> bytes | None:
         """Return a manifest as it is, whole or not; None if there is none."""
@@ -452,4 +451,4 @@ class SaveDirectory(LeftoverDirectory):
                 raise changed
             self.check_untouched(manifest)
             publish(self.backend, f"{manifest.unique_id}.manifest", manifest.encode())
-            self.update_companion(manifest)
+            self.companion.update(manifest)

@@ -8,44 +8,26 @@ Tested in tests/native/test_directory.py and tests/background/test_ranks.py.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 
-from paddle_flexckpt.media.backend import Location, write_file
-from paddle_flexckpt.native.companion import Companion, CompanionDirectory
-from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.media.backend import write_file
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.names import SaveNames
 
 # How often a step is tried that another process may undo: a decision is there, and gone when it is read; a directory is
 # made, and gone when it is to be locked.
 TRIES = 10
 
 
-class MessageDirectory(CompanionDirectory):
+class SaveMessages:
     """Read and write the messages of a save in its directory."""
 
-    def __init__(self, location: Location, companion: Companion) -> None:
-        """Open nothing yet: the directory need not exist."""
-        super().__init__(location, companion)
+    def __init__(self, directory: CheckpointDirectory) -> None:
+        """Take the directory, which need not exist."""
+        self.backend, self._directory = directory.backend, directory
         # Files of the save that go with its end, whether they are listed or not.
-        self._known: set[str] = set()
-
-    def sees(self, save: SaveNames) -> bool:
-        """Return whether this is the directory in which a save has been marked as begun."""
-        try:
-            return save.token.encode() in self.backend.read(save.marker_file)
-        except FileNotFoundError:
-            return False
-
-    def is_taken(self, save: SaveNames) -> bool:
-        """Return whether another save has the names of this one, by the marker.
-
-        Who goes on after its lease has run out may have chosen the names that the next holder chooses.
-        """
-        try:
-            return str(json.loads(self.backend.read(save.marker_file))["token"]) != save.token
-        except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
-            return False  # there is none, or it is not whole
+        self.known: set[str] = set()
 
     def write_part(self, save: SaveNames, rank: int, part: Manifest) -> None:
         """Write a rank's part; its data file is durable already."""
@@ -57,12 +39,12 @@ class MessageDirectory(CompanionDirectory):
         Nothing if the save is over: nobody would read it, and a loss of power could bring it back after its removal.
         """
         name = save.failure_file(rank)
-        if not self.sees(save):
+        if not self._directory.sees(save):
             return
         write_file(self.backend, name, error, "replace")
         # A rank that was stopped for long may come after all others have ended, and who cleans up has been there.
         with contextlib.suppress(OSError):
-            if not self.sees(save):
+            if not self._directory.sees(save):
                 self.backend.remove(name)
                 self.backend.sync()  # nobody would remove what a loss of power brought back
 
@@ -73,7 +55,7 @@ class MessageDirectory(CompanionDirectory):
         does not count: the caller looks whether the save is committed.
         """
         name = save.decision_file(coordinator)
-        self._known.add(name)
+        self.known.add(name)
         for left in reversed(range(TRIES)):
             try:
                 write_file(self.backend, name, verdict, "new")

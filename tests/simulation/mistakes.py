@@ -97,15 +97,9 @@ MISTAKES = {
             {"live.shared_saves:SharedSave.lose_rank": wrong.survivors_discard},
         ),
         Mistake(
-            "each-rank-discards",
-            "each rank of a failed save removes its own file, without the right to save",
-            {"live.shared_saves:SharedSave.discard": wrong.each_rank_discards},
-            can_show=lambda case: case.scenario.jobs > 1,
-        ),
-        Mistake(
             "looked-before-the-lock",
             "whether a step is there is looked at before the right to save is taken",
-            {"native.save_directory:SaveDirectory.choose_save": wrong.overwrites},
+            {"native.save_directory:SaveDirectory.choose_id": wrong.overwrites},
             can_show=lambda case: case.scenario.jobs > 1,
         ),
         Mistake(
@@ -123,19 +117,19 @@ MISTAKES = {
         Mistake(
             "temporaries-stay",
             "manifests that dead saves were about to rename stay, and may be renamed late",
-            {"native.leftovers:LeftoverDirectory.__init__": wrong.knows_no_temporaries},
+            {"native.cleaner:Cleaner.__init__": wrong.knows_no_temporaries},
             can_show=lambda case: case.scenario.storage == "leased" and case.scenario.jobs > 1,
         ),
         Mistake(
             "dead-save-first",
             "the files of a dead save go before the next save of its id is committed, though its commit may come late",
-            {"native.leftovers:LeftoverDirectory.may_commit_late": wrong.nothing},
+            {"media.lease:LeaseLocks.can_run_out": wrong.never_runs_out},
             "store",
         ),
         Mistake(
             "discards-committed",
             "a failed save removes its files without a look whether it was committed",
-            {"native.leftovers:LeftoverDirectory.discard": wrong.discards_whatever},
+            {"native.save_directory:SaveDirectory.discard": wrong.discards_whatever},
             "store",
         ),
         Mistake(
@@ -214,15 +208,9 @@ MISTAKES = {
             {"native.save_directory:SaveDirectory.open_save": wrong.old_goes_first},
         ),
         Mistake(
-            "names-believed",
-            "files go by their names, though a listing out of date has let a save take a checkpoint's names",
-            {"native.leftovers:LeftoverDirectory.named_files": wrong.names_nothing},
-            "store",
-        ),
-        Mistake(
             "own-save-dead",
             "a save takes its own marker for that of a dead one",
-            {"native.leftovers:remove_dead_saves": wrong.removes_live_saves},
+            {"native.cleaner:Cleaner.remove_dead_saves": wrong.removes_live_saves},
         ),
         Mistake(
             "one-rank-trusted",
@@ -237,7 +225,7 @@ MISTAKES = {
         Mistake(
             "decided-twice",
             "who commits and who gives up do not exclude each other",
-            {"native.save_messages:MessageDirectory.decide": wrong.decided_twice},
+            {"native.save_messages:SaveMessages.decide": wrong.decided_twice},
         ),
         Mistake(
             "dead-writer-failed",
@@ -298,12 +286,12 @@ MISTAKES = {
         Mistake(
             "marker-before-files",
             "the marker of a dead save goes before its files",
-            {"native.leftovers:LeftoverDirectory.remove_save_files": wrong.marker_goes_before_files},
+            {"native.cleaner:Cleaner._remove": wrong.marker_goes_before_files},
         ),
         Mistake(
             "dead-saves-stay",
             "nobody looks for what dead saves have left",
-            {"native.leftovers:remove_dead_saves": wrong.nothing_removed},
+            {"native.cleaner:find_begun": wrong.nothing_begun},
         ),
         Mistake(
             "commit-believed",
@@ -379,7 +367,7 @@ MISTAKES = {
         Mistake(
             "node-publishes-replaced",
             "a node publishes what it had prepared, though others have replaced that save since",
-            {"native.node_directory:NodeDirectory.generations": wrong.all_as_new},
+            {"native.node_directory:NodeDirectory.numbers": wrong.all_as_new},
             can_show=lambda case: _saves_to_nodes(case) and case.scenario.overwrites,
         ),
     )

@@ -11,7 +11,7 @@ from paddle_flexckpt.engine.step_record import StepRecord
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.backend import Lock, SaveLock, write_file
 from paddle_flexckpt.media.lease import LEASE_FILE
-from paddle_flexckpt.native.directory import is_before, save_of
+from paddle_flexckpt.native.names import save_of
 
 
 def nothing(right: Any) -> Any:
@@ -117,18 +117,8 @@ def survivors_discard(right: Any) -> Any:
     return lose_rank
 
 
-def each_rank_discards(right: Any) -> Any:
-    def discard(self: Any) -> None:
-        with contextlib.suppress(OSError):
-            if self._is_removable and not self.directory.is_committed(self.names):
-                self.directory.backend.remove(self.names.data_file(self._comm.rank))
-        right(self)
-
-    return discard
-
-
 def overwrites(right: Any) -> Any:
-    return lambda self, unique_id, names=None, overwrite=True: right(self, unique_id, names)
+    return lambda self, unique_id, names, overwrite=True: right(self, unique_id, names)
 
 
 def removes_by_name(right: Any) -> Any:
@@ -146,12 +136,9 @@ def publishes_whatever(right: Any) -> Any:
 
 
 def discards_whatever(right: Any) -> Any:
-    def discard(self: Any, save: Any, ranks: Any, partitions: int = 0, is_removable: bool = True) -> None:
-        if not is_removable:
-            return
-        with contextlib.suppress(OSError):
-            written = [name for rank in ranks for name in (save.data_file(rank), save.part_file(rank))]
-            self.remove_save_files(sorted({*written, *filter(save.owns, self.backend.names())}), save.marker_file)
+    def discard(self: Any, save: Any, ranks: Any = (), partitions: int = 0) -> None:
+        with contextlib.suppress(OSError, CheckpointError):
+            self.cleaner.remove_save(save, map(save.data_file, ranks))
 
     return discard
 
@@ -169,35 +156,37 @@ def old_goes_first(right: Any) -> Any:
     def open_save(self: Any, *arguments: Any, **keywords: Any) -> Any:
         save = right(self, *arguments, **keywords)
         for name in self.backend.names():
-            if is_before(save_of(name), save.unique_id, save.generation):
+            other = save_of(name)
+            if other is not None and other.unique_id == save.unique_id and other != save.save_id:
                 self.backend.remove(name)
         return save
 
     return open_save
 
 
-def names_nothing(right: Any) -> Any:
-    return lambda self, unique_id: set()
-
-
 def removes_live_saves(right: Any) -> Any:
-    def remove(directory: Any, current: Any = None, *arguments: Any, **keywords: Any) -> Any:
+    def remove(self: Any, own: Any = None, *arguments: Any, **keywords: Any) -> Any:
         # Not with the lock alone: also a reader's clean-up, for which nobody has taken it.
-        return right(directory, None, *arguments, **keywords)
+        return right(self, None, *arguments, **keywords)
 
     return remove
 
 
 def marker_goes_before_files(right: Any) -> Any:
-    def remove_save_files(self: Any, names: Any, marker: str, *beside: Any) -> None:
-        self.backend.remove(marker)
-        right(self, names, marker, *beside)
+    def remove(self: Any, useless: Any, dead: Any, names: Any) -> Any:
+        for each in dead:
+            self._backend.remove(each.marker)
+        return right(self, useless, dead, names)
 
-    return remove_save_files
+    return remove
 
 
-def nothing_removed(right: Any) -> Any:
-    return lambda *_, **__: []
+def nothing_begun(right: Any) -> Any:
+    return lambda *_, **__: iter(())
+
+
+def never_runs_out(right: Any) -> Any:
+    return property(lambda self: False)
 
 
 def knows_no_temporaries(right: Any) -> Any:
@@ -419,7 +408,7 @@ def any_order(right: Any) -> Any:
 
 
 def all_as_new(right: Any) -> Any:
-    def generations(self: Any) -> list[tuple[int, int, str]]:
+    def numbers(self: Any) -> list[tuple[int, int, str]]:
         return [(unique_id, 0, token) for unique_id, _, token in right(self)]
 
-    return generations
+    return numbers

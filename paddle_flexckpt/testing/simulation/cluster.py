@@ -14,7 +14,7 @@ from typing import Any
 
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.media.lease import LEASE_FILE
-from paddle_flexckpt.native.directory import is_before, save_of
+from paddle_flexckpt.native.names import save_of
 from paddle_flexckpt.testing.simulation import older_checkpoint
 from paddle_flexckpt.testing.simulation.caretaker import Caretaker
 from paddle_flexckpt.testing.simulation.faults import Faults
@@ -377,17 +377,18 @@ class Cluster:
             left = [name for name in left if name != LEASE_FILE and (name != PADDLE_METADATA or not kept)]
             if self.scenario.storage == "shared" and (self.scenario.jobs > 1 or directory in ledger.read_meanwhile):
                 # What was replaced while it was read, maybe by another job's retention, is left to the next save.
-                left = [name for name in left if not is_before(save_of(name), 0, self._generation(kept))]
+                number = self._number(kept)
+                left = [name for name in left if (save := save_of(name)) is None or save.number >= number]
             if left:
                 ledger.violate("clean-up is complete", f"{directory} still has {left}")
         left = [name for name in self.world.names(ROOT) if not self.person.knows(name) and not self._goes_with(name)]
         if left:
             ledger.violate("clean-up is complete", f"the root still has {left}")
 
-    def _generation(self, paths: set[str]) -> int:
-        """Return how often a checkpoint of which these are the files has been replaced."""
+    def _number(self, paths: set[str]) -> int:
+        """Return the number of the save of which these are the files."""
         saves = [save_of(path.rpartition("/")[2]) for path in paths]
-        return max((save[1] for save in saves if save is not None), default=0)
+        return max((save.number for save in saves if save is not None), default=0)
 
     def _goes_with(self, name: str) -> bool:
         """Return whether a page or report is of a step that is there, or that somebody has disturbed."""

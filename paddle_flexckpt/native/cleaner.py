@@ -1,0 +1,200 @@
+"""Removal of files that no checkpoint needs.
+
+A file is removed if its save has died, if a later save of its id has replaced it, if it is what ranks of an ended save
+told each other, or if it is a manifest or companion that was never put in place. A save has died if its marker is here
+and somebody else has the right to save. Other files that no manifest names stay: their manifest may be lost.
+
+Whoever has the right to save lists the directory, makes sure of that right, and then removes what was listed. No later
+save has these names, so it does no harm if the right is lost in between.
+
+Tested in tests/native/test_cleaner.py and tests/native/test_directory.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.media.backend import map_files, run_beside
+from paddle_flexckpt.native.companion import CompanionFile
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.names import SaveId, SaveNames, is_message, marked_by, save_of
+
+logger = logging.getLogger("paddle_flexckpt")
+
+
+class BegunSave(NamedTuple):
+    """Describe a save by its marker.
+
+    Attributes:
+        marker: The marker's name.
+        save: What its files are known by.
+        token: Its save token.
+        nodes: To how many nodes' directories it goes.
+        prepared: Files that say that it is complete here and perhaps published elsewhere; none if it is here.
+    """
+
+    marker: str
+    save: SaveId
+    token: str
+    nodes: int
+    prepared: list[str]
+
+
+def find_begun(directory: CheckpointDirectory, names: Sequence[str] | None = None) -> Iterator[BegunSave]:
+    """Yield the saves whose markers are here."""
+    names = directory.backend.names() if names is None else names
+    for marker in sorted(names):
+        save = marked_by(marker)
+        if save is None:
+            continue
+        token, nodes = save.token, 1
+        try:
+            content = json.loads(directory.backend.read(marker))
+            token, nodes = str(content["token"]), int(content.get("nodes", 1))
+        except FileNotFoundError:
+            continue  # a rank of a save that has just failed has removed it, after that save's files
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass  # it died before the marker was whole, so before any other file
+        prepared = [name for name in names if name.endswith(".prepared") and save_of(name) == save]
+        if prepared and directory.save_token(save.unique_id) == token:
+            prepared = []
+        yield BegunSave(marker, save, token, nodes, prepared)
+
+
+class Cleaner:
+    """Remove what saves have left in one directory. The caller has the right to save there."""
+
+    def __init__(self, directory: CheckpointDirectory, companion: CompanionFile) -> None:
+        """Take the directory, which need not exist, and its companion."""
+        self._directory, self._backend, self._companion = directory, directory.backend, companion
+        self._temporary = re.compile(rf"(?:\d+\.manifest|{re.escape(companion.name)})\.[0-9a-f]{{32}}\.tmp", re.ASCII)
+
+    def remove_dead_saves(
+        self, own: SaveNames | None = None, aborted: Collection[str] = (), names: Sequence[str] | None = None
+    ) -> list[str]:
+        """Remove what saves that died have left; return the names of the files removed.
+
+        What is prepared stays: another node may have published its part of that save. Where the right to save can run
+        out, a save that counts as dead may be stopped right before its commit. Its files stay until ``own``, the save
+        that is being made, is in place: from then on nothing can replace that.
+
+        Args:
+            own: The save that is being made, if any.
+            aborted: Tokens of prepared saves that no node has published.
+            names: The directory's files as the caller has listed them since it has the right to save. None lists them.
+        """
+        names = self._backend.names() if names is None else names
+        useless = list(filter(self._temporary.fullmatch, names))
+        dead: list[BegunSave] = []
+        if own is None or not self._backend.locks.can_run_out:
+            useless += [name for name in names if is_message(name) and not (own and own.owns(name))]
+            useless += self._unnamed_partitions(names)
+            begun = [each for each in find_begun(self._directory, names) if own is None or each.save != own.save_id]
+            dead = [each for each in begun if not each.prepared or each.token in aborted]
+        return self._remove(useless, dead, names)
+
+    def remove_replaced(
+        self, own: SaveNames, manifest: Manifest, names: Sequence[str], being_read: bool, *also: str
+    ) -> None:
+        """Remove what a save that has just been committed does not need, and what others left; its own marker is last.
+
+        Args:
+            own: The save.
+            manifest: What was committed.
+            names: The directory's files as the caller has listed them since the commit.
+            being_read: Whether the checkpoint that was replaced is being read: its files stay for the next save of its
+                id, or its removal.
+            also: Files of the save that a listing may not show yet.
+        """
+        named = {*manifest.files}
+        useless = [*filter(self._temporary.fullmatch, names), *filter(is_message, names), *also]
+        saves = [(name, save) for name in names if (save := save_of(name)) is not None and name not in named]
+        useless += [name for name, save in saves if save == own.save_id]
+        if not being_read:
+            useless += [name for name, save in saves if save.unique_id == own.unique_id and save != own.save_id]
+        others = [each for each in find_begun(self._directory, names) if each.save != own.save_id]
+        dead = [each for each in others if each.save.unique_id == own.unique_id or not each.prepared]
+        self._remove(useless, dead, names)
+        self._companion.remove_refusal(own.marker_file)
+        run_beside(self._backend, partial(self._backend.remove, own.marker_file), self._backend.locks.confirm)
+
+    def remove_save(self, save: SaveNames, also: Iterable[str] = ()) -> None:
+        """Remove a save that nothing can commit any more, and its marker.
+
+        None of its ranks writes any more. ``also`` has names of its files that a listing may not show yet.
+        """
+        files = {*also, *filter(save.owns, self._backend.names())}
+        self._remove_unfinished({save.save_id})
+        self._remove_files(sorted(files))
+        self._companion.remove_refusal(save.marker_file)
+        self._backend.remove(save.marker_file)
+
+    def _remove(self, useless: Sequence[str], dead: Sequence[BegunSave], names: Sequence[str]) -> list[str]:
+        named = {each.save.unique_id: self._named(each.save.unique_id) for each in dead}
+        # Where a manifest is damaged, whose files these are cannot be told.
+        dead = [each for each in dead if named[each.save.unique_id] is not None]
+        saves = {each.save: named[each.save.unique_id] or set() for each in dead}
+
+        def left(names: Iterable[str]) -> list[str]:
+            return [name for name in names if (save := save_of(name)) in saves and name not in saves[save]]
+
+        files = sorted({*useless, *left(names)})
+        markers = [each.marker for each in dead]
+        if not files and not markers:
+            return []
+        # Whoever has taken the right to save over meanwhile has a marker here too.
+        self._backend.locks.recheck()
+        if dead:
+            self._remove_unfinished(saves.keys())
+        if any(save in map(save_of, kept) for save, kept in saves.items()):
+            self._companion.update()  # that save may have died before
+        self._remove_files(files)
+        if markers:
+            map_files(self._backend, self._backend.remove, markers)
+            # Ranks of a dead save may live. One that has looked while the marker was there leaves its files to this.
+            late = left(self._backend.names())
+            self._remove_files(late)
+            self._companion.remove_refusal()
+            files += late
+        return [*files, *markers]
+
+    def _named(self, unique_id: int) -> set[str] | None:
+        """Return the files that the manifest of an id names; none if there is none, None if it cannot be read."""
+        try:
+            return {*self._directory.read_committed(unique_id, ()).files}
+        except FileNotFoundError:
+            return set()
+        except (CorruptCheckpointError, ValidationError):
+            return None
+
+    def _unnamed_partitions(self, names: Sequence[str]) -> list[str]:
+        """Return the partitions of manifests in place that a repair does without."""
+
+        def find(unique_id: int) -> list[str]:
+            named = self._named(unique_id) or set()
+            committed = {*map(save_of, named)}
+            return [name for name in partitions if save_of(name) in committed and name not in named]
+
+        partitions = [name for name in names if name.endswith(".partition")]
+        ids = sorted({save.unique_id for save in map(save_of, partitions) if save})
+        return [name for found in map_files(self._backend, find, ids) for name in found]
+
+    def _remove_files(self, names: Sequence[str]) -> None:
+        map_files(self._backend, self._backend.remove, names)
+        if names:
+            self._backend.sync()  # nobody would look for what a loss of power brought back
+
+    def _remove_unfinished(self, saves: Collection[SaveId]) -> None:
+        """Remove what saves had begun to send to a remote store."""
+        try:
+            self._backend.remove_unfinished(lambda name: save_of(name) in saves)
+        except OSError as error:
+            # Not every store lets everybody ask; nothing depends on it but its bill.
+            logger.warning(f"what a dead save had begun to send could not be looked for: {error}")

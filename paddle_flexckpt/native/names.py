@@ -1,0 +1,159 @@
+"""Names of the files in a directory of checkpoints.
+
+Every name of a save's files but the manifest's has the save's token. So no two saves share a name, and a process of a
+dead save cannot change a file of another one, whatever it writes and whenever.
+
+Older versions had generations in place of tokens. Their checkpoints are read, replaced and removed like others.
+
+Tested in tests/native/test_names.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# What makes a checkpoint exist.
+MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
+# Id, and token, or an older version's generation (none: 0).
+_SAVE = r"(\d+)(?:-([0-9a-f]{32})|\.(\d+))?"
+# What says that a save has begun.
+_MARKER = re.compile(rf"{_SAVE}\.saving", re.ASCII)
+# The other files of a save: rank (of a partition: its number), save, and kind.
+_OF_SAVE = re.compile(rf"(\d+)_{_SAVE}\.(safetensors|partition|prepared(?:\.[0-9a-f]{{32}}\.tmp)?)", re.ASCII)
+# What ranks of a save told each other by files, and is of no use to another one.
+_MESSAGE = re.compile(
+    r"\d+_(\d+)(?:\.(\d+))?(?:-([0-9a-f]{32}))?\.(?:decided|late|(?:part|failed)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII
+)
+_NUMBER_DIGITS = 8
+_MOST_SAVES = 16**_NUMBER_DIGITS - 1
+
+
+class SaveId(NamedTuple):
+    """Tell one save from others, by the names of its files.
+
+    Attributes:
+        unique_id: The checkpoint's id.
+        number: Of two saves in a directory the later one has the higher number.
+        token: Its save token; empty for a save of an older version.
+    """
+
+    unique_id: int
+    number: int
+    token: str = ""
+
+
+@dataclass(frozen=True)
+class SaveNames:
+    """Name the files of one save.
+
+    Attributes:
+        unique_id: The checkpoint's id.
+        token: 32 hexadecimal digits that no other save has. The first 8 are the save's number in its directory.
+    """
+
+    unique_id: int
+    token: str
+
+    def data_file(self, rank: int) -> str:
+        """Return the name of a rank's data file."""
+        return f"{rank}_{self._stem}.safetensors"
+
+    def part_file(self, rank: int) -> str:
+        """Return the name of a rank's part."""
+        return f"{rank}_{self._stem}.part"
+
+    def partition_file(self, number: int) -> str:
+        """Return the name of a partition of the manifest."""
+        return f"{number}_{self._stem}.partition"
+
+    def failure_file(self, rank: int) -> str:
+        """Return the name of what a rank says if it cannot write."""
+        return f"{rank}_{self._stem}.failed"
+
+    def decision_file(self, coordinator: int) -> str:
+        """Return the name of what was decided about an asynchronous save; ``coordinator`` is the rank that commits."""
+        return f"{coordinator}_{self._stem}.decided"
+
+    def prepared_file(self, rank: int) -> str:
+        """Return the name of a node's manifest that is not published yet; ``rank`` is that of its committer."""
+        return f"{rank}_{self._stem}.prepared"
+
+    @property
+    def marker_file(self) -> str:
+        """Return the name of the file that says that this save has begun."""
+        return f"{self._stem}.saving"
+
+    @property
+    def _stem(self) -> str:
+        return f"{self.unique_id}-{self.token}"
+
+    @property
+    def save_id(self) -> SaveId:
+        """Return what tells this save from others."""
+        return SaveId(self.unique_id, _number_of(self.token), self.token)
+
+    def owns(self, name: str) -> bool:
+        """Return whether a file is of this save; not its manifest or marker."""
+        message = _MESSAGE.fullmatch(name)
+        return save_of(name) == self.save_id or (message is not None and message[3] == self.token)
+
+
+def new_token(names: Iterable[str]) -> str:
+    """Return a token for a save in a directory that has these files.
+
+    Its number is one more than that of any save there, of older versions too.
+    """
+    saves = [save for name in names for save in (save_of(name), marked_by(name)) if save is not None]
+    return token_after(max((save.number for save in saves), default=0))
+
+
+def token_after(number: int) -> str:
+    """Return a token for a save that comes after one of this number."""
+    return f"{min(number + 1, _MOST_SAVES):0{_NUMBER_DIGITS}x}{os.urandom(12).hex()}"
+
+
+def _number_of(token: str) -> int:
+    return int(token[:_NUMBER_DIGITS], 16)
+
+
+def save_of(name: str) -> SaveId | None:
+    """Return the save that a data file, partition or prepared manifest is of; None for other names."""
+    match = _OF_SAVE.fullmatch(name)
+    return _save(match[2], match[3], match[4]) if match else None
+
+
+def marked_by(name: str) -> SaveId | None:
+    """Return the save whose marker has this name; None if it is no marker."""
+    match = _MARKER.fullmatch(name)
+    return _save(match[1], match[2], match[3]) if match else None
+
+
+def _save(unique_id: str, token: str | None, generation: str | None) -> SaveId:
+    return SaveId(int(unique_id), _number_of(token) if token else int(generation or 0), token or "")
+
+
+def is_message(name: str) -> bool:
+    """Return whether a file is what a rank of a save told others."""
+    return _MESSAGE.fullmatch(name) is not None
+
+
+def rank_of(name: str) -> int:
+    """Return the rank of a data file, or the number of a partition."""
+    return int(name.partition("_")[0])
+
+
+def lost_ids(names: Collection[str]) -> list[int]:
+    """Return the ids whose data files are among the names of a directory, and whose manifest has been lost.
+
+    As long as a save is not committed its marker is there, or a message of an older version.
+    """
+    data = {save for name in names if name.endswith(".safetensors") and (save := save_of(name)) is not None}
+    messages = [match for match in map(_MESSAGE.fullmatch, names) if match]
+    begun = {SaveId(int(each[1]), int(each[2] or 0)) for each in messages} | {*map(marked_by, names)}
+    begun |= {save_of(name) for name in names if not name.endswith((".safetensors", ".partition"))}
+    there = {int(match[1]) for match in map(MANIFEST.fullmatch, names) if match}
+    return sorted({save.unique_id for save in data - begun} - there)
