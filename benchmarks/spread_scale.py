@@ -26,17 +26,16 @@ from paddle_flexckpt.catalog import group_replicas
 from paddle_flexckpt.catalog.key_rows import decode_rows, encode_rows
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_heads
-from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.dealing import deal
+from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator
+from paddle_flexckpt.live.dealing import deal, encode_deals
 from paddle_flexckpt.live.partition_writers import encode_part
-from paddle_flexckpt.live.planners import Planners, Said, planner_of
+from paddle_flexckpt.live.planners import Planners, RankSummary, planner_of
 from paddle_flexckpt.live.replica_digests import DIGEST
 from paddle_flexckpt.live.replicas import Replicas
 from paddle_flexckpt.live.save_options import SaveOptions
-from paddle_flexckpt.live.save_plan import SavePlan, report_counts
+from paddle_flexckpt.live.save_plan import SavePlan, report_of
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
-from paddle_flexckpt.planning.comparison import Comparison, compare_samples, compare_written
 from paddle_flexckpt.planning.holder_sets import HolderSets, share_out
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.shared_lines import SharedLines
@@ -98,11 +97,9 @@ def part_of(world: int, tensors: int, replicas: int, keys: np.ndarray, places: n
     return messages
 
 
-def compared_lines(catalog, groups, items) -> Comparison:
-    """Return what a save compares by default."""
-    every = np.ones(len(groups), dtype=bool)
-    written = compare_written(items, catalog, groups, every, turn=0)
-    return written.and_also(compare_samples(catalog, groups, every, turn=0))
+def replicas_of(comm, catalog, groups) -> Replicas:
+    """Return the replicas of a save with the default options."""
+    return Replicas(comm, {}, catalog, groups, np.zeros(len(catalog), dtype=np.uint8), True, CONTEXT)
 
 
 def rows_of_writers(plan: SavePlan) -> int:
@@ -129,9 +126,8 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
     comm, received = OneOfMany(ranks, place), {}
 
     # What all ranks say first.
-    said = Said(tensors, 1, True, b"")
-    head = SaveOptions().encode("save_state_dict")
-    heads = [join((head, bytes(16), b"null", PATH.encode(), b"[]", said.encode())) for _ in places]
+    said = RankSummary(bytes(16), b"null", PATH.encode(), b"[]", tensors, 1, True)
+    heads = [said.encode(SaveOptions().encode("save_state_dict"))] * ranks
     received["agree"] = (ranks - 1) * (1 + len(heads[0]))
 
     # Rows: what all ranks tell this planner.
@@ -173,14 +169,15 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
         noted[each] = b"+" + struct.pack("<Q", len(items.row) * cuts)
         loads += np.bincount(part.place[items.row] // cuts, (items.stop - items.start) * 4, replicas)
         if each != place:
-            dealt[each] = deal(part, items, compared_lines(part.catalog, lines.groups, items))[place]
+            compared = replicas_of(comm, part.catalog, lines.groups).beside(items, turn=0)
+            dealt[each] = encode_deals({place: deal(part, items, compared)[place]}, each)[place]
     an_item = np.zeros(ranks)
     an_item[list(dealt)] = list(map(len, dealt.values()))
     received["items"] = arriving(place, ranks, lambda source, _: an_item[source])
     received["items"] += sum(map(len, noted.values())) + LETTER_BYTES * len(noted)
 
     # What all say when they have written.
-    counted = [join((bytes(40), bytes(24))) for _ in places]
+    counted = [join((bytes(56), bytes(24))) for _ in places]
     received["write"] = (ranks - 1) * (1 + len(counted[0])) + LETTER_BYTES * ranks
     # A sample of each shard, and a writer's and a neighbour's stretch of what all replicas write together.
     a_key = 1 + 2 / replicas
@@ -189,19 +186,16 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
 
     def save() -> SavePlan:
         comm.letters = [({}, rows), ({}, asked), (told, answers), (noted, dealt)]
-        agreed = check_heads(heads, CONTEXT, comm.ranks)
-        planners = Planners(comm, own, np.zeros(tensors, dtype=np.int64), [*map(Said.decode, agreed[-1])], CONTEXT, "")
+        agreed = [RankSummary.decode(*fields) for fields in zip(*check_heads(heads, CONTEXT, comm.ranks))]
+        planners = Planners(comm, own, np.zeros(tensors, dtype=np.int64), agreed, CONTEXT, "")
         planners.inspect()
-        mine = planners.plan(
-            planners.groups, False, lambda items: compared_lines(planners.rows.catalog, planners.groups, items)
-        )
-        return SavePlan.of(planners, mine, own, np.zeros(len(planners.rows.catalog), dtype=np.uint8), None, turn=0)
+        return planners.plan(replicas_of(comm, planners.rows.catalog, planners.groups), None, False, turn=0)
 
     def after(plan: SavePlan) -> None:
         of_rank = np.bincount(plan.catalog.rank[plan.compared.row], minlength=ranks)
         digests = [bytes(DIGEST_BYTES * count) for count in of_rank.tolist()]
-        Replicas(comm, {}, plan.catalog, plan.groups, plan.policies, True, CONTEXT).compare(plan.compared, digests)
-        report_counts([plan.counted()] * ranks, plan)
+        replicas_of(comm, plan.catalog, plan.groups).compare(plan.compared, digests)
+        report_of([plan.told(0.0, 0.0)] * ranks, plan, "write")
 
     begin = time.process_time()
     plan = save()
@@ -290,7 +284,7 @@ def measure_experts(layers: int, count: int, strategy: Strategy, sample: int = 1
         begin = time.process_time()
         share, lower = shared.share(told, answers[place], world)
         items = lines.cut(share, before=lower)
-        deal(rows, items, compared_lines(rows.catalog, lines.groups, items))
+        deal(rows, items, replicas_of(SoloCommunicator(), rows.catalog, lines.groups).beside(items, turn=0))
         seconds[place] += time.process_time() - begin
     return {
         "ranks": world,

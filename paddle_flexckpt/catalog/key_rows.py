@@ -47,6 +47,12 @@ class KeyRows:
     contradictions: tuple[tuple[int, Problem], ...]
 
 
+def rows_of(catalog: Catalog, flags: np.ndarray) -> KeyRows:
+    """Return the table of a rank that owns all shards itself; arguments as of :func:`encode_rows`."""
+    rows = np.arange(len(catalog))
+    return KeyRows(catalog, np.zeros(len(catalog), dtype=np.int64), rows, rows, flags, ())
+
+
 def encode_rows(catalog: Catalog, flags: np.ndarray, part: np.ndarray) -> dict[int, bytes]:
     """Encode one rank's shards for the ranks that plan them.
 

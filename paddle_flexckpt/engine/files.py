@@ -24,7 +24,7 @@ from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import FileOptions
 from paddle_flexckpt.engine.piece_columns import PieceColumns
 from paddle_flexckpt.engine.plan import FillPlan
-from paddle_flexckpt.engine.transfer import Source, Task
+from paddle_flexckpt.engine.source import Source, Task
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.native.checksums import verify_mode

@@ -20,6 +20,7 @@ from paddle_flexckpt.catalog.wire import encode_catalog
 from paddle_flexckpt.engine.kept_plans import fingerprint
 from paddle_flexckpt.engine.plan import FillPlan
 from paddle_flexckpt.engine.resolution import Resolution, Resolved
+from paddle_flexckpt.engine.source import Task
 from paddle_flexckpt.engine.targets import Targets
 
 # About what an entry of a table takes that is not in columns: a tile, a computed tensor, how a target is filled.
@@ -36,9 +37,10 @@ class KeptReads(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class KeptLoad:
-    """Hold what one rank has resolved and planned of a load.
+    """Hold what one rank has resolved and planned of a load: a task without its targets, and how it is carried out.
 
     Attributes:
+        origin: Fingerprint of what it was made of, on all ranks.
         others: As of :class:`Resolution`.
         filled: Likewise.
         same_memory: Likewise.
@@ -49,6 +51,7 @@ class KeptLoad:
         whole: Whether the reads are of all shards of the source, where fewer are known at first.
     """
 
+    origin: bytes
     others: dict[int, Resolved]
     filled: np.ndarray
     same_memory: dict[int, int]
@@ -56,11 +59,19 @@ class KeptLoad:
     plan: FillPlan
     reads: KeptReads
     unexpected: list[str]
-    whole: bool = False
+    whole: bool
 
-    def resolution(self, targets: Targets) -> Resolution:
-        """Return how these targets are filled."""
-        return Resolution(targets, self.others, self.filled, self.same_memory)
+    @classmethod
+    def of(cls, owns: Sequence[bytes], task: Task, reads: KeptReads, unexpected: list[str], whole: bool) -> KeptLoad:
+        """Return what is kept of a task, given the fingerprint of each rank's part of what it was made of."""
+        how = task.resolution
+        columns = how.others, how.filled, how.same_memory
+        return cls(fingerprint(owns), *columns, task.mapping, task.plan, reads, [*unexpected], whole)
+
+    def task(self, targets: Targets) -> Task:
+        """Return the task of filling these targets."""
+        how = Resolution(targets, self.others, self.filled, self.same_memory)
+        return Task(how, self.mapping, self.plan)
 
     @property
     def nbytes(self) -> int:
@@ -74,26 +85,25 @@ class KeptLoad:
         return columns + self.filled.nbytes + _ENTRY_BYTES * entries
 
 
-def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source: bytes, access: bytes) -> bytes | None:
+def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source: bytes) -> bytes:
     """Return a fingerprint of all that one rank's part of a plan is made of, but for the other ranks' targets.
 
-    None where it is made of more than this knows.
+    Nothing where it is made of more than this knows.
 
     Args:
         options: Those of the load, encoded, without the checkpoint's id.
         ranks: All that load.
         targets: This rank's.
         source: What is the same for a checkpoint with the same shards (``Source.describe``).
-        access: What else the source plans by: who can read what.
     """
     shared = _shared_memory(targets.spans)
     # Live targets have neither a mapping nor bands. Such as overlap themselves are refused, or left alone.
     if targets.mapping is not None or targets.bands or targets.overlapping:
-        return None
+        return b""
     strides = [targets.strides.get(row) for row in shared[:, 0].tolist()]
     names = repr((targets.aliases, targets.raw_names, strides, sorted(targets.masters))).encode()
     tables = encode_catalog(targets.catalog), source
-    return fingerprint((options, repr(tuple(ranks)).encode(), *tables, names, shared.tobytes(), access))
+    return fingerprint((options, repr(tuple(ranks)).encode(), *tables, names, shared.tobytes()))
 
 
 def _shared_memory(spans: np.ndarray) -> np.ndarray:

@@ -1,32 +1,56 @@
 """Keep plans of one group of ranks, so that a layout that comes again need not be gathered, checked and planned again.
 
-A plan is a function of what all ranks described. Each rank finds a kept plan by a fingerprint of its own description.
-It is used if all ranks have found one that was made of the same descriptions, which a short message of each tells.
-So a change of a layout is noticed whichever rank it is on, and nothing is known by an address or an identity.
+A plan is a function of what all ranks are called with. Each rank finds a kept plan by a fingerprint of its own part of
+that. The plan is used if all ranks have found one that was made of the same, which a short message of each tells. So a
+change of a layout is noticed whichever rank it is on, and nothing is known by an address or an identity.
 
 Tested in tests/live/test_kept_plans.py and tests/live/test_kept_loads.py.
 """
 
 from __future__ import annotations
 
-import struct
+import functools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
 import xxhash
 
 from paddle_flexckpt.catalog.wire import join, split
-from paddle_flexckpt.engine.agreement import BRIEF_SAVE, Ranks, check_calls, is_brief
-from paddle_flexckpt.native.names import SaveNames
+from paddle_flexckpt.engine.agreement import Ranks, check_calls, is_brief
 
 # Plans of one group, and the bytes that all of them may have.
 MOST_PLANS = 4
 MOST_BYTES = 64 << 20
-_BRIEF = struct.Struct("<2s16s8sQ16s")
-_NO_TOKEN = bytes(16).hex()
+# The part of a brief message that is the same on all ranks, behind the length of its only field: 2 bytes for the call,
+# and a fingerprint of the plan and of what else ranks have to agree about.
+_AGREED = slice(8, 8 + 2 + 16)
+
+
+class Plan(Protocol):
+    """Stand for a plan of all ranks, as one of them needs it. It has no tensors."""
+
+    @property
+    def origin(self) -> bytes:
+        """Fingerprint of what it was made of, on all ranks."""
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes it takes."""
+
+
+class Call(Protocol):
+    """Stand for a call of all ranks, of which a plan may have been kept."""
+
+    def describe(self) -> bytes:
+        """Look at what this rank is called with; return a fingerprint, or nothing where no plan can be kept for it."""
+
+    def in_brief(self, plan: Any) -> bytes:
+        """Return what this rank tells first if all may have kept this plan (:func:`brief`); nothing if it will not."""
+
+    def in_full(self) -> bytes:
+        """Return what this rank tells first otherwise."""
 
 
 def fingerprint(parts: Iterable[bytes]) -> bytes:
@@ -34,56 +58,9 @@ def fingerprint(parts: Iterable[bytes]) -> bytes:
     return xxhash.xxh3_128_digest(join(parts))
 
 
-@dataclass(frozen=True, eq=False)
-class KeptPlan:
-    """Hold a plan of all ranks, as one of them needs it.
-
-    Attributes:
-        origin: Fingerprint of what it was made of: of the fingerprints of all ranks' descriptions.
-        plan: The plan. It has no tensors.
-        messages: What else the ranks told each other with their descriptions, the same as long as these are.
-    """
-
-    origin: bytes
-    plan: Any
-    messages: Sequence[bytes]
-
-
-class BriefMessage(NamedTuple):
-    """Say in 63 bytes that a rank that saves has kept a plan for what it was called with.
-
-    Attributes:
-        call: Which call that is (:mod:`~paddle_flexckpt.engine.agreement`).
-        agreed: 16 bytes, the same on every rank that has the same plan and options.
-        place: 8 bytes, for the place of a save's directory.
-        names: The names of a save, on the ranks that know them.
-    """
-
-    call: bytes
-    agreed: bytes
-    place: bytes
-    names: SaveNames
-
-    @classmethod
-    def of_save(cls, agreed: bytes, place: bytes, names: SaveNames | None) -> BriefMessage | None:
-        """Return the message of a rank that saves; None if the names have no room in it."""
-        names = names or SaveNames(0, _NO_TOKEN)
-        has_room = names.unique_id < 1 << 64 and len(names.token) == len(_NO_TOKEN)
-        return cls(BRIEF_SAVE, agreed, xxhash.xxh3_64_digest(place), names) if has_room else None
-
-    def encode(self) -> bytes:
-        """Return it as a message of one field."""
-        names = self.names
-        token = bytes.fromhex(names.token)
-        return join([_BRIEF.pack(self.call, self.agreed, self.place, names.unique_id, token)])
-
-    @classmethod
-    def decode(cls, message: bytes) -> BriefMessage | None:
-        """Return what a message says; None if it is none of these."""
-        if len(message) != 8 + _BRIEF.size or message[8:10] != BRIEF_SAVE:
-            return None
-        call, agreed, place, unique_id, token = _BRIEF.unpack_from(message, 8)
-        return cls(call, agreed, place, SaveNames(unique_id, token.hex()))
+def brief(call: bytes, agreed: bytes, more: bytes) -> bytes:
+    """Return the message of a rank that has kept a plan: which call that is, what all have to agree about, and more."""
+    return join((call + agreed + more,))
 
 
 class KeptPlans:
@@ -92,25 +69,57 @@ class KeptPlans:
     def __init__(self) -> None:
         """Hold none yet."""
         self._lock = threading.Lock()
-        self._plans: OrderedDict[bytes, tuple[KeptPlan, int]] = OrderedDict()
+        self._plans: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
 
-    def find(self, own: bytes) -> KeptPlan | None:
-        """Return the plan that was kept for a fingerprint of this rank's description."""
+    def find(self, own: bytes) -> Any:
+        """Return the plan that was kept for a fingerprint of this rank's part of a call, or None."""
         with self._lock:
             if own not in self._plans:
                 return None
             self._plans.move_to_end(own)
             return self._plans[own][0]
 
-    def keep(self, own: bytes, kept: KeptPlan, nbytes: int) -> None:
-        """Keep a plan of so many bytes for a fingerprint of this rank's description, unless it is too large."""
+    def keep(self, own: bytes, plan: Plan) -> None:
+        """Keep a plan for a fingerprint of this rank's part of a call, unless it is too large."""
+        if self.find(own) is plan:
+            return
+        nbytes = plan.nbytes
         with self._lock:
             self._plans.pop(own, None)
             if nbytes > MOST_BYTES:
                 return
-            self._plans[own] = kept, nbytes
+            self._plans[own] = plan, nbytes
             while len(self._plans) > MOST_PLANS or sum([size for _, size in self._plans.values()]) > MOST_BYTES:
                 self._plans.popitem(last=False)
+
+
+def recall(comm: Ranks, plans: KeptPlans, call: Call, context: str) -> tuple[Any, list[bytes]]:
+    """Take the first step of a call on all ranks. One collective; one more where only some have kept a plan.
+
+    Args:
+        comm: The ranks.
+        plans: Those that this rank has kept.
+        call: What it is called with.
+        context: What is being done, for errors.
+
+    Returns:
+        The plan, if all ranks have kept the same one, and what else each told in brief; else None, and what each told
+        in full.
+
+    Raises:
+        CheckpointError: A rank could not look at what it is called with, or ranks are in different calls.
+    """
+    plan, answers = comm.together(functools.partial(_tell, plans, call), context)
+    if plan is not None and len({answer[_AGREED] for answer in answers}) == 1:
+        return plan, [answer[_AGREED.stop :] for answer in answers]
+    return None, in_full(comm, answers, call.in_full, context)
+
+
+def _tell(plans: KeptPlans, call: Call) -> tuple[Any, bytes]:
+    own = call.describe()
+    plan = plans.find(own) if own else None
+    message = b"" if plan is None else call.in_brief(plan)
+    return (plan, message) if message else (None, call.in_full())
 
 
 def in_full(comm: Ranks, answers: list[bytes], mine: Callable[[], bytes], context: str) -> list[bytes]:
@@ -125,9 +134,9 @@ def in_full(comm: Ranks, answers: list[bytes], mine: Callable[[], bytes], contex
     Raises:
         ValidationError: Ranks are in different calls; the others wait for nothing then.
     """
-    brief = [*map(is_brief, answers)]
-    if not any(brief):
+    was_brief = [*map(is_brief, answers)]
+    if not any(was_brief):
         return answers
     check_calls([split(answer)[0] if answer else b"" for answer in answers], context, comm.ranks)
-    _, later = comm.together(lambda: (None, mine() if brief[comm.position] else b""), context)
+    _, later = comm.together(lambda: (None, mine() if was_brief[comm.position] else b""), context)
     return [said or answer for said, answer in zip(later, answers)]

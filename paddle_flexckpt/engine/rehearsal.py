@@ -24,8 +24,9 @@ from paddle_flexckpt.engine.plan import Tile, plan_fill
 from paddle_flexckpt.engine.read_counts import bytes_by_source, count_reads, sums_of
 from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.engine.shared_reads import count_shared_reads
+from paddle_flexckpt.engine.source import Task
 from paddle_flexckpt.engine.targets import Memory, Targets
-from paddle_flexckpt.engine.transfer import Task, make_task
+from paddle_flexckpt.engine.transfer import make_task
 from paddle_flexckpt.engine.unexpected import check_unexpected
 from paddle_flexckpt.foreign.formats import SourceDirectory, shown
 from paddle_flexckpt.media.backend import Location, reading

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,70 +23,100 @@ NO_ITEMS = Items(*np.zeros((3, 0), dtype=np.int64))
 _LINE = np.dtype([("row", "<u4"), ("start", "<i8"), ("stop", "<i8")])
 
 
-@dataclass(frozen=True, eq=False)
-class Dealt:
-    """Hold what one rank writes and compares, by rows of its own catalog.
+class Deal(NamedTuple):
+    """Hold what a planner deals to one rank, by rows of that rank's own catalog.
 
     Attributes:
-        items: What it writes.
-        orders: The order of the elements of tensors of which it writes something, as far as any rank knows it.
-        lines: By the position of a planner, what it compares for that one.
+        written: What it writes, each with the number of its tensor's order, or -1.
+        compared: What it compares, in the order of the planner's lines.
+        orders: The orders.
     """
 
-    items: Items
-    orders: dict[str, Order]
-    lines: dict[int, Lines]
+    written: np.ndarray
+    compared: np.ndarray
+    orders: tuple[Order, ...]
 
 
-def deal(rows: KeyRows, items: Items, lines: Lines) -> dict[int, bytes]:
-    """Return, by position of a rank, what it has to know of a planner's plan; lines of a rank keep their order."""
+def deal(rows: KeyRows, items: Items, lines: Lines) -> dict[int, Deal]:
+    """Return, by position of a rank, what it has to know of a planner's plan; of those alone that have to know any."""
     catalog = rows.catalog
     written = np.zeros(len(items.row), dtype=_ITEM)
     written["row"], written["start"], written["stop"] = rows.row[items.row], items.start, items.stop
     written["order"] = catalog.key_order[catalog.key[items.row]] if len(catalog.key_order) else -1
     compared = np.zeros(len(lines.row), dtype=_LINE)
     compared["row"], compared["start"], compared["stop"] = rows.row[lines.row], lines.start, lines.stop
-    orders = json.dumps([order.encode() for order in catalog.orders]).encode() if len(catalog.key_order) else b"[]"
     places = np.unique(np.concatenate([rows.place[items.row], rows.place[lines.row]]))
     parts = []
     for table, place in ((written, rows.place[items.row]), (compared, rows.place[lines.row])):
         order = np.argsort(place, kind="stable")
-        low, high = (np.searchsorted(place[order], places, side=side) for side in ("left", "right"))
-        parts.append((table[order].tobytes(), low.tolist(), high.tolist(), table.itemsize))
-    (first, low, high, width), (second, begin, end, size) = parts
+        low, high = (np.searchsorted(place[order], places, side=side).tolist() for side in ("left", "right"))
+        parts.append([table[order][begin:end] for begin, end in zip(low, high)])
+    orders = catalog.orders if len(catalog.key_order) else ()
+    return {place: Deal(first, second, orders) for place, first, second in zip(places.tolist(), *parts)}
+
+
+def encode_deals(deals: Mapping[int, Deal], own: int) -> dict[int, bytes]:
+    """Return messages for the ranks to which this planner, at position ``own``, deals something: for all but itself."""
+    tails = {each.orders: json.dumps([order.encode() for order in each.orders]).encode() for each in deals.values()}
     return {
         place: b"".join(
             [
-                _HEAD.pack(high[i] - low[i], end[i] - begin[i]),
-                first[low[i] * width : high[i] * width],
-                second[begin[i] * size : end[i] * size],
-                orders,
+                _HEAD.pack(len(each.written), len(each.compared)),
+                each.written.tobytes(),
+                each.compared.tobytes(),
+                tails[each.orders],
             ]
         )
-        for i, place in enumerate(places.tolist())
+        for place, each in deals.items()
+        if place != own
     }
 
 
-def take(messages: Mapping[int, bytes], own: Catalog) -> Dealt:
-    """Return what planners have dealt to this rank.
+def gather_deals(messages: Mapping[int, bytes], deals: Mapping[int, Deal], own: int) -> dict[int, Deal]:
+    """Return what planners deal to this rank, by position of the planner.
 
     Args:
-        messages: By position of the planner.
+        messages: What others have encoded for it, by position.
+        deals: What it deals itself as a planner, by position of a rank.
+        own: Its position.
+    """
+    found = {planner: _decode_deal(message) for planner, message in messages.items()}
+    if own in deals:
+        found[own] = deals[own]
+    return dict(sorted(found.items()))
+
+
+def _decode_deal(message: bytes) -> Deal:
+    count, compared = _HEAD.unpack_from(message)
+    items = np.frombuffer(message, _ITEM, count, _HEAD.size)
+    begin = _HEAD.size + items.nbytes
+    lines = np.frombuffer(message, _LINE, compared, begin)
+    tail = message[begin + lines.nbytes :]
+    return Deal(items, lines, () if tail == b"[]" else tuple(map(Order.decode, json.loads(tail))))
+
+
+def written_by(deals: Mapping[int, Deal], own: Catalog) -> tuple[Items, dict[str, Order]]:
+    """Return what this rank writes by what planners have dealt to it, and in which orders, as far as any rank knows.
+
+    Args:
+        deals: By position of the planner.
         own: This rank's own catalog.
     """
-    written, lines, orders = [np.zeros(0, dtype=_ITEM)], {}, {}
-    for planner, message in messages.items():
-        count, compared = _HEAD.unpack_from(message)
-        items = np.frombuffer(message, _ITEM, count, _HEAD.size)
-        begin = _HEAD.size + items.nbytes
-        stretches = np.frombuffer(message, _LINE, compared, begin)
-        written.append(items)
-        if compared:
-            lines[planner] = Lines(*(stretches[name].astype(np.int64) for name in ("row", "start", "stop")))
-        tail = message[begin + stretches.nbytes :]
-        known = [] if tail == b"[]" else [*map(Order.decode, json.loads(tail))]
-        for key, order in zip(own.key[items["row"]].tolist(), items["order"].tolist()) if known else ():
-            if order >= 0:
-                orders[own.keys[key]] = known[order]
-    table = np.concatenate(written)
-    return Dealt(Items(*(table[name].astype(np.int64) for name in ("row", "start", "stop"))), orders, lines)
+    orders = {
+        own.keys[key]: each.orders[order]
+        for each in deals.values()
+        if each.orders
+        for key, order in zip(own.key[each.written["row"]].tolist(), each.written["order"].tolist())
+        if order >= 0
+    }
+    table = np.concatenate([np.zeros(0, dtype=_ITEM), *(each.written for each in deals.values())])
+    return Items(*(table[name].astype(np.int64) for name in ("row", "start", "stop"))), orders
+
+
+def lines_of(deals: Mapping[int, Deal]) -> dict[int, Lines]:
+    """Return what this rank compares for each planner, by the planner's position."""
+    return {
+        planner: Lines(*(each.compared[name].astype(np.int64) for name in ("row", "start", "stop")))
+        for planner, each in deals.items()
+        if len(each.compared)
+    }

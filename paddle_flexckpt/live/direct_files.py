@@ -24,8 +24,8 @@ from paddle_flexckpt.catalog.wire import encode_catalog, join, split
 from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.names import MASTER_STATE, counted_names
 from paddle_flexckpt.engine.options import LoadOptions
+from paddle_flexckpt.engine.source import Task
 from paddle_flexckpt.engine.targets import Targets
-from paddle_flexckpt.engine.transfer import Task
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.media.backend import Location, map_files
 from paddle_flexckpt.native.manifest import Manifest

@@ -26,11 +26,12 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
 )
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.announcing import announce_reads
 from paddle_flexckpt.engine.copies import Storage
 from paddle_flexckpt.engine.files import Files, reads_of
 from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.engine.transfer import Source, Task
+from paddle_flexckpt.engine.source import Source, Task
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.direct_files import DirectFiles
 from paddle_flexckpt.live.node_files import DamagedCopies, Found, find_nodes
@@ -148,15 +149,14 @@ class FilePeers(Peers):
         """Return what the other ranks have to know: what Peers say, and whether this rank computes values."""
         return (*super().prepare(task), bytes([bool(task.plan.tiles)]))
 
-    @property
-    def access(self) -> bytes:
-        """Return what else decides who reads what: how long blocks are, and which rank sees which files."""
+    def describe(self) -> bytes:
+        """Return what a plan is made of: the shards, the length of a block, and which rank sees which files."""
         seen, damaged = b"", list[Any]()
         if self._found is not None:
             seen = np.packbits(self._found.seen).tobytes()
             damaged = [[position, sorted(each)] for position, each in sorted(self._found.damaged.items())]
         said = [self.files.manifest.checksums.block_bytes, self._found is None, seen.hex(), damaged]
-        return json.dumps(said).encode()
+        return join((super().describe(), json.dumps(said).encode()))
 
     def keep(self) -> PlannedReads:
         """Return who reads what."""
@@ -168,8 +168,7 @@ class FilePeers(Peers):
 
     def recall(self, task: Task, planned: PlannedReads) -> bytes:
         """Take reads that were planned, check the files of this rank's, and return how it is reached."""
-        self.comm_method, self.comm_reason, self._recalled = planned.comm_method, planned.comm_reason, planned
-        reads = planned.reads
+        self.comm_method, self.comm_reason, reads = planned.comm_method, planned.comm_reason, planned.reads
         if isinstance(reads, ReadPlan):
             return self.files.recall(task, reads)
         self._wait_for_devices(task)
@@ -180,7 +179,7 @@ class FilePeers(Peers):
 
     def meet(self, addresses: list[bytes]) -> bool:
         """Take note of where the other ranks are, if they send each other anything."""
-        self.between_ranks = isinstance(self._recalled.reads, RowReads)
+        self.between_ranks = self._plan is not None
         return super().meet(addresses)
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:

@@ -22,7 +22,7 @@ from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
 from paddle_flexckpt.engine.copies import AnyStorage, Storage, copy_pieces
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import TransferOptions, rule
-from paddle_flexckpt.engine.transfer import Source, Task
+from paddle_flexckpt.engine.source import Source, Task
 from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.live.device_memory import devices_of, has_views, wait_for_devices
@@ -69,6 +69,7 @@ class Peers(Source):
     replicas: Mapping[str, str] = {}
     path = "memory"
     between_ranks = True
+    _plan: ExchangePlan | None = None
 
     def __init__(self, comm: Communicator, context: str, offload: bool) -> None:
         """Take nothing yet; ``offload``: data of devices goes through host memory."""

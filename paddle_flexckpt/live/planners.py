@@ -7,10 +7,12 @@ is spread").
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,55 +20,64 @@ import xxhash
 
 from paddle_flexckpt.catalog import Catalog, ReplicaGroups
 from paddle_flexckpt.catalog.findings import Finding, Layout, inspect, raise_findings
-from paddle_flexckpt.catalog.key_rows import KeyRows, decode_rows, encode_rows
+from paddle_flexckpt.catalog.key_rows import KeyRows, decode_rows, encode_rows, rows_of
 from paddle_flexckpt.catalog.wire import join, join_by_position, split, split_by_position
 from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.dealing import Dealt, deal, take
+from paddle_flexckpt.live.dealing import Deal, deal, encode_deals, gather_deals, lines_of, written_by
+from paddle_flexckpt.live.replicas import Replicas
+from paddle_flexckpt.live.save_plan import SavePlan
+from paddle_flexckpt.native.partitions import partitions_for
 from paddle_flexckpt.planning.comparison import Comparison
 from paddle_flexckpt.planning.holder_sets import share_out
 from paddle_flexckpt.planning.shared_lines import SPREAD_ROWS, SharedLines
-from paddle_flexckpt.planning.write_plan import Items, every_replica, lay_lines
+from paddle_flexckpt.planning.write_plan import Items, every_replica, lay_lines, lay_out
 
 logger = logging.getLogger("paddle_flexckpt")
 
-_SAID = struct.Struct("<QB?")
+_SUMMARY = struct.Struct("<QB?")
 _COUNT = struct.Struct("<Q")
 
 
-class Said(NamedTuple):
-    """Hold what a rank tells all others of its shards.
+class RankSummary(NamedTuple):
+    """Hold what a rank tells all others of a save before it is planned.
 
     Attributes:
-        rows: How many they are.
+        own: Fingerprint of its part of what the plan is made of.
+        names: What the save is called, as JSON: of the rank that knows it.
+        place: For the place of its directory.
+        message: What the destination of the others has to know of it.
+        rows: How many shards it has.
         policies: Bits of the policies of replicas that they have.
         any_device: Whether some are on a device.
-        shards: All of them, if they are few (:func:`encode_rows`); else nothing.
+        shards: All of them, if they are few (:func:`encode_shards`); else nothing.
     """
 
+    own: bytes
+    names: bytes
+    place: bytes
+    message: bytes
     rows: int
     policies: int
     any_device: bool
-    shards: bytes
+    shards: bytes = b""
 
-    def encode(self) -> bytes:
-        """Return it as bytes."""
-        return _SAID.pack(*self[:3]) + self.shards
+    def encode(self, head: bytes) -> bytes:
+        """Return it as a message, behind a field in which ranks may not differ."""
+        shards = _SUMMARY.pack(self.rows, self.policies, self.any_device) + self.shards
+        return join((head, *self[:4], shards))
 
     @classmethod
-    def decode(cls, said: bytes) -> Said:
-        """Return what :meth:`encode` made bytes of."""
-        rows, policies, any_device = _SAID.unpack_from(said)
-        return cls(rows, policies, any_device, said[_SAID.size :])
+    def decode(cls, own: bytes, names: bytes, place: bytes, message: bytes, shards: bytes) -> RankSummary:
+        """Return what :meth:`encode` made these fields of."""
+        rows, policies, any_device = _SUMMARY.unpack_from(shards)
+        return cls(own, names, place, message, rows, policies, any_device, shards[_SUMMARY.size :])
 
 
-def describe_shards(
-    comm: Communicator, catalog: Catalog, flags: np.ndarray, policies: np.ndarray, any_device: bool
-) -> Said:
-    """Return what a rank tells all others of its shards."""
-    is_small = len(catalog) * comm.size <= SPREAD_ROWS or comm.size == 1
-    own = np.zeros(len(catalog.keys), dtype=np.int64)
-    shards = encode_rows(catalog, flags, own).get(0, b"") if is_small else b""
-    return Said(len(catalog), int(np.bitwise_or.reduce(1 << policies.astype(np.int64))), any_device, shards)
+def encode_shards(comm: Communicator, catalog: Catalog, flags: np.ndarray) -> bytes:
+    """Return a rank's shards for all others, if they are so few that every rank plans all; else nothing."""
+    if comm.size == 1 or len(catalog) * comm.size > SPREAD_ROWS:
+        return b""
+    return encode_rows(catalog, flags, np.zeros(len(catalog.keys), dtype=np.int64)).get(0, b"")
 
 
 def planner_of(keys: Sequence[str], count: int) -> np.ndarray:
@@ -79,42 +90,52 @@ def decode_findings(notes: Iterable[bytes]) -> list[Finding]:
     return [Finding(*each) for note in notes for each in json.loads(note)]
 
 
+class Told(NamedTuple):
+    """Hold what a rank tells in one exchange.
+
+    Attributes:
+        note: What all have to know.
+        digests: By position, what is for each planner.
+        rows: By position, what else is for a rank; nothing unless there are several planners.
+    """
+
+    note: bytes
+    digests: Mapping[int, bytes]
+    rows: Mapping[int, bytes]
+
+
 def tell_planners(
-    comm: Communicator,
-    is_spread: bool,
-    work: Callable[[], tuple[bytes, Mapping[int, bytes], Mapping[int, bytes]]],
-    context: str,
+    comm: Communicator, is_spread: bool, work: Callable[[], Told], context: str
 ) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
     """Take a step on every rank; tell all ranks one thing, and the planners another. One collective.
 
     Args:
         comm: The ranks.
         is_spread: Whether there are several planners; else every rank is told what is for this one itself.
-        work: The step: returns what is for all; and by position what is for each planner, and what else is for a rank,
-            nothing unless there are several planners.
+        work: The step; returns what is to be told.
         context: What is being done, for errors.
 
     Returns:
         What each rank said to all, what each said to this one as a planner, and what else, by position.
     """
-    if is_spread:
+    if not is_spread:
+        _, answers = comm.together(functools.partial(_to_all, work, comm.position), context)
+        notes, digests = zip(*map(split, answers))
+        return list(notes), list(digests), {}
+    _, found, received = comm.trade(functools.partial(_to_each, work), context)
+    of_planner, rows = split_by_position(received, 2)
+    places = range(comm.size)
+    return [found.get(place, b"") for place in places], [of_planner.get(place, b"") for place in places], rows
 
-        def to_each() -> tuple[None, bytes, dict[int, bytes]]:
-            note, *payloads = work()
-            return None, note, join_by_position(*payloads)
 
-        _, notes, received = comm.trade(to_each, context)
-        digests, others = split_by_position(received, 2)
-        places = range(comm.size)
-        return [notes.get(place, b"") for place in places], [digests.get(place, b"") for place in places], others
+def _to_all(work: Callable[[], Told], position: int) -> tuple[None, bytes]:
+    told = work()
+    return None, join((told.note, told.digests.get(position, b"")))
 
-    def to_all() -> tuple[None, bytes]:
-        note, payloads, _ = work()
-        return None, join((note, payloads.get(comm.position, b"")))
 
-    _, answers = comm.together(to_all, context)
-    said = [split(answer) for answer in answers]
-    return [each[0] for each in said], [each[1] for each in said], {}
+def _to_each(work: Callable[[], Told]) -> tuple[None, bytes, dict[int, bytes]]:
+    told = work()
+    return None, told.note, join_by_position(told.digests, told.rows)
 
 
 class Planners:
@@ -127,21 +148,21 @@ class Planners:
         before: int64 ``[number of ranks]``, how many rows all ranks before each own.
         is_spread: Whether a key is planned by one rank alone.
         any_device: Whether any rank has shards on a device.
-        items: What all ranks write of these keys; from :meth:`plan` on.
-        item_count: How many items all ranks write of all keys; likewise.
-        lines: What this rank compares, as a planner; likewise.
         comm: The ranks.
     """
 
     rows: KeyRows
     groups: ReplicaGroups
     overlaps: list[tuple[int, int]]
-    items: Items
-    item_count: int
-    lines: Comparison
 
     def __init__(
-        self, comm: Communicator, catalog: Catalog, flags: np.ndarray, said: Sequence[Said], context: str, alone: str
+        self,
+        comm: Communicator,
+        catalog: Catalog,
+        flags: np.ndarray,
+        said: Sequence[RankSummary],
+        context: str,
+        alone: str,
     ) -> None:
         """Take this rank's shards, and what all ranks said.
 
@@ -191,8 +212,10 @@ class Planners:
         self.overlaps = self._layout.coverage.overlaps
 
     def _look(self, shards: Mapping[int, bytes]) -> None:
-        rows = self.rows = decode_rows(shards, self.comm.ranks, self.before)
-        self._layout: Layout = inspect(rows.catalog, rows.number, rows.contradictions)
+        comm = self.comm
+        alone = comm.size == 1
+        self.rows = rows_of(self._catalog, self._flags) if alone else decode_rows(shards, comm.ranks, self.before)
+        self._layout: Layout = inspect(self.rows.catalog, self.rows.number, self.rows.contradictions)
         self.groups, self.overlaps = self._layout.groups, []
 
     def _lay(self, shards: Mapping[int, bytes]) -> tuple[None, bytes, dict[int, bytes]]:
@@ -208,38 +231,69 @@ class Planners:
     def _indivisible(self) -> np.ndarray:
         return self.rows.flags & 1 != 0
 
-    def plan(self, groups: ReplicaGroups, save_replicas: bool, compared: Callable[[Items], Comparison]) -> Dealt:
-        """Plan who writes what, and who compares what; return this rank's part. Two collectives where that is spread.
+    @property
+    def first_row(self) -> int | None:
+        """Return which of :attr:`rows` is the first of this rank's; None where planning is spread."""
+        return None if self.is_spread else int(self.before[self.comm.position])
+
+    def plan(self, replicas: Replicas, differing: np.ndarray | None, save_replicas: bool, turn: int) -> SavePlan:
+        """Plan who writes what, and who compares what. Two collectives where planning is spread.
 
         Args:
-            groups: What is written, where replicas may differ: :attr:`groups`, some of them narrowed.
+            replicas: Of the shards.
+            differing: Which groups differ, where that had to be known first.
             save_replicas: Write every replica.
-            compared: Gives the lines that are compared of what is written.
+            turn: Says which two ranks compare what is written.
         """
-        comm, rows = self.comm, self.rows
-
-        def dealt(items: Items) -> dict[int, bytes]:
-            self.items, self.lines = items, compared(items)
-            return deal(rows, items, self.lines)
-
+        comm, rows, own, groups = self.comm, self.rows, self._catalog, replicas.narrowed(differing)
         if self.is_spread:
             _, told, answers = comm.trade(lambda: (None, *SharedLines.answer(self._asked)), self._context)
-
-            def work() -> tuple[None, bytes, dict[int, bytes]]:
-                share, before = self._shared.share(told, answers, comm.size)
-                items = self._lines.cut(share, before=before)
-                messages = dealt(every_replica(rows.catalog, groups) if save_replicas else items)
-                return None, _COUNT.pack(len(self.items.row)) if messages else b"", messages
-
-            _, notes, messages = comm.trade(work, self._context)
-            self.item_count = sum(_COUNT.unpack(note)[0] for note in notes.values())
+            every = groups if save_replicas else None
+            work = functools.partial(self._deal_to_others, told, answers, every, replicas, turn)
+            (items, compared, deals), notes, received = comm.trade(work, self._context)
+            count = sum(_COUNT.unpack(note)[0] for note in notes.values())
         else:
-            if save_replicas:
-                items = every_replica(rows.catalog, groups)
-            else:
-                lines = lay_lines(rows.catalog, groups, rows.place, self._indivisible)
-                items = lines.cut(share_out(lines.sets, lines.amount, comm.size))
-            own = dealt(items).get(comm.position)
-            self.item_count = len(items.row)
-            messages = {} if own is None else {comm.position: own}
-        return take(messages, self._catalog)
+            items = every_replica(rows.catalog, groups) if save_replicas else self._share_out(groups)
+            compared = replicas.beside(items, turn)
+            deals, received, count = deal(rows, items, compared), {}, len(items.row)
+        mine = gather_deals(received, deals, comm.position)
+        to_write, orders = written_by(mine, own)
+        written = lay_out(own.with_orders(orders), np.asarray([comm.rank]), to_write, str)
+        # Where all plan all keys, one rank tells how many there are.
+        keys = len(rows.catalog.keys) if self.is_spread or comm.position == 0 else 0
+        return SavePlan(
+            is_spread=self.is_spread,
+            shards=replace(rows, catalog=rows.catalog.with_orders({})),
+            groups=self.groups,
+            differing=differing,
+            first_row=self.first_row,
+            turn=turn,
+            all_items=items,
+            compared=compared,
+            by_device=self.is_spread and self.any_device,
+            items=written.catalog,
+            rows=written.source,
+            starts=written.source_start,
+            lines=lines_of(mine),
+            counts=(keys, len(written.source), written.total_bytes, int(own.byte_length.sum()), len(own)),
+            partitions=partitions_for(count) if self.is_spread else 0,
+        )
+
+    def _share_out(self, groups: ReplicaGroups) -> Items:
+        lines = lay_lines(self.rows.catalog, groups, self.rows.place, self._indivisible)
+        return lines.cut(share_out(lines.sets, lines.amount, self.comm.size))
+
+    def _deal_to_others(
+        self,
+        told: Mapping[int, bytes],
+        answers: Mapping[int, bytes],
+        every: ReplicaGroups | None,
+        replicas: Replicas,
+        turn: int,
+    ) -> tuple[tuple[Items, Comparison, dict[int, Deal]], bytes, dict[int, bytes]]:
+        share, before = self._shared.share(told, answers, self.comm.size)
+        items = self._lines.cut(share, before=before) if every is None else every_replica(self.rows.catalog, every)
+        compared = replicas.beside(items, turn)
+        deals = deal(self.rows, items, compared)
+        note = _COUNT.pack(len(items.row)) if deals else b""
+        return (items, compared, deals), note, encode_deals(deals, self.comm.position)

@@ -43,6 +43,7 @@ class Replicas:
 
     Attributes:
         compares: Whether they are compared.
+        held: This rank's tensors by row.
         comes_first: Whether a save has to compare before it plans: what differs is then written by one rank alone.
     """
 
@@ -62,7 +63,7 @@ class Replicas:
         ``policies`` has the policy of each row, uint8 ``[n]`` (:mod:`~paddle_flexckpt.live.save_options`).
         ``save_replicas``: each replica is to stand in for the others later, which those that differ cannot.
         """
-        self._comm, self._held, self._catalog, self._groups = comm, held, catalog, groups
+        self._comm, self.held, self._catalog, self._groups = comm, held, catalog, groups
         self._context, self.compares = context, compares or save_replicas
         self._policy = np.maximum.reduceat(policies[groups.order], groups.start[:-1]) if len(groups) else policies
         self._policy = np.where(groups.count > 1, self._policy, EQUAL)
@@ -90,7 +91,7 @@ class Replicas:
     def take(self, comparison: Comparison, on_device: bool | None = None) -> bytes:
         """Return the digests of this rank's lines, where nothing is written meanwhile."""
         with Digests(
-            self._held, self._catalog, comparison.of_rank(self._catalog, self._comm.rank), on_device
+            self.held, self._catalog, comparison.of_rank(self._catalog, self._comm.rank), on_device
         ) as digests:
             return digests.encode()
 
@@ -265,7 +266,7 @@ class Replicas:
             room -= counts[i] * dtypes[i].itemsize
 
         def tell() -> tuple[None, bytes]:
-            mine = (_values(self._held[row], counts[i]) for i, row in enumerate(rows) if row in self._held)
+            mine = (_values(self.held[row], counts[i]) for i, row in enumerate(rows) if row in self.held)
             return None, b"".join(values.tobytes() for values in mine)
 
         _, told = self._comm.together(tell, self._context)
@@ -278,8 +279,8 @@ class Replicas:
                 values = np.frombuffer(rest[rank], dtypes[i], counts[i])
                 rest[rank] = rest[rank][values.nbytes :]
                 members = groups.order[groups.of_row[groups.order] == groups.of_row[row]].tolist()
-                others = (member for member in members if member != row and member in self._held)
-                own = (_values(self._held[member], counts[i]) for member in others)
+                others = (member for member in members if member != row and member in self.held)
+                own = (_values(self.held[member], counts[i]) for member in others)
                 found.append(np.max([(0.0, 0.0), *(_difference(each, values) for each in own)], axis=0))
             return None, np.asarray(found).tobytes()
 

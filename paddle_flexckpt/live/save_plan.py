@@ -6,34 +6,29 @@ Tested in tests/live/test_saver.py and tests/distributed/test_save_load.py.
 from __future__ import annotations
 
 import contextlib
-import json
 import struct
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, dtype_of
-from paddle_flexckpt.catalog.findings import raise_findings
+from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, dtype_of
 from paddle_flexckpt.catalog.key_rows import KeyRows
-from paddle_flexckpt.catalog.wire import join_by_position, split_by_position
-from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.dealing import NO_ITEMS, Dealt, deal, take
+from paddle_flexckpt.engine.kept_plans import fingerprint
+from paddle_flexckpt.live.dealing import NO_ITEMS, Deal, deal
 from paddle_flexckpt.live.device_bytes import ALIGNMENT, DeviceBytes
 from paddle_flexckpt.live.device_memory import DeviceMemory
-from paddle_flexckpt.live.planners import Planners, decode_findings
 from paddle_flexckpt.live.replica_digests import DIGEST, Digests
 from paddle_flexckpt.live.replicas import Replicas
 from paddle_flexckpt.live.staging import Source
 from paddle_flexckpt.live.tensor_memory import device_of, host_bytes
 from paddle_flexckpt.live.tensors import HostTensor
 from paddle_flexckpt.native.checksums import Checksums
-from paddle_flexckpt.native.partitions import partitions_for
 from paddle_flexckpt.planning.comparison import Comparison, Lines
-from paddle_flexckpt.planning.write_plan import Items, lay_out
+from paddle_flexckpt.planning.write_plan import Items
 from paddle_flexckpt.progress import Meter, ProgressCallback
 
 # Host tensors whose memory is looked up in one call.
@@ -50,9 +45,8 @@ class SavePlan:
         is_spread: Whether each key is planned by one rank alone.
         shards: The shards of the keys that this rank plans, of all ranks, without orders.
         groups: Their replica groups.
-        policies: uint8 ``[n]``, the policy of each of these shards' replicas.
         differing: bool ``[number of groups]``, where replicas had to be compared first: whether they differ. Else None.
-        first_row: Where every rank plans all keys: the catalog's row that is the first of this rank's state.
+        first_row: Where every rank plans all keys: the row of :attr:`shards` that is the first of this rank's.
         turn: Says which two ranks compare what is written; each save by this plan has another.
         all_items: What all ranks write of the shards.
         compared: What this rank compares, as a planner, in this turn; rows are those of the shards.
@@ -62,16 +56,17 @@ class SavePlan:
         starts: int64 ``[number of items]``, its first element in that shard's own storage.
         lines: Of what this rank takes digests in this turn, by the position of the planner that compares them; rows are
             its state's.
-        counts: What of the report is this rank's (:data:`COUNTS`).
+        counts: What of the report is this rank's: keys planned, items written, bytes written, bytes and shards owned.
         partitions: In how many partitions ranks write the manifest, where planning is spread; else 0.
+        origin: Fingerprint of what all ranks made it of, and of its turn; nothing where no later save may use it.
+        messages: What ranks have told each other for the destination, the same as long as what they described is.
     """
 
     is_spread: bool
     shards: KeyRows
     groups: ReplicaGroups
-    policies: np.ndarray
     differing: np.ndarray | None
-    first_row: int
+    first_row: int | None
     turn: int
     all_items: Items
     compared: Comparison
@@ -82,6 +77,8 @@ class SavePlan:
     lines: Mapping[int, Lines]
     counts: tuple[int, ...]
     partitions: int
+    origin: bytes = b""
+    messages: Sequence[bytes] = ()
 
     @property
     def catalog(self) -> Catalog:
@@ -92,47 +89,22 @@ class SavePlan:
     def nbytes(self) -> int:
         """Return the bytes that it takes, names included."""
         tables = (self.catalog, self.items)
-        columns = [getattr(table, name) for table in tables for name in Catalog.COLUMNS]
-        columns += [self.groups.order, self.groups.start, self.policies, self.rows, self.starts]
-        columns += [getattr(self.shards, name) for name in ("place", "row", "number", "flags")]
-        lines = (self.compared, self.all_items, *self.lines.values())
-        columns += [column for each in lines for column in vars(each).values()]
+        parts = (self, self.shards, self.groups, self.all_items, self.compared, *self.lines.values(), *tables)
+        columns = [each for part in parts for each in vars(part).values() if isinstance(each, np.ndarray)]
         names = sum([sys.getsizeof(key) for table in tables for key in table.keys])
-        return names + sum([column.nbytes for column in columns])
+        return names + sum([column.nbytes for column in columns]) + sum(map(len, self.messages))
 
-    @classmethod
-    def of(
-        cls,
-        planners: Planners,
-        dealt: Dealt,
-        own: Catalog,
-        policies: np.ndarray,
-        differing: np.ndarray | None,
-        turn: int,
-    ) -> SavePlan:
-        """Return what planners have dealt to a rank with these shards, and what it has to do as one of them."""
-        comm, catalog = planners.comm, planners.rows.catalog
-        written = lay_out(own.with_orders(dealt.orders), np.asarray([comm.rank]), dealt.items, str)
-        # Where all plan all keys, one rank tells how many there are.
-        keys = len(catalog.keys) if planners.is_spread or comm.position == 0 else 0
-        return cls(
-            is_spread=planners.is_spread,
-            shards=replace(planners.rows, catalog=catalog.with_orders({})),
-            groups=planners.groups,
-            policies=policies,
-            differing=differing,
-            first_row=int(planners.before[comm.position]),
-            turn=turn,
-            all_items=planners.items,
-            compared=planners.lines,
-            by_device=planners.is_spread and planners.any_device,
-            items=written.catalog,
-            rows=written.source,
-            starts=written.source_start,
-            lines=dealt.lines,
-            counts=(keys, len(written.source), written.total_bytes, int(own.byte_length.sum()), len(own)),
-            partitions=partitions_for(planners.item_count) if planners.is_spread else 0,
-        )
+    def next_turn(self, replicas: Replicas) -> tuple[SavePlan, dict[int, Deal]]:
+        """Plan what the next save by this plan compares.
+
+        Returns:
+            The plan of that save, where this rank has still to know its lines; and what it deals as a planner.
+        """
+        if not self.origin or not (self.is_spread or len(self.compared)):
+            return self, {}
+        compared = replicas.beside(self.all_items, self.turn + 1)
+        plan = replace(self, origin=fingerprint((self.origin,)), turn=self.turn + 1, compared=compared)
+        return plan, deal(self.shards, NO_ITEMS, compared)
 
     @property
     def all_lines(self) -> Lines:
@@ -151,20 +123,23 @@ class SavePlan:
         rows &= self.catalog.key == self.catalog.keys.index(problem.key or "")
         return int(self.shards.number[np.argmax(rows)])
 
-    def counted(self) -> bytes:
-        """Return what all ranks have to know of this one for the report."""
-        return COUNTS.pack(*self.counts)
+    def told(self, planned: float, written: float) -> bytes:
+        """Return what all ranks have to know of this one for the report; the seconds of planning, and of writing."""
+        return _TOLD.pack(*self.counts, planned, written)
 
 
-# Keys planned, items written, bytes written, bytes owned, shards owned.
-COUNTS = struct.Struct("<5q")
+_TOLD = struct.Struct("<5q2d")
 
 
-def report_counts(said: Sequence[bytes], own: SavePlan) -> dict[str, Any]:
-    """Return the fields of the report that say how much is saved, from what all ranks :meth:`~SavePlan.counted`."""
-    counts = np.asarray([COUNTS.unpack(each) for each in said], dtype=np.int64)
+def report_of(told: Sequence[bytes], own: SavePlan, writing: str) -> dict[str, Any]:
+    """Return the fields of the report that say how much is saved, and in how many seconds, of what all ranks told.
+
+    ``writing`` is what the second phase is called.
+    """
+    counts = np.asarray([each[:5] for each in map(_TOLD.unpack, told)], dtype=np.int64)
     keys, items, total, held, _ = counts.sum(axis=0).tolist()
     loads = counts[counts[:, 4] > 0, 2]
+    planned, written = map(list, zip(*(each[5:] for each in map(_TOLD.unpack, told))))
     return {
         "keys": keys,
         "items": items,
@@ -173,77 +148,8 @@ def report_counts(said: Sequence[bytes], own: SavePlan) -> dict[str, Any]:
         "held_bytes": held,
         "imbalance": float(loads.max() / loads.mean()) if total else 1.0,
         "rank_bytes": counts[:, 2].tolist(),
+        "rank_seconds": {"plan": planned, writing: written},
     }
-
-
-_SECONDS = struct.Struct("<2d")
-
-
-def encode_seconds(planned: float, written: float) -> bytes:
-    """Return what a rank tells of how long it has planned, and written or staged."""
-    return _SECONDS.pack(planned, written)
-
-
-def rank_seconds(said: Sequence[bytes], writing: str) -> dict[str, list[float]]:
-    """Return seconds by phase and rank, from what all ranks told; ``writing`` is what the second phase is called."""
-    columns = zip(*map(_SECONDS.unpack, said))
-    return dict(zip(("plan", writing), map(list, columns)))
-
-
-def compare_replicas(
-    comm: Communicator,
-    replicas: Replicas,
-    plan: SavePlan,
-    digests: Sequence[bytes],
-    own: Catalog,
-    context: str,
-    is_kept: bool,
-    beside: Callable[[], Mapping[int, bytes]],
-) -> tuple[np.ndarray, SavePlan, dict[int, bytes]]:
-    """Compare the digests of all ranks; where planning is spread, those of this planner's keys. One collective then.
-
-    ``beside`` is what a rank does in that step if its replicas agree, and returns what it has to tell others of it.
-
-    Returns:
-        Which groups differ, bool ``[number of groups]``; a plan that is kept in its next turn, for which planners tell
-        in the same collective what is compared; and what others have told this rank, by position.
-
-    Raises:
-        ValidationError: Replicas differ that have to be equal; the same on every rank.
-    """
-    turns = is_kept and (plan.is_spread or len(plan.compared) > 0)
-
-    def next_lines() -> tuple[Comparison, dict[int, bytes]]:
-        if not turns:
-            return plan.compared, {}
-        compared = replicas.beside(plan.all_items, plan.turn + 1)
-        return compared, deal(plan.shards, NO_ITEMS, compared)
-
-    def turned(compared: Comparison, messages: Mapping[int, bytes]) -> SavePlan:
-        if not turns:
-            return plan
-        return replace(plan, turn=plan.turn + 1, compared=compared, lines=take(messages, own).lines)
-
-    if not plan.is_spread:
-        differing = replicas.compare(plan.compared, digests)
-        compared, messages = next_lines()
-        own_lines = {place: each for place, each in messages.items() if place == comm.position}
-        return differing, turned(compared, own_lines), {}
-
-    def work() -> tuple[tuple[np.ndarray, Comparison], bytes, dict[int, bytes]]:
-        try:
-            differing = replicas.compare(plan.compared, digests)
-            compared, messages = next_lines()
-            return (differing, compared), b"", join_by_position(messages, beside())
-        except ValidationError as error:
-            problems = [each for each in error.problems if isinstance(each, Problem)]
-            findings = [(0, 0, plan.number_of(each), str(each)) for each in problems]
-            return (np.zeros(0, dtype=bool), plan.compared), json.dumps(findings).encode(), {}
-
-    (differing, compared), notes, received = comm.trade(work, context)
-    raise_findings(decode_findings(notes.values()), context)
-    messages, told = split_by_position(received, 2)
-    return differing, turned(compared, messages), told
 
 
 class Written(NamedTuple):

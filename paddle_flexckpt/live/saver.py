@@ -9,46 +9,51 @@ import contextlib
 import functools
 import json
 import logging
+import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any, Literal, NamedTuple, cast, overload
+from typing import Any, Literal, cast, overload
 
 import numpy as np
+import xxhash
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle, await_earlier, shared_writer
 from paddle_flexckpt.catalog import (
-    Catalog,
     CheckpointError,
     LostRankError,
+    Problem,
     ReplicaGroups,
     ValidationError,
     check_extra_names,
 )
 from paddle_flexckpt.catalog.collector import without_collector
-from paddle_flexckpt.catalog.wire import encode_catalog, join, split
-from paddle_flexckpt.engine.agreement import check_coordinator, check_heads
-from paddle_flexckpt.engine.kept_plans import BriefMessage, KeptPlan, fingerprint, in_full
+from paddle_flexckpt.catalog.findings import raise_findings
+from paddle_flexckpt.catalog.key_rows import KeyRows
+from paddle_flexckpt.catalog.wire import encode_catalog, join, join_by_position, split, split_by_position
+from paddle_flexckpt.engine.agreement import BRIEF_SAVE, check_coordinator, check_heads
+from paddle_flexckpt.engine.kept_plans import brief, fingerprint, recall
 from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, takes
 from paddle_flexckpt.foreign.formats import open_to_save, shown
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
+from paddle_flexckpt.live.dealing import Deal, encode_deals, gather_deals, lines_of
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.node_saves import NodeSave, meet_nodes
 from paddle_flexckpt.live.orders import indivisible_rows
-from paddle_flexckpt.live.planners import Planners, Said, describe_shards, tell_planners
+from paddle_flexckpt.live.planners import (
+    Planners,
+    RankSummary,
+    Told,
+    decode_findings,
+    encode_shards,
+    tell_planners,
+)
 from paddle_flexckpt.live.replica_digests import DIGEST, Digests
 from paddle_flexckpt.live.replicas import Replicas
 from paddle_flexckpt.live.save_options import CLOSE, ReplicaPolicies, SaveOptions
-from paddle_flexckpt.live.save_plan import (
-    SavePlan,
-    Share,
-    compare_replicas,
-    encode_seconds,
-    rank_seconds,
-    report_counts,
-)
+from paddle_flexckpt.live.save_plan import SavePlan, Share, report_of
 from paddle_flexckpt.live.shared_saves import BackgroundSave, SharedSave
-from paddle_flexckpt.live.sliced_saves import SlicedSave
+from paddle_flexckpt.live.sliced_saves import OpenSave, SlicedSave
 from paddle_flexckpt.live.sources import check_overlaps
 from paddle_flexckpt.live.state import LocalState, open_state
 from paddle_flexckpt.media.backend import Location, place_of
@@ -58,6 +63,9 @@ from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")
+# What a rank tells beside a kept plan: a digest of its place, and the names of the save, if it knows them.
+_BRIEF = struct.Struct("<8sQ16s")
+_NO_NAMES = SaveNames(0, bytes(16).hex())
 
 
 @overload
@@ -153,32 +161,21 @@ def save_state_dict(
 
 
 class Save:
-    """Save the shards of all ranks. Every rank makes the same calls, in this order; :meth:`run` makes them.
-
-    1. Meet the other nodes, with ``storage="per_node"``: find out who shares a directory. Two collectives.
-    2. :meth:`describe` this rank's shards as a catalog, and begin the save: the coordinator locks the directory.
-    3. :meth:`agree` on options, on the save's names and on the directory. One collective for 2 and 3.
-    4. :meth:`plan` who writes what. A collective only where shards overlap or replicas may differ.
-    5. :meth:`write` this rank's share, to the directory or to its background writer. One collective.
-    6. :meth:`commit`. One collective; an asynchronous save is handed over instead.
+    """Save the shards of all ranks. Every rank makes one and calls :meth:`run`.
 
     Attributes:
-        destination: Where the save goes; from :meth:`describe` on.
+        destination: Where the save goes; known when this rank's shards are described.
+        state: This rank's shards; likewise.
     """
 
     destination: SharedSave | NodeSave
+    state: LocalState
 
     def __init__(self, state_dict: Mapping[str, Any], path: Location, comm: Communicator, options: SaveOptions) -> None:
         """Take this rank's shards, the directory, the ranks, and what was asked for."""
         self._state_dict, self._comm, self._options = state_dict, comm, options
         self._begin = time.perf_counter()
         self._waited = 0.0
-        self._told: Mapping[int, bytes] = {}
-        # Of a save in slices: its handle, the digests of the call, and the seconds that the caller spent elsewhere.
-        self._handle: SaveHandle | None = None
-        self._found: bytes | None = None
-        self._is_given_up = False
-        self._elsewhere = 0.0
         self._per_node = options.storage == "per_node"
         self._context = "cannot save to the nodes' directories" if self._per_node else f"cannot save to {shown(path)}"
         # Opened in a step that all ranks take together: an error is everybody's.
@@ -186,26 +183,81 @@ class Save:
         self._stack, self._undo = contextlib.ExitStack(), contextlib.ExitStack()
 
     def run(self) -> SaveReport | SaveHandle:
-        """Make the calls. Return a report; of an asynchronous save, a handle."""
+        """Save. Return a report; of an asynchronous save, a handle."""
         comm, context = self._comm, self._context
         with self._stack, self._undo:
             if self._per_node:
+                # Which ranks share a directory: two collectives.
                 self.destination = meet_nodes(comm, self._directory, self._options, self._stack, context)
             try:
-                state, answers = comm.together(self.describe, context)
-                found = self.agree_briefly(answers) or self.agree(in_full(comm, answers, self._described, context))
+                # All tell the options and, in brief where they have kept a plan, what they have: one collective, and
+                # one more where directories are not known to be the same.
+                plan, answers = recall(comm, comm.kept, self, context)
+                said = self.agree(plan, answers)
             except LostRankError:
                 self._undo.pop_all()  # others may be writing already: the next save needs the marker
                 raise
             self._undo.pop_all()
-            # From here on what was written is removed if all ranks were told of a failure: nobody can commit then. If a
-            # rank is lost nobody knows how far the others are; the marker stays, and the next save removes the rest.
             with self._tidying():
-                self.prepare(state, found if isinstance(found, SavePlan) else self.plan(state, found))
-                return self.commit(*self.write()) if self._options.slice_bytes is None else self.slice()
+                # Who writes what: a collective only where shards overlap, replicas may differ, or planning is spread.
+                plan = self.plan(said) if plan is None else plan
+                share = self.share(plan)
+                if self._options.slice_bytes is not None:
+                    return self._slice(plan, share)
+                return self._finish(plan, share)
+
+    def _finish(
+        self,
+        plan: SavePlan,
+        share: Share,
+        found: bytes | None = None,
+        handle: SaveHandle | None = None,
+        elsewhere: float = 0.0,
+    ) -> SaveReport | SaveHandle:
+        """Write, compare and commit what is planned.
+
+        A save in slices has digests of what its share was at the call, a handle, and seconds that its caller spent
+        ``elsewhere``, between the slices.
+        """
+        comm, context, options, destination = self._comm, self._context, self._options, self.destination
+        # All have written, or staged: one collective.
+        begun = self._planned - self._begin - self._waited
+        work = functools.partial(self._write, plan, share, found, begun)
+        said, digests, rows = tell_planners(comm, plan.is_spread, work, context)
+        counts, parts = map(list, zip(*map(split, said)))
+        # Replicas are equal: a collective only where planning is spread.
+        replicas = self._replicas(plan.shards, plan.groups, plan.first_row)
+        differing, plan, told = self._compare(plan, replicas, digests, parts, rows)
+        if plan.origin:
+            comm.kept.keep(self._own, plan)
+        report = SaveReport(
+            path=destination.directory.path,
+            unique_id=destination.names.unique_id,
+            replicas=replicas.report(differing, warns=self._is_coordinator),
+            seconds={"plan": begun},
+            **report_of(counts, plan, "stage" if options.async_save else "write"),
+        )
+        written = time.perf_counter()
+        spent = written - self._planned - elsewhere
+        if isinstance(destination, BackgroundSave):
+            more = {"queue": self._waited, "stage": spent, "blocked": written - self._begin - elsewhere}
+            report = replace(report, seconds={**report.seconds, **more})
+            return destination.hand_over(report, self._begin, handle)
+        # The checkpoint exists: one collective; more where it goes to nodes.
+        destination.commit(parts, told)
+        end = time.perf_counter()
+        more = {"write": spent, "commit": end - written, "total": end - self._begin}
+        report = replace(report, seconds={**report.seconds, **more})
+        if self._is_coordinator:
+            logger.info(report.summary())
+        return report
 
     @contextlib.contextmanager
     def _tidying(self) -> Iterator[None]:
+        """Remove what was written if all ranks were told of a failure: nobody can commit then.
+
+        If a rank is lost nobody knows how far the others are; the marker stays, and the next save removes the rest.
+        """
         try:
             yield
         except LostRankError as error:
@@ -215,76 +267,56 @@ class Save:
             self.destination.discard()
             raise
 
-    def slice(self) -> SlicedSave:
-        """Look at this rank's share as it is now, and return a handle that stages it in slices. One collective."""
-        staging = cast("BackgroundSave", self.destination)
+    def describe(self) -> bytes:
+        """Describe this rank's shards, and begin the save, when there is room for it and earlier ones are over.
 
-        def begin() -> tuple[None, bytes]:
-            with self._digests() as digests:
-                self._found = digests.encode(staging.begin_slices(self._share))
-            return None, b""
-
-        self._comm.together(begin, self._context)
-        self._kept = self._stack.pop_all()
-        handle = SlicedSave(staging.directory.path, staging.names.unique_id, self)
-        staging.keep(handle)
-        return handle
-
-    def stage_slice(self) -> bool:
-        """Implement :class:`~paddle_flexckpt.live.sliced_saves.OpenSave`."""
-        return cast("BackgroundSave", self.destination).stage_slice(self._options.slice_bytes or 0)
-
-    def hand_over(self, handle: SaveHandle, elsewhere: float) -> None:
-        """Implement :class:`~paddle_flexckpt.live.sliced_saves.OpenSave`."""
-        self._handle, self._elsewhere = handle, elsewhere
-        with self._kept, self._tidying():
-            self.commit(*self.write())
-
-    def give_up(self) -> None:
-        """Implement :class:`~paddle_flexckpt.live.sliced_saves.OpenSave`."""
-        self._is_given_up = True
-        try:
-            with self._kept, self._tidying():
-                self.write()
-        except LostRankError:
-            raise
-        except CheckpointError:  # so it is on all ranks, whichever of them stage the rest
-            pass
-
-    def describe(self) -> tuple[LocalState, bytes]:
-        """Describe this rank's shards, and begin the save, when there is room for it and earlier ones are over."""
+        Return a fingerprint of what a plan is made of.
+        """
         comm, options = self._comm, self._options
-        head = options.encode("save_state_dict")
+        self._head = options.encode("save_state_dict")
         queued = time.perf_counter()
         self._open_destination()
         self._waited = time.perf_counter() - queued
         check_coordinator(comm, options.coordinator_rank)
-        state = open_state(self._state_dict, comm.rank)
-        check_extra_names(state.catalog.keys)
-        self._devices = devices_of(state.tensors)
+        self.state = open_state(self._state_dict, comm.rank)
+        weights, catalog = self.state.weights, self.state.catalog
+        check_extra_names(catalog.keys)
+        self._devices = devices_of(self.state.tensors)
         wait_for_devices(self._devices)
         self._undo.callback(self.destination.discard)
         self._stack.callback(self.destination.release)
-        names, message = self.destination.begin()
-        whole = indivisible_rows(state.catalog, [getattr(weight, "fused", None) for weight in state.weights])
-        policies = ReplicaPolicies(options.check_replicas).of(state.catalog.keys, state.weights)
-        place = place_of(self.destination.directory.backend).encode()
+        self._names, message = self.destination.begin()
+        whole = indivisible_rows(catalog, [getattr(weight, "fused", None) for weight in weights])
+        policies = ReplicaPolicies(options.check_replicas).of(catalog.keys, weights)
         self._flags = whole | policies.astype(np.int64) << 1
         # None of these has a part in a plan.
         lasting = replace(options, step=None, unique_id=None, overwrite=True).encode("save_state_dict")
-        layout = message, self._flags.tobytes(), bytes([bool(self._devices)]), encode_catalog(state.catalog)
-        own = self._own = fingerprint((lasting, repr(comm.ranks).encode(), *layout))
-        called = json.dumps(names and asdict(names)).encode()
+        layout = message, self._flags.tobytes(), bytes([bool(self._devices)]), encode_catalog(catalog)
+        self._own = fingerprint((lasting, repr(comm.ranks).encode(), *layout))
+        self._summary = RankSummary(
+            own=self._own,
+            names=json.dumps(self._names and asdict(self._names)).encode(),
+            place=place_of(self.destination.directory.backend).encode(),
+            message=message,
+            rows=len(catalog),
+            policies=int(np.bitwise_or.reduce(1 << policies.astype(np.int64))),
+            any_device=bool(self._devices),
+        )
+        return self._own
 
-        def described() -> bytes:
-            said = describe_shards(comm, state.catalog, self._flags, policies, bool(self._devices))
-            return join((head, own, called, place, message, said.encode()))
+    def in_brief(self, plan: SavePlan) -> bytes:
+        """Return what tells that this rank has kept a plan; nothing if the names have no room in that."""
+        names = self._names or _NO_NAMES
+        if names.unique_id >= 1 << 64 or len(names.token) != len(_NO_NAMES.token):
+            return b""
+        place = xxhash.xxh3_64_digest(self._summary.place)
+        told = _BRIEF.pack(place, names.unique_id, bytes.fromhex(names.token))
+        return brief(BRIEF_SAVE, fingerprint((plan.origin, self._head)), told)
 
-        self._described, self._kept_plan, brief = described, comm.kept.find(own), None
-        if self._kept_plan is not None:
-            turn = str(self._kept_plan.plan.turn).encode()
-            brief = BriefMessage.of_save(fingerprint((self._kept_plan.origin, turn, head)), place, names)
-        return state, brief.encode() if brief else described()
+    def in_full(self) -> bytes:
+        """Return what this rank tells first where not all have kept a plan."""
+        shards = encode_shards(self._comm, self.state.catalog, self._flags)
+        return self._summary._replace(shards=shards).encode(self._head)
 
     def _open_destination(self) -> None:
         directory, options = self._directory(), self._options
@@ -295,174 +327,167 @@ class Save:
             common = (self._comm, directory, options, self._context)
             self.destination = SharedSave(*common) if slot is None else BackgroundSave(slot, *common)
 
-    def agree_briefly(self, answers: list[bytes]) -> SavePlan | None:
-        """Return the kept plan if every rank has found the same one, and asks for the same; else None.
-
-        Raises:
-            ValidationError: Ranks do not share the directory.
-        """
-        said = [each for each in map(BriefMessage.decode, answers) if each]
-        if self._kept_plan is None or len(said) < len(answers) or len({(each.call, each.agreed) for each in said}) > 1:
-            return None
-        names = said[self._options.coordinator_rank].names
-        self.destination.agree(names, [each.place for each in said], self._kept_plan.messages)
-        return self._kept_plan.plan
-
-    def agree(self, answers: list[bytes]) -> _Described:
-        """Return what all ranks described, field by field, if they agree; let the destination know what it needs.
+    def agree(self, plan: SavePlan | None, answers: list[bytes]) -> list[RankSummary]:
+        """Let the destination know what all ranks told; return that, where no plan was kept.
 
         Raises:
             ValidationError: Ranks differ in an option, or do not share the directory.
         """
-        agreed = _Described(*check_heads(answers, self._context, self._comm.ranks))
-        names = SaveNames(**json.loads(agreed.names[self._options.coordinator_rank]))
-        self.destination.agree(names, agreed.place, agreed.message)
-        return agreed
+        coordinator = self._options.coordinator_rank
+        if plan is None:
+            fields = zip(*check_heads(answers, self._context, self._comm.ranks))
+            said = [RankSummary.decode(*each) for each in fields]
+            names = SaveNames(**json.loads(said[coordinator].names))
+            self.destination.agree(names, [each.place for each in said], [each.message for each in said])
+            return said
+        known = [_BRIEF.unpack(answer) for answer in answers]
+        _, unique_id, token = known[coordinator]
+        names = SaveNames(unique_id, token.hex())
+        self.destination.agree(names, [place for place, *_ in known], plan.messages)
+        return []
 
     @without_collector()
-    def plan(self, state: LocalState, agreed: _Described) -> SavePlan:
+    def plan(self, said: Sequence[RankSummary]) -> SavePlan:
         """Check that the shards of all ranks are whole tensors, and plan who writes what: the same on every rank.
 
         Raises:
             ValidationError: The state is not sound.
         """
-        comm, context = self._comm, self._context
-        said = [Said.decode(each) for each in agreed.said]
+        comm, context, options, state = self._comm, self._context, self._options, self.state
         tolerant = any(each.policies >> CLOSE for each in said if each.rows)
         reason = "check_replicas lets replicas differ, so what is written is chosen by layers" if tolerant else ""
         planners = Planners(comm, state.catalog, self._flags, said, context, reason)
         planners.inspect()
-        rows, groups, first_row = planners.rows, planners.groups, int(planners.before[comm.position])
-        held = dict(enumerate(state.tensors, first_row)) if not planners.is_spread else {}
+        rows = planners.rows
+        replicas = self._replicas(rows, planners.groups, planners.first_row)
         if planners.overlaps:
-            check_overlaps(comm, held, rows.catalog, planners.overlaps, context)
-        policies = (rows.flags >> 1).astype(np.uint8)
-        replicas = self._replicas_of(held, rows.catalog, groups, policies)
+            check_overlaps(comm, replicas.held, rows.catalog, planners.overlaps, context)
         differing: np.ndarray | None = None
         if replicas.comes_first:
             first = replicas.first()
             _, digests = comm.together(lambda: (None, replicas.take(first)), context)
             differing = replicas.compare(first, digests)
-        turn = int(self.destination.names.token[-8:], 16)
-        compared = lambda items: replicas.beside(items, turn)  # noqa: E731
-        dealt = planners.plan(replicas.narrowed(differing), self._options.save_replicas, compared)
-        plan = SavePlan.of(planners, dealt, state.catalog, policies, differing, turn)
-        # Not where it depends on values, or on a check of values; nor where messages are never the same again.
-        self._kept_plan = None
-        if differing is None and not planners.overlaps and self._options.node_copies == 1:
-            self._kept_plan = KeptPlan(fingerprint(agreed.own), plan, agreed.message)
-            self._keep(plan)
-        return plan
+        plan = planners.plan(replicas, differing, options.save_replicas, int(self.destination.names.token[-8:], 16))
+        # No plan is kept that depends on values or on a check of them, nor where messages never come again.
+        if differing is not None or planners.overlaps or options.node_copies > 1:
+            return plan
+        return replace(plan, origin=fingerprint([each.own for each in said]), messages=[each.message for each in said])
 
-    def _keep(self, plan: SavePlan) -> None:
-        """Keep a plan in place of the one that was found or made; of all ranks, in the same turn."""
-        if self._kept_plan is not None:
-            self._kept_plan = replace(self._kept_plan, plan=plan)
-            nbytes = plan.nbytes + sum(map(len, self._kept_plan.messages))
-            self._comm.kept.keep(self._own, self._kept_plan, nbytes)
-
-    def _replicas_of(self, held: Mapping[int, Any], catalog: Catalog, groups: ReplicaGroups, policies: Any) -> Replicas:
+    def _replicas(self, rows: KeyRows, groups: ReplicaGroups, first: int | None) -> Replicas:
+        """Return the replicas among rows of all ranks, of which this is the first of this rank; None: it plans some."""
+        held = {} if first is None else dict(enumerate(self.state.tensors, first))
         compares, save_replicas = self._options.check_replicas is not False, self._options.save_replicas
-        return Replicas(self._comm, held, catalog, groups, policies, compares, self._context, save_replicas)
+        policies = (rows.flags >> 1).astype(np.uint8)
+        return Replicas(self._comm, held, rows.catalog, groups, policies, compares, self._context, save_replicas)
 
-    def prepare(self, state: LocalState, plan: SavePlan) -> None:
-        """Take what planning gave, now or in an earlier save of the same layout."""
-        self._plan, self._state = plan, state
-        file = self.destination.names.data_file(self._comm.rank)
+    def share(self, plan: SavePlan) -> Share:
+        """Return what this rank writes by a plan."""
         options = self._options
-        self._share = Share(plan, file, state.tensors, options.step, self._devices, options.progress)
+        file = self.destination.names.data_file(self._comm.rank)
+        share = Share(plan, file, self.state.tensors, options.step, self._devices, options.progress)
         self._planned = time.perf_counter()
+        return share
 
-    def _digests(self) -> Digests:
-        plan, state = self._plan, self._state
-        held, by_device = dict(enumerate(state.tensors)), plan.by_device or None
-        return Digests(held, state.catalog, plan.all_lines, by_device, plan.written)
+    def _digests(self, plan: SavePlan) -> Digests:
+        held, catalog = dict(enumerate(self.state.tensors)), self.state.catalog
+        return Digests(held, catalog, plan.all_lines, plan.by_device or None, plan.written)
 
-    def write(self) -> tuple[SaveReport, list[bytes]]:
-        """Write this rank's share, and compare replicas; return the report so far, and what the commit needs.
+    def _write(self, plan: SavePlan, share: Share, found: bytes | None, planned: float) -> Told:
+        """Write this rank's share, and take digests of it unless some were ``found``; return what others have to know.
+
+        ``planned``: the seconds that planning took.
+        """
+        begin = time.perf_counter()
+        if found is None:
+            with self._digests(plan) as taken:
+                part, checksums, rows = self.destination.write(share, taken.written)
+                found = taken.encode(checksums)
+        else:
+            part, _, rows = self.destination.write(share, np.zeros(len(plan.items), dtype=bool))
+        ends = np.cumsum([len(lines) * DIGEST.itemsize for lines in plan.lines.values()]).tolist()
+        digests = {planner: found[low:high] for planner, low, high in zip(plan.lines, [0, *ends], ends)}
+        return Told(join((plan.told(planned, time.perf_counter() - begin), part)), digests, rows)
+
+    def _compare(
+        self,
+        plan: SavePlan,
+        replicas: Replicas,
+        digests: Sequence[bytes],
+        parts: Sequence[bytes],
+        rows: Mapping[int, bytes],
+    ) -> tuple[np.ndarray, SavePlan, Mapping[int, bytes]]:
+        """Return which groups of replicas differ, the plan in its next turn, and what ranks tell of their partitions.
 
         Raises:
-            ValidationError: Replicas differ that have to be equal.
-            CheckpointError: A rank could not write.
+            ValidationError: Replicas differ that have to be equal; the same on every rank.
         """
-        plan, state, context = self._plan, self._state, self._context
-
-        planned = self._planned - self._begin - self._waited
-
-        def work() -> tuple[bytes, dict[int, bytes], Mapping[int, bytes]]:
-            begin = time.perf_counter()
-            if self._is_given_up:
-                raise CheckpointError(
-                    "give_up() was called in place of finish_staging(). Remedy: call the same of the two on every rank"
-                )
-            if self._found is None:
-                with self._digests() as digests:
-                    part, checksums, rows = self.destination.write(self._share, digests.written)
-                    found = memoryview(digests.encode(checksums))
-            else:
-                found = memoryview(self._found)
-                part, checksums, rows = self.destination.write(self._share, np.zeros(len(plan.items), dtype=bool))
-            ends = np.cumsum([len(lines) * DIGEST.itemsize for lines in plan.lines.values()]).tolist()
-            spans = zip(plan.lines, [0, *ends], ends)
-            own = {planner: bytes(found[low:high]) for planner, low, high in spans}
-            seconds = encode_seconds(planned, time.perf_counter() - begin)
-            return join((plan.counted(), seconds, part)), own, rows
-
-        said, digests, rows = tell_planners(self._comm, plan.is_spread, work, context)
-        counts, seconds, parts = map(list, zip(*map(split, said)))
-        held = dict(enumerate(state.tensors, plan.first_row)) if not plan.is_spread else {}
-        replicas = self._replicas_of(held, plan.catalog, plan.groups, plan.policies)
-        is_kept = self._kept_plan is not None
-        beside = functools.partial(self.destination.write_partitions, parts, rows)
-        differing, turned, self._told = compare_replicas(
-            self._comm, replicas, plan, digests, state.catalog, context, is_kept, beside
-        )
+        comm, dealt, told = self._comm, dict[int, bytes](), dict[int, bytes]()
+        if plan.is_spread:
+            work = functools.partial(self._compare_and_tell, plan, replicas, digests, parts, rows)
+            (differing, turned, deals), notes, received = comm.trade(work, self._context)
+            raise_findings(decode_findings(notes.values()), self._context)
+            dealt, told = split_by_position(received, 2)
+        else:
+            differing = replicas.compare(plan.compared, digests)
+            differing = differing if plan.differing is None else differing | plan.differing
+            turned, deals = plan.next_turn(replicas)
         if turned is not plan:
-            self._keep(turned)
-        differing = differing if plan.differing is None else differing | plan.differing
-        report = SaveReport(
-            path=self.destination.directory.path,
-            unique_id=self.destination.names.unique_id,
-            replicas=replicas.report(differing, warns=self._is_coordinator),
-            seconds={"plan": planned},
-            rank_seconds=rank_seconds(seconds, "stage" if self._options.async_save else "write"),
-            **report_counts(counts, plan),
-        )
-        return report, parts
+            turned = replace(turned, lines=lines_of(gather_deals(dealt, deals, comm.position)))
+        return differing, turned, told
 
-    def commit(self, report: SaveReport, parts: list[bytes]) -> SaveReport | SaveHandle:
-        """Make the checkpoint exist, or hand the save over to the background writer.
-
-        Raises:
-            CheckpointError: The checkpoint could not be committed.
-        """
-        written = time.perf_counter()
-        spent = written - self._planned - self._elsewhere
-        if isinstance(self.destination, BackgroundSave):
-            seconds = {"queue": self._waited, "stage": spent, "blocked": written - self._begin - self._elsewhere}
-            report = replace(report, seconds={**report.seconds, **seconds})
-            return self.destination.hand_over(report, self._begin, self._handle)
-        self.destination.commit(parts, self._told)
-        end = time.perf_counter()
-        seconds = {"write": spent, "commit": end - written, "total": end - self._begin}
-        report = replace(report, seconds={**report.seconds, **seconds})
-        if self._is_coordinator:
-            logger.info(report.summary())
-        return report
+    def _compare_and_tell(
+        self,
+        plan: SavePlan,
+        replicas: Replicas,
+        digests: Sequence[bytes],
+        parts: Sequence[bytes],
+        rows: Mapping[int, bytes],
+    ) -> tuple[tuple[np.ndarray, SavePlan, dict[int, Deal]], bytes, dict[int, bytes]]:
+        """Compare replicas as a planner, and write partitions; return what others have to know of both."""
+        try:
+            differing = replicas.compare(plan.compared, digests)
+            turned, deals = plan.next_turn(replicas)
+            told = self.destination.write_partitions(parts, rows)
+        except ValidationError as error:
+            problems = [each for each in error.problems if isinstance(each, Problem)]
+            if not problems:
+                raise
+            findings = [(0, 0, plan.number_of(each), str(each)) for each in problems]
+            return (np.zeros(0, dtype=bool), plan, {}), json.dumps(findings).encode(), {}
+        return (differing, turned, deals), b"", join_by_position(encode_deals(deals, self._comm.position), told)
 
     @property
     def _is_coordinator(self) -> bool:
         return self._comm.position == self._options.coordinator_rank
 
+    def _slice(self, plan: SavePlan, share: Share) -> SlicedSave:
+        """Look at this rank's share as it is now, and return a handle that stages it in slices. One collective."""
+        staging = cast("BackgroundSave", self.destination)
+        found, _ = self._comm.together(functools.partial(self._begin_slices, plan, share, staging), self._context)
+        last = functools.partial(self._resume, self._stack.pop_all())
+        open_save = OpenSave(
+            stage_slice=functools.partial(staging.stage_slice, self._options.slice_bytes or 0),
+            hand_over=functools.partial(last, self._finish, plan, share, found),
+            give_up=functools.partial(last, tell_planners, self._comm, plan.is_spread, _refuse, self._context),
+        )
+        handle = SlicedSave(staging.directory.path, staging.names.unique_id, open_save)
+        staging.keep(handle)
+        return handle
 
-class _Described(NamedTuple):
-    """Hold what ranks tell each other: bytes of one rank, or a sequence of these of all ranks."""
+    def _begin_slices(self, plan: SavePlan, share: Share, staging: BackgroundSave) -> tuple[bytes, bytes]:
+        with self._digests(plan) as digests:
+            return digests.encode(staging.begin_slices(share)), b""
 
-    own: Any
-    names: Any
-    place: Any
-    message: Any
-    said: Any
+    def _resume(self, stack: contextlib.ExitStack, step: Callable[..., object], *given: Any) -> None:
+        """Take the last step of a save in slices."""
+        with stack, self._tidying():
+            step(*given)
+
+
+def _refuse() -> Told:
+    raise CheckpointError(
+        "give_up() was called in place of finish_staging(). Remedy: call the same of the two on every rank"
+    )
 
 
 def _background_writer(async_save: bool | BackgroundWriter, directory: SaveDirectory) -> BackgroundWriter | None:

@@ -6,26 +6,29 @@ Tested in tests/device/test_slices.py and tests/background/test_slices.py.
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from paddle_flexckpt.background import SaveHandle
-from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.observers import tell
 from paddle_flexckpt.undo import Undo
 
 
-class OpenSave(Protocol):
-    """Carry on a save that is agreed and planned, of which nothing is staged yet."""
+class OpenSave(NamedTuple):
+    """Carry on a save that is agreed and planned, of which nothing is staged yet.
 
-    def stage_slice(self) -> bool:
-        """Stage the next slice of this rank's share; return whether there is more."""
+    Attributes:
+        stage_slice: Stages the next slice of this rank's share; returns whether there is more.
+        hand_over: Stages what is left and hands the save over; is given the handle, and how many seconds the caller
+            spent elsewhere since it began.
+        give_up: Takes back what has been begun, on all ranks: it raises CheckpointError.
+    """
 
-    def hand_over(self, handle: SaveHandle, elsewhere: float) -> None:
-        """Stage what is left and hand the save over; the caller spent so many seconds elsewhere since it began."""
-
-    def give_up(self) -> None:
-        """Take back what has been begun, on all ranks."""
+    stage_slice: Callable[[], bool]
+    hand_over: Callable[[SaveHandle, float], None]
+    give_up: Callable[[], None]
 
 
 class SlicedSave(SaveHandle):
@@ -106,7 +109,12 @@ class SlicedSave(SaveHandle):
         save = self._close()
         self.seen = True
         self.finish(CheckpointError(f"the save of id {self.unique_id} to {self.path!r} was given up"))
-        save.give_up()
+        try:
+            save.give_up()
+        except LostRankError:
+            raise
+        except CheckpointError:  # so it is on all ranks, whichever of them stage the rest
+            pass
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait as :meth:`SaveHandle.wait` does.

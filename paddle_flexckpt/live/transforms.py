@@ -35,7 +35,8 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.options import FileOptions, LoadOptions
-from paddle_flexckpt.engine.transfer import Task, Transfer, quiet_loads
+from paddle_flexckpt.engine.source import Task
+from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.engine.whole_tensors import CHOSEN
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.merged import empty_tensors

@@ -11,8 +11,8 @@ from paddle_flexckpt.catalog import CatalogBuilder, Order
 from paddle_flexckpt.engine.copies import copy_pieces
 from paddle_flexckpt.engine.files import plan_reads
 from paddle_flexckpt.engine.filling import Filling
+from paddle_flexckpt.engine.source import Source, Task
 from paddle_flexckpt.engine.targets import Memory, Targets
-from paddle_flexckpt.engine.transfer import Source, Task
 from paddle_flexckpt.planning import ShardMatcher
 
 # What is in a copy whose values nobody needs.

@@ -17,7 +17,8 @@ from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine import transfer
 from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.engine.transfer import Source, Transfer, quiet_loads
+from paddle_flexckpt.engine.source import Source
+from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
 from paddle_flexckpt.testing.simulated import SimulatedWorld

@@ -485,7 +485,7 @@ def test_the_bytes_of_a_kept_load_are_those_of_its_columns(tmp_path, monkeypatch
     monkeypatch.setattr(comm.kept, "keep", lambda *arguments: kept.append(arguments))
     for options in ({}, {"aoa_config": {"aoa_statements": [f"layer.{i} -> layer.{i}, scale=2.0" for i in range(9)]}}):
         load_state_dict(state, tmp_path, comm, **options)
-    sizes = [nbytes for _, _, nbytes in kept]
+    sizes = [plan.nbytes for _, plan in kept]
     assert 300 * len(state) < sizes[0] < sizes[1] < 2000 * len(state)
 
 

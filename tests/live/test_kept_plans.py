@@ -11,6 +11,7 @@ import sys
 import weakref
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import CheckpointError
 from paddle_flexckpt.engine import kept_plans
-from paddle_flexckpt.engine.kept_plans import KeptPlan, KeptPlans
+from paddle_flexckpt.engine.kept_plans import KeptPlans
 from paddle_flexckpt.live import planners, saver
 from paddle_flexckpt.live.communicator import SoloCommunicator, communicator_for
 from paddle_flexckpt.live.loader import load_state_dict
@@ -559,18 +560,21 @@ def test_calls_of_one_process_share_their_plans(tmp_path, planned):
 
 
 def test_the_plans_that_are_kept_are_few_and_small():
+    def plan(nbytes):
+        return SimpleNamespace(origin=b"", nbytes=nbytes)
+
     plans = KeptPlans()
     for number in range(10):
-        plans.keep(bytes([number]), KeptPlan(b"", number, ()), 10)
+        plans.keep(bytes([number]), plan(10))
     found = [number for number in range(10) if plans.find(bytes([number]))]
     assert found == [6, 7, 8, 9]
     plans.find(bytes([6]))
-    plans.keep(b"new", KeptPlan(b"", 10, ()), 10)
+    plans.keep(b"new", plan(10))
     assert plans.find(bytes([6])) is not None
     assert plans.find(bytes([7])) is None
-    plans.keep(b"large", KeptPlan(b"", 11, ()), kept_plans.MOST_BYTES - 15)
+    plans.keep(b"large", plan(kept_plans.MOST_BYTES - 15))
     assert [plans.find(name) is not None for name in (bytes([6]), b"new", b"large")] == [True, False, True]
-    plans.keep(b"large", KeptPlan(b"", 11, ()), kept_plans.MOST_BYTES + 1)
+    plans.keep(b"large", plan(kept_plans.MOST_BYTES + 1))
     assert plans.find(b"large") is None
 
 
@@ -580,8 +584,8 @@ def test_the_bytes_of_a_kept_plan_are_those_of_its_columns(monkeypatch):
     state = {f"layer.{number}": np.zeros(2) for number in range(1000)}
     with memory_directory() as directory:
         save_state_dict(state, directory, comm)
-    ((_, plan, nbytes),) = kept
-    assert len(pickle.dumps(plan)) * 0.7 < nbytes < 600 * len(state)
+    ((_, plan),) = kept
+    assert len(pickle.dumps(plan)) * 0.7 < plan.nbytes < 600 * len(state)
 
 
 def test_a_tensor_more_costs_a_few_calls(tmp_path):
@@ -599,9 +603,9 @@ def test_a_tensor_more_costs_a_few_calls(tmp_path):
 
         sys.setprofile(profile)
         try:
-            described, answers = comm.together(save.describe)
-            plan = save.agree_briefly(answers)
-            save.prepare(described, plan)
+            plan, answers = kept_plans.recall(comm, comm.kept, save, "")
+            save.agree(plan, answers)
+            save.share(plan)
         finally:
             sys.setprofile(None)
             save._undo.close()

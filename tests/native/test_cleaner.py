@@ -8,11 +8,11 @@ import shutil
 
 import numpy as np
 import pytest
+from paddle_flexckpt.native.leftovers import remove_dead_saves
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from tests.native.samples import items_of, values_of, whole
 from tests.native.test_directory import names, save
