@@ -328,8 +328,9 @@ def measure_manifest(rows: int, where: Path, tensors: int = 20) -> dict[str, Any
     import statistics
 
     from paddle_flexckpt.foreign.formats import open_to_save
-    from paddle_flexckpt.native.directory import CheckpointDirectory, SaveNames
+    from paddle_flexckpt.native.directory import CheckpointDirectory
     from paddle_flexckpt.native.manifest import Manifest
+    from paddle_flexckpt.native.names import SaveNames
     from paddle_flexckpt.native.partition_files import read_rows
 
     def timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -352,7 +353,7 @@ def measure_manifest(rows: int, where: Path, tensors: int = 20) -> dict[str, Any
         result |= {"companion_bytes": len(companion), "companion_write": seconds}
     with tempfile.TemporaryDirectory(dir=where) as path:
         directory, reader = open_to_save(path), CheckpointDirectory(path)
-        written, seconds = timed(lambda: directory.write_partitions(SaveNames(0, 0, _TOKEN), manifest))
+        written, seconds = timed(lambda: directory.write_partitions(SaveNames(0, _TOKEN), manifest))
         head = written.encode()
         (Path(path) / "0.manifest").write_bytes(head)
         opened = [timed(lambda: reader.read_committed(0, ()))[1] for _ in range(5)]
@@ -391,7 +392,7 @@ def measure_opening(case: tuple[int, int], where: Path, rows: int = 1_000_000) -
     from paddle_flexckpt.live.communicator import SoloCommunicator
     from paddle_flexckpt.live.direct_files import DirectFiles
     from paddle_flexckpt.media.local import LocalBackend
-    from paddle_flexckpt.native.directory import SaveNames
+    from paddle_flexckpt.native.names import SaveNames
 
     shards, ranks = case
     manifest = manifest_of_rows(rows, shards)
@@ -404,7 +405,7 @@ def measure_opening(case: tuple[int, int], where: Path, rows: int = 1_000_000) -
     targets = Targets(mine, nothing, nothing, np.zeros((len(mine), 2), dtype=np.int64), Memory())
     read: list[int] = []
     with tempfile.TemporaryDirectory(dir=where) as path:
-        written = open_to_save(path).write_partitions(SaveNames(0, 0, _TOKEN), manifest)
+        written = open_to_save(path).write_partitions(SaveNames(0, _TOKEN), manifest)
         (Path(path) / "0.manifest").write_bytes(written.encode())
         files = DirectFiles(comm, path, LoadOptions(), "", "") if ranks else Files(path, LoadOptions())
 
@@ -441,10 +442,10 @@ def measure_writers(manifest: Any, path: Path, sample: int = 8) -> dict[str, Any
     from benchmarks.spread_scale import OneOfMany
     from paddle_flexckpt.foreign.formats import open_to_save
     from paddle_flexckpt.live.partition_writers import PartitionWriter
-    from paddle_flexckpt.native.directory import SaveNames
+    from paddle_flexckpt.native.names import SaveNames
     from paddle_flexckpt.native.partitions import partitions_for
 
-    catalog, names = manifest.catalog, SaveNames(0, 0, _TOKEN)
+    catalog, names = manifest.catalog, SaveNames(0, _TOKEN)
     ranks, count = len(catalog.files), partitions_for(len(catalog))
     directory, some = open_to_save(path), range(min(ranks, sample))
     order = np.argsort(catalog.file, kind="stable")

@@ -141,11 +141,18 @@ class Cleaner:
         # Where a manifest is damaged, whose files these are cannot be told.
         dead = [each for each in dead if named[each.save.unique_id] is not None]
         saves = {each.save: named[each.save.unique_id] or set() for each in dead}
+        # These died after their commit, perhaps before they had removed what they have replaced.
+        committed = {save.unique_id: kept for save, kept in saves.items() if save in map(save_of, kept)}
+        begun = {*map(marked_by, names)}
 
         def left(names: Iterable[str]) -> list[str]:
             return [name for name in names if (save := save_of(name)) in saves and name not in saves[save]]
 
-        files = sorted({*useless, *left(names)})
+        def is_replaced(name: str) -> bool:
+            save = save_of(name)
+            return save is not None and save not in begun and name not in committed.get(save.unique_id, {name})
+
+        files = sorted({*useless, *left(names), *filter(is_replaced, names)})
         markers = [each.marker for each in dead]
         if not files and not markers:
             return []
@@ -153,8 +160,8 @@ class Cleaner:
         self._backend.locks.recheck()
         if dead:
             self._remove_unfinished(saves.keys())
-        if any(save in map(save_of, kept) for save, kept in saves.items()):
-            self._companion.update()  # that save may have died before
+        if committed:
+            self._companion.update()
         self._remove_files(files)
         if markers:
             map_files(self._backend, self._backend.remove, markers)

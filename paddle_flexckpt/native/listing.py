@@ -1,6 +1,6 @@
 """List checkpoints, and tell whether they are whole.
 
-Tested in tests/native/test_leftovers.py and tests/manager/test_unreadable.py.
+Tested in tests/native/test_cleaner.py and tests/manager/test_unreadable.py.
 """
 
 from __future__ import annotations

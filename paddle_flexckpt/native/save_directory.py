@@ -38,7 +38,7 @@ from paddle_flexckpt.media.retrying import is_unanswered
 from paddle_flexckpt.native.cleaner import Cleaner
 from paddle_flexckpt.native.companion import Companion, CompanionFile
 from paddle_flexckpt.native.data_file import write_data_file
-from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.directory import CheckpointDirectory, number_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.names import MANIFEST, SaveNames, marked_by, new_token, save_of
 from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
@@ -136,8 +136,8 @@ class SaveDirectory(CheckpointDirectory):
         has a checkpoint.
 
         Raises:
-            ValidationError: The id is not a non-negative integer, or the path is not a directory. Or the id has a
-                checkpoint that must not, or cannot, be replaced.
+            ValidationError: The id is not a non-negative integer, or it has a checkpoint that must not, or cannot, be
+                replaced.
         """
         names = self.backend.names() if names is None else names
         save = SaveNames(self.choose_id(unique_id, names, overwrite), new_token(names))
@@ -416,11 +416,18 @@ class SaveDirectory(CheckpointDirectory):
     def discard_late(self, save: SaveNames, ranks: Sequence[int]) -> None:
         """Remove what ranks have written for a save that is over: its marker has gone, and it is not committed.
 
-        Nobody else would look for these files.
+        Nobody else would look for these files. Those of a checkpoint that has been replaced, and may be read still,
+        stay for the next save of its id.
         """
         with contextlib.suppress(OSError, CheckpointError):
-            if not self.sees(save):
+            if not self.sees(save) and not self._may_be_read(save):
                 self.discard(save, ranks)
+
+    def _may_be_read(self, save: SaveNames) -> bool:
+        """Return whether a save that is over may be a checkpoint that has been replaced, and that readers keep."""
+        if self.backend.locks.can_run_out or not self.backend.has_path or not self.has_manifest(save.unique_id):
+            return False
+        return number_of(self.read_committed(save.unique_id, ())) > save.save_id.number
 
     def manifest_bytes(self, unique_id: int) -> bytes | None:
         """Return a manifest as it is, whole or not; None if there is none."""

@@ -16,7 +16,6 @@ from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
-from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, _digest
 from tests.native.samples import store, whole
@@ -156,7 +155,7 @@ def test_notes_of_saves_with_deep_nesting_are_no_notes(tmp_path):
     directory = open_to_save(tmp_path)
     put(tmp_path, [whole("w", "float32", (4,))])
     (tmp_path / "3.saving").write_bytes(deep(100_000).tobytes())
-    assert remove_dead_saves(directory) == ["3.saving"]
+    assert directory.cleaner.remove_dead_saves() == ["3.saving"]
 
 
 def test_a_header_with_very_many_tensors(tmp_path):

@@ -18,13 +18,13 @@ from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
-from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.listing import is_complete
 from paddle_flexckpt.native.partition_files import split_rows
 from tests.background.helpers import PATIENCE_SECONDS
 from tests.background.test_ranks import agree_late
 from tests.background.test_worker import job_of
 from tests.native.samples import items_of, whole
+from tests.saved import short_names
 
 
 def save_next(path, unique_id: int) -> None:
@@ -32,7 +32,7 @@ def save_next(path, unique_id: int) -> None:
     directory = open_to_save(str(path))
     with directory.lock():
         names = directory.open_save(unique_id, 1)
-        remove_dead_saves(directory, names)
+        directory.cleaner.remove_dead_saves(names)
         write(directory, names, 0, 1)
         directory.commit(names, [0])
 
@@ -53,7 +53,7 @@ def test_a_rank_that_gives_up_after_the_save_was_committed_and_replaced(tmp_path
     def delay(ranks):
         # The coordinator is slow: it commits when rank 1 has waited in vain and is about to give up.
         directory = ranks[0].directory
-        commit, decide0 = directory.commit, directory.decide
+        commit, decide0 = directory.commit, directory.messages.decide
 
         def late(*args):
             assert stopped.wait(PATIENCE_SECONDS)
@@ -65,20 +65,20 @@ def test_a_rank_that_gives_up_after_the_save_was_committed_and_replaced(tmp_path
             replaced.set()
             return found
 
-        directory.decide, directory.commit = late, commit_and_be_replaced
-        decide1 = ranks[1].directory.decide
+        directory.messages.decide, directory.commit = late, commit_and_be_replaced
+        decide1 = ranks[1].directory.messages.decide
 
         def stop(*args):
             stopped.set()
             assert replaced.wait(PATIENCE_SECONDS)
             return decide1(*args)
 
-        ranks[1].directory.decide = stop
+        ranks[1].directory.messages.decide = stop
 
     (first, second), _ = agree_late(tmp_path, delay)
     assert first is None
     assert second is None or "it is not known" in str(second.problems)
-    assert sorted(os.listdir(tmp_path)) == ["0.manifest", "0_0.1.safetensors", PADDLE_METADATA]
+    assert short_names(tmp_path) == ["0.manifest", "0_0-2.safetensors", PADDLE_METADATA]
 
 
 @pytest.mark.parametrize("is_coordinator", [False, True])
@@ -87,13 +87,13 @@ def test_a_rank_that_gives_up_late_leaves_no_decision(tmp_path, monkeypatch, is_
     job, _, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=0.05)
     rank = 0 if is_coordinator else 1
     late = SaveOutcome(WriteJob(**{**vars(job), "rank": rank, "presences": ((), ())}), open_to_save(str(tmp_path)))
-    decide = late.directory.decide
+    decide = late.directory.messages.decide
 
     def stop(*args):  # the job is killed meanwhile, and its next start saves
         save_next(tmp_path, 1)
         return decide(*args)
 
-    late.directory.decide = stop
+    late.directory.messages.decide = stop
     assert late.agree(None) is not None
     save_next(tmp_path, 2)
     assert not [name for name in os.listdir(tmp_path) if job.names.owns(name)]
@@ -108,9 +108,9 @@ def test_the_failure_of_a_writer_that_has_died_goes_with_a_committed_save(tmp_pa
     for rank in range(2):
         write(directory, job.names, rank, 2)
     writer = open_to_save(str(tmp_path))  # rank 1's
-    remove_save_files = directory.remove_save_files
+    remove_replaced = directory.cleaner.remove_replaced
 
-    def meanwhile(names, marker, *rest):
+    def meanwhile(*arguments):
         # The coordinator has listed what is to go. Now rank 1 says that it failed.
         looks = iter([True])
         sees = writer.sees
@@ -122,68 +122,26 @@ def test_the_failure_of_a_writer_that_has_died_goes_with_a_committed_save(tmp_pa
 
         writer.sees = killed_at_the_second_look
         with contextlib.suppress(Killed):
-            writer.write_failure(job.names, 1, b'{"kind": "CheckpointError", "problems": ["no answer"]}')
-        remove_save_files(names, marker, *rest)
+            writer.messages.write_failure(job.names, 1, b'{"kind": "CheckpointError", "problems": ["no answer"]}')
+        remove_replaced(*arguments)
 
-    directory.remove_save_files = meanwhile
+    directory.cleaner.remove_replaced = meanwhile
     directory.commit(job.names, (0, 1))
     mine = SaveOutcome(WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())}), open_to_save(str(tmp_path)))
     assert mine.agree_after_death(CheckpointError("it died")) is None
-    assert sorted(os.listdir(tmp_path)) == ["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA]
-
-
-def test_a_rank_that_tidies_up_removes_nothing_of_another_save(tmp_path):
-    """A manager has cleaned up, so that the next save of the step has the dead one's names."""
-    step = tmp_path / "step_00000005"
-    job, _, _ = job_of(step, rank=0, ranks=(0, 1), timeout=PATIENCE_SECONDS)  # the coordinator dies here
-    late = outcome_of(job, step, 1)
-    at_removal, go_on = threading.Event(), threading.Event()
-    remove = late.directory.backend.remove
-
-    def stop(name):
-        at_removal.set()
-        assert go_on.wait(PATIENCE_SECONDS)
-        remove(name)
-
-    late.directory.backend.remove = stop
-    rank_1 = threading.Thread(target=lambda: late.agree(None))
-    cleaner = open_to_save(str(step))
-    remove_save_files = cleaner.remove_save_files
-
-    def meanwhile(names, marker, *rest):
-        write(late.directory, job.names, 1, 2)
-        remove_save_files(names, marker, *rest)
-        rank_1.start()
-        assert at_removal.wait(PATIENCE_SECONDS)
-
-    cleaner.remove_save_files = meanwhile
-    with cleaner.lock():
-        remove_dead_saves(cleaner)
-        cleaner.remove_refusal()
-    again = open_to_save(str(step))
-    with again.lock():
-        names = again.open_save(0, 2)
-        assert names.data_file(1) == job.names.data_file(1)
-        for rank in range(2):
-            write(again, names, rank, 2)
-        again.commit(names, (0, 1))
-    go_on.set()
-    rank_1.join()
-    assert is_complete(str(step), 0)
-    assert sorted(os.listdir(step)) == sorted(["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA])
+    assert short_names(tmp_path) == ["0.manifest", "0_0-1.safetensors", "1_0-1.safetensors", PADDLE_METADATA]
 
 
 @pytest.mark.parametrize("message", ["part", "failed", "decided"])
 def test_what_a_dead_save_says_is_nothing_to_the_next_one(tmp_path, message):
-    """A manager has cleaned up, so that the next save of the step has the dead one's names."""
+    """A manager has cleaned up, and a rank of the dead save says something all the same."""
     job, dead, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=PATIENCE_SECONDS)
     with dead.lock():
-        remove_dead_saves(dead)
-        dead.remove_refusal()
+        dead.cleaner.remove_dead_saves()
+        dead.companion.remove_refusal()
     again = open_to_save(str(tmp_path))
     with again.lock():
         names = again.open_save(0, 2)
-        assert names.data_file(1) == job.names.data_file(1)
         ranks = []
         for rank in range(2):
             write(again, names, rank, 2)
@@ -202,8 +160,8 @@ def test_what_a_dead_save_says_is_nothing_to_the_next_one(tmp_path, message):
     assert told == {0: None, 1: None}
     assert is_complete(str(tmp_path), 0)
     with again.lock():
-        remove_dead_saves(again)
-    assert sorted(os.listdir(tmp_path)) == sorted(["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA])
+        again.cleaner.remove_dead_saves()
+    assert short_names(tmp_path) == ["0.manifest", "0_0-1.safetensors", "1_0-1.safetensors", PADDLE_METADATA]
 
 
 def test_a_part_without_an_answer_that_was_committed_and_replaced_is_no_failure(tmp_path):
@@ -227,7 +185,7 @@ def test_a_dead_writers_part_that_is_still_on_its_way_is_no_failure(tmp_path):
     def refuse(*args):
         raise OSError("503")
 
-    late.directory.write_failure = refuse
+    late.directory.messages.write_failure = refuse
     failure = late.agree_after_death(CheckpointError("the writer died"))
     write(directory, job.names, 1, 2)
     assert outcome_of(job, tmp_path, 0).agree(None) is None
@@ -251,19 +209,17 @@ def test_what_a_late_rank_leaves_is_kept_for_those_who_read_it(tmp_path):
 
 
 @pytest.mark.parametrize(("rank", "numbers"), [(1, (1, 3)), (4, (0,))])
-def test_partitions_of_a_late_rank_go_with_the_next_save(tmp_path, rank, numbers):
+def test_partitions_of_a_late_rank_go_with_its_other_files(tmp_path, rank, numbers):
     """Ranks write several, with numbers of their own, and their group may begin with any rank."""
     late = open_to_save(str(tmp_path))
     names = late.open_save(0, 2)
     with late.lock():
-        remove_dead_saves(open_to_save(str(tmp_path)))
+        open_to_save(str(tmp_path)).cleaner.remove_dead_saves()
     shards = [whole(f"w{number}", "float32", (2,), rank) for number in range(40)]
     items = items_of(shards, names.data_file(rank))
     part = late.write_data(names, items, [np.zeros(8, np.uint8)] * len(shards), world_size=2)
     for number, rows in split_rows(part, 4):
         if number in numbers:
             late.write_partition(names, number, 4, rows)
-    late.discard_late(names, rank)
-    assert [name for name in os.listdir(tmp_path) if names.owns_partition(name)]
-    save_next(tmp_path, 1)
+    late.discard_late(names, [rank])
     assert not [name for name in os.listdir(tmp_path) if names.owns(name)]

@@ -13,6 +13,7 @@ from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_storage
 from tests.background.helpers import PATIENCE_SECONDS, Watch, kill, load, save, stopped
+from tests.saved import short_names
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def test_a_lease_outlives_the_wait_for_a_writer_that_is_busy(tmp_path, writers):
             LocalBackend(str(tmp_path), lease_seconds=1.0).locks.take()
     handle.result(PATIENCE_SECONDS)
     assert load(tmp_path) == 1
-    assert sorted(os.listdir(tmp_path)) == ["0.manifest", "0_0.safetensors", PADDLE_METADATA]
+    assert short_names(tmp_path) == ["0.manifest", "0_0-1.safetensors", PADDLE_METADATA]
     # The lease has been given back: nobody waits for it.
     save(storage, 2, writer).result(PATIENCE_SECONDS)
     assert load(tmp_path) == 2

@@ -7,7 +7,6 @@ import shutil
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,12 +20,13 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.leftovers import remove_dead_saves
+from paddle_flexckpt.native.names import SaveNames, token_after
 from paddle_flexckpt.native.save_directory import CleanUpError
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, Watch, kill, limit_file_size, load_shards, shards, stopped
 from tests.background.test_worker import job_of
 from tests.native.samples import items_of, whole
+from tests.saved import short, short_names
 
 # Large enough to be refused by a limit of a MiB, which a part or an error never needs.
 MANY_ROWS = 100_000
@@ -76,8 +76,8 @@ def test_parts_of_all_ranks_make_a_checkpoint(tmp_path, ranks, coordinator):
         assert [report.unique_id for report in reports] == [version] * 3
         assert sum(report.bytes_written for report in reports) == reports[0].total_bytes
     assert [load_shards(tmp_path, 3, unique_id) for unique_id in (0, 1)] == [0, 1]
-    assert sorted(os.listdir(tmp_path)) == sorted(
-        [f"{rank}_{unique_id}.safetensors" for rank in range(3) for unique_id in (0, 1)]
+    assert short_names(tmp_path) == sorted(
+        [f"{rank}_{unique_id}-{unique_id + 1}.safetensors" for rank in range(3) for unique_id in (0, 1)]
         + ["0.manifest", "1.manifest", PADDLE_METADATA]
     )
 
@@ -141,15 +141,15 @@ def test_an_error_of_one_writer_is_the_same_error_on_every_rank(tmp_path, ranks,
     outcomes(save(tmp_path, 1, writers))
     limit_file_size(writers[failing], 1 << 20)
     handles = save(tmp_path, 2, writers, MANY_ROWS, ranks=(4, 5, 6))
-    assert one_error(handles) == (
+    assert short(one_error(handles)) == (
         f"cannot save to {str(tmp_path)!r}: [rank {4 + failing}] OSError: [Errno 27] File too large: "
-        f"{str(tmp_path / f'{4 + failing}_1.safetensors')!r}"
+        f"{str(tmp_path / f'{4 + failing}_1-2.safetensors')!r}"
     )
     assert load_shards(tmp_path, 3) == 1
     limit_file_size(writers[failing], 1 << 40)
     outcomes(save(tmp_path, 3, writers))
     assert load_shards(tmp_path, 3) == 3
-    assert not [name for name in os.listdir(tmp_path) if "_1." in name or name.startswith("1.")]
+    assert not [name for name in os.listdir(tmp_path) if "_1-" in name or name.startswith(("1.", "1-"))]
 
 
 def test_an_unseen_error_of_one_rank_is_raised_on_every_rank_by_the_next_save(tmp_path, ranks):
@@ -163,9 +163,9 @@ def test_an_unseen_error_of_one_rank_is_raised_on_every_rank_by_the_next_save(tm
     assert len({str(error) for error in found}) == 1
     here = f"cannot save to {str(tmp_path)!r}: "
     # These ranks are one process, in which the first to look finds it.
-    assert str(found[0]) in [
+    assert short(str(found[0])) in [
         f"{here}[rank {finder}] the asynchronous save of id 0 to {str(tmp_path)!r} failed: {here}[rank 1] OSError: "
-        f"[Errno 27] File too large: {str(tmp_path / '1_0.safetensors')!r}"
+        f"[Errno 27] File too large: {str(tmp_path / '1_0-1.safetensors')!r}"
         for finder in (0, 1)
     ]
     outcomes(save(tmp_path, 3, writers))
@@ -179,7 +179,7 @@ def test_a_writer_that_dies_fails_the_save_everywhere_at_once(tmp_path, ranks, d
     with stopped(writers[dying]) as pid:
         handles = save(tmp_path, 2, writers)
         kill(pid)
-    assert one_error(handles) == (
+    assert short(one_error(handles)) == (
         f"cannot save to {str(tmp_path)!r}: [rank {dying}] the background writer (pid {pid}) was killed by signal 9 "
         "(Killed) while it was saving"
     )
@@ -252,8 +252,8 @@ def test_a_rank_that_does_not_hand_over_as_it_has_lost_another_tells_the_rest(tm
     assert text == f"cannot save to {str(tmp_path)!r}: [rank {losing}] {found[losing]}"
     outcomes(save(tmp_path, 2, writers))
     assert load_shards(tmp_path, 3) == 2
-    assert sorted(os.listdir(tmp_path)) == [
-        "0_1.safetensors", "1.manifest", "1_1.safetensors", "2_1.safetensors", PADDLE_METADATA
+    assert short_names(tmp_path) == [
+        "0_1-2.safetensors", "1.manifest", "1_1-2.safetensors", "2_1-2.safetensors", PADDLE_METADATA
     ]  # fmt: skip
 
 
@@ -318,7 +318,7 @@ def test_a_coordinator_that_commits_late_is_waited_for(tmp_path):
 
     def delay(ranks):
         ranks[0].directory.commit = after(given_up, ranks[0].directory.commit)
-        ranks[1].directory.decide = and_then(given_up, ranks[1].directory.decide)
+        ranks[1].directory.messages.decide = and_then(given_up, ranks[1].directory.messages.decide)
 
     assert agree_late(tmp_path, delay) == ([None, None], [0])
 
@@ -327,8 +327,8 @@ def test_a_coordinator_that_is_given_up_does_not_commit(tmp_path):
     given_up = threading.Event()
 
     def delay(ranks):
-        ranks[0].directory.decide = after(given_up, ranks[0].directory.decide)
-        ranks[1].directory.decide = and_then(given_up, ranks[1].directory.decide)
+        ranks[0].directory.messages.decide = after(given_up, ranks[0].directory.messages.decide)
+        ranks[1].directory.messages.decide = and_then(given_up, ranks[1].directory.messages.decide)
 
     (first, second), ids = agree_late(tmp_path, delay)
     assert first == second
@@ -339,7 +339,7 @@ def test_a_coordinator_that_is_given_up_does_not_commit(tmp_path):
 
 def test_a_commit_that_is_decided_and_never_done_is_not_called_a_failure(tmp_path):
     job, directory, _ = job_of(tmp_path, rank=0, ranks=(0, 1), timeout=0.05)
-    directory.decide(job.names, 0, b"commit")
+    directory.messages.decide(job.names, 0, b"commit")
     other = WriteJob(**{**vars(job), "rank": 1, "presences": ((), ())})
     failure = SaveOutcome(other, open_to_save(str(tmp_path))).agree(None)
     assert failure.problems[0].startswith("[rank 0] it is not known what became of the save: it had decided to commit")
@@ -442,7 +442,7 @@ def test_a_save_that_is_replaced_before_its_clean_up_has_failed_is_done(tmp_path
 def test_a_save_that_was_committed_and_replaced_is_no_failure_of_who_has_died_since(tmp_path, rank):
     """Its part was cleaned up, so it cannot be told whether it was written."""
     job, directory, _ = job_of(tmp_path, rank=0, ranks=(0,), timeout=PATIENCE_SECONDS)
-    for names in (job.names, replace(job.names, generation=1, token="another")):
+    for names in (job.names, SaveNames(0, token_after(1))):
         directory.mark_save(names)
         items = items_of([whole(key, "float32", (2,), 0) for key in ("a", "b")], names.data_file(0))
         directory.write_share(names, 0, items, [np.zeros(8, dtype=np.uint8)] * 2, world_size=1)
@@ -459,7 +459,7 @@ def test_a_rank_that_comes_late_does_not_say_that_it_failed(tmp_path):
     job, directory, _ = job_of(tmp_path, rank=0, ranks=(0,), timeout=PATIENCE_SECONDS)
     directory.discard(job.names, [0])
     directory.backend.create = raising(AssertionError("it writes"))
-    directory.write_failure(job.names, 1, b"late")
+    directory.messages.write_failure(job.names, 1, b"late")
 
 
 @pytest.mark.parametrize("message", ["decided", "failed"])
@@ -474,7 +474,7 @@ def test_a_rank_whose_writer_died_leaves_no_message_of_a_save_that_is_committed(
         WriteJob(**{**vars(job), "rank": 1, "ranks": (0, 1), "presences": ((), ())}), open_to_save(str(tmp_path))
     )
     if message == "decided":
-        directory.decide(job.names, 0, b"")  # the writer died at it
+        directory.messages.decide(job.names, 0, b"")  # the writer died at it
     else:
         looks = iter([False])
         real = mine.directory.is_committed
@@ -548,13 +548,9 @@ def test_a_coordinator_of_a_save_that_is_over_leaves_nothing(tmp_path, is_refuse
     for name in (job.names.part_file(0), job.names.data_file(0)):
         (tmp_path / name).write_bytes(b"late")
     if is_refused:
-        directory.write_failure = raising(CheckpointError("as a test asks"))
+        directory.messages.write_failure = raising(CheckpointError("as a test asks"))
     failure = SaveOutcome(job, directory).agree(None)
     assert failure.problems[0].startswith("[rank 1] has written nothing within 0.05 s")
-    left = sorted(name for name in os.listdir(tmp_path) if job.names.owns(name))
-    assert left == sorted([job.names.late_file(0), job.names.data_file(0)]), "its files have to go with the next save"
-    with directory.lock():
-        remove_dead_saves(open_to_save(tmp_path))
     assert os.listdir(tmp_path) == []
 
 

@@ -180,7 +180,7 @@ def test_storage_that_cannot_be_looked_at_is_an_outcome_too(tmp_path):
         failure = SaveOutcome(mine, blind).agree(None)
         assert failure is not None
         assert failure.problems[0].startswith(f"[rank {rank}] it is not known what became of the save: OSError(")
-    assert set(directory.progress(job.names, (0, 1))[1]) == {0, 1}, "each has told the others"
+    assert set(directory.messages.progress(job.names, (0, 1))[1]) == {0, 1}, "each has told the others"
 
 
 def test_a_training_process_that_is_stopped_does_not_hold_its_writer_up(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.report import SaveReport
 from tests.background.helpers import ELEMENTS, PATIENCE_SECONDS, SOLO, Watch, kill, load, save, state, stopped
+from tests.saved import data_file, short_names
 
 
 def names(path):
@@ -57,7 +58,8 @@ def test_what_is_saved_are_the_values_at_the_time_of_the_call(tmp_path, writers)
 def test_the_files_are_those_of_a_synchronous_save(tmp_path, writers):
     save(tmp_path / "sync", 1, step=7)
     save(tmp_path / "async", 1, writers(), step=7).result()
-    assert names(tmp_path / "sync") == names(tmp_path / "async") == ["0.manifest", "0_0.safetensors"]
+    for kind in ("sync", "async"):
+        assert short_names(names(tmp_path / kind)) == ["0.manifest", "0_0-1.safetensors"]
     one, other = (CheckpointDirectory(tmp_path / kind).read_manifest() for kind in ("sync", "async"))
     assert one.step == other.step == 7
     assert (one.checksums.values == other.checksums.values).all()
@@ -181,7 +183,7 @@ def test_a_replaced_id_leaves_nothing_behind(tmp_path, writers):
     writer = writers()
     for version in range(3):
         save(tmp_path, version, writer, unique_id=4).result()
-    assert names(tmp_path) == ["0_4.2.safetensors", "4.manifest"]
+    assert short_names(names(tmp_path)) == ["0_4-3.safetensors", "4.manifest"]
 
 
 def test_dead_saves_are_cleaned_up(tmp_path, writers):
@@ -190,7 +192,7 @@ def test_dead_saves_are_cleaned_up(tmp_path, writers):
     dead = directory.open_save(None)
     (tmp_path / dead.data_file(0)).write_bytes(b"half")
     save(tmp_path, 2, writers()).result()
-    assert names(tmp_path) == ["0.manifest", "0_0.safetensors", "0_2.safetensors", "2.manifest"]
+    assert short_names(names(tmp_path)) == ["0.manifest", "0_0-1.safetensors", "0_2-3.safetensors", "2.manifest"]
 
 
 def test_a_save_that_is_refused_gives_everything_back(tmp_path, writers):
@@ -298,7 +300,7 @@ def test_a_writer_killed_in_the_middle_of_its_file_fails_the_save_and_the_next_o
         handle = save(tmp_path, 2, writer, elements)
         watch.wait_for("0_1.safetensors")
         kill(pid)
-    written = os.path.getsize(tmp_path / "0_1.safetensors")
+    written = os.path.getsize(tmp_path / data_file(tmp_path, 0, 1))
     assert 0 < written < elements * 4, "the kill came in the middle"
     with pytest.raises(CheckpointError) as caught:
         handle.result(PATIENCE_SECONDS)
@@ -309,6 +311,6 @@ def test_a_writer_killed_in_the_middle_of_its_file_fails_the_save_and_the_next_o
     assert CheckpointDirectory(tmp_path).list_ids() == [0]
     assert load(tmp_path) == 1
     save(tmp_path, 3, writer).result()
-    assert names(tmp_path) == ["0.manifest", "0_0.safetensors", "0_2.safetensors", "2.manifest"]
+    assert short_names(names(tmp_path)) == ["0.manifest", "0_0-1.safetensors", "0_2-3.safetensors", "2.manifest"]
     assert load(tmp_path) == 3
     assert isinstance(handle, SaveHandle)

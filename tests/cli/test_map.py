@@ -15,6 +15,7 @@ from tests.engine.rehearsed import save
 from tests.engine.samples import save as save_values
 from tests.engine.test_models import decoder
 from tests.pages.samples import HOSTILE, check
+from tests.saved import data_file
 
 KEY = "model.layers.0.mlp.down_proj.weight"
 
@@ -30,8 +31,8 @@ def test_each_part_has_a_line_before_and_after(checkpoint, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"{KEY}: bfloat16 [16, 8]"
     assert [line.split() for line in lines[1:3]] == [
-        ["stored", "[0:8,", "0:8]", "rank", "0", "128", "B", "0_0.safetensors"],
-        ["stored", "[8:16,", "0:8]", "rank", "1", "128", "B", "1_0.safetensors"],
+        ["stored", "[0:8,", "0:8]", "rank", "0", "128", "B", data_file(checkpoint)],
+        ["stored", "[8:16,", "0:8]", "rank", "1", "128", "B", data_file(checkpoint, 1)],
     ]
     assert lines[3].split() == ["needed", "[0:4,", "0:8]", "ranks", "0,", "4", "64", "B"]
     assert len(lines) == 1 + 2 + 4 + 1

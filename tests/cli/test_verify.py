@@ -16,6 +16,7 @@ from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from tests.engine.samples import save, values_of
 from tests.native.samples import flip
+from tests.saved import data_file
 
 KINDS = {
     "model.w": ("float32", (4, 6)),
@@ -62,7 +63,7 @@ def test_verify_prints_one_line_per_problem_and_a_summary(checkpoint, capsys):
 
 
 def test_verify_as_json(checkpoint, capsys):
-    (checkpoint / "1_0.safetensors").unlink()
+    (checkpoint / data_file(checkpoint, 1)).unlink()
     code, out, _ = run(capsys, "verify", str(checkpoint), "--json")
     assert code == 1
     report = json.loads(out)
@@ -106,7 +107,7 @@ def test_inspect_of_one_key_lists_its_shards(checkpoint, capsys):
         begin = int(catalog.byte_offset[row])
         rank = int(catalog.rank[row])
         assert line == (
-            f"  float32 [0:4, {3 * rank}:{3 * rank + 3}] of [4, 6], rank {rank}, {rank}_0.safetensors, "
+            f"  float32 [0:4, {3 * rank}:{3 * rank + 3}] of [4, 6], rank {rank}, {data_file(checkpoint, rank)}, "
             f"bytes {begin} to {begin + 48}"
         )
     assert lines[3] == "model.norm"
@@ -142,7 +143,7 @@ def test_repair_makes_nothing_whole_that_is_not(tmp_path, capsys):
     """And its errors name the command line's flags: whoever follows them gets further."""
     path = tmp_path / "checkpoint"
     save(str(path), values_of({"a": ("float32", (30,)), "b": ("float32", (30,))}), world=2, step=7)
-    first, second = path / "0_0.safetensors", path / "1_0.safetensors"
+    first, second = path / data_file(path), path / data_file(path, 1)
     repair = "repair", str(path), "--id", "0"
     flip(first, first.stat().st_size - 1)
     for flags in ((), ("--overwrite",), ("--overwrite", "--fewer-files")):
@@ -188,7 +189,8 @@ def test_repair_names_the_saves_by_flags(checkpoint, capsys):
     save(str(other), values_of(KINDS), world=2, step=8)
     (checkpoint / "0.manifest").unlink()
     for rank in (0, 1):
-        (other / f"{rank}_0.safetensors").rename(checkpoint / f"{rank}_0.1.safetensors")
+        name = data_file(other, rank)
+        (other / name).rename(checkpoint / name)
     code, _, err = run(capsys, "repair", str(checkpoint), "--id", "0")
     assert code == 1
     assert "Remedy: choose one by --save-token" in err
@@ -209,7 +211,7 @@ def test_export_verifies_as_asked(checkpoint, tmp_path, capsys):
 
 
 def test_the_process_exits_with_1_and_without_paddle(checkpoint):
-    (checkpoint / "0_0.safetensors").unlink()
+    (checkpoint / data_file(checkpoint)).unlink()
     code = (
         "import sys; from paddle_flexckpt.cli.main import main; code = main(['verify', sys.argv[1]]); "
         "assert 'paddle' not in sys.modules; sys.exit(code)"

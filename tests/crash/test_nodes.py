@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_flexckpt.native import leftovers, node_directory
+from paddle_flexckpt.native import cleaner, node_directory
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from tests.crash.file_system import Fault
 from tests.crash.harness import Violation
@@ -24,8 +24,9 @@ def _publish_at_once(monkeypatch):
 
 def _forget_prepared(monkeypatch):
     """Count what is prepared as dead."""
-    for module in (leftovers, node_directory):
-        monkeypatch.setattr(module, "find_prepared", lambda directory, save, names=None: [])
+    find = cleaner.find_begun
+    for module in (cleaner, node_directory):
+        monkeypatch.setattr(module, "find_begun", lambda *args: (each._replace(prepared=[]) for each in find(*args)))
 
 
 @pytest.mark.parametrize("fault", [_publish_at_once, _forget_prepared])

@@ -18,9 +18,10 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from paddle_flexckpt.media import local
 from paddle_flexckpt.native import save_directory
-from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.native.save_messages import SaveMessages
 from paddle_flexckpt.run_state import load_extra_state
 from tests.distributed import jobs_common as common
+from tests.saved import data_file
 
 W = np.arange(48, dtype="float32").reshape(8, 6)
 B = np.arange(6, dtype="float32") + 100
@@ -108,12 +109,17 @@ def swap(directory):
     """Rank 0's data file of another, equally long save in the place of this one's."""
     other = f"{directory}_other"
     fc.save_state_dict({"w": rows(W + 1), "b": paddle.to_tensor(B + 1)}, other)
-    on_rank(0, lambda: shutil.copy(os.path.join(other, "0_0.safetensors"), directory))
+    on_rank(
+        0, lambda: shutil.copy(os.path.join(other, data_file(other)), os.path.join(directory, data_file(directory)))
+    )
 
 
 def truncate(directory, name):
-    path = os.path.join(directory, name)
-    on_rank(0, lambda: os.truncate(path, os.path.getsize(path) - 5))
+    on_rank(0, lambda: cut(os.path.join(directory, name)))
+
+
+def cut(path):
+    os.truncate(path, os.path.getsize(path) - 5)
 
 
 DAMAGE = {
@@ -123,10 +129,10 @@ DAMAGE = {
     "paddles_checkpoint_damaged": lambda d: on_rank(
         0, lambda: (shutil.rmtree(d), write(os.path.join(d, "0.metadata")))
     ),
-    "data_file_truncated": lambda d: truncate(d, "1_0.safetensors"),
-    "data_file_missing": lambda d: remove(d, "1_0.safetensors"),
+    "data_file_truncated": lambda d: on_rank(0, lambda: cut(os.path.join(d, data_file(d, 1)))),
+    "data_file_missing": lambda d: on_rank(0, lambda: os.unlink(os.path.join(d, data_file(d, 1)))),
     "data_file_swapped": swap,
-    "bit_flipped_in_data": lambda d: on_rank(0, lambda: flip(*last_byte(os.path.join(d, "1_0.safetensors"), "w"))),
+    "bit_flipped_in_data": lambda d: on_rank(0, lambda: flip(*last_byte(os.path.join(d, data_file(d, 1)), "w"))),
     "bit_flipped_in_manifest": lambda d: on_rank(0, lambda: flip(os.path.join(d, "0.manifest"), -3)),
     "bit_flipped_in_manifest_header": lambda d: on_rank(0, lambda: flip(os.path.join(d, "0.manifest"), 40)),
     "manifest_truncated": lambda d: truncate(d, "0.manifest"),
@@ -385,7 +391,7 @@ def broken_disk(case):
     if case == "disk_full_on_one_rank" and dist.get_rank() == 1:
         owner, name, error = local, "write_all", OSError(28, "No space left on device")
     elif case == "part_cannot_be_written" and dist.get_rank() == 1:
-        owner, name, error = SaveDirectory, "write_part", OSError(28, "No space left on device")
+        owner, name, error = SaveMessages, "write_part", OSError(28, "No space left on device")
     elif case == "commit_fails" and dist.get_rank() == 0:
         owner, name, error = save_directory, "publish", OSError(5, "Input/output error")
     else:
@@ -455,7 +461,7 @@ def fine(directory):
 def half_a_block(directory):
     """A flipped bit in a block of which a rank reads a part only, without a checksum of its own."""
     fc.save_state_dict(source(), directory)
-    on_rank(0, lambda: flip(*last_byte(os.path.join(directory, "1_0.safetensors"), "w")))
+    on_rank(0, lambda: flip(*last_byte(os.path.join(directory, data_file(directory, 1)), "w")))
     state = target()
     report = fc.load_state_dict(state, directory)
     return [report.bytes_read, report.bytes_verified]

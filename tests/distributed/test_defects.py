@@ -24,6 +24,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from tests.distributed import jobs_bad_input
 from tests.distributed import jobs_common as common
+from tests.saved import data_file
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -265,7 +266,7 @@ def test_A14_a_save_that_fails_half_way_leaves_the_old_checkpoint_whole(world2, 
 
 def test_A14_a_flipped_bit_is_found(tmp_path):
     fc.save_state_dict(filled([4, 4], 488.0), tmp_path)
-    path = tmp_path / "0_0.safetensors"
+    path = tmp_path / data_file(tmp_path)
     data = bytearray(path.read_bytes())
     data[-2] ^= 4  # 488 becomes 496
     path.write_bytes(data)
@@ -447,10 +448,10 @@ def test_C04_nothing_that_is_written_needs_pickle(tmp_path):
 
     fc.save_state_dict({"w": paddle.ones([4]), "v": {"x": paddle.zeros([2], dtype="int64")}}, tmp_path)
     names = sorted({path.name for path in tmp_path.iterdir()} - {PADDLE_METADATA})
-    assert names == ["0.manifest", "0_0.safetensors"]
+    assert names == ["0.manifest", data_file(tmp_path)]
     for name in names:
         load_file(tmp_path / name)
-    assert (load_file(tmp_path / "0_0.safetensors")["w"] == np.ones(4, "float32")).all()
+    assert (load_file(tmp_path / data_file(tmp_path))["w"] == np.ones(4, "float32")).all()
 
 
 def test_C13_holes_and_shards_outside_are_errors(tmp_path):

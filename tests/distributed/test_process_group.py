@@ -5,8 +5,6 @@ The jobs: saves and loads by the ranks of a group.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("paddle")
@@ -18,6 +16,7 @@ from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live import transport
 from paddle_flexckpt.live.communicator import Communicator, communicator_for
 from tests.distributed import jobs_common as common
+from tests.saved import short_names
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -128,8 +127,8 @@ def test_a_group_saves_loads_and_reshards_by_itself(world4, tmp_path, ranks, coo
     assert members[0]["error"] == members[1]["error"]
     assert sum(report["written"] for report in members) == members[0]["unique"]
     # Files are named by global rank, so groups that share a directory do not collide.
-    data = [f"{rank}_{unique_id}.safetensors" for rank in ranks for unique_id in (0, 1)]
-    assert sorted(os.listdir(tmp_path)) == sorted([*data, "0.manifest", "1.manifest", PADDLE_METADATA])
+    data = [f"{rank}_{unique_id}-{unique_id + 1}.safetensors" for rank in ranks for unique_id in (0, 1)]
+    assert short_names(tmp_path) == sorted([*data, "0.manifest", "1.manifest", PADDLE_METADATA])
     assert world4.run(load_by_all, directory=str(tmp_path), unique_id=0) == [[]] * 4
 
 

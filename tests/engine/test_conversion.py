@@ -34,6 +34,7 @@ from tests.live import test_fused_degrees as fused
 from tests.native.samples import flip
 from tests.property import examples
 from tests.ramdisk import memory_directory
+from tests.saved import data_file
 
 KINDS = {
     "embed.weight": ("bfloat16", (16, 6)),
@@ -634,7 +635,8 @@ def test_two_at_a_time_are_refused(checkpoint, tmp_path):
 
 def test_a_damaged_source_is_an_error_and_no_checkpoint(checkpoint, values, tmp_path):
     save(tmp_path / "in", values, world=1)
-    flip(tmp_path / "in" / "0_0.safetensors", (tmp_path / "in" / "0_0.safetensors").stat().st_size - 1)
+    file = tmp_path / "in" / data_file(tmp_path / "in")
+    flip(file, file.stat().st_size - 1)
     with pytest.raises(CorruptCheckpointError):
         convert_checkpoint(tmp_path / "in", tmp_path / "out")
     assert not is_there(tmp_path / "out")

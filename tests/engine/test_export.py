@@ -28,6 +28,7 @@ from paddle_flexckpt.native.reader import FileReader
 from tests.engine.samples import SHAPES, save, values_of
 from tests.native.samples import flip
 from tests.property import examples
+from tests.saved import data_file, short
 
 # complex128 has no code in safetensors.
 KINDS = {f"m.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES) if name != "complex128"}
@@ -290,7 +291,7 @@ def test_a_damaged_block_between_two_bands_is_noticed(tmp_path, monkeypatch, ver
     monkeypatch.setattr(export, "BAND_BYTES", 3 << 18)
     save(tmp_path / "in", {"w": np.zeros((6, 3 << 17), np.uint8)}, world=1)
     manifest = SourceDirectory(tmp_path / "in").read_manifest()
-    flip(tmp_path / "in" / "0_0.safetensors", int(manifest.catalog.byte_offset[0]) + (3 << 18))
+    flip(tmp_path / "in" / data_file(tmp_path / "in"), int(manifest.catalog.byte_offset[0]) + (3 << 18))
     if notices:
         refused("are damaged", tmp_path / "in", tmp_path / "out", kind=CorruptCheckpointError, verify=verify)
     else:
@@ -450,7 +451,7 @@ def test_a_name_that_safetensors_uses(tmp_path):
 
 def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path):
     save(tmp_path / "in", values_of({"a": ("float32", (1000,)), "b": ("float32", (1000,))}), world=1)
-    file = tmp_path / "in" / "0_0.safetensors"
+    file = tmp_path / "in" / data_file(tmp_path / "in")
     content = file.read_bytes()
     file.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
     for out in (tmp_path / "new", tmp_path / "there"):
@@ -502,8 +503,9 @@ def test_whatever_fails_the_output_is_as_it_was(tmp_path, monkeypatch, there, fa
 
 def test_a_checkpoint_that_cannot_be_read_is_the_error_of_the_file_system(tmp_path, monkeypatch):
     save(tmp_path / "in", TINY)
-    (tmp_path / "in" / "0_0.safetensors").unlink()
-    (tmp_path / "in" / "0_0.safetensors").symlink_to(tmp_path / "in" / "0_0.safetensors")
+    file = tmp_path / "in" / data_file(tmp_path / "in")
+    file.unlink()
+    file.symlink_to(file)
     refused("symbolic links", tmp_path / "in", tmp_path / "out", kind=OSError)
 
 
@@ -533,12 +535,12 @@ def test_replicas_are_exported_where_a_copy_is_damaged(values, tmp_path, caplog)
     manifest = SourceDirectory(path).read_manifest()
     row = manifest.catalog.keys.index("other")
     row = int(np.flatnonzero((manifest.catalog.key == row) & (manifest.catalog.rank == 0))[0])
-    flip(path / "0_0.safetensors", int(manifest.catalog.byte_offset[row]))
-    (path / "1_0.safetensors").unlink()
+    flip(path / data_file(path), int(manifest.catalog.byte_offset[row]))
+    (path / data_file(path, 1)).unlink()
     with caplog.at_level("WARNING", "paddle_flexckpt"):
         report = export_safetensors(path, tmp_path / "out")
     check_tensors(tmp_path / "out" / "model.safetensors", {key: values[key] for key in MODEL})
-    assert "1_0.safetensors is missing" in report.replicas_used["m.bfloat16"]
+    assert "1_0-1.safetensors is missing" in short(report.replicas_used["m.bfloat16"])
     assert "bytes 0 to 6 of the shard" in report.replicas_used["other"]
     assert f"{len(report.replicas_used)} read from replicas, as copies of them are damaged" in report.summary()
     assert f"{len(report.replicas_used)} tensors were read from replicas, such as" in caplog.text

@@ -17,6 +17,7 @@ from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.engine.rehearsed import save
 from tests.engine.samples import save as save_values
 from tests.engine.test_models import decoder
+from tests.saved import data_file
 
 QKV, NORM = "model.layers.0.self_attn.qkv_proj.weight", "model.layers.3.input_layernorm.weight"
 
@@ -104,7 +105,9 @@ def test_a_key_that_looks_like_a_pattern_is_that_key(tmp_path):
 def test_replicas_in_files_are_one_part_of_several_ranks(tmp_path):
     save(tmp_path, Layout(decoder(), parse_strategy("tp=1,dp=2")), save_replicas=True)
     tensor = find_holders(str(tmp_path), [NORM]).tensors[NORM]
-    assert [(part.ranks, part.files) for part in tensor.stored] == [([0, 1], ["0_0.safetensors", "1_0.safetensors"])]
+    assert [(part.ranks, part.files) for part in tensor.stored] == [
+        ([0, 1], [data_file(tmp_path), data_file(tmp_path, 1)])
+    ]
 
 
 def test_the_report_is_portable(checkpoint):

@@ -19,6 +19,7 @@ from tests.engine.rehearsed import save, state_of
 from tests.engine.test_rehearsal import layout
 from tests.media.test_object_store import open_run
 from tests.object_store import running_store
+from tests.saved import data_file
 
 HEAD = 16 << 10
 
@@ -114,7 +115,7 @@ def test_requests_of_a_save_are_those_that_send_its_data_files(store, text):
     SimulatedWorld(ranks).run(lambda comm: save_state_dict(state_of(target.catalog(comm.position)), storage, comm))
     log = store.log
     sent = [
-        sum(len(log.of(method, f"/{rank}_0.safetensors")) for method in ("HEAD", "POST", "PUT"))
+        sum(len(log.of(method, f"/{data_file(storage, rank)}")) for method in ("HEAD", "POST", "PUT"))
         for rank in range(ranks)
     ]
     report = rehearse_save(target, object_store=True)

@@ -17,12 +17,14 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.local import LocalOutputFile
-from paddle_flexckpt.native import checksums, data_file
+from paddle_flexckpt.native import checksums
+from paddle_flexckpt.native import data_file as data_file_module
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.engine.rehearsed import state_of
 from tests.engine.test_rehearsal import layout
+from tests.saved import data_file
 
 TEXTS = [
     "dp=1",
@@ -55,7 +57,7 @@ def counted(monkeypatch):
         return hash_block(block)
 
     monkeypatch.setattr(LocalOutputFile, "write_many", write)
-    for module in (checksums, data_file):
+    for module in (checksums, data_file_module):
         monkeypatch.setattr(module, "hash_block", note)
     return writes, hashed
 
@@ -71,7 +73,7 @@ def save(path, target: Layout, **options):
 
 def turn_of(path) -> int:
     """The number that said which two ranks compare a replica."""
-    return int(SourceDirectory(str(path)).read_manifest(None).save_token[:8], 16)
+    return int(SourceDirectory(str(path)).read_manifest(None).save_token[-8:], 16)
 
 
 def check(path, target: Layout, counted, **options):
@@ -84,7 +86,7 @@ def check(path, target: Layout, counted, **options):
     assert report.ranks["bytes_written"] == [each.bytes_written for each in reports]
     files = sorted(name for name in writes if name.endswith(".safetensors"))
     assert report.files == len(files)
-    assert report.ranks["writes"] == [writes[f"{rank}_0.safetensors"] for rank in range(len(reports))]
+    assert report.ranks["writes"] == [writes[data_file(path, rank)] for rank in range(len(reports))]
     assert sum(report.ranks["hashed_bytes"]) == hashed[0]
     assert sum(report.ranks["items"]) == report.items
     return report

@@ -18,6 +18,7 @@ from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
+from tests.saved import data_file
 
 FEW, MANY = 512, 1024
 SHAPE = (16, 16)
@@ -101,9 +102,10 @@ def test_loads_of_a_checkpoint_that_was_rebuilt_without_a_file_say_so(tmp_path, 
     path = tmp_path / "c"
     SimulatedWorld(2).run(lambda comm: save_state_dict({f"own.{comm.rank}": np.full(8, comm.rank, "f4")}, path, comm))
     (path / "0.manifest").unlink()
-    (path / "1_0.safetensors").unlink()
+    lost = data_file(path, 1)
+    (path / lost).unlink()
     partial = repair_manifest(path, 0, fewer_files=True).partial
-    assert partial.endswith("has besides 1_0.safetensors, 'own.1'")
+    assert partial.endswith(f"has besides {lost}, 'own.1'")
     caplog.clear()
 
     def job(comm, keys, **more):

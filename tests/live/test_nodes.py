@@ -25,7 +25,6 @@ from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -34,6 +33,7 @@ from tests.live.test_fused_degrees import layout
 from tests.live.test_orders import KEYS, natural, targets
 from tests.native.samples import flip, items_of, whole
 from tests.remedies.following import advised, provoked
+from tests.saved import data_file, named, short, short_names
 
 ROWS = 16
 # w is 16 x 5 float32, b 7 int64.
@@ -98,7 +98,7 @@ def test_ranks_that_share_no_directory_are_refused_before_data_is_written(nodes,
     a, b, _ = nodes
     monkeypatch.setattr(NodeDirectory, "write_data", lambda *args, **kwargs: pytest.fail("data was written"))
     text = one_error(save([a, a, b, b], 1, storage="shared"), ValidationError)
-    assert f"[rank 2, 3] {b}/0.saving is not there" in text
+    assert f"[rank 2, 3] {b}/0-1.saving is not there" in short(text)
     assert "storage='per_node'" in text
     assert os.listdir(a) == []
     assert not os.path.exists(b)
@@ -106,16 +106,16 @@ def test_ranks_that_share_no_directory_are_refused_before_data_is_written(nodes,
 
 def test_each_node_has_its_part_and_a_manifest_of_all(saved):
     a, b, _ = saved
-    assert sorted(os.listdir(a)) == ["0.manifest", "0_0.safetensors", "1_0.safetensors", PADDLE_METADATA]
-    assert sorted(os.listdir(b)) == ["0.manifest", "2_0.safetensors", "3_0.safetensors", PADDLE_METADATA]
+    assert short_names(a) == ["0.manifest", "0_0-1.safetensors", "1_0-1.safetensors", PADDLE_METADATA]
+    assert short_names(b) == ["0.manifest", "2_0-1.safetensors", "3_0-1.safetensors", PADDLE_METADATA]
     for path in (a, b):
         with open(os.path.join(path, PADDLE_METADATA), "rb") as file:
             assert b"Paddle cannot, because its files are on several nodes" in file.read()
     first, second = (open_to_save(path).read_manifest() for path in (a, b))
     assert (first.save_token, first.nodes, len(first.catalog)) == (second.save_token, second.nodes, len(second.catalog))
     assert list(first.nodes.values()) == [
-        ("0_0.safetensors", "1_0.safetensors"),
-        ("2_0.safetensors", "3_0.safetensors"),
+        (data_file(a), data_file(a, 1)),
+        (data_file(a, 2), data_file(a, 3)),
     ]
 
 
@@ -159,7 +159,7 @@ def test_the_directory_of_one_node_alone_says_what_is_missing_and_where_it_is(sa
     (info,) = list_checkpoints(a)
     assert not info.complete
     for text in (*texts, str(merged.value), info.problem):
-        assert f"{a}/2_0.safetensors is missing" in text
+        assert f"{a}/{data_file(a, 2)} is missing" in text
         assert f":{b})" in text
         assert "storage='per_node'" in text
 
@@ -168,7 +168,7 @@ def test_a_lost_node_is_an_error_that_names_it_or_survived_by_copies(saved):
     a, b, empty = saved
     shutil.rmtree(b)
     text = one_error(load([a, a, empty, empty]), CorruptCheckpointError)
-    assert "'2_0.safetensors' of id 0 with shards of 'w'" in text
+    assert f"'{data_file(a, 2)}' of id 0 with shards of 'w'" in text
     assert f":{b})" in text
     assert "node_copies=2" in text
     save([a, a, b, b], 2, node_copies=2)
@@ -185,22 +185,22 @@ def test_a_lost_node_is_an_error_that_names_it_or_survived_by_copies(saved):
 def test_copies_of_uneven_nodes(nodes):
     a, b, c = nodes
     assert not any(isinstance(each, Exception) for each in save([a, b, b, c], 1, node_copies=2))
-    held = {path: {name for name in os.listdir(path) if name.endswith("safetensors")} for path in nodes}
-    assert held[a] == {"0_0.safetensors", "3_0.safetensors"}
-    assert held[b] == {"0_0.safetensors", "1_0.safetensors", "2_0.safetensors"}
-    assert held[c] == {"1_0.safetensors", "2_0.safetensors", "3_0.safetensors"}
+    held = {path: {name for name in short_names(path) if name.endswith("safetensors")} for path in nodes}
+    assert held[a] == {"0_0-1.safetensors", "3_0-1.safetensors"}
+    assert held[b] == {"0_0-1.safetensors", "1_0-1.safetensors", "2_0-1.safetensors"}
+    assert held[c] == {"1_0-1.safetensors", "2_0-1.safetensors", "3_0-1.safetensors"}
 
 
 def test_a_file_that_is_not_as_it_was_is_read_on_another_node(nodes):
     a, b, _ = nodes
     save([a, b], 1, node_copies=2)
-    os.truncate(f"{a}/0_0.safetensors", 100)
+    os.truncate(f"{a}/{data_file(a)}", 100)
     reports, version = load([a, b])
     assert version == 1
     assert reports[0].bytes_received > 0
-    os.truncate(f"{b}/0_0.safetensors", 90)
+    os.truncate(f"{b}/{data_file(b)}", 90)
     text = one_error(load([a, b]), CorruptCheckpointError)
-    assert "0_0.safetensors has 90 bytes" in text or "0_0.safetensors has 100 bytes" in text
+    assert any(f"{data_file(a)} has {size} bytes" in text for size in (90, 100))
     os.truncate(f"{b}/0.manifest", 50)
     save([a, b], 2, node_copies=2)
     assert load([a, b])[1] == 2
@@ -231,7 +231,7 @@ def test_a_damaged_copy_is_read_on_another_node(nodes, ranks, damage, options):
     assert not isinstance(save(paths, 1, node_copies=2)[0], Exception)
     assert load(paths, **options)[1] == 1
     for node, rank in damage:
-        hurt(path_of[node], f"{rank}_0.safetensors")
+        hurt(path_of[node], data_file(path_of[node], rank))
     for _ in range(2):
         reports, version = load(paths, **options)
         assert version == 1
@@ -243,7 +243,7 @@ def test_a_damaged_copy_is_read_on_another_node(nodes, ranks, damage, options):
     }
     assert {(node, int(text[0])) for node, text in told} <= {*damage}
     for node, rank in damage:
-        hurt(path_of[node], f"{rank}_0.safetensors")
+        hurt(path_of[node], data_file(path_of[node], rank))
     reports, version = load(paths, **options)
     assert (version, [report.replicas_used for report in reports]) == (1, [{}] * len(paths))
 
@@ -278,17 +278,17 @@ def test_one_more_try_goes_around_all_that_is_damaged_in_a_file(nodes, monkeypat
 def test_what_is_damaged_in_all_copies_is_an_error(nodes):
     a, b, c = nodes
     save([a, b, c], 1, node_copies=2)
-    hurt(a, "0_0.safetensors")
-    hurt(b, "0_0.safetensors")
+    hurt(a, data_file(a))
+    hurt(b, data_file(b))
     text = one_error(load([a, b, c]), CorruptCheckpointError)
-    assert "no rank can read '0_0.safetensors' of id 0 with shards of 'w'" in text
+    assert f"no rank can read '{data_file(b)}' of id 0 with shards of 'w'" in text
     assert "the copies that ranks see are damaged" in text
 
 
 def test_without_replicas_the_other_copy_is_not_asked_for(nodes):
     a, b, _ = nodes
     save([a, b], 1, node_copies=2)
-    hurt(a, "0_0.safetensors")
+    hurt(a, data_file(a))
     text = one_error(load([a, b], use_replicas=False), CorruptCheckpointError)
     assert "are damaged: expected xxh3" in text
 
@@ -298,7 +298,7 @@ def test_those_who_see_one_node_are_told_of_the_copies(nodes, way):
     """They read one directory: a verification, a merged load. Both ways out that the error names lead out."""
     a, b, _ = nodes
     save([a, b], 1, node_copies=2)
-    name = "0_0.safetensors"
+    name = data_file(a)
     hurt(a, name)
     with provoked("native/replicas.py", "in place of the damaged one, or load with storage='per_node'"):
         load_merged_state_dict(a, verify="full")
@@ -342,8 +342,8 @@ def test_ranks_agree_about_the_id_that_is_meant_not_about_how_it_is_said(nodes, 
 def test_an_id_is_replaced_on_all_nodes(saved):
     a, b, _ = saved
     save([a, b, b, a], 2, unique_id=0)
-    assert sorted(os.listdir(a)) == ["0.manifest", "0_0.1.safetensors", "3_0.1.safetensors", PADDLE_METADATA]
-    assert sorted(os.listdir(b)) == ["0.manifest", "1_0.1.safetensors", "2_0.1.safetensors", PADDLE_METADATA]
+    assert short_names(a) == ["0.manifest", "0_0-2.safetensors", "3_0-2.safetensors", PADDLE_METADATA]
+    assert short_names(b) == ["0.manifest", "1_0-2.safetensors", "2_0-2.safetensors", PADDLE_METADATA]
     assert load([a, b])[1] == 2
 
 
@@ -387,6 +387,10 @@ def test_nothing_is_there(nodes):
     assert "does not exist" in one_error(load([nodes[2]] * 2), ValidationError)
 
 
+# What a save to two nodes in place of another one has prepared on the second.
+PREPARED = {"2_0-2.safetensors", "3_0-2.safetensors", "2_0-2.prepared", "0-2.saving"}
+
+
 def stop_publishing(monkeypatch, *paths):
     """Saves that cannot put the manifest in place in some directories."""
     publish = NodeDirectory.publish_save
@@ -416,7 +420,7 @@ def test_a_save_that_one_node_has_published_is_the_new_one_and_is_finished_by_th
     assert open_to_save(a).tokens()[0] == open_to_save(b).tokens()[0]
     kinds = {name.rpartition(".")[2] for path in (a, b) for name in os.listdir(path)}
     assert kinds == {"manifest", "safetensors", "metadata"}
-    assert not {"2_0.safetensors", "3_0.safetensors"} & set(os.listdir(b))
+    assert not {"2_0-1.safetensors", "3_0-1.safetensors"} & {*short_names(b)}
     assert [load([empty, b, a, a], unique_id=unique_id)[1] for unique_id in (0, 1, 2)] == [2, 3, 4]
 
 
@@ -426,13 +430,13 @@ def test_a_save_that_no_node_has_published_is_removed_by_a_save_of_all_its_nodes
         stop_publishing(context, a, b)
         one_error(save([a, a, b, b], 2, unique_id=0))
     assert load([a, a, b, b])[1] == 1
-    prepared = {name for name in os.listdir(b) if ".1." in name}
-    assert prepared == {"2_0.1.safetensors", "3_0.1.safetensors", "2_0.1.prepared", "0.1.saving"}
+    prepared = {name for name in os.listdir(b) if "0-2." in short(name)}
+    assert short_names(prepared) == sorted(PREPARED)
     save([b], 3)
     assert prepared < set(os.listdir(b))
     save([a, b], 4)
     assert not prepared & set(os.listdir(b))
-    assert not [name for path in (a, b) for name in os.listdir(path) if ".1." in name]
+    assert not [name for path in (a, b) for name in short_names(path) if "0-2." in name]
     assert [load([a, b], unique_id=unique_id)[1] for unique_id in (0, 2)] == [1, 4]
 
 
@@ -444,10 +448,10 @@ def test_what_a_save_prepared_goes_when_the_other_node_is_back_with_an_empty_dis
         stop_publishing(context, *([b] if published else [a, b]))
         one_error(save([a, a, b, b], 2, unique_id=0))
     save([b, other], 3)
-    assert {"2_0.1.safetensors", "3_0.1.safetensors", "2_0.1.prepared", "0.1.saving"} < set(os.listdir(b)), "a is away"
+    assert PREPARED < {*short_names(b)}, "a is away"
     shutil.rmtree(a)
     save([a, b], 4)
-    assert not [name for path in (a, b) for name in os.listdir(path) if ".1." in name]
+    assert not [name for path in (a, b) for name in short_names(path) if "0-2." in name]
     assert load([a, b])[1] == 4
 
 
@@ -469,7 +473,7 @@ def test_a_node_does_not_publish_what_it_has_replaced_itself(saved, monkeypatch)
     with monkeypatch.context() as context:
         context.setattr(NodeDirectory, "finish", lambda self, *args, **keywords: None)
         save([b, other], 3, unique_id=0, node_copies=2)
-    os.unlink(os.path.join(b, "0_0.2.prepared"))
+    os.unlink(os.path.join(b, named(b, "0_0-3.prepared")))
     assert load([a, b])[1] == 3
     with monkeypatch.context() as context:
         refuse_after_clean_up(context)
@@ -576,7 +580,7 @@ def test_what_is_prepared_and_damaged_does_not_replace_a_good_manifest(nodes, mo
     with monkeypatch.context() as context:
         stop_publishing(context, b)
         one_error(save([a, b], 2, unique_id=0, node_copies=2))
-    path = os.path.join(b, "1_0.1.prepared")
+    path = os.path.join(b, named(b, "1_0-2.prepared"))
     with open(path, "r+b") as file:
         file.seek(-9, 2)
         byte = file.read(1)
@@ -592,7 +596,7 @@ def test_what_is_prepared_and_damaged_does_not_replace_a_good_manifest(nodes, mo
     assert outcome[1] in (1, 2)
 
 
-def test_a_node_that_has_a_manifest_and_no_data_knows_its_generation(nodes):
+def test_a_node_that_has_a_manifest_and_no_data_knows_its_number(nodes):
     a, b, _ = nodes
 
     def tiny(paths, version, **options):
@@ -625,7 +629,7 @@ def test_what_is_prepared_and_cannot_be_read_stays(saved, monkeypatch):
     with monkeypatch.context() as context:
         stop_publishing(context, a, b)
         one_error(save([a, a, b, b], 2, unique_id=0))
-    prepared = os.path.join(b, "2_0.1.prepared")
+    prepared = os.path.join(b, named(b, "2_0-2.prepared"))
     with open(prepared, "r+b") as file:
         file.truncate(10)
     shutil.rmtree(a)
@@ -657,7 +661,7 @@ def test_what_a_rank_prepared_stays_if_another_is_lost_meanwhile(saved, monkeypa
 
     monkeypatch.setattr(NodeDirectory, "publish_save", lost)
     save([a, b], 2, unique_id=0)
-    assert {"0.1.saving", "0_0.1.prepared", "0_0.1.safetensors"} < set(os.listdir(a))
+    assert {"0-2.saving", "0_0-2.prepared", "0_0-2.safetensors"} < {*short_names(a)}
 
 
 def test_a_copy_that_fails_is_given_up_at_once(nodes, monkeypatch):
@@ -679,7 +683,7 @@ def test_a_copy_that_fails_is_given_up_at_once(nodes, monkeypatch):
 def test_verify_names_the_node_of_a_missing_file(saved):
     a, b, _ = saved
     report = verify_checkpoint(a)
-    assert any("2_0.safetensors" in str(problem) and f":{b})" in str(problem) for problem in report.problems)
+    assert any(data_file(a, 2) in str(problem) and f":{b})" in str(problem) for problem in report.problems)
 
 
 def test_recorded_orders_of_fused_parameters_count_here_too(nodes):
@@ -706,10 +710,12 @@ def test_a_late_rank_of_a_node_leaves_nothing_for_good(tmp_path):
     nodes = [[0], [1]], ["0 (a:/x)", "1 (b:/y)"]
     save = NodeSave(ranks, late, "cannot save", names, *nodes, set(), set(), 2)
     with late.lock():
-        remove_dead_saves(open_to_save(tmp_path))
+        open_to_save(tmp_path).cleaner.remove_dead_saves()
     for rank in (0, 1):  # its own, and the copy of another's
         items = items_of([whole("w", "uint8", (4,), rank)], names.data_file(rank))
         late.write_data(names, items, [np.zeros(4, np.uint8)], world_size=2)
     save.lose_rank(LostRankError("rank 0 is lost"))
     report = save_state_dict({"w": np.ones(4)}, tmp_path, SoloCommunicator())
-    assert sorted(os.listdir(tmp_path)) == sorted([PADDLE_METADATA, f"{report.unique_id}.manifest", "0_1.safetensors"])
+    assert report.unique_id == 0 and sorted(os.listdir(tmp_path)) == sorted(
+        [PADDLE_METADATA, "0.manifest", data_file(tmp_path)]
+    )

@@ -129,7 +129,7 @@ def test_every_element_type(tmp_path):
     }
 
 
-def test_any_id_and_any_generation(tmp_path):
+def test_any_id_that_has_been_replaced(tmp_path):
     save(tmp_path, 1, unique_id=13)
     assert read(tmp_path) == read(tmp_path, unique_id=13) == 1
     for version in (2, 3):

@@ -22,8 +22,10 @@ from paddle_flexckpt.native import partitions
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.partitions import partition_of
 from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.native.save_messages import SaveMessages
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.saved import data_file, named, short, short_names
 
 # Agree; rows to planners, lines to their owners, and back; items; write; what was compared; commit.
 COLLECTIVES = 8
@@ -174,11 +176,11 @@ def test_each_rank_writes_its_own_partitions_and_the_coordinator_reads_no_rows(t
         assert count > 2 * world
         for rank in range(world):
             created = {each[1] for each in done[rank] if each[0] == "create" and each[1].endswith("partition")}
-            assert created == {f"{number}_0.partition" for number in range(rank, count, world)}
+            assert {*map(short, created)} == {f"{number}_0-1.partition" for number in range(rank, count, world)}
             assert not [each for each in done[rank] if each[-1].endswith(".part")]
             # A data file of another rank is looked at; nobody opens all.
             opened = [each[1] for each in done[rank] if each[0] == "open" and each[1].endswith("safetensors")]
-            assert opened == [f"{(rank - 1) % world}_0.safetensors"]
+            assert list(map(short, opened)) == [f"{(rank - 1) % world}_0-1.safetensors"]
         assert not [each for each in done[0] if each[0] in ("read", "open") and each[1].endswith("partition")]
         rows = [sum(received[rank][-2].values()) for rank in range(world)]
         # The coordinator is told of rows what any other is: a fourth of them.
@@ -288,13 +290,13 @@ def test_replicas_that_differ_leave_no_partition(tmp_path):
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize("victim", ["2_0.safetensors", "1_0.partition"])
+@pytest.mark.parametrize("victim", ["2_0-1.safetensors", "1_0-1.partition"])
 def test_a_file_that_somebody_removes_is_missed_before_the_commit(victim, tmp_path, monkeypatch):
     world, states = 4, [state_of(rank, 4) for rank in range(4)]
     commit = SaveDirectory.commit_manifest
 
     def removed(self, *arguments, **options):
-        os.remove(tmp_path / victim)
+        os.remove(tmp_path / named(tmp_path, victim))
         return commit(self, *arguments, **options)
 
     monkeypatch.setattr(SaveDirectory, "commit_manifest", removed)
@@ -307,7 +309,7 @@ def test_a_file_that_somebody_removes_is_missed_before_the_commit(victim, tmp_pa
     texts = SimulatedWorld(world).run(job)
     assert len(set(texts)) == 1
     assert "nothing was committed, as somebody else has changed the files of this save" in texts[0]
-    assert victim in texts[0] and "missing" in texts[0]
+    assert victim in short(texts[0]) and "missing" in texts[0]
     assert "0.manifest" not in files(tmp_path)
     monkeypatch.undo()
     save_all(tmp_path, world)
@@ -320,13 +322,13 @@ def test_a_data_file_that_somebody_cuts_is_found_out(tmp_path, monkeypatch):
 
     def cut(self, *arguments):
         if self._comm.position == 2:
-            os.truncate(tmp_path / "1_0.safetensors", 100)
+            os.truncate(tmp_path / data_file(tmp_path, 1), 100)
         return write(self, *arguments)
 
     monkeypatch.setattr(partition_writers.PartitionWriter, "write", cut)
 
     def job(comm):
-        with pytest.raises(CheckpointError, match=r"1_0.safetensors has 100 bytes; expected \d+") as found:
+        with pytest.raises(CheckpointError, match=r"1_0-\w+\.safetensors has 100 bytes; expected \d+") as found:
             save_state_dict(states[comm.position], tmp_path, comm)
         return str(found.value)
 
@@ -340,7 +342,7 @@ def test_rows_that_get_lost_on_the_way_are_missed(tmp_path, monkeypatch):
 
     def forget(part, count):
         messages = encode(part, count)
-        if part.catalog.files == ("3_0.safetensors",):
+        if short_names(part.catalog.files) == ["3_0-1.safetensors"]:
             messages.popitem()
         return messages
 
@@ -385,8 +387,8 @@ def test_ranks_write_partitions_to_an_object_store(monkeypatch):
     fsspec = pytest.importorskip("fsspec")
     url, world = "memory://flexckpt-partitions/run", 4
     monkeypatch.setattr(partitions, "ROWS_PER_PARTITION", 4)
-    created, put = [], SaveDirectory.write_part
-    monkeypatch.setattr(SaveDirectory, "write_part", lambda *arguments: created.append(arguments) or put(*arguments))
+    created, put = [], SaveMessages.write_part
+    monkeypatch.setattr(SaveMessages, "write_part", lambda *arguments: created.append(arguments) or put(*arguments))
     try:
         for unique_id in (0, 1):
             save_all(url, world, unique_id=unique_id)

@@ -20,6 +20,7 @@ from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
 from tests.remedies.following import Advice, provoked
+from tests.saved import data_file
 
 
 def state(**tensors) -> dict[str, np.ndarray]:
@@ -459,7 +460,7 @@ def test_verify_says_which_bytes_are_compared():
     def job(comm):
         with memory_directory() as path:
             save_state_dict({"w": values}, path, comm)
-            file = path / "0_0.safetensors"
+            file = path / data_file(path)
             reports = {}
             for mode in ("read", True, "full", "off", False):
                 target = ShardedWeight("w", np.zeros((rows, 3), np.float32), (rows, 3), (rows, columns), (0, 500))

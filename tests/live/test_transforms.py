@@ -21,6 +21,7 @@ from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.documents import code_block
+from tests.saved import data_file
 
 ROWS, COLUMNS = 6, 8
 VALUES = np.arange(ROWS * COLUMNS, dtype=np.float32).reshape(ROWS, COLUMNS)
@@ -343,7 +344,7 @@ def test_ranks_with_other_transforms_disagree(tmp_path):
 
 def test_a_damaged_source_is_an_error(tmp_path):
     directory = write(tmp_path / "from", "native")
-    data = directory / "0_0.safetensors"
+    data = directory / data_file(directory)
     raw = bytearray(data.read_bytes())
     at = raw.index(STORED["w.codes"].tobytes())
     raw[at + 3] ^= 1

@@ -11,6 +11,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.manager import RestoreReport
 from tests.native.samples import flip
+from tests.saved import data_file, short_names
 
 SHAPES = {"w": (4, 3), "b": (5,)}
 
@@ -53,8 +54,14 @@ def directory_of(root, step: int) -> Path:
     return Path(root) / f"step_{step:08d}"
 
 
+def data_of(root, step: int, rank: int = 0) -> Path:
+    """The data file of a rank."""
+    directory = directory_of(root, step)
+    return directory / data_file(directory, rank)
+
+
 def tree(root) -> list[str]:
-    """All files and empty directories below a root, but for Paddle's own loader's beside others."""
+    """All files and empty directories below a root, by short names, but for Paddle's own loader's beside others."""
     found = []
     for path, directories, files in os.walk(root):
         below = os.path.relpath(path, root)
@@ -62,12 +69,12 @@ def tree(root) -> list[str]:
         found += [os.path.normpath(os.path.join(below, name)) for name in listed]
         if not directories and not files and below != ".":
             found.append(f"{below}/")
-    return sorted(found)
+    return short_names(found)
 
 
-def files_of(step: int, ranks: int = 1) -> list[str]:
-    """What a checkpoint of a step consists of."""
-    return [f"step_{step:08d}/{name}" for name in ("0.manifest", *(f"{r}_0.safetensors" for r in range(ranks)))]
+def files_of(step: int, number: int = 1) -> list[str]:
+    """What a checkpoint of a step consists of, by short names; its save has a number in the step's directory."""
+    return [f"step_{step:08d}/{name}" for name in ("0.manifest", f"0_0-{number}.safetensors")]
 
 
 # What can happen to a checkpoint, and whether reading it finds that before any target is touched.
@@ -79,17 +86,17 @@ def damage_manifest(root, step: int) -> None:
 
 
 def truncate_data(root, step: int) -> None:
-    path = directory_of(root, step) / "0_0.safetensors"
+    path = data_of(root, step)
     os.truncate(path, path.stat().st_size - 1)
 
 
 def remove_data(root, step: int) -> None:
-    (directory_of(root, step) / "0_0.safetensors").unlink()
+    data_of(root, step).unlink()
 
 
 def flip_values(root, step: int) -> None:
     """Changes the last value of one of the tensors, wherever it stands."""
-    path = directory_of(root, step) / "0_0.safetensors"
+    path = data_of(root, step)
     content = path.read_bytes()
     position = content.index(values(step)["w"].tobytes()) + 4
     flip(path, position)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import threading
@@ -24,9 +25,9 @@ from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepBest, KeepLatest
 from paddle_flexckpt.manager import contents as contents_module
 from paddle_flexckpt.manager.pending import PendingSteps
-from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.manager.samples import (
+    data_of,
     directory_of,
     empty,
     files_of,
@@ -38,6 +39,7 @@ from tests.manager.samples import (
     version_of,
 )
 from tests.manager.test_pending import Save
+from tests.saved import data_file
 
 
 def at(monkeypatch, now: float) -> None:
@@ -160,7 +162,7 @@ def test_damage_that_was_repaired_is_forgotten(tmp_path):
     """A person puts a file back from a backup, while the manager that has missed it goes on."""
     manager = manager_of(tmp_path, keep=[KeepLatest(1), KeepBest(1)])
     save(manager, 1, metrics={"loss": 1.0})
-    file = directory_of(tmp_path, 1) / "0_0.safetensors"
+    file = data_of(tmp_path, 1)
     content = file.read_bytes()
     file.unlink()
     manager = manager_of(tmp_path, keep=[KeepLatest(1), KeepBest(1)])
@@ -273,7 +275,7 @@ def test_the_note_of_a_removal_that_never_began_goes_alone(tmp_path):
     """Its job was killed right after the note, and the next one keeps more."""
     with manager_of(tmp_path, pages=True, reports=True) as manager:
         save(manager, 1)
-    (tmp_path / "step_00000001.removing").write_text('{"files": ["0_0.safetensors"]}')
+    (tmp_path / "step_00000001.removing").write_text(json.dumps({"files": [data_of(tmp_path, 1).name]}))
     with manager_of(tmp_path, keep=KeepLatest(5)) as manager:
         save(manager, 2)
     names = sorted(os.listdir(tmp_path))
@@ -356,10 +358,11 @@ def test_a_message_of_a_dead_save_that_comes_late_goes_with_its_directory(tmp_pa
     """A request of a rank that was killed arrives when a manager has cleaned up."""
     step = directory_of(tmp_path, 5)
     directory = open_to_save(str(step))
-    names = directory.open_save(0, 2)
     with directory.lock():
-        remove_dead_saves(directory)
-        directory.remove_refusal()
+        names = directory.open_save(0, 2)
+    with directory.lock():
+        directory.cleaner.remove_dead_saves()
+        directory.companion.remove_refusal()
     message = {"part": names.part_file(1), "failed": names.failure_file(1), "decided": names.decision_file(0)}[kind]
     (step / message).write_bytes(b"late")
     save(manager_of(tmp_path, keep=KeepLatest(1)), 6)
@@ -378,7 +381,7 @@ def test_a_step_that_was_rebuilt_without_a_file_does_not_count(tmp_path, caplog)
     SimulatedWorld(2).run(job)
     path = directory_of(tmp_path, 2)
     (path / "0.manifest").unlink()
-    (path / "1_0.safetensors").unlink()
+    (path / data_file(path, 1)).unlink()
     fc.repair_manifest(path, 0, fewer_files=True)
     with manager_of(tmp_path, keep=KeepLatest(1)) as manager:
         state = {"own.0": np.zeros(3, "f4")}

@@ -14,12 +14,13 @@ from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
 from paddle_flexckpt.manager.steps import StepDirectories, save_token_in
 from tests.manager.samples import files_of, manager_of, restore, save
 from tests.media.test_remote import clock, disk_of, kind, location
+from tests.saved import short
 
 __all__ = ["clock", "kind"]  # fixtures: nobody waits, and a store of each kind
 
 
 def tree(backend) -> list[str]:
-    return sorted(path.partition("d/run/")[2] for path in disk_of(backend).files)
+    return sorted(short(path.partition("d/run/")[2]) for path in disk_of(backend).files)
 
 
 def all_files_of(*steps: int) -> list[str]:

@@ -20,7 +20,7 @@ from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.manager.steps import StepDirectories
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import shards
-from tests.manager.samples import directory_of, empty, manager_of, restore, save, tree, values, version_of
+from tests.manager.samples import data_of, directory_of, empty, manager_of, restore, save, tree, values, version_of
 from tests.native.samples import flip
 from tests.remedies.following import advised, provoked
 
@@ -84,7 +84,7 @@ def test_the_same_run_is_never_asked(tmp_path, how, caplog):
         save(manager, 1100)
         manager = manager_of(tmp_path)
     if how == "fallback":
-        (directory_of(tmp_path, 2000) / "0_0.safetensors").unlink()
+        data_of(tmp_path, 2000).unlink()
         manager = manager_of(tmp_path)
     step, _, _ = restore(manager, how if how in ("best", 1000) else "latest", fallback=how == "fallback")
     save(manager, step + 1)
@@ -113,7 +113,7 @@ def test_a_run_that_begins_anew_as_all_it_has_saved_is_damaged(tmp_path):
 
     SimulatedWorld(2).run(begin)
     for step in (10, 20):
-        path = directory_of(tmp_path, step) / "1_0.safetensors"
+        path = data_of(tmp_path, step, 1)
         flip(path, path.read_bytes().index(shards(1, 2, step)["w"].local_tensor.tobytes()))
     assert SimulatedWorld(2).run(begin_anew) == [5, 5]
     assert len({record_of(tmp_path, step).run for step in (5, 10, 20)}) == 1

@@ -21,8 +21,10 @@ from paddle_flexckpt.manager import contents as contents_module
 from paddle_flexckpt.manager.steps import StepDirectories
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
+from paddle_flexckpt.native.names import token_after
 from tests.manager.samples import (
     damage_manifest,
+    data_of,
     directory_of,
     files_of,
     flip_values,
@@ -33,7 +35,8 @@ from tests.manager.samples import (
 )
 from tests.manager.test_pending import Save
 from tests.media.faults import FaultyFiles
-from tests.native.test_leftovers import begin
+from tests.native.test_cleaner import begin
+from tests.saved import short
 
 
 def all_files_of(*steps: int) -> list[str]:
@@ -96,10 +99,10 @@ def test_other_files_in_a_step_s_directory_stay(tmp_path):
     manager = run_of(tmp_path, 1, keep=KeepLatest(1))
     directory = directory_of(tmp_path, 1)
     (directory / "notes").write_text("mine")
-    (directory / "3_0.safetensors").write_bytes(b"another's, or what a lost manifest named")
+    (directory / f"3_7-{token_after(8)}.safetensors").write_bytes(b"another's, or what a lost manifest named")
     (directory / "sub").mkdir()
     save(manager, 2)
-    stay = ["step_00000001/3_0.safetensors", "step_00000001/notes", "step_00000001/sub/"]
+    stay = ["step_00000001/3_7-9.safetensors", "step_00000001/notes", "step_00000001/sub/"]
     assert tree(tmp_path) == sorted(stay + files_of(2))
     assert manager.all_steps() == [2]
 
@@ -250,8 +253,8 @@ def test_a_removal_takes_along_what_a_loss_of_power_has_brought_back(tmp_path):
 
 def test_a_note_of_a_removal_that_never_began(tmp_path):
     manager = run_of(tmp_path, 1, 2)
-    marker_of(tmp_path, 1, ["0_0.safetensors"])
-    marker_of(tmp_path, 9, ["0_0.safetensors"])
+    marker_of(tmp_path, 1, [data_of(tmp_path, 1).name])
+    marker_of(tmp_path, 9, [data_of(tmp_path, 1).name])
     save(manager, 3)
     assert tree(tmp_path) == all_files_of(1, 2, 3)
     assert restore(manager, 1)[:2] == (1, 1)
@@ -259,7 +262,7 @@ def test_a_note_of_a_removal_that_never_began(tmp_path):
 
 def test_a_listing_out_of_date_does_not_finish_a_removal_of_a_step_that_was_saved_again(tmp_path, monkeypatch):
     manager, names = run_of(tmp_path, 1, 2), LocalBackend.names
-    marker_of(tmp_path, 1, ["0_0.safetensors"])
+    marker_of(tmp_path, 1, [data_of(tmp_path, 1).name])
 
     def late(self, *kind):
         return [name for name in names(self, *kind) if not (name == "0.manifest" and self.path.endswith("1"))]
@@ -288,10 +291,10 @@ def test_a_note_that_cannot_be_understood_removes_nothing(tmp_path, content, cap
 def test_a_removal_is_not_finished_while_somebody_saves_there(tmp_path):
     manager = run_of(tmp_path, 1, 2)
     (directory_of(tmp_path, 1) / "0.manifest").unlink()
-    marker_of(tmp_path, 1, ["0_0.safetensors"])
+    marker_of(tmp_path, 1, [data_of(tmp_path, 1).name])
     lock = open_to_save(directory_of(tmp_path, 1)).lock()
     save(manager, 3)
-    assert "step_00000001/0_0.safetensors" in tree(tmp_path)
+    assert "step_00000001/0_0-1.safetensors" in tree(tmp_path)
     lock.release()
     save(manager, 4)
     assert tree(tmp_path) == all_files_of(2, 3, 4)
@@ -327,7 +330,7 @@ def test_files_of_unknown_origin_stay(tmp_path):
     manager = run_of(tmp_path, 1, 2)
     (directory_of(tmp_path, 1) / "0.manifest").unlink()
     save(manager, 3)
-    assert "step_00000001/0_0.safetensors" in tree(tmp_path)
+    assert "step_00000001/0_0-1.safetensors" in tree(tmp_path)
     fc.repair_manifest(directory_of(tmp_path, 1), 0)
     assert restore(manager, 1)[:2] == (1, 1)
 
@@ -348,13 +351,13 @@ def test_metrics_are_read_once(tmp_path, monkeypatch):
     real = os.open
 
     def count(path, *args, **kwargs):
-        opened.append(os.path.basename(path))
+        opened.append(short(os.path.basename(path)))
         return real(path, *args, **kwargs)
 
     directories = StepDirectories(tmp_path)
     monkeypatch.setattr(os, "open", count)
     directories.records()
-    assert opened.count("0_0.safetensors") == 4
+    assert opened.count("0_0-1.safetensors") == 4
     opened.clear()
     records, damaged = directories.records()
     assert [record.step for record in records] == [0, 1, 2, 3]

@@ -18,6 +18,7 @@ from paddle_flexckpt.media.local_locks import LocalLocks
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from tests.manager.samples import directory_of
+from tests.saved import data_file
 
 STEPS = (1, 2, 3)
 
@@ -50,7 +51,7 @@ def refuse(monkeypatch, number: int, part: str):
     monkeypatch.setattr(LocalBackend, "names", names)
 
 
-PARTS = ["step_00000003/", "step_00000003/0.manifest", "step_00000003/0_0.safetensors"]
+PARTS = ["step_00000003/", "step_00000003/0.manifest", "step_00000003/0_0-"]
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ELOOP, errno.EIO, errno.ESTALE])
@@ -128,7 +129,7 @@ def test_a_listing_during_an_overwrite_finds_the_new_checkpoint_whole(tmp_path, 
 
 
 def remove(path) -> None:
-    for name in ("0.manifest", "0_0.safetensors"):
+    for name in (data_file(path), "0.manifest"):
         os.unlink(path / name)
 
 

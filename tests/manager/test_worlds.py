@@ -14,7 +14,7 @@ pytest.importorskip("paddle")
 import paddle_flexckpt as fc
 from paddle_flexckpt.manager import KeepBest, KeepLatest, SaveEvery, SaveInterval
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.manager.samples import directory_of
+from tests.manager.samples import data_of, directory_of
 from tests.native.samples import flip
 
 ROWS = 12
@@ -142,7 +142,7 @@ def test_what_one_rank_finds_wrong(three):
 
 
 def test_damage_that_one_rank_reads_makes_all_fall_back(three):
-    path = directory_of(three, 3) / "2_0.safetensors"
+    path = data_of(three, 3, 2)
     rows = np.arange(ROWS * 2, dtype="float32")[-ROWS * 2 // 3 :] + 3000
     flip(path, path.read_bytes().index(rows.tobytes()))
     outcomes = SimulatedWorld(3).run_all(lambda comm: restore(manager_of(comm, three), comm))

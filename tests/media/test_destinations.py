@@ -22,6 +22,7 @@ from paddle_flexckpt.media.local import LocalOutputFile, OutputParts
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.native.two_ranks import load, save, shards, state
+from tests.saved import named, short, short_names
 
 NAMES_A_FILE = "names a file, and a checkpoint is a directory. Remedy: give the path of a directory"
 
@@ -147,18 +148,24 @@ def meanwhile(monkeypatch, work):
     return done
 
 
+def last_written(path: Path) -> Path:
+    """Rank 1's data file of the save that is being made."""
+    return path / named(path, "1_0-2.safetensors")
+
+
 def remove(path: Path) -> None:
-    (path / "1_0.1.safetensors").unlink()
+    last_written(path).unlink()
 
 
 def cut(path: Path) -> None:
-    os.truncate(path / "1_0.1.safetensors", 100)
+    os.truncate(last_written(path), 100)
 
 
 def replace(path: Path) -> None:
     """By a file of the same size, of another save."""
-    old = (path / "1_0.1.safetensors").read_bytes()
-    (path / "1_0.1.safetensors").write_bytes(re.sub(rb"[0-9a-f]{32}", b"0" * 32, old, count=1))
+    file = last_written(path)
+    old = file.read_bytes()
+    file.write_bytes(re.sub(rb"[0-9a-f]{32}", b"0" * 32, old, count=1))
 
 
 @pytest.mark.parametrize(
@@ -174,13 +181,13 @@ def test_data_files_that_change_before_the_commit_fail_it(tmp_path, monkeypatch,
     (text,) = {str(outcome) for outcome in outcomes}
     assert "[rank 0] nothing was committed, as somebody else has changed the files of this save" in text
     assert said in text
-    assert f"{tmp_path}/1_0.1.safetensors" in text
+    assert f"{tmp_path}/1_0-2.safetensors" in short(text)
     assert load(tmp_path) == 1
     # And what is left goes with the next save.
     save(tmp_path, 3, 0)
     assert load(tmp_path) == 3
-    files = ["0.manifest", "0_0.2.safetensors", "1_0.2.safetensors", "flex-ckpt.auto_generated.metadata"]
-    assert sorted(os.listdir(tmp_path)) == files
+    files = ["0.manifest", "0_0-3.safetensors", "1_0-3.safetensors", "flex-ckpt.auto_generated.metadata"]
+    assert short_names(tmp_path) == files
 
 
 def test_a_directory_that_is_replaced_before_the_commit_fails_it(tmp_path, monkeypatch):

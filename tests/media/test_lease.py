@@ -21,8 +21,9 @@ from paddle_flexckpt.media.lease import Claim, Conditions, LeaseLock, LeaseLocks
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.local_locks import DirectoryLock
 from paddle_flexckpt.native.listing import is_complete
-from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.native.save_messages import SaveMessages
 from tests.native.two_ranks import RANKS, load, save
+from tests.saved import short_names
 
 PATIENCE = 300
 
@@ -185,8 +186,8 @@ def test_saves_work_and_leave_no_lease(tmp_path):
     for version in (1, 2):
         assert not any(isinstance(outcome, BaseException) for outcome in save(tmp_path, version, 0))
     assert load(tmp_path) == 2
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "0.manifest", "0_0.1.safetensors", "1_0.1.safetensors", PADDLE_METADATA
+    assert short_names(tmp_path) == [
+        "0.manifest", "0_0-2.safetensors", "1_0-2.safetensors", PADDLE_METADATA
     ]  # fmt: skip
 
 
@@ -296,14 +297,14 @@ def test_who_was_stopped_for_long_does_not_commit(tmp_path, clock):
 
 def test_a_save_whose_lease_is_taken_fails_on_every_rank(tmp_path, monkeypatch):
     save(tmp_path, 1, 0)
-    real = SaveDirectory.write_part
+    real = SaveMessages.write_part
 
     def write_part(self, ticket, rank, part):
         real(self, ticket, rank, part)
         if rank == 0:
             put(tmp_path, token="other")
 
-    monkeypatch.setattr(SaveDirectory, "write_part", write_part)
+    monkeypatch.setattr(SaveMessages, "write_part", write_part)
     outcomes = save(tmp_path, 2, 0)
     assert all("has taken over the right to save" in str(outcome) for outcome in outcomes)
     assert load(tmp_path) == 1
@@ -354,9 +355,9 @@ def test_a_commit_that_comes_after_that_of_another_save_fails(tmp_path, monkeypa
     assert all("has taken over the right to save" in str(outcome) for outcome in outcomes)
     assert load(tmp_path) == 2
     assert is_complete(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == [
+    assert short_names(tmp_path) == [
         "0.manifest",
-        *(f"{rank}_0.1.safetensors" for rank in range(RANKS)),
+        *(f"{rank}_0-2.safetensors" for rank in range(RANKS)),
         PADDLE_METADATA,
     ]
 

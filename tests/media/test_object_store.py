@@ -25,6 +25,7 @@ from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.native import two_ranks
 from tests.object_store import running_store
+from tests.saved import data_file, short, short_names
 
 KIB, MIB = 1 << 10, 1 << 20
 SOLO = SoloCommunicator()
@@ -224,7 +225,7 @@ def test_parts_that_are_too_much_to_tell_are_files(store, monkeypatch):
         "PUT": 2, "GET": 2, "DELETE": 2
     }  # fmt: skip
     assert two_ranks.load(storage) == 1
-    assert sorted(storage.names()) == ["0.manifest", "0_0.safetensors", "1_0.safetensors"]
+    assert short_names(storage) == ["0.manifest", "0_0-1.safetensors", "1_0-1.safetensors"]
 
 
 def test_what_a_dead_save_left_is_removed_by_the_listing_of_the_next(store):
@@ -234,7 +235,7 @@ def test_what_a_dead_save_left_is_removed_by_the_listing_of_the_next(store):
     with storage.create(dead.data_file(1)) as file:
         file.write(b"half")
     save_state_dict(SMALL, storage, SOLO)
-    assert sorted(storage.names()) == ["0_1.safetensors", "1.manifest"]
+    assert short_names(storage) == ["0_1-2.safetensors", "1.manifest"]
 
 
 def test_a_file_that_is_there_ends_an_upload_that_has_begun(store, monkeypatch):
@@ -258,7 +259,7 @@ def test_verification_and_export_have_many_requests_under_way_too(store):
         store.set(latency=0.03)
         call()
         assert store.log.most_requests > 1
-        assert len(store.log.of("GET", "export/0_0.safetensors")) <= 13
+        assert len(store.log.of("GET", f"export/{data_file(storage)}")) <= 13
         assert threads() == []
 
 
@@ -321,11 +322,11 @@ def test_a_range_that_never_comes_is_an_error_with_file_and_reason(store, fault)
     # The offset of a part that every load asks for.
     load(storage, LARGE)
     begin = sorted(each.begin for each in store.log.of("GET", "safetensors"))[3]
-    store.set(always={f"0_0.safetensors [] {begin}": fault})
+    store.set(always={f"{data_file(storage)} [] {begin}": fault})
     with pytest.raises(UnreadableCheckpointError, match=r"\(3 attempts in") as caught:
         load(storage, LARGE)
     text = str(caught.value)
-    assert f"{storage.path}/0_0.safetensors" in text
+    assert f"{storage.path}/0_0-1.safetensors" in short(text)
     reasons = {"500": "simulated 500", "503": "simulated 503", "drop": "onnection", "cut": "payload is not completed"}
     assert reasons[fault] in text
     failed = [each for each in store.log.of("GET", "safetensors") if each.begin == begin]
@@ -341,7 +342,7 @@ def test_a_part_that_cannot_be_sent_is_an_error_and_leaves_nothing(store, monkey
     store.set(always={"('partNumber', '5')": fault})
     with pytest.raises(CheckpointError, match=r"\(3 attempts in") as caught:
         save(storage, LARGE)
-    assert f"{storage.path}/0_0.safetensors" in str(caught.value)
+    assert f"{storage.path}/0_0-1.safetensors" in short(str(caught.value))
     tries = [each for each in store.log.of("PUT") if each.query.get("partNumber") == "5"]
     # aiohttp sends once more by itself where a connection that it had kept turns out to be closed.
     assert 3 <= len(tries) <= (3 if fault == "500" else 6)

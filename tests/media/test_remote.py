@@ -33,12 +33,13 @@ from paddle_flexckpt.media.read_ahead import Budget
 from paddle_flexckpt.media.remote import FsspecBackend
 from paddle_flexckpt.media.remote_files import RemoteInputFile, Windows
 from paddle_flexckpt.media.urls import Secrets, redacted
-from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
+from paddle_flexckpt.native.names import SaveNames
 from tests.media.stores import KINDS, Disk
 from tests.native.test_directory import save as save_native
 from tests.native.two_ranks import load, save
 from tests.remedies.following import provoked
+from tests.saved import short_names
 
 MIB = 1 << 20
 
@@ -101,7 +102,7 @@ def test_paths_never_need_fsspec(tmp_path):
 import sys
 import numpy as np
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.native.directory import SaveNames
+from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.cli.main import main
 open_to_save({str(tmp_path / "d")!r}).lock().release()
@@ -254,7 +255,7 @@ def test_a_whole_life_in_memory(memory, tmp_path):
     save_native(f"{memory}/a", 0, seed=2)
     save_native(f"{memory}/b/", 5)
     assert sorted(root.names("directories")) == ["a", "b"]
-    assert sorted(root.child("a").names()) == ["0.manifest", "0_0.1.safetensors", "1_0.1.safetensors"]
+    assert short_names(root.child("a")) == ["0.manifest", "0_0-2.safetensors", "1_0-2.safetensors"]
     assert [(info.path, info.unique_id) for info in list_checkpoints(memory)] == [
         (f"{memory}/a", 0),
         (f"{memory}/b", 5),
@@ -464,12 +465,12 @@ def test_who_fails_to_create_a_file_leaves_that_of_another(store):
 
 def test_a_decision_stays_made_if_its_answer_is_lost(store):
     """Else it could be made a second time, differently, after others have kept to it."""
-    disk, names = disk_of(store), SaveNames(0, 0, "token")
+    disk, names = disk_of(store), SaveNames(0, "token")
     disk.fate = lambda number, operation, path: (OSError("lost"),) if operation == "put" else None
     with pytest.raises(OSError, match="lost"):
-        open_to_save(store).decide(names, 0, b"given up")
+        open_to_save(store).messages.decide(names, 0, b"given up")
     disk.fate = None
-    assert open_to_save(store).decide(names, 0, b"commit") == b"given up"
+    assert open_to_save(store).messages.decide(names, 0, b"commit") == b"given up"
 
 
 def test_an_exception_leaves_what_was_to_be_replaced(kind):

@@ -34,6 +34,7 @@ from tests.documents import code_block
 from tests.media.test_remote import Clock
 from tests.native.two_ranks import RANKS, load, save
 from tests.s3_server import BUCKET, LEAST_PART_BYTES, SECRET, Refusal, Requests, running_server
+from tests.saved import data_file, short, short_names
 
 MIB = 1 << 20
 
@@ -100,9 +101,8 @@ def test_a_whole_cycle(server, monkeypatch):
     assert load(storage) == 2
     succeeded(save(storage, 3, None))
     assert (load(storage, 0), load(storage, 1), load(storage)) == (2, 3, 3)
-    assert sorted(storage.names()) == sorted(
-        ["0.manifest", "0_0.1.safetensors", "1_0.1.safetensors", "1.manifest", "0_1.safetensors", "1_1.safetensors"]
-    )
+    files = [f"{rank}_{save_id}.safetensors" for rank in (0, 1) for save_id in ("0-2", "1-3")]
+    assert short_names(storage) == sorted(["0.manifest", "1.manifest", *files])
     assert [key.rsplit("/")[-1] for key in server.objects(storage.path)] == sorted(storage.names())
     assert server.uploads() == []
     report = verify_checkpoint(storage, 1)
@@ -129,11 +129,12 @@ def test_what_is_listed(server):
         (f"{root.path}/a b%20c", True), (f"{root.path}/plain", True)
     ]  # fmt: skip
     assert latest(root.child("plain")).unique_id == 0
-    assert sorted(root.child("plain").names()) == ["0.manifest", "0_0.safetensors", "1_0.safetensors"]
-    server.client().rm_file(f"{root.path}/plain/0_0.safetensors")
+    assert short_names(root.child("plain")) == ["0.manifest", "0_0-1.safetensors", "1_0-1.safetensors"]
+    lost = data_file(root.child("plain"))
+    server.client().rm_file(f"{root.path}/plain/{lost}")
     (info,) = list_checkpoints(root.child("plain"))
     assert not info.complete
-    assert "0_0.safetensors is missing" in info.problem
+    assert f"{lost} is missing" in info.problem
 
 
 def test_listings_of_more_than_a_page(server):
@@ -239,7 +240,7 @@ def test_an_upload_that_fails_leaves_nothing(server, small_parts, monkeypatch, f
     if fails == "a part, sent again":
         assert "(6 attempts in" in str(outcomes[0])
         assert len(requests.of("PUT", "partNumber=3")) == 7
-    assert f"{storage.path}/1_0.1.safetensors" in str(outcomes[0])
+    assert f"{storage.path}/1_0-2.safetensors" in short(str(outcomes[0]))
     assert server.uploads() == []
     assert server.objects(storage.path) == before
 
@@ -285,7 +286,7 @@ def test_every_request_may_fail_once(server, small_parts, monkeypatch, fate):
         assert load_wide(storage) == 2
     assert len(requests.seen) > len(tried) >= 40
     assert server.uploads() == []
-    assert sorted(storage.names()) == ["0.manifest", "0_0.1.safetensors", "1_0.1.safetensors"]
+    assert short_names(storage) == ["0.manifest", "0_0-2.safetensors", "1_0-2.safetensors"]
 
 
 @pytest.mark.parametrize("parts", [False, True], ids=["whole", "in parts"])
@@ -324,7 +325,7 @@ def test_a_refusal_is_not_asked_again(server, monkeypatch):
     assert all(isinstance(outcome, CheckpointError) for outcome in outcomes)
     assert "injected 403" in str(outcomes[0])
     assert "attempts" not in str(outcomes[0])
-    assert sorted(requests.of("PUT", "safetensors")) == ["0_0.safetensors", "1_0.safetensors"]
+    assert short_names(requests.of("PUT", "safetensors")) == ["0_0-1.safetensors", "1_0-1.safetensors"]
     assert storage.names() == []
     with pytest.raises(FileNotFoundError):
         storage.read("nothing")
@@ -534,7 +535,7 @@ def test_a_dead_save_leaves_no_upload_behind(server, small_parts, monkeypatch):
     other.abort()
     upload.abort()
     assert server.uploads() == []
-    assert f"{ticket.unique_id}.saving" not in storage.names()
+    assert ticket.marker_file not in storage.names()
 
 
 def test_a_store_that_does_not_list_uploads_is_saved_to(server, monkeypatch, caplog):
@@ -565,8 +566,8 @@ def test_a_save_in_the_background(server):
     load_state_dict(target, storage, SOLO)
     assert (target["w"] == wide(2)).all()
     objects = server.objects(storage.path)
-    assert sorted(key.rsplit("/")[-1] for key in objects) == [
-        "0.manifest", "0_0.safetensors", "0_1.safetensors", "1.manifest"
+    assert short_names(key.rsplit("/")[-1] for key in objects) == [
+        "0.manifest", "0_0-1.safetensors", "0_1-2.safetensors", "1.manifest"
     ]  # fmt: skip
     assert not [key for key, data in objects.items() if SECRET.encode() in data]
 
@@ -584,10 +585,11 @@ def test_a_lost_manifest_is_rebuilt(server):
 def test_damage_is_found(server):
     storage = server.storage(server.new_url())
     succeeded(save(storage, 1, None))
-    data = bytearray(storage.read("1_0.safetensors"))
+    name = data_file(storage, 1)
+    data = bytearray(storage.read(name))
     data[-1] ^= 1
-    write_file(storage, "1_0.safetensors", bytes(data))
-    assert [problem.file for problem in verify_checkpoint(storage).problems] == [f"{storage.path}/1_0.safetensors"]
+    write_file(storage, name, bytes(data))
+    assert [problem.file for problem in verify_checkpoint(storage).problems] == [f"{storage.path}/{name}"]
     with pytest.raises(CorruptCheckpointError, match="are damaged"):
         load(storage)
 
@@ -628,7 +630,7 @@ def test_the_command_line_takes_urls(server, monkeypatch, capsys):
     assert f"{url}, id 0: saved by 2 ranks" in done.stdout
     assert done.stdout == run("inspect", url)
     assert "nothing is wrong" in run("verify", url)
-    assert "0_0.safetensors" in run("inspect", url, "--key", "w")
+    assert "0_0-1.safetensors" in short(run("inspect", url, "--key", "w"))
     assert "w" in run("explain", url, url, "--aoa", '{"aoa_statements": ["w -> w"]}')
     run("export", url, f"{url}-out")
     assert [key.rsplit("/")[-1] for key in server.objects(f"{url}-out")] == ["model.safetensors"]

@@ -12,7 +12,6 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, dtype_of
 from paddle_flexckpt.native.checksums import Checksums, hash_block
 from paddle_flexckpt.native.data_file import write_data_file
-from paddle_flexckpt.native.directory import SaveNames
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from tests.property.layouts import Shard
 
@@ -63,7 +62,7 @@ def write_file(directory: Path, shards: Sequence[Shard], values: Sequence[np.nda
     """One rank's data file, written; returns its part."""
     info = {"save_token": TOKEN, "unique_id": 0, "world_size": 1, "step": None, **header}
     rank = shards[0].rank if shards else 0
-    items = items_of(shards, SaveNames(info["unique_id"], 0, "").data_file(rank))
+    items = items_of(shards, f"{rank}_{info['unique_id']}.safetensors")
     return write_data_file(str(directory), items, (v.view(np.uint8) for v in values), SaveInfo(**info))
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,19 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.media import local, local_locks
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.native.directory import CheckpointDirectory, SaveNames
-from paddle_flexckpt.native.leftovers import remove_dead_saves
+from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from tests.crash.file_system import FileSystem
 from tests.crash.job import Job
 from tests.native.samples import items_of, values_of, whole
 from tests.remedies.following import provoked
+from tests.saved import short, short_names
 
 
 def save(path, unique_id=None, ranks=(0, 1), seed=0):
     """A save of one small tensor per rank, rank after rank."""
     directory = open_to_save(path)
+    directory.backend.make_directory()
     ticket = directory.open_save(unique_id)
     for rank in ranks:
         shard = whole(f"w{rank}", "float32", (5,), rank)
@@ -47,7 +47,7 @@ def names(path) -> list[str]:
 def test_a_save_leaves_data_files_and_a_manifest(tmp_path):
     path = tmp_path / "deep" / "er"
     manifest = save(path)
-    assert names(path) == ["0.manifest", "0_0.safetensors", "1_0.safetensors"]
+    assert short_names(names(path)) == ["0.manifest", "0_0-1.safetensors", "1_0-1.safetensors"]
     again = CheckpointDirectory(path).read_manifest()
     assert again.save_token == manifest.save_token
     assert again.catalog.keys == ("w0", "w1")
@@ -66,7 +66,8 @@ def test_ids(tmp_path):
 def test_the_next_id_is_above_every_file_that_is_there(tmp_path):
     directory = open_to_save(tmp_path)
     for name, expected in (
-        ("3_7.safetensors", 8), ("0_9.part", 10), ("1_11.2.safetensors", 12), ("20.manifest", 21),
+        ("3_7.safetensors", 8), (f"0_9-{1:032x}.partition", 10), ("1_11.2.safetensors", 12),
+        (f"15-{1:032x}.saving", 16), ("16.3.saving", 17), ("20.manifest", 21),
     ):  # fmt: skip
         (tmp_path / name).write_bytes(b"")
         ticket = directory.open_save(None)
@@ -78,17 +79,12 @@ def test_the_next_id_is_above_every_file_that_is_there(tmp_path):
 
 
 def test_a_replaced_id_gets_names_of_its_own(tmp_path):
-    assert SaveNames(5, 0, "").data_file(3) == "3_5.safetensors"
-    assert SaveNames(5, 2, "").data_file(3) == "3_5.2.safetensors"
-    for generation in range(3):
+    for number in range(1, 4):
         ticket = open_to_save(tmp_path).open_save(5)
-        assert ticket.generation == generation
+        assert ticket.save_id.number == number
         (tmp_path / ticket.marker_file).unlink()
-        save(tmp_path, 5, seed=generation)
-        suffix = f".{generation}" if generation else ""
-        assert names(tmp_path) == ["5.manifest", f"0_5{suffix}.safetensors", f"1_5{suffix}.safetensors"] or names(
-            tmp_path
-        ) == sorted(["5.manifest", f"0_5{suffix}.safetensors", f"1_5{suffix}.safetensors"])
+        save(tmp_path, 5, seed=number)
+        assert short_names(names(tmp_path)) == [f"0_5-{number}.safetensors", f"1_5-{number}.safetensors", "5.manifest"]
 
 
 def test_tokens_differ(tmp_path):
@@ -101,7 +97,7 @@ def test_tokens_differ(tmp_path):
 @pytest.mark.parametrize("unique_id", [-1, "0", 1.0, True])
 def test_an_id_that_is_no_id_is_refused(tmp_path, unique_id):
     with pytest.raises(ValidationError, match="unique_id must be None or an integer >= 0"):
-        open_to_save(tmp_path / "d").open_save(unique_id)
+        open_to_save(tmp_path).open_save(unique_id)
     assert names(tmp_path) == []
 
 
@@ -109,7 +105,7 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
     (tmp_path / "f").write_bytes(b"")
     for path in (tmp_path / "f", tmp_path / "f" / "g"):
         with pytest.raises(ValidationError, match="is not a directory, so nothing can be saved there"):
-            open_to_save(path).open_save(None)
+            open_to_save(path).begin_save(None, 1)
 
 
 @pytest.fixture
@@ -218,15 +214,15 @@ def test_the_order_of_a_commit(tmp_path):
     changes = [call for call in files.calls if call.name not in ("close", "flock", "unlock") and not call.refused]
     # What is there is opened to be read or locked.
     changes = [call for call in changes if call.name != "open" or call.created or call.path == "."]
-    seen = [(call.name, re.sub(r"[.-][0-9a-f]{32}\.", ".", call.target or call.path)) for call in changes]
+    seen = [(call.name, re.sub(r"\.[0-9a-f]{32}\.", ".", short(call.target or call.path))) for call in changes]
     home = "."
     # each rank: its data file is durable before its part is begun
     for rank in (0, 1):
-        data, part = f"{rank}_0.1.safetensors", f"{rank}_0.1.part"
+        data, part = f"{rank}_0-2.safetensors", f"{rank}_0-2.part"
         # and the part is durable before it has its name
         order = [("fsync", data), ("open", f"{part}.tmp"), ("fsync", f"{part}.tmp"), ("rename", part)]
         assert list(map(seen.index, order)) == sorted(map(seen.index, order))
-    last = seen.index(("rename", "1_0.1.part"))
+    last = seen.index(("rename", "1_0-2.part"))
     assert seen[last + 1 : last + 9] == [
         ("open", home), ("fsync", home),  # the data files' names are durable
         ("open", "0.manifest.tmp"), ("write", "0.manifest.tmp"), ("fsync", "0.manifest.tmp"),
@@ -234,8 +230,8 @@ def test_the_order_of_a_commit(tmp_path):
         ("open", home), ("fsync", home),  # and so is the manifest's
     ]  # fmt: skip
     # the marker is durable before the first data file
-    marker = [i for i, (_, name) in enumerate(seen) if name == "0.1.saving"]
-    first = seen.index(("open", "0_0.1.safetensors"))
+    marker = [i for i, (_, name) in enumerate(seen) if name == "0-2.saving"]
+    first = seen.index(("open", "0_0-2.safetensors"))
     assert [seen[i][0] for i in marker] == ["open", "write", "fsync", "unlink"]
     assert seen[marker[2] + 1 : first] == [("open", home), ("fsync", home)]
     # then Paddle's own loader is told, before the files go that it may have in mind
@@ -245,28 +241,23 @@ def test_the_order_of_a_commit(tmp_path):
     ]  # fmt: skip
     # only then go the old files, and for good before the marker goes
     rest = seen[last + 15 :]
-    assert rest[-3:] == [("open", home), ("fsync", home), ("unlink", "0.1.saving")]
+    assert rest[-3:] == [("open", home), ("fsync", home), ("unlink", "0-2.saving")]
     assert sorted(call for call in rest[:-3] if call[0] == "unlink") == [
-        ("unlink", "0_0.1.part"), ("unlink", "0_0.safetensors"),
-        ("unlink", "1_0.1.part"), ("unlink", "1_0.safetensors"),
+        ("unlink", "0_0-1.safetensors"), ("unlink", "0_0-2.part"),
+        ("unlink", "1_0-1.safetensors"), ("unlink", "1_0-2.part"),
     ]  # fmt: skip
 
 
 def test_nothing_is_removed_but_what_the_replaced_id_left(tmp_path):
     save(tmp_path, 1)
-    others = ("notes.txt", "0_3.safetensors", "0_13.part", "model.safetensors", "0_1.bin", "config.json")
+    others = ("notes.txt", "0_3.safetensors", "0_13.safetensors", "model.safetensors", "0_1.bin", "config.json")
     for name in others:
         (tmp_path / name).write_bytes(b"mine")
-    save(tmp_path, 0)
-    save(tmp_path, 1)
-    assert set(others) < set(names(tmp_path))
-    assert names(tmp_path) == sorted(
-        [*others, "0.manifest", "0_0.safetensors", "1_0.safetensors", "1.manifest", "0_1.1.safetensors",
-         "1_1.1.safetensors"]
-    )  # fmt: skip
+    first, second = save(tmp_path, 0), save(tmp_path, 1)
+    assert names(tmp_path) == sorted([*others, "0.manifest", *first.files, "1.manifest", *second.files])
 
 
-def test_leftovers_of_a_dead_save_do_not_disturb(tmp_path):
+def test_leftovers_of_an_older_version_do_not_disturb(tmp_path):
     save(tmp_path, 0)
     for name in ("0_1.safetensors", "1_1.part", f"1.manifest.{7:032x}.tmp", "1_1.1.safetensors"):
         (tmp_path / name).write_bytes(b"half")
@@ -274,8 +265,10 @@ def test_leftovers_of_a_dead_save_do_not_disturb(tmp_path):
     assert directory.list_ids() == [0]
     assert directory.read_manifest().unique_id == 0
     assert save(tmp_path).unique_id == 2
-    assert save(tmp_path, 1).catalog.files == ("0_1.2.safetensors", "1_1.2.safetensors")
-    assert not {"0_1.safetensors", "1_1.part", "1_1.1.safetensors", f"1.manifest.{7:032x}.tmp"} & set(names(tmp_path))
+    assert "0_1.safetensors" in names(tmp_path), "no marker speaks of it"
+    save(tmp_path, 1)
+    files = [f"{rank}_{save_id}.safetensors" for rank in (0, 1) for save_id in ("0-1", "1-3", "2-2")]
+    assert short_names(names(tmp_path)) == sorted(["0.manifest", "1.manifest", "2.manifest", *files])
 
 
 def test_a_part_that_is_not_visible_is_named(tmp_path):
@@ -321,10 +314,10 @@ def test_discard_removes_all_ranks_files_and_keeps_a_committed_saves(tmp_path):
     directory.discard(ticket, [0, 1])
     assert os.listdir(tmp_path) == []
 
-    (tmp_path / "0_0.safetensors").write_bytes(b"data")
+    (tmp_path / ticket.data_file(0)).write_bytes(b"data")
     (tmp_path / "0.manifest").write_bytes(b"..." + ticket.token.encode())
     directory.discard(ticket, [0])
-    assert names(tmp_path) == ["0.manifest", "0_0.safetensors"]
+    assert names(tmp_path) == ["0.manifest", ticket.data_file(0)]
 
 
 def test_discard_removes_files_that_a_listing_does_not_show_yet(tmp_path, monkeypatch):
@@ -338,73 +331,6 @@ def test_discard_removes_files_that_a_listing_does_not_show_yet(tmp_path, monkey
     assert os.listdir(tmp_path) == []
 
 
-def test_of_a_rank_that_comes_late_goes_what_is_its_own_alone(tmp_path):
-    """Its save is over, and has been cleaned up; another one has taken the same names, or is about to.
-
-    It has no right to save here, so it says alone that its data file is to go.
-    """
-    late = open_to_save(tmp_path)
-    ticket = late.open_save(0)
-    shard = whole("w", "float32", (5,))
-    files = {save.token: ticket.data_file(rank) for rank, save in enumerate((ticket, replace(ticket, token="other")))}
-    for rank, (token, name) in enumerate(files.items()):
-        late.write_data(
-            replace(ticket, token=token), items_of([shard], name), [values_of(shard, 1).view(np.uint8)], world_size=2
-        )
-        (tmp_path / ticket.part_file(rank)).write_bytes(b"")
-    (tmp_path / ticket.data_file(2)).write_bytes(b"torn")
-    for rank in range(3):
-        late.discard_late(ticket, rank)
-    assert len(names(tmp_path)) == 6, "its marker is there: it is not over"
-    (tmp_path / ticket.marker_file).unlink()
-    for rank in range(3):
-        late.discard_late(ticket, rank)
-    said = [ticket.late_file(rank) for rank in (0, 2)]
-    assert names(tmp_path) == sorted([*files.values(), "2_0.safetensors", *said])
-    names_before = names(tmp_path)
-    remove_dead_saves(late, replace(ticket, token="other"))
-    assert names(tmp_path) == names_before, "a live save has these names"
-    assert sorted(remove_dead_saves(late)) == sorted([ticket.data_file(0), ticket.data_file(2), *said])
-    assert names(tmp_path) == [ticket.data_file(1)]
-
-
-@pytest.mark.parametrize("dies", [False, True])
-def test_a_save_that_took_a_checkpoints_names_does_not_remove_its_files(tmp_path, dies):
-    """A network's listing may not show the newest checkpoint yet, so that the next save takes the same names."""
-    save(tmp_path, 0)
-    replaced = save(tmp_path, 0)
-    before = names(tmp_path)
-    directory = open_to_save(tmp_path)
-    late = directory.open_save(0, names=["0.manifest", "0_0.safetensors", "1_0.safetensors"])
-    assert late.data_file(0) in replaced.catalog.files
-    shard = whole("w0", "float32", (5,), 0)
-    with pytest.raises(FileExistsError):
-        directory.write_data(late, items_of([shard], late.data_file(0)), [values_of(shard, 9)], world_size=1)
-    if dies:
-        remove_dead_saves(open_to_save(tmp_path))
-    else:
-        directory.discard(late, [0])
-    assert names(tmp_path) == before
-    directory.check_complete(directory.read_manifest(0))
-
-
-def test_discard_leaves_a_save_alone_that_has_taken_the_same_names(tmp_path):
-    """Who was stopped for longer than its lease has begun, and so has another: neither had listed the other."""
-    late, other = open_to_save(tmp_path), open_to_save(tmp_path)
-    ticket = late.open_save(0)
-    taken = replace(ticket, token="another")
-    other.mark_save(taken)
-    share = whole("w", "float32", (5,))
-    other.write_share(
-        taken, 0, items_of([share], taken.data_file(0)), [values_of(share, 1).view(np.uint8)], world_size=1
-    )
-    before = names(tmp_path)
-    late.discard(ticket, [0])
-    late.discard_late(ticket, 0)
-    assert names(tmp_path) == before
-    other.commit(taken, [0])
-
-
 def test_a_late_rank_that_loses_its_lease_while_it_removes_says_nothing(tmp_path, monkeypatch):
     """The failure that it is about to report must not be hidden."""
     late = open_to_save(tmp_path)
@@ -415,7 +341,7 @@ def test_a_late_rank_that_loses_its_lease_while_it_removes_says_nothing(tmp_path
         raise CheckpointError("somebody has taken the right to save over")
 
     monkeypatch.setattr(late.backend, "remove", refuse)
-    late.discard_late(ticket, 0)
+    late.discard_late(ticket, [0])
 
 
 @pytest.mark.parametrize("times", [1, 1000])
@@ -438,28 +364,10 @@ def test_a_decision_that_is_cleaned_up_before_it_is_read_is_none(tmp_path, monke
     monkeypatch.setattr(directory.backend, "read", commit_and_clean_up)
     monkeypatch.setattr(directory.backend, "create", decide_before)
     if times == 1:
-        assert directory.decide(ticket, 0, b"given up") == b"given up"
+        assert directory.messages.decide(ticket, 0, b"given up") == b"given up"
     else:
         with pytest.raises(FileNotFoundError):
-            directory.decide(ticket, 0, b"given up")
-
-
-def test_a_commit_takes_markers_of_earlier_saves_of_its_id_along(tmp_path):
-    """What a node prepared stays until it is replaced, as other nodes may have published their parts of it."""
-    directory = open_to_save(tmp_path)
-    for unique_id in (0, 1):
-        dead = directory.open_save(unique_id)
-        (tmp_path / dead.prepared_file(0)).write_bytes(b"prepared")
-    save(tmp_path, 0)
-    assert names(tmp_path) == [
-        "0.manifest", "0_0.1.safetensors", "0_1.prepared", "1.saving", "1_0.1.safetensors"
-    ]  # fmt: skip
-
-
-def test_saves_that_do_not_list_each_other_have_different_names(tmp_path):
-    saves = [open_to_save(tmp_path).open_save(0, names=[]) for _ in range(3)]
-    assert [ticket.generation for ticket in saves] == [0, 1, 2]
-    assert all(open_to_save(tmp_path).sees(ticket) for ticket in saves)
+            directory.messages.decide(ticket, 0, b"given up")
 
 
 def test_a_marker_that_cannot_be_written_does_not_take_another_s_along(tmp_path, monkeypatch):
@@ -473,7 +381,7 @@ def test_a_marker_that_cannot_be_written_does_not_take_another_s_along(tmp_path,
     late = open_to_save(tmp_path)
     monkeypatch.setattr(late.backend, "create", lambda *_: refuse())
     with pytest.raises(OSError, match="Input/output"):
-        late.mark_save(SaveNames(0, 0, "late"))
+        late.open_save(0)
     assert names(tmp_path) == before
 
 
@@ -495,28 +403,3 @@ def test_a_renamed_manifest_is_noticed(tmp_path):
     (tmp_path / "3.manifest").rename(tmp_path / "8.manifest")
     with pytest.raises(CorruptCheckpointError, match=r"8\.manifest is the manifest of id 3"):
         CheckpointDirectory(tmp_path).read_manifest()
-
-
-@pytest.mark.parametrize("is_over", [False, True])
-@pytest.mark.parametrize("why", ["its commit failed", "its lease has run out"])
-def test_files_of_a_failed_save_without_the_right_to_remove_them_go_with_the_next(tmp_path, monkeypatch, why, is_over):
-    """Its marker says so, or if somebody has cleaned up already, the messages of its ranks."""
-    directory = open_to_save(tmp_path)
-    ticket = directory.open_save(0, 2)
-    for rank in (0, 1):
-        items = items_of([whole("w", "uint8", (1,), rank)], ticket.data_file(rank))
-        directory.write_data(ticket, items, [np.zeros(1, dtype=np.uint8)], world_size=2)
-    if is_over:
-        (tmp_path / ticket.marker_file).unlink()
-
-    def refuse(*arguments):
-        raise CheckpointError("somebody has taken the right to save over")
-
-    with monkeypatch.context() as patch:
-        if why == "its lease has run out":
-            patch.setattr(directory, "remove_save_files", refuse)
-        directory.discard(ticket, [0, 1], is_removable=why != "its commit failed")
-    late = [ticket.late_file(rank) for rank in (0, 1)] if is_over else [ticket.marker_file]
-    assert names(tmp_path) == sorted([ticket.data_file(0), ticket.data_file(1), *late])
-    remove_dead_saves(directory)
-    assert names(tmp_path) == []

@@ -33,15 +33,16 @@ from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import manifest as manifest_module
 from paddle_flexckpt.native import partitions as partitions_module
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.leftovers import remove_dead_saves
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
+from paddle_flexckpt.native.names import rank_of
 from paddle_flexckpt.native.partition_files import encode_partition, split_rows
 from paddle_flexckpt.native.partitions import count_partitions, partition_of
 from paddle_flexckpt.planning import plan_write
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.engine.samples import cut, save, values_of
 from tests.native.samples import TOKEN, flip, store, whole
+from tests.saved import partition_file, short, short_names
 
 KINDS = {
     **{f"layers.{i}.weight": ("float32", (6, 3 + i)) for i in range(20)},
@@ -70,8 +71,9 @@ def partition_names(path: Path) -> list[str]:
 
 
 def rows_of(catalog: Catalog) -> list[tuple]:
+    files = [short(name) for name in catalog.files]
     names = [[table[i] for i in column] for table, column in
-             ((catalog.keys, catalog.key), (catalog.dtypes, catalog.dtype), (catalog.files, catalog.file))]  # fmt: skip
+             ((catalog.keys, catalog.key), (catalog.dtypes, catalog.dtype), (files, catalog.file))]  # fmt: skip
     others = [name for name in Catalog.COLUMNS if name not in ("key", "dtype", "file")]
     return sorted(zip(*names, *(map(tuple, np.atleast_2d(getattr(catalog, n).T).T.tolist()) for n in others)))
 
@@ -128,7 +130,7 @@ def test_a_tensor_is_read_by_the_manifest_and_one_partition(saved, monkeypatch):
     names = opened(monkeypatch)
     manifest = CheckpointDirectory(path).read_manifest(keys=["名前"])
     number = int(partition_of(["名前"], len(manifest.partitions))[0])
-    assert names == ["0.manifest", f"{number}_0.partition"]
+    assert short_names(names) == ["0.manifest", f"{number}_0-1.partition"]
     assert "名前" in manifest.catalog.keys and len(manifest.catalog) < manifest.rows
     ((_, array),) = iterate_tensors(path, manifest, names=["名前"], verify="full")
     assert array.tobytes() == values["名前"].tobytes()
@@ -172,7 +174,7 @@ def test_partitions_of_a_dead_save_are_removed_by_the_next(saved):
     rows = replace(directory.read_committed(0), save_token=dead.token)
     assert [each.file for each in directory.write_partitions(dead, rows).partitions]
     assert set(partition_names(path)) - set(before)
-    remove_dead_saves(open_to_save(path))
+    open_to_save(path).cleaner.remove_dead_saves()
     assert sorted(each.name for each in path.iterdir()) == before
 
 
@@ -191,7 +193,7 @@ def test_partitions_of_a_save_that_fails_are_removed_by_the_next(tmp_path, small
     assert len({str(each) for each in outcomes}) == 1
     assert partition_names(path)
     assert CheckpointDirectory(path).list_ids() == [0]
-    remove_dead_saves(open_to_save(path))
+    open_to_save(path).cleaner.remove_dead_saves()
     assert sorted(each.name for each in path.iterdir()) == before
 
 
@@ -215,7 +217,7 @@ def test_a_repair_makes_one_file_of_it_and_the_next_save_removes_the_partitions(
     assert verify_checkpoint(path).ok
     assert set(CheckpointDirectory(path).files_of(manifest)) >= set(partition_names(path))
     others = sorted(set(each.name for each in path.iterdir()) - set(partition_names(path)))
-    remove_dead_saves(open_to_save(path))
+    open_to_save(path).cleaner.remove_dead_saves()
     assert sorted(each.name for each in path.iterdir()) == others
     assert verify_checkpoint(path).ok
 
@@ -240,7 +242,8 @@ def damage(path: Path, kind: str) -> tuple[str, str, str]:
         return first.file, expected, f"got {first.nbytes} bytes with xxh3"
     assert kind == "of another save"
     save(path.parent / "other", {key: value for key, value in values_of(KINDS).items()}, WORLD, step=6)
-    shutil.copy(path.parent / "other" / first.file, file)
+    other = path.parent / "other"
+    shutil.copy(other / partition_file(other, rank_of(first.file)), file)
     return first.file, expected, "got "
 
 
@@ -266,7 +269,7 @@ def test_every_flipped_bit_of_a_partition_is_refused(saved):
     key = next(key for key in KINDS if partition_of([key], len(manifest.partitions))[0] == 0)
     for byte in range(manifest.partitions[0].nbytes):
         flip(file, byte, byte % 8)
-        with pytest.raises(CorruptCheckpointError, match=r"0_0\.partition"):
+        with pytest.raises(CorruptCheckpointError, match=partition_file(path)):
             CheckpointDirectory(path).read_manifest(keys=[key])
         flip(file, byte, byte % 8)
 
@@ -315,7 +318,7 @@ def test_the_companion_refuses_what_it_would_take_too_long_to_tell_of(saved, mon
     assert b"more than" not in (path / PaddleMetadata.name).read_bytes()
     names = opened(monkeypatch)
     monkeypatch.setattr(PaddleMetadata, "most_rows", 10)
-    open_to_save(path).update_companion()
+    open_to_save(path).companion.update()
     assert b"it has more than 10 shards" in (path / PaddleMetadata.name).read_bytes()
     assert not [name for name in names if name.endswith(".partition")]
 
@@ -330,7 +333,7 @@ def test_the_command_line_shows_a_key_of_one_partition(saved, capsys, monkeypatc
 
 def partitions_of(path: Path, *keys: str) -> list[str]:
     count = len(CheckpointDirectory(path).read_manifest(keys=()).partitions)
-    return [f"{number}_0.partition" for number in sorted(set(partition_of(keys, count).tolist()))]
+    return [partition_file(path, number) for number in sorted(set(partition_of(keys, count).tolist()))]
 
 
 def test_a_reader_opens_the_partitions_of_the_keys_that_it_reads_once(saved, monkeypatch):
@@ -469,7 +472,7 @@ def test_a_manifest_that_lies_about_its_partitions(saved, attack):
 def test_a_partition_that_has_not_what_the_manifest_says(saved, column):
     path, _ = saved
     resealed(path, lambda a: a.update({f"partitions.{column}": a[f"partitions.{column}"].astype(np.int64) + 10**9}))
-    with pytest.raises(CorruptCheckpointError, match=r"0_0\.partition is not a usable partition.*Remedy"):
+    with pytest.raises(CorruptCheckpointError, match=r"0_0-\w+\.partition is not a usable partition.*Remedy"):
         CheckpointDirectory(path).read_manifest()
 
 
@@ -481,10 +484,10 @@ def test_a_partition_of_another_number_with_the_right_digest(saved):
             column = arrays[f"partitions.{name}"]
             arrays[f"partitions.{name}"] = np.concatenate([column[1:2], column[:1], column[2:]])
 
-    first, second = (path / f"{i}_0.partition" for i in (0, 1))
+    first, second = (path / partition_file(path, i) for i in (0, 1))
     a, b = first.read_bytes(), second.read_bytes()
     first.write_bytes(b)
     second.write_bytes(a)
     resealed(path, swap)
-    with pytest.raises(CorruptCheckpointError, match=r"0_0\.partition is not a usable partition.*expected .*got "):
+    with pytest.raises(CorruptCheckpointError, match=rf"{first.name} is not a usable partition.*expected .*got "):
         CheckpointDirectory(path).read_manifest()

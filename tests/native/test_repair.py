@@ -20,6 +20,7 @@ from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.header import DataFileHeader
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
+from paddle_flexckpt.native.names import rank_of, token_after
 from paddle_flexckpt.native.partition_files import read_partition
 from tests.engine.samples import save
 from tests.engine.samples import values_of as values_by_key
@@ -321,9 +322,9 @@ def test_a_companion_that_tells_nothing_of_this_save_proves_nothing(tmp_path, co
     companion = path / PADDLE_METADATA
     if content is None:
         companion.unlink()
-    elif content == "older":  # of files of another generation, all of which are here
+    elif content == "older":  # of files of another save, all of which are here
         (here,) = path.glob("*.safetensors")
-        here.rename(here.with_name(here.name.replace("_0.", "_0.1.")))
+        here.rename(here.with_name(f"{rank_of(here.name)}_0-{token_after(9)}.safetensors"))
     else:
         companion.write_bytes(content)
     assert "besides" not in refused(path)
@@ -340,12 +341,12 @@ def test_a_companion_without_file_names_tells_of_keys(tmp_path):
     assert repair_manifest(tmp_path, 0, fewer_files=True).partial.endswith(f"{PADDLE_METADATA} has besides 'b'")
 
 
-def second_save(path, token: str, generation: int = 1) -> list[str]:
+def second_save(path, token: str) -> list[str]:
     """Data files of another save of id 0, as an interrupted replacement leaves them."""
     names = []
     for rank in (0, 1):
         shards = [shard for shard in shards_of_two_ranks() if shard.rank == rank]
-        names.append(f"{rank}_0.{generation}.safetensors")
+        names.append(f"{rank}_0-{token}.safetensors")
         items = items_of(shards, names[-1])
         data = (255 - values_of(shard, 99).view(np.uint8) for shard in shards)
         write_data_file(str(path), items, data, SaveInfo(token, 0, 2, 9))

@@ -21,6 +21,7 @@ from paddle_flexckpt.media.opening import open_storage, reopen
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.media.stores import KINDS, Disk
 from tests.remedies.following import Advice, advised, provoked
+from tests.saved import data_file
 
 A = np.arange(24, dtype=np.float32).reshape(6, 4)
 
@@ -198,11 +199,11 @@ def test_a_damaged_file_whose_replica_is_intact(tmp_path):
         fc.save_state_dict({"a": A}, tmp_path, comm, save_replicas=True)
 
     SimulatedWorld(2).run(save)
-    file = tmp_path / "0_0.safetensors"
+    file = tmp_path / data_file(tmp_path)
     copy = file.read_bytes()
     file.write_bytes(copy[:-1] + bytes([copy[-1] ^ 1]))
     (problem,) = fc.verify_checkpoint(tmp_path).problems
-    assert problem.remedy.endswith("1_0.safetensors")
+    assert problem.remedy.endswith(data_file(tmp_path, 1))
     advised("native/verify.py", "; until then, a load reads the intact replica in ", str(problem))
     assert loaded(tmp_path) == A.tolist()
     file.write_bytes(copy)

@@ -45,9 +45,7 @@ _MOVED = {
     f"{_PACKAGE}.live.communicator": f"{_PACKAGE}.runtime.communicator",
     f"{_PACKAGE}.live.loader": f"{_PACKAGE}.runtime.loader",
     # Saves of several jobs or with readers alone need these, and files had other names.
-    f"from {_PACKAGE}.native.directory import is_before, save_of": (
-        "def is_before(save, unique_id, generation):\n    return False\n\n\ndef save_of(name):\n    return None"
-    ),
+    f"from {_PACKAGE}.native.names import save_of": "def save_of(name):\n    return None",
     f"{_PACKAGE}.native.listing": f"{_PACKAGE}.storage.listing",
     f"{_PACKAGE}.native.manifest": f"{_PACKAGE}.storage.manifest",
     f"from {_PACKAGE}.native.partition_files import decode_partition, merge_rows": (

@@ -222,7 +222,7 @@ def test_a_loss_of_power_does_not_bring_back_what_a_late_rank_has_removed(librar
         with directory.backend.create(ticket.data_file(0)) as file:
             file.write(b"torn")
         directory.backend.sync()
-        directory.discard_late(ticket, 0)
+        directory.discard_late(ticket, [0])
 
     library.run(work)
     assert_durable(library)
@@ -241,11 +241,11 @@ def test_a_loss_of_power_does_not_bring_back_a_message_of_a_save_that_is_over(li
 
         directory.sees = sees
         if what == "failure":
-            directory.write_failure(ticket, 0, b"failed")
+            directory.messages.write_failure(ticket, 0, b"failed")
         else:
-            directory.decide(ticket, 0, b"given up")
+            directory.messages.decide(ticket, 0, b"given up")
             directory.backend.sync()
-            directory.withdraw_decision(ticket, 0)
+            directory.messages.withdraw_decision(ticket, 0)
 
     library.run(work)
     assert_durable(library)

@@ -387,7 +387,7 @@ def test_a_repair_says_why_files_are_not_one_checkpoint(saved):
     bare = {path: data for path, data in saved.items() if path != manifest}
     mixed = renamed(bare, other)
     lone = {path: data for path, data in bare.items() if path != second}
-    twice = {**bare, second.replace(".safetensors", ".9.safetensors"): bare[second]}
+    twice = {**bare, "run/a/1_0.9.safetensors": bare[second]}
     cases: list[tuple[Tree, dict[str, Any], str]] = [
         (saved, {}, "there is a manifest"),
         (bare, {"unique_id": 7}, r"there are no data files of this id; got ids \[0\]"),

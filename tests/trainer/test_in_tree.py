@@ -18,6 +18,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.trainer import in_tree, is_in_tree_replaced, replace_in_tree, restore_in_tree
+from tests.saved import data_file
 
 NAMES = ("save_state_dict", "load_state_dict", "load_merged_state_dict")
 pytestmark = pytest.mark.skipif(not hasattr(dist, "load_merged_state_dict"), reason="Paddle before 3.2 has not all")
@@ -150,7 +151,7 @@ def test_what_is_saved_is_native_and_comes_back(tmp_path):
     assert {path.name for path in tmp_path.iterdir() if not path.name.startswith(".")} == {
         "0.manifest",
         PADDLE_METADATA,
-        "0_0.safetensors",
+        data_file(tmp_path),
     }
     target = zeros()
     assert dist.load_state_dict(target, str(tmp_path)) is None

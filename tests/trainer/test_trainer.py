@@ -20,6 +20,7 @@ from paddle_flexckpt.trainer import install, latest_checkpoint
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
 from paddle_flexckpt.trainer.restoring import _other_padding, _other_samples
 from tests.native.samples import flip
+from tests.saved import data_file
 from tests.trainer.matrix import differences, tensors
 from tests.trainer.models import Sequences, build
 
@@ -134,7 +135,8 @@ def test_a_fall_back_takes_the_trainer_state_of_the_older_checkpoint_too(tmp_pat
     _, run = whole
     Run(tmp_path, save_steps=2)
     (tmp_path / "checkpoint-6/flex_checkpoint/0.manifest").unlink()
-    data = tmp_path / "checkpoint-4/flex_checkpoint/0_0.safetensors"
+    directory = tmp_path / "checkpoint-4/flex_checkpoint"
+    data = directory / data_file(directory)
     flip(data, data.stat().st_size - 100)
     with pytest.raises(CorruptCheckpointError, match="damaged"):
         Run(tmp_path, resume=True, save_strategy="no")
@@ -171,7 +173,8 @@ def test_what_dead_saves_left_is_removed_and_what_lost_its_manifest_is_not(tmp_p
     Run(tmp_path, max_steps=4, save_steps=1)
     (tmp_path / "checkpoint-1/flex_checkpoint/0.manifest").unlink()
     (tmp_path / "checkpoint-2/flex_checkpoint/0.manifest").unlink()
-    (tmp_path / "checkpoint-2/flex_checkpoint/0.saving").touch()
+    (dead,) = (tmp_path / "checkpoint-2/flex_checkpoint").glob("0_0-*.safetensors")
+    dead.with_name(f"{dead.stem[2:]}.saving").touch()
     (tmp_path / "checkpoint-3/flex_checkpoint.removing").touch()
     assert latest_checkpoint(tmp_path) == str(tmp_path / "checkpoint-4")
     Run(tmp_path, resume=True, max_steps=5, save_steps=1, save_total_limit=5)
