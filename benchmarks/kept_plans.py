@@ -17,8 +17,8 @@ import paddle
 import paddle_flexckpt as fc
 from benchmarks.harness import arguments, finish, row, turns
 from paddle_flexckpt.engine.files import Files
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.shared_saves import SharedSave
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 
 
 def main(argv: list[str] | None = None) -> None:

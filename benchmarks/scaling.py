@@ -389,10 +389,10 @@ def measure_opening(case: tuple[int, int], where: Path, rows: int = 1_000_000) -
     from paddle_flexckpt.engine.options import LoadOptions
     from paddle_flexckpt.engine.targets import Memory, Targets
     from paddle_flexckpt.foreign.formats import open_to_save
-    from paddle_flexckpt.live.communicator import SoloCommunicator
     from paddle_flexckpt.live.direct_files import DirectFiles
     from paddle_flexckpt.media.local import LocalBackend
     from paddle_flexckpt.native.names import SaveNames
+    from paddle_flexckpt.ranks.communicator import SoloCommunicator
 
     shards, ranks = case
     manifest = manifest_of_rows(rows, shards)

@@ -26,7 +26,6 @@ from paddle_flexckpt.catalog import group_replicas
 from paddle_flexckpt.catalog.key_rows import decode_rows, encode_rows
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_heads
-from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.live.dealing import deal, encode_deals
 from paddle_flexckpt.live.partition_writers import encode_part
 from paddle_flexckpt.live.planners import Planners, RankSummary, planner_of
@@ -41,6 +40,7 @@ from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.shared_lines import SharedLines
 from paddle_flexckpt.planning.strategy import Strategy
 from paddle_flexckpt.planning.write_plan import lay_lines
+from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
 
 # What the coordinator is told of a partition.
 DESCRIPTION_BYTES = 52

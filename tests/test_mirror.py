@@ -26,6 +26,7 @@ NOT_YET = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {
     "media",
     "pages",
     "parallel",
+    "ranks",
     "run_state",
     "trainer",
 } | {""}

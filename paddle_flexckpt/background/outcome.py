@@ -18,12 +18,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from paddle_flexckpt.background.presence import DeathWatch
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, NotDurableError
 from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.save_directory import CleanUpError, SaveDirectory
+from paddle_flexckpt.ranks.presence import DeathWatch
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
 # The coordinator gives up at the timeout; the others see that a little later.

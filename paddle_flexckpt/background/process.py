@@ -15,12 +15,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from paddle_flexckpt.background.presence import address_of, open_presence
 from paddle_flexckpt.background.protocol import Channel
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.progress import Progress
+from paddle_flexckpt.ranks.presence import address_of, open_presence
 
 # Signals that end a job are not for the writer: it ends when it has written. Modules are found as multiprocessing's
 # processes find them: where the parent does, whatever the working directory has in it.

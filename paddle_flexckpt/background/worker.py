@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.background.outcome import SaveOutcome
-from paddle_flexckpt.background.presence import answer
 from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.background.waves import WaveReceiver
@@ -31,6 +30,7 @@ from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.media.retrying import is_unanswered
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.progress import Meter, Progress, ProgressCallback
+from paddle_flexckpt.ranks.presence import answer
 
 # ioprio_set has no function in libc; its number is the kernel's, by machine.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "s390x": 282, "loongarch64": 30, "riscv64": 30}

@@ -19,7 +19,7 @@ _BRIEF = {BRIEF_SAVE: "save_state_dict", BRIEF_LOAD: "load_state_dict", BRIEF_RU
 
 
 class Ranks(Protocol):
-    """Reach the ranks that take part in a call; :class:`~paddle_flexckpt.live.communicator.Communicator` does."""
+    """Reach the ranks that take part in a call; :class:`~paddle_flexckpt.ranks.communicator.Communicator` does."""
 
     ranks: tuple[int, ...]
     position: int

@@ -22,8 +22,8 @@ from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.mapping import tensor_infos
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.media.backend import Location, reading
+from paddle_flexckpt.ranks.communicator import Communicator
 
 # Names that a statement can have as they are.
 _NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)

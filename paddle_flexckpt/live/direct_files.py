@@ -26,11 +26,11 @@ from paddle_flexckpt.engine.names import MASTER_STATE, counted_names
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.source import Task
 from paddle_flexckpt.engine.targets import Targets
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.media.backend import Location, map_files
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.partition_files import merge_rows, read_partition, read_rows
 from paddle_flexckpt.native.partitions import partition_of
+from paddle_flexckpt.ranks.communicator import Communicator
 
 _MASTER = f".{MASTER_STATE}"
 

@@ -32,7 +32,6 @@ from paddle_flexckpt.engine.copies import Storage
 from paddle_flexckpt.engine.files import Files, reads_of
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.source import Source, Task
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.direct_files import DirectFiles
 from paddle_flexckpt.live.node_files import DamagedCopies, Found, find_nodes
 from paddle_flexckpt.live.peers import Peers, plan_rank
@@ -52,6 +51,7 @@ from paddle_flexckpt.planning.readers import (
     number_rounds,
     reads_of_rows,
 )
+from paddle_flexckpt.ranks.communicator import Communicator
 
 _MOST_KEYS = 5
 

@@ -16,13 +16,14 @@ from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import GROUP, SHARDS, UNUSED, StatementOptions, rule, takes
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.transfer import quiet_loads
-from paddle_flexckpt.live.communicator import Communicator, communicator_for
+from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.merged import check_axes
 from paddle_flexckpt.live.peers import ReshardOptions
 from paddle_flexckpt.live.replica_digests import DIGEST, Digests
 from paddle_flexckpt.live.resharder import GatheredState
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.planning.comparison import Lines
+from paddle_flexckpt.ranks.communicator import Communicator
 
 _CONTEXT = "cannot give whole tensors"
 _OWN = "each rank asks for its own tensors"

@@ -15,11 +15,11 @@ from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.copies import AnyStorage
 from paddle_flexckpt.engine.targets import Targets
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.owned_pieces import OwnedPieces, find_owned_pieces
 from paddle_flexckpt.live.peers import ReshardOptions
 from paddle_flexckpt.live.resharder import GatheredState
+from paddle_flexckpt.ranks.communicator import Communicator
 
 
 class ModelState(Protocol):

@@ -15,7 +15,7 @@ from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, CommMethod, LoadOptions, takes
 from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.foreign.formats import shown
-from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.live.communicator import communicator_for, plans_of
 from paddle_flexckpt.live.dequant_transforms import with_statements
 from paddle_flexckpt.live.file_peers import FilePeers, source_of
 from paddle_flexckpt.live.node_files import DamagedCopies, find_damaged_copies
@@ -100,7 +100,7 @@ def load_state_dict(
     while True:
         source = source_of(comm, path, asked, "load_state_dict", context, damaged)
         try:
-            return Transfer(comm, source, describe, asked, "load_state_dict", context, begin, comm.kept).run()
+            return Transfer(comm, source, describe, asked, "load_state_dict", context, begin, plans_of(comm)).run()
         except (CorruptCheckpointError, UnreadableCheckpointError):
             # Every rank has the same error. Where another node has a whole copy, the next try reads that.
             files = source.files if isinstance(source, FilePeers) else source

@@ -31,13 +31,14 @@ from paddle_flexckpt.engine.tensor_files import PREFIX
 from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.engine.whole_tensors import CHOSEN
 from paddle_flexckpt.foreign.formats import shown
-from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator, communicator_for
+from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.owned_pieces import OwnedPieces, no_pieces
 from paddle_flexckpt.live.publishing import ModelOptions, Publication
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.tensor_memory import empty_on_host
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.observers import observed
+from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.report import PublishReport
 
 logger = logging.getLogger("paddle_flexckpt")

@@ -23,11 +23,11 @@ from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.kept_plans import in_full
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, number_of
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.names import save_of
+from paddle_flexckpt.ranks.communicator import Communicator
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -23,7 +23,7 @@ from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.copies import CHUNK_BYTES
 from paddle_flexckpt.engine.kept_plans import in_full
-from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.communicator import open_transport
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.save_plan import Share, Written
 from paddle_flexckpt.live.transport import Transport
@@ -31,6 +31,7 @@ from paddle_flexckpt.media.backend import Backend, Lock, write_file
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.ranks.communicator import Communicator
 
 logger = logging.getLogger("paddle_flexckpt")
 # By which ranks find out whether they see the same directory.
@@ -91,7 +92,7 @@ class NodeSave:
             self.directory.mark_save(self.names, self.comm.size, len(self.nodes))
         if copies == 1:
             return self.names, b""
-        self._transport = self.comm.open_transport()
+        self._transport = open_transport(self.comm)
         return self.names, self._transport.address()
 
     def agree(self, names: SaveNames, places: Sequence[bytes], messages: Sequence[bytes]) -> None:

@@ -16,12 +16,12 @@ import numpy as np
 from paddle_flexckpt.catalog import CheckpointError, Problem, ValidationError
 from paddle_flexckpt.catalog.key_rows import decode_rows, encode_rows
 from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.media.backend import map_files
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.partitions import Partition, partition_of
 from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.ranks.communicator import Communicator
 
 # Number, digest (upper half, lower half), bytes, rows, keys, bytes of data.
 _DESCRIPTION = struct.Struct("<IQQ4q")

@@ -23,7 +23,7 @@ from paddle_flexckpt.engine.copies import AnyStorage, Storage, copy_pieces
 from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import TransferOptions, rule
 from paddle_flexckpt.engine.source import Source, Task
-from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.live.communicator import device_group, open_transport
 from paddle_flexckpt.live.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.live.device_memory import devices_of, has_views, wait_for_devices
 from paddle_flexckpt.live.replica_digests import Digests
@@ -37,6 +37,7 @@ from paddle_flexckpt.live.transport import Transport
 from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
 from paddle_flexckpt.planning.comparison import Comparison, compare_whole
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
+from paddle_flexckpt.ranks.communicator import Communicator
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Peers(Source):
 
     @functools.cached_property
     def _transport(self) -> Transport:
-        transport = self._comm.open_transport()
+        transport = open_transport(self._comm)
         self.closing.callback(transport.close)
         return transport
 
@@ -126,7 +127,7 @@ class Peers(Source):
         refuse_shared_memory(self.catalog, self.owned, task.resolution.targets, _names_in_place(task))
         dtypes = [*self.catalog.dtypes, *task.resolution.targets.catalog.dtypes]
         # Whether this rank can exchange between devices, and whether it has a tensor on one.
-        usable = self._comm.device_group is not None and not self._offload and has_views(dtypes)
+        usable = device_group(self._comm) is not None and not self._offload and has_views(dtypes)
         use = bytes([usable, bool(self._devices)])
         return (*self.describe_replicas(), self._address, encode_catalog(task.plan.in_order), use)
 
@@ -144,7 +145,7 @@ class Peers(Source):
             self._plan = self.plan_own(targets, task)
             if self._plan is None or not _on_devices(use):
                 return None, b""
-            exchange = DeviceExchange(self._comm.device_group, self._plan, self.rows)
+            exchange = DeviceExchange(device_group(self._comm), self._plan, self.rows)
             return exchange, exchange.sent
 
         self._addresses = list(addresses)

@@ -22,7 +22,6 @@ from paddle_flexckpt.catalog import Catalog, ReplicaGroups
 from paddle_flexckpt.catalog.findings import Finding, Layout, inspect, raise_findings
 from paddle_flexckpt.catalog.key_rows import KeyRows, decode_rows, encode_rows, rows_of
 from paddle_flexckpt.catalog.wire import join, join_by_position, split, split_by_position
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.dealing import Deal, deal, encode_deals, gather_deals, lines_of, written_by
 from paddle_flexckpt.live.replicas import Replicas
 from paddle_flexckpt.live.save_plan import SavePlan
@@ -31,6 +30,7 @@ from paddle_flexckpt.planning.comparison import Comparison
 from paddle_flexckpt.planning.holder_sets import share_out
 from paddle_flexckpt.planning.shared_lines import SPREAD_ROWS, SharedLines
 from paddle_flexckpt.planning.write_plan import Items, every_replica, lay_lines, lay_out
+from paddle_flexckpt.ranks.communicator import Communicator
 
 logger = logging.getLogger("paddle_flexckpt")
 

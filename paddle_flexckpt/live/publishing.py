@@ -30,13 +30,14 @@ from paddle_flexckpt.engine.tensor_files import OutputDirectory, choose_tensors,
 from paddle_flexckpt.engine.transfer import quiet_loads
 from paddle_flexckpt.engine.whole_tensors import WholeTensors
 from paddle_flexckpt.foreign.formats import open_destination, shown
-from paddle_flexckpt.live.communicator import Communicator, communicator_for
+from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.live_model import LiveModel, ModelState
 from paddle_flexckpt.live.model_files import ModelFiles
 from paddle_flexckpt.live.owned_pieces import number_machines
 from paddle_flexckpt.live.peers import ReshardOptions
 from paddle_flexckpt.media.backend import Location, exists, place_of
 from paddle_flexckpt.observers import observed
+from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import PublishReport
 
 CONFIG_FILE = "config.json"

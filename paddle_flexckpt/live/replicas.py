@@ -18,12 +18,12 @@ import ml_dtypes
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, dtype_of
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.replica_digests import DIGEST, Digests
 from paddle_flexckpt.live.save_options import CLOSE, EQUAL, FIRST
 from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.planning.comparison import Comparison, compare_samples, compare_whole, compare_written
 from paddle_flexckpt.planning.write_plan import Items
+from paddle_flexckpt.ranks.communicator import Communicator
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -19,7 +19,7 @@ from paddle_flexckpt.engine.agreement import BRIEF_RUN, check_calls, check_coord
 from paddle_flexckpt.engine.options import GROUP, SHARDS, UNUSED, takes
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.transfer import Transfer
-from paddle_flexckpt.live.communicator import Communicator, communicator_for
+from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.peers import MemoryPeers, ReshardOptions
 from paddle_flexckpt.live.sources import CheckedSources, check_sources
 from paddle_flexckpt.live.state import LocalState, layout_of, open_state
@@ -27,6 +27,7 @@ from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.virtual_files import gather_virtual_files, owned_tensors
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.overlaps import finish_steps
+from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 
 # A plan's number: bytes that one rank draws.

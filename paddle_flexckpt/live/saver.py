@@ -35,7 +35,7 @@ from paddle_flexckpt.engine.agreement import BRIEF_SAVE, check_coordinator, chec
 from paddle_flexckpt.engine.kept_plans import brief, fingerprint, recall
 from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, takes
 from paddle_flexckpt.foreign.formats import open_to_save, shown
-from paddle_flexckpt.live.communicator import Communicator, communicator_for
+from paddle_flexckpt.live.communicator import communicator_for, plans_of
 from paddle_flexckpt.live.dealing import Deal, encode_deals, gather_deals, lines_of
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.node_saves import NodeSave, meet_nodes
@@ -60,6 +60,7 @@ from paddle_flexckpt.media.backend import Location, place_of
 from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.observers import observed
+from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -192,7 +193,7 @@ class Save:
             try:
                 # All tell the options and, in brief where they have kept a plan, what they have: one collective, and
                 # one more where directories are not known to be the same.
-                plan, answers = recall(comm, comm.kept, self, context)
+                plan, answers = recall(comm, plans_of(comm), self, context)
                 said = self.agree(plan, answers)
             except LostRankError:
                 self._undo.pop_all()  # others may be writing already: the next save needs the marker
@@ -229,7 +230,7 @@ class Save:
         replicas = self._replicas(plan.shards, plan.groups, plan.first_row)
         differing, plan, told = self._compare(plan, replicas, digests, parts, rows)
         if plan.origin:
-            comm.kept.keep(self._own, plan)
+            plans_of(comm).keep(self._own, plan)
         report = SaveReport(
             path=destination.directory.path,
             unique_id=destination.names.unique_id,

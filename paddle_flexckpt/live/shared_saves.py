@@ -15,8 +15,6 @@ import numpy as np
 from paddle_flexckpt.background import SaveHandle, SaveSlot, WriteJob, announce_failure
 from paddle_flexckpt.background.staging import LockPages
 from paddle_flexckpt.catalog import LostRankError, ValidationError
-from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.lost_ranks import own_presence
 from paddle_flexckpt.live.page_lock import lock_pages
 from paddle_flexckpt.live.partition_writers import PartitionWriter
 from paddle_flexckpt.live.save_options import SaveOptions
@@ -27,6 +25,8 @@ from paddle_flexckpt.native.checksums import Checksums, hash_block
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.ranks.lost_ranks import own_presence
 from paddle_flexckpt.report import SaveReport
 
 # Where files are reached by requests, a part that is a file costs three that wait for each other. Up to about so many

@@ -26,9 +26,9 @@ from paddle_flexckpt.catalog.validate import Coverage, row_boxes
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.copies import pack_copy
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.state import open_state
 from paddle_flexckpt.live.tensors import open_storage
+from paddle_flexckpt.ranks.communicator import Communicator
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,7 +38,6 @@ from paddle_flexckpt.engine.options import FileOptions, LoadOptions
 from paddle_flexckpt.engine.source import Task
 from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.engine.whole_tensors import CHOSEN
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.merged import empty_tensors
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.tensor_memory import device_of, dtype_name, empty_on_host, host_memory, is_contiguous
@@ -48,6 +47,7 @@ from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.planning import ReadPlan
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 
 # Fused parameters are read turn by turn from several tensors, which have to be kept meanwhile.
 KEPT_BYTES = 1 << 30

@@ -20,12 +20,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
 import numpy as np
 
-from paddle_flexckpt.background.presence import own_host
 from paddle_flexckpt.catalog.errors import StoppedExchangeError
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.live.lost_ranks import CONNECT_SECONDS
-from paddle_flexckpt.live.meeting import GREETING_SECONDS, HELLO
 from paddle_flexckpt.live.shared_stream import SharedReceiver, SharedSender, receive_exactly
+from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS
+from paddle_flexckpt.ranks.meeting import GREETING_SECONDS, HELLO
+from paddle_flexckpt.ranks.presence import own_host
 
 # A peer that sends nothing for so long has died or hangs.
 STALL_SECONDS = 600.0

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, NotDurableError
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.sliced_saves import SlicedSave
+from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")

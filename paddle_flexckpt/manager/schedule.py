@@ -17,9 +17,9 @@ from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.agreement import check_same
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.manager.contents import check_step
 from paddle_flexckpt.manager.policies import SavePolicy
+from paddle_flexckpt.ranks.communicator import Communicator
 
 _LIBC = ctypes.CDLL(None)
 # Room for a struct sigaction or a sigset_t of any C library; what is in it is the library's own business.

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog.errors import StoppedExchangeError
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.live.transport import Streams, Transport
+from paddle_flexckpt.ranks.communicator import Communicator
 
 # A simulated rank that waits for so long waits for one that has gone another way.
 PATIENCE_SECONDS = 60.0

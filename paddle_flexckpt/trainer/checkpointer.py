@@ -28,11 +28,12 @@ from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.transfer import quiet_loads
-from paddle_flexckpt.live.communicator import Communicator, communicator_for
+from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.sources import check_state
 from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.parallel.state_creation import no_new_states
+from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.trainer.arguments import TrainerOptions, library_of, options_of

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from paddle_flexckpt.background import outcome, presence
+from paddle_flexckpt.background import outcome
 from paddle_flexckpt.background.outcome import SaveOutcome
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, NotDurableError, ValidationError
@@ -22,6 +22,7 @@ from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.names import SaveNames, token_after
 from paddle_flexckpt.native.save_directory import CleanUpError
+from paddle_flexckpt.ranks import presence
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, Watch, kill, limit_file_size, load_shards, shards, stopped
 from tests.background.test_worker import job_of

@@ -13,8 +13,8 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.ranks.communicator import Communicator
 from tests.crash.file_system import Call, Fault, FileSystem
 from tests.crash.job import Interrupted, Job, Stopped
 from tests.crash.scenario import Scenario, State, paddle_reads, read_version, run

@@ -6,8 +6,8 @@ import itertools
 import os
 from collections.abc import Sequence
 
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
+from paddle_flexckpt.ranks.communicator import Communicator
 from tests.crash.background import InlineWriter
 from tests.crash.job import JobCommunicator
 from tests.crash.scenario import Scenario, State, Step, run, shards

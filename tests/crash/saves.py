@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 
 import paddle_flexckpt.engine.verification as verification
-from paddle_flexckpt.live.communicator import Communicator
 from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.ranks.communicator import Communicator
 from tests.crash.scenario import DIRECTORY, Scenario, State, Step, save, saved
 
 

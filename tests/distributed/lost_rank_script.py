@@ -11,8 +11,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live import communicator
-from paddle_flexckpt.live.host_channel import HostChannel
-from paddle_flexckpt.live.lost_ranks import default_store
+from paddle_flexckpt.ranks.host_channel import HostChannel
 
 directory, transport, victim, point = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 if point == "before the first call":
@@ -49,10 +48,10 @@ if point == "while it reads for others":
 if point != "before the first call":
     fc.save_state_dict(state(1), directory, unique_id=0)
 elif rank == victim:
-    default_store().get("all are connected")  # waits
+    communicator.default_store().get("all are connected")  # waits
     os.kill(os.getpid(), signal.SIGKILL)
 else:
-    default_store().set("all are connected", "")
+    communicator.default_store().set("all are connected", "")
 if rank == victim and point == "in the middle of a collective":
     # The others but rank 0 get its part of the collective after it has written, and go on to the next one.
     from paddle_flexckpt.testing.cpu_world import Mesh

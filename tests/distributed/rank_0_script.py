@@ -12,7 +12,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.live import communicator
-from paddle_flexckpt.live.host_channel import HostChannel
+from paddle_flexckpt.ranks.host_channel import HostChannel
 
 dist.init_parallel_env()
 rank, directory = dist.get_rank(), sys.argv[1]

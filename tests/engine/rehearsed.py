@@ -12,9 +12,9 @@ from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.targets import Memory, Targets
 from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.planning import plan_write
 from paddle_flexckpt.planning.layouts import Layout
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
 
 

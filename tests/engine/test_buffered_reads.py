@@ -21,10 +21,10 @@ from paddle_flexckpt.engine.filling import Filling
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.plan import plan_fill
 from paddle_flexckpt.engine.transfer import Transfer
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import Pieces, ShardMatcher
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from tests.engine.held import targets_of
 from tests.engine.samples import save
 from tests.native.samples import flip, whole

@@ -16,10 +16,10 @@ from paddle_flexckpt.engine.files import Files, plan_reads, read_pieces, reads_o
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.plan import plan_fill
 from paddle_flexckpt.engine.transfer import Transfer
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.planning import ShardMatcher
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from tests.engine.held import targets_of
 from tests.engine.samples import save
 from tests.native.samples import flip, whole

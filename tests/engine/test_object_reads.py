@@ -10,10 +10,10 @@ pytest.importorskip("s3fs")
 from paddle_flexckpt.engine import object_reads
 from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.engine.save_rehearsal import rehearse_save
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.remote import PART_BYTES, count_sends
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.engine.rehearsed import save, state_of
 from tests.engine.test_rehearsal import layout

@@ -14,13 +14,13 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine import save_rehearsal
 from paddle_flexckpt.engine.save_rehearsal import rehearse_save
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.local import LocalOutputFile
 from paddle_flexckpt.native import checksums
 from paddle_flexckpt.native import data_file as data_file_module
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.engine.rehearsed import state_of
 from tests.engine.test_rehearsal import layout

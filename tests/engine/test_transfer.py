@@ -19,7 +19,7 @@ from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.source import Source
 from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
-from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.engine.held import Shelf, targets_of

@@ -19,7 +19,7 @@ if not sys.argv[2].startswith("manager"):
     sys.modules["paddle"] = None  # type: ignore[assignment]
 
 from paddle_flexckpt.background import BackgroundWriter
-from paddle_flexckpt.live.communicator import Communicator
+from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.crash import background, managed
 from tests.crash.scenarios import find

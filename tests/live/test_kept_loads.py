@@ -17,11 +17,12 @@ from paddle_flexckpt.engine import transfer
 from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.kept_plans import KeptPlans
 from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.live.communicator import KEPT, plans_of
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.targets import describe_targets
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.live.test_kept_plans import LAYOUTS, MOVED, VALUES, barrier, build, no_rule_of_a_state, sent_by
@@ -160,12 +161,12 @@ def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_load(resolve
     found = int("storage" in base)  # in one collective more, which files there are
 
     def job(comm, path):
-        sizes, kept, reused = sent_by(comm), comm.kept, []
+        sizes, kept, reused = sent_by(comm), plans_of(comm), []
         changes_here = who == "all" or comm.position == size - 1
 
         def loaded(number, change, plans):
             """What comes of a load with the plans there are, its messages' sizes and how often it is resolved."""
-            comm.kept, state, options = plans, build(comm.position, size, number), base
+            KEPT[comm], state, options = plans, build(comm.position, size, number), base
             if changes_here and callable(change):
                 change(state, comm.position, size)
             elif changes_here:
@@ -219,10 +220,10 @@ def test_one_short_message_takes_the_place_of_gathering_and_planning(resolved, o
             outcome = outcome_of(state, path, comm, unique_id=seed, **options)
             found.append(([*sizes], outcome))
             barrier(comm)
-            comm.kept, kept = KeptPlans(), comm.kept
+            KEPT[comm], kept = KeptPlans(), plans_of(comm)
             again = build(comm.position, comm.size, 19 + seed)
             assert outcome_of(again, path, comm, unique_id=seed, **options) == outcome
-            comm.kept = kept
+            KEPT[comm] = kept
         return found
 
     for size in (1, 2, 4):
@@ -254,12 +255,12 @@ def test_ranks_that_read_for_each_other_tell_where_they_are_and_move_data(resolv
             report = load_state_dict(state, path_of(path, comm, options), comm, **options)
             counts.append([*sizes])
             moved.append((report.bytes_read, report.bytes_received, report.bytes_sent, report.comm_method))
-            comm.kept, kept = KeptPlans(), comm.kept
+            KEPT[comm], kept = KeptPlans(), plans_of(comm)
             again = build(comm.position, size, 19 + seed)
             assert outcome_of(again, path_of(path, comm, options), comm, **options)[1] == [
                 getattr(value, "local_tensor", value).tobytes() for value in state.values()
             ]
-            comm.kept = kept
+            KEPT[comm] = kept
         assert len({*moved}) == 1
         return counts, moved[0]
 
@@ -374,10 +375,10 @@ def test_a_checkpoint_of_another_structure_is_planned_anew(resolved, change, opt
             before = resolved.count(comm.rank)
             outcome = outcome_of(build(comm.position, 2, 9), path, comm, unique_id=unique_id, **options)
             count = resolved.count(comm.rank) - before
-            comm.kept, kept = KeptPlans(), comm.kept
+            KEPT[comm], kept = KeptPlans(), plans_of(comm)
             first = outcome_of(build(comm.position, 2, 9), path, comm, unique_id=unique_id, **options)
             assert outcome == first
-            comm.kept = kept
+            KEPT[comm] = kept
             outcomes.append((outcome[0] if isinstance(outcome[0], type) else None, count))
             barrier(comm)
         return outcomes
@@ -409,8 +410,8 @@ def test_a_damaged_file_is_told_as_in_a_first_load():
         barrier(comm)
         before = [getattr(value, "local_tensor", value).tobytes() for value in state.values()]
         outcomes = []
-        for plans in (comm.kept, KeptPlans()):
-            comm.kept = plans
+        for plans in (plans_of(comm), KeptPlans()):
+            KEPT[comm] = plans
             with pytest.raises(CorruptCheckpointError) as caught:
                 load_state_dict(state, path, comm)
             outcomes.append(str(caught.value))
@@ -482,7 +483,7 @@ def test_the_bytes_of_a_kept_load_are_those_of_its_columns(tmp_path, monkeypatch
     comm, kept = SoloCommunicator(), []
     state = {f"layer.{number}": np.zeros(2) for number in range(1000)}
     save_state_dict(state, tmp_path, comm)
-    monkeypatch.setattr(comm.kept, "keep", lambda *arguments: kept.append(arguments))
+    monkeypatch.setattr(plans_of(comm), "keep", lambda *arguments: kept.append(arguments))
     for options in ({}, {"aoa_config": {"aoa_statements": [f"layer.{i} -> layer.{i}, scale=2.0" for i in range(9)]}}):
         load_state_dict(state, tmp_path, comm, **options)
     sizes = [plan.nbytes for _, plan in kept]
@@ -499,7 +500,14 @@ def test_a_tensor_more_costs_a_few_calls(tmp_path):
         load_state_dict(state, tmp_path / f"{count}", comm)
         files = Files(tmp_path / f"{count}", LoadOptions())
         load = transfer.Transfer(
-            comm, files, lambda: describe_targets(state, 0), LoadOptions(), "load_state_dict", "", None, comm.kept
+            comm,
+            files,
+            lambda: describe_targets(state, 0),
+            LoadOptions(),
+            "load_state_dict",
+            "",
+            None,
+            plans_of(comm),
         )
 
         def profile(frame, event, argument):

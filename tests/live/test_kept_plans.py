@@ -23,10 +23,11 @@ from paddle_flexckpt.catalog.errors import CheckpointError
 from paddle_flexckpt.engine import kept_plans
 from paddle_flexckpt.engine.kept_plans import KeptPlans
 from paddle_flexckpt.live import planners, saver
-from paddle_flexckpt.live.communicator import SoloCommunicator, communicator_for
+from paddle_flexckpt.live.communicator import KEPT, communicator_for, plans_of
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
@@ -357,12 +358,12 @@ def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_save(one_tok
     random.Random(f"{seed} {size} {who}").shuffle(changes)
 
     def job(comm, path):
-        sizes, kept, reused = sent_by(comm), comm.kept, []
+        sizes, kept, reused = sent_by(comm), plans_of(comm), []
         changes_here = who == "all" or comm.position == size - 1
 
         def saved(number, change, plans) -> tuple[object, object, list[int]]:
             """What comes of a save with the plans there are, its files, its messages' sizes and how often it plans."""
-            comm.kept, state, options = plans, build(comm.position, size, number), {}
+            KEPT[comm], state, options = plans, build(comm.position, size, number), {}
             if changes_here and callable(change):
                 change(state, comm.position, size)
             elif changes_here:
@@ -457,9 +458,9 @@ def test_ranks_that_were_told_of_different_layouts_do_not_mix_their_plans(one_to
             if comm.rank == 1 and name == "b":
                 state["w"].replicas = "first"
             save_state_dict(state, path / "kept", comm, unique_id=version)
-            comm.kept, kept = KeptPlans(), comm.kept
+            KEPT[comm], kept = KeptPlans(), plans_of(comm)
             save_state_dict(state, path / "first", comm, unique_id=version)
-            comm.kept = kept
+            KEPT[comm] = kept
             barrier(comm)
         return files_of(path / "kept") == files_of(path / "first")
 
@@ -474,7 +475,7 @@ def test_other_ranks_and_groups_have_plans_of_their_own(planned):
     plans = [KeptPlans() for _ in range(4)]
 
     def job(comm, path):
-        comm.kept = plans[comm.position]
+        KEPT[comm] = plans[comm.position]
         return [key for key in save_state_dict(build(0, 1), path, comm).replicas]
 
     with memory_directory() as directory:
@@ -545,7 +546,7 @@ def test_tensors_are_not_kept_alive(tmp_path):
 
 def test_calls_of_one_process_share_their_plans(tmp_path, planned):
     kinds = (None, "self", None)
-    plans = {id(communicator_for(kind).kept) for kind in kinds}
+    plans = {id(plans_of(communicator_for(kind))) for kind in kinds}
     assert len(plans) == 1
     for kind in kinds:
         save_state_dict({"alone": np.arange(5.0), "here": np.zeros(2)}, tmp_path, kind)
@@ -573,7 +574,7 @@ def test_the_plans_that_are_kept_are_few_and_small():
 
 def test_the_bytes_of_a_kept_plan_are_those_of_its_columns(monkeypatch):
     comm, kept = SoloCommunicator(), []
-    monkeypatch.setattr(comm.kept, "keep", lambda *arguments: kept.append(arguments))
+    monkeypatch.setattr(plans_of(comm), "keep", lambda *arguments: kept.append(arguments))
     state = {f"layer.{number}": np.zeros(2) for number in range(1000)}
     with memory_directory() as directory:
         save_state_dict(state, directory, comm)

@@ -11,10 +11,10 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.engine.conversion import convert_checkpoint
 from paddle_flexckpt.engine.verification import repair_manifest
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live.communicator import SoloCommunicator
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import MasterSlice
 
 paddle = pytest.importorskip("paddle")

@@ -14,12 +14,12 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine import names as engine_names
 from paddle_flexckpt.engine.names import ACCUMULATORS
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.state import flatten_state_dict
 from paddle_flexckpt.live.statements import plain_state_statements
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld

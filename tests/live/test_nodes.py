@@ -16,7 +16,6 @@ from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live import loader as loader_module
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.file_peers import source_of
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
@@ -27,6 +26,7 @@ from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import shards
 from tests.live.test_fused_degrees import layout

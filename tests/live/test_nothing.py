@@ -8,10 +8,10 @@ import pytest
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.conversion import convert_checkpoint
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.publishing import publish
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
 from tests.remedies.following import provoked

@@ -9,9 +9,9 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.aoa.model_rules import model_rules
 from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.engine.conversion import convert_checkpoint
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager.policies import KeepEvery, KeepInterval, KeepLatest, SaveEvery, SaveInterval
 from paddle_flexckpt.media.opening import open_storage
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.run_state.extra_state import collect_extra_state, load_extra_state, restore_extra_state
 
 STATE = {"w": np.arange(6, dtype=np.float32)}

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.merged import load_merged_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
 from paddle_flexckpt.media.local import LocalBackend, LocalOutputFile
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.run_state import load_extra_state
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.saved import short

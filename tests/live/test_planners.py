@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.live import planners
-from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.host_channel import HostChannel
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.ranks.host_channel import HostChannel
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.live.test_host_channel import Ranks, Store
 from tests.property import examples
 from tests.property.layouts import Pick
 from tests.property.test_whole_system import Oracle, check_load, random_layout, random_state, weights
 from tests.ramdisk import memory_directory
+from tests.ranks.test_host_channel import Ranks, Store
 
 # Agree; rows to planners, lines to their owners, and back; items; write; what was compared; commit.
 COLLECTIVES = 8

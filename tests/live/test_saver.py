@@ -19,10 +19,10 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live import saver
 from paddle_flexckpt.live import state as live_state
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.shared_saves import SharedSave
 from paddle_flexckpt.media.remote import FsspecBackend
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from tests.native.samples import items_of, whole
 from tests.ramdisk import memory_directory

@@ -15,9 +15,9 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Val
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live import transforms
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.documents import code_block

@@ -13,7 +13,7 @@ import pytest
 @pytest.fixture(scope="module")
 def writer(tmp_path_factory):
     fc = pytest.importorskip("paddle_flexckpt")
-    from paddle_flexckpt.live.communicator import SoloCommunicator
+    from paddle_flexckpt.ranks.communicator import SoloCommunicator
 
     with fc.BackgroundWriter(nice=0) as made:
         # Its process is there from now on.

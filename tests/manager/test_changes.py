@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("paddle")
 
+
 import paddle_flexckpt as fc
 import paddle_flexckpt.manager.manager as manager_module
 import paddle_flexckpt.manager.restore as restore_module
@@ -21,10 +22,10 @@ import paddle_flexckpt.manager.steps as steps_module
 from paddle_flexckpt.catalog import CheckpointError, NotDurableError, ValidationError
 from paddle_flexckpt.engine import verification
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepBest, KeepLatest
 from paddle_flexckpt.manager import contents as contents_module
 from paddle_flexckpt.manager.pending import PendingSteps
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.manager.samples import (
     data_of,

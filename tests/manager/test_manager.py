@@ -12,9 +12,9 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepBest, KeepLatest, KeepPolicy, SaveEvery, SaveInterval, SavePolicy
 from paddle_flexckpt.media.opening import open_storage
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from tests.manager.samples import (
     DAMAGES,
     directory_of,

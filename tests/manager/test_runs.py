@@ -15,9 +15,9 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.engine.step_record import StepRecord
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.manager.steps import StepDirectories
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import shards
 from tests.manager.samples import data_of, directory_of, empty, manager_of, restore, save, tree, values, version_of

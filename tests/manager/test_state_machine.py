@@ -29,7 +29,6 @@ from hypothesis.stateful import (
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import contents as contents_module
 from paddle_flexckpt.manager.policies import (
     KeepBest,
@@ -42,6 +41,7 @@ from paddle_flexckpt.manager.policies import (
 )
 from paddle_flexckpt.manager.steps import StepDirectories
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from tests.manager.samples import directory_of, empty, values
 from tests.media.faults import FaultyFiles
 from tests.native.samples import flip

@@ -15,13 +15,13 @@ pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
 from paddle_flexckpt.manager import contents as contents_module
 from paddle_flexckpt.manager.steps import StepDirectories
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.names import token_after
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from tests.manager.samples import (
     damage_manifest,
     data_of,

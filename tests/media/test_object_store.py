@@ -14,13 +14,13 @@ from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.live import shared_saves
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media import remote, retrying
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.media.read_ahead import LONGEST_REQUEST, ReadAhead
 from paddle_flexckpt.media.remote_files import RemoteOutputFile
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.native import two_ranks

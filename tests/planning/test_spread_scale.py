@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks import spread_scale
-from paddle_flexckpt.live.host_channel import HostChannel
 from paddle_flexckpt.planning.strategy import Strategy
+from paddle_flexckpt.ranks.host_channel import HostChannel
 
 
 def test_the_busiest_rank_of_a_small_job():

@@ -215,7 +215,7 @@ MISTAKES = {
         Mistake(
             "one-rank-trusted",
             "ranks go on when the coordinator's step went well",
-            {"live.communicator:_raise_failures": wrong.coordinators_outcome},
+            {"ranks.communicator:_raise_failures": wrong.coordinators_outcome},
         ),
         Mistake(
             "followers-do-not-wait",
@@ -306,7 +306,7 @@ MISTAKES = {
         Mistake(
             "neighbour-blamed",
             "a lost exchange is blamed on the rank at the other end of the connection",
-            {"live.lost_ranks:find_missing_ranks": wrong.neighbour_is_blamed},
+            {"ranks.lost_ranks:find_missing_ranks": wrong.neighbour_is_blamed},
         ),
         Mistake(
             "rank-stops-alone",

@@ -23,10 +23,10 @@ _PACKAGE = "paddle_flexckpt"
 _HERE = f"{_PACKAGE}.testing.simulation"
 # Modules that the simulated ranks bring along.
 _BROUGHT = (
-    "live/host_channel.py",
-    "live/meeting.py",
-    "live/lost_ranks.py",
-    "background/presence.py",
+    "ranks/host_channel.py",
+    "ranks/meeting.py",
+    "ranks/lost_ranks.py",
+    "ranks/presence.py",
     "forks.py",
     "undo.py",
 )
@@ -34,7 +34,7 @@ _ROOMS = ("background", "catalog", "execution", "manager", "planning", "runtime"
 # What was elsewhere then, or was not yet.
 _MOVED = {
     **{f"{_PACKAGE}.{name[:-3].replace('/', '.')}": f"{_HERE}.own_{Path(name).stem}" for name in _BROUGHT},
-    f"from {_PACKAGE}.live import lost_ranks": f"from {_HERE} import own_lost_ranks as lost_ranks",
+    f"from {_PACKAGE}.ranks import lost_ranks": f"from {_HERE} import own_lost_ranks as lost_ranks",
     f"from {_PACKAGE}.foreign.paddle_metadata import PADDLE_METADATA": 'PADDLE_METADATA = "0.metadata"',
     f"from {_PACKAGE}.engine.step_record import RECORD, StepRecord": (
         f"from {_PACKAGE}.manager.contents import RECORD, decode_record\n"
@@ -42,7 +42,7 @@ _MOVED = {
     ),
     f"{_PACKAGE}.media.opening": f"{_PACKAGE}.storage",
     f"{_PACKAGE}.media.lease": f"{_PACKAGE}.storage.lease",
-    f"{_PACKAGE}.live.communicator": f"{_PACKAGE}.runtime.communicator",
+    f"{_PACKAGE}.ranks.communicator": f"{_PACKAGE}.runtime.communicator",
     f"{_PACKAGE}.live.loader": f"{_PACKAGE}.runtime.loader",
     # Saves of several jobs or with readers alone need these, and files had other names.
     f"from {_PACKAGE}.native.names import save_of": "def save_of(name):\n    return None",
@@ -102,7 +102,7 @@ def bring(tree: Path) -> None:
             text = re.sub(r"SINGLE = \(.*?\)\n", f"SINGLE = {('report', *brought)}\n", text)
             # Processes had less of their own.
             text = re.sub(r'        \("(background|observers).*\n', "", text)
-            text = text.replace('("live.lost_ranks"', '("testing.simulation.own_lost_ranks"')
+            text = text.replace('("ranks.lost_ranks"', '("testing.simulation.own_lost_ranks"')
             text = text.replace(f"    from {_PACKAGE}.background import writer\n", "")
         path.write_text(text, encoding="utf-8")
 

@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.testing.simulation.habits import sizes_for
 from paddle_flexckpt.testing.simulation.tasks import Process
 from paddle_flexckpt.testing.simulation.training import (

@@ -19,8 +19,8 @@ from paddle_flexckpt.background.worker import lower_priority
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live import shared_saves
-from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.testing.simulation import training
 from paddle_flexckpt.testing.simulation.network import End
 from paddle_flexckpt.testing.simulation.tasks import Process

@@ -26,7 +26,6 @@ from paddle_flexckpt.catalog import (
     ValidationError,
 )
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.live.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager import (
     CheckpointManager,
@@ -38,6 +37,7 @@ from paddle_flexckpt.manager import (
     SaveInterval,
 )
 from paddle_flexckpt.parallel import uninstall
+from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.testing.simulation.training import versions_in
 from paddle_flexckpt.testing.simulation.trees import fill, tree_of
 from tests.saved import data_file

@@ -90,7 +90,8 @@ def used(nodes: list[ast.expr]) -> set[str]:
 
 
 def test_what_a_process_has_for_itself_is_replaced_wherever_it_was_imported() -> None:
-    from paddle_flexckpt.live import lost_ranks, shared_saves
+    from paddle_flexckpt.live import shared_saves
+    from paddle_flexckpt.ranks import lost_ranks
 
     scheduler, before = Scheduler(0), lost_ranks.own_presence
     with simulated(scheduler, {}, {}, lambda value: None, process_state(scheduler)):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from paddle_flexckpt.catalog import LostRankError
-from paddle_flexckpt.live import host_channel
+from paddle_flexckpt.ranks import host_channel
 from paddle_flexckpt.testing.simulation.modules import process_state, simulated
 from paddle_flexckpt.testing.simulation.network import BUFFER_BYTES, Network
 from paddle_flexckpt.testing.simulation.processes import Processes
@@ -84,7 +84,7 @@ class World:
 
 
 def gather_often(world: World, rank: int, size: int, store: Store, outcome: dict[int, Any], count: int = 5) -> None:
-    from paddle_flexckpt.live.lost_ranks import announce
+    from paddle_flexckpt.ranks.lost_ranks import announce
 
     channel = host_channel.HostChannel(store, "all", range(size), rank)
     announce(store, rank)

@@ -249,7 +249,7 @@ def nobody_times_out(right: Any) -> Any:
 
 def neighbour_is_blamed(right: Any) -> Any:
     def find_missing_ranks(store: Any, group: str, ranks: Any, rank: int) -> Any:
-        from paddle_flexckpt.live.lost_ranks import Missing
+        from paddle_flexckpt.ranks.lost_ranks import Missing
 
         found = right(store, group, ranks, rank)
         neighbour = ranks[(list(ranks).index(rank) + 1) % len(ranks)]
@@ -286,7 +286,7 @@ def segment_is_free_at_once(right: Any) -> Any:
 
 def restores_alone(right: Any) -> Any:
     def restore_first(candidates: Any, skipped: Any, comm: Any, *arguments: Any) -> Any:
-        from paddle_flexckpt.live.communicator import SoloCommunicator
+        from paddle_flexckpt.ranks.communicator import SoloCommunicator
 
         return right(candidates, skipped, SoloCommunicator(comm.rank), *arguments)
 

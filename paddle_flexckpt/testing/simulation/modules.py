@@ -23,7 +23,7 @@ from paddle_flexckpt.undo import Undo
 
 _PACKAGE = "paddle_flexckpt"
 # What runs in the simulation. The others speak to Paddle, to people or to other programs' files.
-ROOMS = ("background", "catalog", "engine", "foreign", "live", "manager", "media", "native", "run_state")
+ROOMS = ("background", "catalog", "engine", "foreign", "live", "manager", "media", "native", "ranks", "run_state")
 SINGLE = ("observers", "progress", "report")
 
 
@@ -151,14 +151,14 @@ def finalizing_at_the_end(scheduler: Scheduler) -> Iterator[None]:
 def process_state(scheduler: Scheduler) -> dict[tuple[str, str], Any]:
     """Return what modules hold for their process, and what would act on the real one."""
     from paddle_flexckpt.background import writer
-    from paddle_flexckpt.live import lost_ranks
+    from paddle_flexckpt.ranks import lost_ranks
 
     def keep_status() -> None:
         scheduler.process.state["exit status"] = 1
 
     return {
-        ("live.lost_ranks", "own_presence"): cached_per_process(scheduler, lost_ranks.own_presence.__wrapped__),
-        ("live.lost_ranks", "_announced"): PerProcess(scheduler),
+        ("ranks.lost_ranks", "own_presence"): cached_per_process(scheduler, lost_ranks.own_presence.__wrapped__),
+        ("ranks.lost_ranks", "_announced"): PerProcess(scheduler),
         ("background.writer", "_WRITERS"): PerProcess(scheduler),
         ("background.writer", "_writer_of"): cached_per_process(scheduler, writer._writer_of.__wrapped__),
         ("background.writer", "_exit_with_status_1"): keep_status,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
-from paddle_flexckpt.live.communicator import SoloCommunicator
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.native.listing import latest, list_checkpoints
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulation.tasks import Process
 from paddle_flexckpt.testing.simulation.training import shapes_of, shards, versions_in
 from paddle_flexckpt.testing.simulation.world import ROOT

@@ -18,11 +18,11 @@ import numpy as np
 
 from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError
-from paddle_flexckpt.live.communicator import Communicator
-from paddle_flexckpt.live.host_channel import HostChannel
-from paddle_flexckpt.live.lost_ranks import announce
 from paddle_flexckpt.manager import CheckpointManager, KeepBest, KeepEvery, KeepInterval, KeepLatest, SaveInterval
 from paddle_flexckpt.manager.policies import KeepPolicy, SaveEvery, SavePolicy
+from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.ranks.host_channel import HostChannel
+from paddle_flexckpt.ranks.lost_ranks import announce
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulation.habits import manager_options, restore_options, save_options
 

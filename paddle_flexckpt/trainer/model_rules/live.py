@@ -24,7 +24,8 @@ from paddle_flexckpt.aoa.invert import inverse_texts
 from paddle_flexckpt.aoa.parser import parse_program
 from paddle_flexckpt.aoa.union import united_statements
 from paddle_flexckpt.catalog import Problem, ValidationError
-from paddle_flexckpt.live.communicator import Communicator, communicator_for
+from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.trainer.model_rules.hf import hf_rules, with_optional_patterns, without_pipeline
 from paddle_flexckpt.trainer.model_rules.layers import qualified_name
 

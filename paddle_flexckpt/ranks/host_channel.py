@@ -25,8 +25,8 @@ import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.live.lost_ranks import KeyValueStore, describe_lost_ranks, find_missing_ranks
-from paddle_flexckpt.live.meeting import NOTICE_SECONDS, Meeting, say_waiting
+from paddle_flexckpt.ranks.lost_ranks import KeyValueStore, describe_lost_ranks, find_missing_ranks
+from paddle_flexckpt.ranks.meeting import NOTICE_SECONDS, Meeting, say_waiting
 
 Result = TypeVar("Result")
 # A rank may well be busy for long before it takes part: it writes its file, or is not done with what comes before the

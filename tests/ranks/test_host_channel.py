@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import LostRankError
-from paddle_flexckpt.live import host_channel, lost_ranks, meeting
-from paddle_flexckpt.live.host_channel import HostChannel
-from paddle_flexckpt.live.lost_ranks import announce
+from paddle_flexckpt.ranks import host_channel, lost_ranks, meeting
+from paddle_flexckpt.ranks.host_channel import HostChannel
+from paddle_flexckpt.ranks.lost_ranks import announce
 from tests.remedies.following import advised
 
 # More than the sockets at both ends of a connection hold: a sender has to wait for its receiver.
@@ -365,7 +365,7 @@ def test_a_rank_that_waits_for_long_says_for_whom(ranks, monkeypatch, has_met):
     assert texts[0].startswith("rank 0 has waited 0 s for rank 1 in a call of this library. Remedy: ")
     # The other rank has made the call. What a rank does alone: tests/distributed/rank_0_script.py.
     advised(
-        "live/lost_ranks.py", "make this call on every rank of the group (is it inside `if rank == 0`?), or", texts[0]
+        "ranks/lost_ranks.py", "make this call on every rank of the group (is it inside `if rank == 0`?), or", texts[0]
     )
 
 

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from paddle_flexckpt.live import lost_ranks
-from paddle_flexckpt.live.lost_ranks import Missing, announce, describe_lost_ranks, find_missing_ranks
+from paddle_flexckpt.ranks import lost_ranks
+from paddle_flexckpt.ranks.lost_ranks import Missing, announce, describe_lost_ranks, find_missing_ranks
 
 
 class Store:

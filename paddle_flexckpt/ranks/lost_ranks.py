@@ -15,9 +15,9 @@ import socket
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from paddle_flexckpt.background.presence import address_of, open_presence
+from paddle_flexckpt.ranks.presence import address_of, open_presence
 
 # Paddle's own client of the store waits for a host that has gone as long as TCP does: minutes.
 STORE_SECONDS = 30.0
@@ -221,10 +221,3 @@ def _of(ranks: Sequence[int], text: str) -> str:
     if len(ranks) == 1:
         return text.format(rank=f"rank {ranks[0]}", **_ONE)
     return text.format(rank=f"ranks {', '.join(map(str, ranks))}", **_SEVERAL)
-
-
-def default_store() -> Any:
-    """Return the job's key-value store; None if the job was not started with one."""
-    from paddle.distributed import collective
-
-    return getattr(collective, "_default_store", None)

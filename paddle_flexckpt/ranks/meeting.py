@@ -3,7 +3,7 @@
 With its address each rank puts a random token into the job's key-value store, by which a connection shows that it comes
 from one who can read the store. Nobody waits for a rank that has gone: its presence is watched until it comes.
 
-Tested in tests/live/test_host_channel.py.
+Tested in tests/ranks/test_host_channel.py.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from paddle_flexckpt.background.presence import own_host
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.live.lost_ranks import CONNECT_SECONDS, EVERY_RANK, KeyValueStore, presence_of
+from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS, EVERY_RANK, KeyValueStore, presence_of
+from paddle_flexckpt.ranks.presence import own_host
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -1,0 +1,168 @@
+"""Communicators: the little that ranks must tell each other, and how an error on one becomes an error on all."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeVar
+
+from paddle_flexckpt.catalog import LostRankError, ValidationError
+from paddle_flexckpt.catalog.errors import Failure, combine
+from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
+
+Result = TypeVar("Result")
+
+
+class Communicator(ABC):
+    """Connect the ranks that take part in one call.
+
+    Attributes:
+        ranks: Global ranks of the members, in the group's order.
+        position: This rank's place in ``ranks``.
+        collectives: Number of collectives so far.
+        refusal: Why this rank cannot do what it was asked for; its first step tells all others.
+    """
+
+    refusal: ValidationError | None = None
+
+    def __init__(self, ranks: tuple[int, ...], position: int) -> None:
+        self.ranks = ranks
+        self.position = position
+        self.collectives = 0
+
+    @property
+    def rank(self) -> int:
+        """Return this rank's global number."""
+        return self.ranks[self.position]
+
+    @property
+    def size(self) -> int:
+        """Return the number of members."""
+        return len(self.ranks)
+
+    def all_gather(self, payload: bytes) -> list[bytes]:
+        """Return every member's payload, in the group's order."""
+        self.collectives += 1
+        return self._all_gather(payload) if self.size > 1 else [payload]
+
+    @abstractmethod
+    def _all_gather(self, payload: bytes) -> list[bytes]: ...
+
+    def all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """Give each member what is for it alone, and a note to all.
+
+        Args:
+            note: For all members; mostly empty.
+            payloads: What is for others and this member itself, by position.
+
+        Returns:
+            The notes of the members that have one, and what is for this member, both by position in rising order.
+        """
+        self.collectives += 1
+        if self.size == 1:
+            return ({self.position: note} if note else {}), dict(payloads)
+        return self._all_to_all(note, payloads)
+
+    def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        """Do so where members can only say everything to everybody, as with gloo."""
+        said = [split(each) for each in self._all_gather(join((note, *pack_by_position(payloads))))]
+        own = [unpack_by_position(parts[1:]).get(self.position) for parts in said]
+        return _present(parts[0] or None for parts in said), _present(own)
+
+    def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
+        """Take a step on every member and go on only if it went well on all of them.
+
+        Args:
+            work: The step; returns its result for this rank, and a payload for the others.
+            context: What is being done, for the error.
+
+        Returns:
+            This rank's result, and every member's payload in the group's order.
+
+        Raises:
+            CheckpointError: The step failed somewhere; the same error on every member.
+        """
+        try:
+            if self.refusal is not None:
+                raise self.refusal
+            result, payload = work()
+        except Exception as error:
+            self.agree(error, context=context)
+            raise  # not reached: agree() raises on every member
+        return result, self.agree(None, payload, context)
+
+    def agree(self, error: Exception | None, payload: bytes = b"", context: str = "") -> list[bytes]:
+        """Exchange outcomes: return every member's payload, or raise the same error on every member.
+
+        ``error`` is what went wrong on this rank, if anything did.
+
+        Raises:
+            CheckpointError: Something went wrong somewhere; all ranks' problems are in the text, with their rank.
+            LostRankError: A rank has gone; the same on every rank that has not.
+        """
+        payload = b"+" + payload if error is None else _failed(error, context)
+        gathered = _exchange(lambda: self.all_gather(payload), error, context)
+        _raise_failures(self.ranks, enumerate(gathered), error)
+        return [answer[1:] for answer in gathered]
+
+    def trade(
+        self, work: Callable[[], tuple[Result, bytes, Mapping[int, bytes]]], context: str = ""
+    ) -> tuple[Result, dict[int, bytes], dict[int, bytes]]:
+        """Take a step as in :meth:`together`, in which members have something to say to each alone.
+
+        Args:
+            work: The step; returns its result for this rank, a note for all, and what is for each member by position.
+            context: What is being done, for the error.
+
+        Returns:
+            This rank's result, the notes of those that have one, and what is for this rank, by position.
+
+        Raises:
+            CheckpointError: The step failed somewhere; the same error on every member.
+        """
+        failure: Exception | None = None
+        payloads: Mapping[int, bytes] = {}
+        try:
+            result, note, payloads = work()
+            note = b"+" + note if note else b""
+        except Exception as error:
+            failure, note = error, _failed(error, context)
+        notes, received = _exchange(lambda: self.all_to_all(note, payloads), failure, context)
+        _raise_failures(self.ranks, notes.items(), failure)
+        return result, {position: each[1:] for position, each in notes.items()}, received
+
+
+def _exchange(collective: Callable[[], Result], error: Exception | None, context: str) -> Result:
+    try:
+        return collective()
+    except LostRankError as lost:
+        # This rank's own error, if there is one, is the context of that.
+        raise LostRankError(f"{context}: {lost}" if context else str(lost)) from error or lost.__cause__
+
+
+def _raise_failures(ranks: Sequence[int], answers: Iterable[tuple[int, bytes]], error: Exception | None) -> None:
+    """Raise the same error on every member if one of those that answered, by position, has failed."""
+    failures = [(ranks[each], split(answer[1:])) for each, answer in answers if answer[:1] == b"-"]
+    if failures:
+        combined = combine([(rank, Failure.decode(failure)) for rank, (_, failure) in failures])
+        # Ranks may have been called with different paths; the text is that of the first one that failed.
+        raise combined.error(failures[0][1][0].decode()) from error
+
+
+def _failed(error: Exception, context: str) -> bytes:
+    return b"-" + join((context.encode(), Failure.of(error).encode()))
+
+
+def _present(values: Iterable[bytes | None]) -> dict[int, bytes]:
+    return {position: value for position, value in enumerate(values) if value is not None}
+
+
+class SoloCommunicator(Communicator):
+    """Stand for one rank alone: a process without a distributed environment, or a rank that saves for itself."""
+
+    def __init__(self, rank: int = 0) -> None:
+        """Args: rank: the rank's global number."""
+        super().__init__((rank,), 0)
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
+        return [payload]

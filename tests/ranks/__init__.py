@@ -1,0 +1,1 @@
+"""Tests of what the processes of a job tell each other."""
