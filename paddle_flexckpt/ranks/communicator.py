@@ -137,7 +137,7 @@ def _exchange(collective: Callable[[], Result], error: Exception | None, context
         return collective()
     except LostRankError as lost:
         # This rank's own error, if there is one, is the context of that.
-        raise LostRankError(f"{context}: {lost}" if context else str(lost)) from error or lost.__cause__
+        raise type(lost)(f"{context}: {lost}" if context else str(lost)) from error or lost.__cause__
 
 
 def _raise_failures(ranks: Sequence[int], answers: Iterable[tuple[int, bytes]], error: Exception | None) -> None:

@@ -16,15 +16,15 @@ from __future__ import annotations
 import contextlib
 import selectors
 import socket
-import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import numpy as np
 
-from paddle_flexckpt.catalog import CheckpointError, LostRankError
+from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.forks import close_in_forks
+from paddle_flexckpt.ranks.framing import Arriving, Leaving
 from paddle_flexckpt.ranks.lost_ranks import KeyValueStore, describe_lost_ranks, find_missing_ranks
 from paddle_flexckpt.ranks.meeting import NOTICE_SECONDS, Meeting, say_waiting
 
@@ -32,10 +32,6 @@ Result = TypeVar("Result")
 # A rank may well be busy for long before it takes part: it writes its file, or is not done with what comes before the
 # first save. Paddle's own groups wait as long.
 PATIENCE_SECONDS = 1800.0
-# Payloads below this are put together, so that they leave in one system call.
-_JOIN_BYTES = 1 << 20
-
-_HEAD = struct.Struct("<QQ")  # number of the exchange, number of payloads; after it the length of each
 
 
 class HostChannel:
@@ -169,7 +165,7 @@ class HostChannel:
         target, source = self._targets[distance], self._sources[distance]
         target_rank = self.ranks[(self.position - distance) % len(self.ranks)]
         source_rank = self.ranks[(self.position + distance) % len(self.ranks)]
-        leaving, arriving = _Leaving(self._exchanges, payloads), _Arriving(self._exchanges, len(payloads))
+        leaving, arriving = Leaving(self._exchanges, payloads), Arriving((self._exchanges, len(payloads)))
         self.messages += 1
         self.bytes_sent += sum(len(payload) for payload in payloads)
         with selectors.DefaultSelector() as waiting:
@@ -229,68 +225,6 @@ def _decode_letters(message: memoryview) -> list[tuple[int, int, bytes]]:
         letters.append((far, source, bytes(message[begin : begin + length])))
         begin += length
     return letters
-
-
-class _Leaving:
-    """Send a message, as much at a time as the connection takes."""
-
-    def __init__(self, exchange: int, payloads: Sequence[bytes | memoryview]) -> None:
-        lengths = [len(payload) for payload in payloads]
-        head = _HEAD.pack(exchange, len(lengths)) + struct.pack(f"<{len(lengths)}Q", *lengths)
-        parts = [head, *payloads]
-        if sum(lengths) < _JOIN_BYTES:
-            parts = [b"".join(parts)]
-        self._parts = [memoryview(part) for part in reversed(parts) if len(part)]
-
-    @property
-    def is_done(self) -> bool:
-        return not self._parts
-
-    def send(self, connection: socket.socket) -> None:
-        """Send what the connection takes now."""
-        part = self._parts.pop()
-        sent = 0
-        try:
-            sent = connection.send(part)
-        finally:
-            if sent < len(part):
-                self._parts.append(part[sent:])
-
-
-class _Arriving:
-    """Receive a message: its head, which tells the lengths, and then the payloads."""
-
-    def __init__(self, exchange: int, count: int) -> None:
-        self.payloads: list[memoryview] = []
-        self.is_done = False
-        self._expected = (exchange, count)
-        self._lengths: tuple[int, ...] | None = None
-        self._buffer = memoryview(bytearray(_HEAD.size + 8 * count))
-        self._filled = 0
-
-    def receive(self, connection: socket.socket) -> None:
-        """Take what the connection has now."""
-        got = connection.recv_into(self._buffer[self._filled :])
-        if got == 0:
-            raise EOFError
-        self._filled += got
-        if self._filled < len(self._buffer):
-            return
-        if self._lengths is None:
-            seen = _HEAD.unpack(self._buffer[: _HEAD.size])
-            if seen != self._expected:
-                raise CheckpointError(
-                    f"ranks are out of step: expected exchange {self._expected[0]} with {self._expected[1]} payloads, "
-                    f"got exchange {seen[0]} with {seen[1]}"
-                )
-            self._lengths = struct.unpack(f"<{seen[1]}Q", self._buffer[_HEAD.size :])
-            self._buffer, self._filled = memoryview(bytearray(sum(self._lengths))), 0
-        if self._filled == len(self._buffer):
-            begin = 0
-            for length in self._lengths:
-                self.payloads.append(self._buffer[begin : begin + length])
-                begin += length
-            self.is_done = True
 
 
 def _expect_nothing(connection: socket.socket) -> None:

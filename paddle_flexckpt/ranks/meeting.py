@@ -139,7 +139,7 @@ class Meeting:
             connection.sendall(HELLO.pack(bytes.fromhex(token), self._rank))
         except OSError as error:
             raise ConnectionError(f"rank {rank} cannot be reached at {address}: {error}") from error
-        _prepare(connection)
+        prepare(connection)
         self._wanted.discard(rank)
 
     def _watch(self) -> None:
@@ -192,7 +192,7 @@ class Meeting:
         del self._callers[caller]
         self._expected.discard(rank)
         self.sources[rank] = caller
-        _prepare(caller)
+        prepare(caller)
 
     def _dismiss(self, connection: socket.socket) -> None:
         self._waiting.unregister(connection)
@@ -207,7 +207,8 @@ def say_waiting(rank: int, others: Sequence[int]) -> None:
     logger.warning(f"rank {rank} has waited {NOTICE_SECONDS:g} s for {names} in a call of this library. {EVERY_RANK}")
 
 
-def _prepare(connection: socket.socket) -> None:
+def prepare(connection: socket.socket) -> None:
+    """Have a connection not block, send at once, and end when the host at its other end has gone."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

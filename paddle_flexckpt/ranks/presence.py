@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 # A save that all ranks write at about the same time does not look for anybody.
 FIRST_LOOK_SECONDS, LOOK_SECONDS = 1.0, 3.0
@@ -54,7 +54,7 @@ class DeathWatch:
         self._presences = presences
         self._next = time.monotonic() + FIRST_LOOK_SECONDS
 
-    def look(self, ranks: Sequence[int]) -> list[int]:
+    def look(self, ranks: Iterable[int]) -> list[int]:
         """Return those of some ranks that have gone; none while it is not time to look again.
 
         A process has gone when its host refuses connections to it. A host that does not answer at all says nothing: it

@@ -23,6 +23,7 @@ _PACKAGE = "paddle_flexckpt"
 _HERE = f"{_PACKAGE}.testing.simulation"
 # Modules that the simulated ranks bring along.
 _BROUGHT = (
+    "ranks/framing.py",
     "ranks/host_channel.py",
     "ranks/meeting.py",
     "ranks/lost_ranks.py",

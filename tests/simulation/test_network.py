@@ -9,6 +9,9 @@ import pytest
 
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.ranks import host_channel
+from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome
+from paddle_flexckpt.ranks.presence import address_of, open_presence
+from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
 from paddle_flexckpt.testing.simulation.modules import process_state, simulated
 from paddle_flexckpt.testing.simulation.network import BUFFER_BYTES, Network
 from paddle_flexckpt.testing.simulation.processes import Processes
@@ -158,6 +161,100 @@ def test_what_is_cut_off_arrives_when_the_network_heals() -> None:
     outcome, world = run_job(1, disturb=disturb)
     assert len(outcome[0]) == 5
     assert 102 < world.scheduler.now < 110
+
+
+def write_together(seed: int, disturb: Callable[[World, list[Process]], None] = lambda *_: None, size: int = 5) -> Any:
+    """Have writers make a save, of which rank 1 is the coordinator's: three exchanges, the second of 2 MB from each."""
+    token, outcome, addresses = bytes(16), {}, {}
+    with World(seed) as world:
+
+        def write(rank: int) -> None:
+            presence = open_presence()
+            addresses[rank] = address_of(presence)
+            listener = GroupListener(presence)
+            while len(addresses) < size:
+                world.scheduler.sleep(0.1)
+            try:
+                group = WriterGroup(
+                    listener, [addresses[each] for each in range(size)], token, range(size), rank, 1, 60.0
+                )
+                world.scheduler.sleep(1.0 + rank)
+                told = [group.together(lambda: (None, b"%d" % rank))[1]]
+                told.append(group.trade(lambda: (None, b"", {1: bytes([rank]) * (2 << 20)}))[2])
+                told.append(group.together(lambda: (None, b"%d" % rank))[1])
+                outcome[rank] = told
+            except LostRankError as error:
+                outcome[rank] = error
+            group.close(b"over")
+            world.scheduler.sleep(1000.0)
+
+        def ask() -> None:
+            world.scheduler.sleep(0.5)
+            outcome["asked"] = ask_outcome(addresses[1], token, 0, 300.0)
+
+        writers = [world.start(f"writer {rank}", lambda rank=rank: write(rank), rank % 2) for rank in range(size)]
+        world.start("asks", ask)
+        disturb(world, writers)
+        world.scheduler.run(steps=200_000)
+    return outcome, world
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_group_of_writers_carries_what_they_have_to_tell(seed: int) -> None:
+    outcome, world = write_together(seed)
+    assert outcome.pop("asked") == b"over"
+    told, parts = [b"%d" % rank for rank in range(5)], {rank: bytes([rank]) * (2 << 20) for rank in range(5)}
+    assert outcome == {rank: [told, parts if rank == 1 else {}, told] for rank in range(5)}
+    assert not world.scheduler.main_errors
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_writers_name_a_killed_one(seed: int) -> None:
+    # Its fourth second has all that it does: it connects, waits for others, and sends.
+    when = 0.2 + seed / 4
+    outcome, _ = write_together(seed, lambda world, writers: world.scheduler.after(when, writers[3].kill))
+    texts = {str(outcome[rank]) for rank in (0, 1, 2, 4)}
+    assert len(texts) == 1 and texts.pop().startswith("[rank 3] its processes have ended before it had done its share")
+    assert outcome["asked"] == b"over"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_writers_that_lose_the_coordinator_do_not_know_the_outcome(seed: int) -> None:
+    when = 0.2 + seed / 4
+    outcome, _ = write_together(seed, lambda world, writers: world.scheduler.after(when, writers[1].kill))
+    assert {type(outcome[rank]) for rank in (0, 2, 3, 4)} == {LostCoordinatorError}
+    assert outcome["asked"] is None
+
+
+def test_writers_that_are_cut_off_for_a_while_go_on() -> None:
+    def disturb(world: World, writers: list[Process]) -> None:
+        def heal() -> None:
+            world.network.cut.clear()
+            world.network.heal()
+
+        world.scheduler.after(2.0, lambda: world.network.cut.add(frozenset(("node0", "node1"))))
+        world.scheduler.after(40.0, heal)
+
+    outcome, _ = write_together(1, disturb)
+    assert all(isinstance(outcome[rank], list) for rank in range(5))
+
+
+def test_writers_that_stay_cut_off_are_given_up() -> None:
+    outcome, _ = write_together(
+        1, lambda world, _: world.scheduler.after(0.9, lambda: world.network.cut.add(frozenset(("node0", "node1"))))
+    )
+    assert str(outcome[1]) == str(outcome[3])
+    assert str(outcome[1]).startswith("[rank 0, 2, 4] has written nothing within 60 s after others had written")
+    assert {type(outcome[rank]) for rank in (0, 2, 4)} == {LostCoordinatorError}
+
+
+def test_a_stopped_writer_goes_on() -> None:
+    def disturb(world: World, writers: list[Process]) -> None:
+        world.scheduler.after(2.0, writers[0].stop)
+        world.scheduler.after(50.0, writers[0].resume)
+
+    outcome, _ = write_together(1, disturb)
+    assert all(isinstance(outcome[rank], list) for rank in range(5))
 
 
 def test_who_sends_more_than_a_dead_receiver_takes_gets_an_error() -> None:

@@ -1,0 +1,596 @@
+"""Writers of one save: all of them go on, or all get the same error; whoever has gone is noticed."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
+from paddle_flexckpt.ranks import group_listener, presence, writer_group
+from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.ranks.framing import Leaving
+from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome, greet
+from paddle_flexckpt.ranks.presence import address_of, open_presence
+from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
+
+TOKEN = bytes(range(16))
+PATIENCE_SECONDS = 60.0
+GONE = "its processes have ended before it had done its share of the save. Remedy: look into its log"
+UNKNOWN = "it is not known what became of the save: its processes have ended before it had told the others"
+FORK = multiprocessing.get_context("fork")
+
+
+def in_threads(works: dict[int, Callable[[], Any]]) -> dict[int, Any]:
+    """Do all at once; return what each has returned or raised."""
+    outcomes: dict[int, Any] = {}
+
+    def run(number: int, work: Callable[[], Any]) -> None:
+        try:
+            outcomes[number] = work()
+        except BaseException as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in works.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_SECONDS)
+    assert not any(thread.is_alive() for thread in threads)
+    return outcomes
+
+
+class Writers:
+    """The processes that write for the ranks of a job: here each is a listening socket, and a thread while it works."""
+
+    def __init__(self, ranks: Sequence[int], coordinator: int = 0) -> None:
+        self.ranks, self.coordinator = tuple(ranks), coordinator
+        self.sockets = [open_presence() for _ in ranks]
+        self.addresses = [address_of(each) for each in self.sockets]
+        self._listener: GroupListener | None = None
+        self._groups: list[WriterGroup] = []
+
+    @property
+    def listener(self) -> GroupListener:
+        """The coordinator's."""
+        if self._listener is None:
+            self._listener = GroupListener(self.sockets[self.coordinator])
+        return self._listener
+
+    def join(self, position: int, token: bytes = TOKEN, timeout: float = PATIENCE_SECONDS) -> WriterGroup:
+        listener = self.listener if position == self.coordinator else None
+        group = WriterGroup(listener, self.addresses, token, self.ranks, position, self.coordinator, timeout)
+        self._groups.append(group)
+        return group
+
+    def run(self, work: Callable[[WriterGroup], Any], absent: Sequence[int] = (), **options: Any) -> dict[int, Any]:
+        """Do the work on all members but the absent ones; the listener is there before."""
+        assert self.listener
+
+        def member(position: int) -> Any:
+            group = self.join(position, **options)
+            try:
+                return work(group)
+            finally:
+                group.close()
+
+        members = [position for position in range(len(self.ranks)) if position not in absent]
+        return in_threads({position: lambda p=position: member(p) for position in members})
+
+    def close(self) -> None:
+        for group in self._groups:
+            group.close()
+        if self._listener is not None:
+            self._listener.close()
+        for each in self.sockets:
+            each.close()
+
+
+@pytest.fixture
+def writers() -> Iterator[Callable[..., Writers]]:
+    made: list[Writers] = []
+
+    def make(ranks: int | Sequence[int], coordinator: int = 0) -> Writers:
+        made.append(Writers(range(ranks) if isinstance(ranks, int) else ranks, coordinator))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is far away or slow."""
+    for module in (presence, writer_group):
+        monkeypatch.setattr(module, "FIRST_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(writer_group, "_GRACE_SECONDS", 0.1)
+
+
+def only(outcomes: dict[int, Any], kind: type[Exception] = LostRankError) -> str:
+    """The text that all have got."""
+    assert {type(each) for each in outcomes.values()} == {kind}
+    (text,) = {str(each) for each in outcomes.values()}
+    return text
+
+
+# -- the right bytes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "coordinator"), [((0,), 0), ((0, 1), 1), ((7, 2, 9, 4, 5), 2)])
+def test_all_get_what_each_has_to_tell_in_the_groups_order(writers, ranks, coordinator):
+    def work(group: WriterGroup) -> Any:
+        own = [b"rank %d" % group.rank * turn for turn in range(3)]
+        return [group.together(lambda told=told: (group.rank, told), "cannot save") for told in own]
+
+    payloads = [[b"rank %d" % rank * turn for rank in ranks] for turn in range(3)]
+    for position, turns in writers(ranks, coordinator).run(work).items():
+        assert turns == [(ranks[position], each) for each in payloads]
+
+
+def test_each_gets_what_is_for_it_and_all_notes(writers):
+    def work(group: WriterGroup) -> Any:
+        def step() -> Any:
+            note = b"" if group.position == 1 else b"note %d" % group.position
+            return group.rank, note, {to: b"%d to %d" % (group.position, to) for to in range(group.position + 1)}
+
+        return group.trade(step, "cannot x"), group.trade(step, "cannot x"), group.collectives
+
+    for own, (first, second, collectives) in writers(4, 2).run(work).items():
+        expected = {source: b"%d to %d" % (source, own) for source in range(own, 4)}
+        assert first == second == (own, {0: b"note 0", 2: b"note 2", 3: b"note 3"}, expected)
+        assert (list(first[2]), collectives) == (sorted(expected), 2)
+
+
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of payload of each message that leaves, of all members."""
+    sizes: list[int] = []
+    real = Leaving.__init__
+
+    def init(self: Leaving, exchange: int, payloads: Sequence[bytes]) -> None:
+        sizes.append(sum(map(len, payloads)))
+        real(self, exchange, payloads)
+
+    monkeypatch.setattr(Leaving, "__init__", init)
+    return sizes
+
+
+def test_what_is_for_the_coordinator_alone_goes_there_and_nowhere_else(writers, monkeypatch):
+    sizes, large = sent(monkeypatch), bytes(range(256)) * (100 << 12)
+
+    def work(group: WriterGroup) -> Any:
+        return group.trade(lambda: (None, b"", {0: large if group.position else b"own"}))[2]
+
+    outcomes = writers(3).run(work)
+    assert outcomes[0] == {0: b"own", 1: large, 2: large}
+    assert outcomes[1] == outcomes[2] == {}
+    large_ones = [size for size in sizes if size > 100]
+    assert large_ones == [len(large) + 4] * 2
+
+
+def test_what_is_for_a_rank_itself_is_not_sent(writers, monkeypatch):
+    sizes = sent(monkeypatch)
+    outcomes = writers(3).run(lambda group: group.trade(lambda: (None, b"", {group.position: bytes(5000)}))[2])
+    assert outcomes == {position: {position: bytes(5000)} for position in range(3)}
+    assert max(sizes) < 100
+
+
+def test_a_large_answer_waits_for_who_reads_it(writers):
+    large = os.urandom(16 << 20)
+
+    def work(group: WriterGroup) -> Any:
+        return group.trade(lambda: (None, b"", {1: large, 2: large} if group.position == 0 else {}))[2]
+
+    assert writers(3).run(work) == {0: {}, 1: {0: large}, 2: {0: large}}
+
+
+def test_hundreds_of_members_agree_in_few_bytes(writers, monkeypatch):
+    sizes = sent(monkeypatch)
+
+    def work(group: WriterGroup) -> Any:
+        group.together(lambda: (None, b""), "cannot write")
+        return len(group.together(lambda: (None, b"%d" % group.rank), "cannot commit")[1])
+
+    many = writers(300)
+    many.addresses = [many.addresses[0]] * 300
+    assert set(many.run(work).values()) == {300}
+    # Equal answers are sent as one. Different ones all go to all.
+    assert sum(sizes) < 300 * 300 * 12
+
+
+# -- errors of the work ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("culprit", [0, 2])
+def test_an_error_of_the_work_is_everybodys_and_the_group_goes_on(writers, culprit):
+    def work(group: WriterGroup) -> Any:
+        def step() -> Any:
+            if group.position == culprit:
+                raise ValidationError(["bad"])
+            return None, b"", {}
+
+        texts = []
+        for exchange in (lambda: group.trade(step, "cannot x"), lambda: group.together(lambda: step()[:2], "cannot x")):
+            with pytest.raises(ValidationError) as caught:
+                exchange()
+            texts.append(str(caught.value))
+        return texts, group.all_gather(b"!")
+
+    for outcome in writers(3).run(work).values():
+        assert outcome == ([f"cannot x: [rank {culprit}] bad"] * 2, [b"!"] * 3)
+
+
+# -- lost members ------------------------------------------------------------------------------------------------------
+
+
+def ends(group: WriterGroup) -> None:
+    """End as a process does that is killed: the system closes its connections."""
+    for link in group._links.values():
+        link.connection.close()
+
+
+def test_a_member_that_dies_before_it_sends_is_named_on_all_others_for_ever(writers):
+    some, released = writers((3, 5, 8, 9)), threading.Event()
+
+    def work(group: WriterGroup) -> Any:
+        if group.rank == 8:
+            return ends(group)
+        if group.rank == 9:
+            released.wait(PATIENCE_SECONDS)  # it comes to an exchange that is over
+        try:
+            with pytest.raises(LostRankError) as first:
+                group.together(lambda: (None, b""), "cannot save")
+        finally:
+            released.set()
+        with pytest.raises(LostRankError) as second:
+            group.trade(lambda: (None, b"", {}), "cannot save")
+        assert str(second.value) == str(first.value)
+        raise first.value
+
+    outcomes = some.run(work)
+    assert outcomes.pop(2) is None
+    assert only(outcomes).startswith(f"cannot save: [rank 8] {GONE}")
+
+
+def killed_while_sending(member: Writers, position: int) -> None:
+    group = member.join(position)
+    real = Leaving.send
+
+    def send(self: Leaving, connection: socket.socket) -> None:
+        real(self, connection)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    Leaving.send = send  # type: ignore[method-assign]
+    group.trade(lambda: (None, b"", {0: bytes(100 << 20)}))
+
+
+def test_a_process_that_is_killed_while_it_sends_is_named(writers):
+    some = writers(4)
+    assert some.listener
+    process = FORK.Process(target=killed_while_sending, args=(some, 2))
+    process.start()
+    outcomes = some.run(lambda group: group.trade(lambda: (None, b"", {0: bytes(1 << 20)}), "cannot save"), absent=[2])
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert only(outcomes).startswith(f"cannot save: [rank 2] {GONE}")
+
+
+def test_a_member_that_dies_after_it_has_sent_has_done_its_share(writers):
+    has_ended = threading.Event()
+
+    def work(group: WriterGroup) -> Any:
+        if group.position == 2:
+            link = group._links[0]
+            link.say(1, [writer_group._numbers([0]), b"", b"part"])
+            assert link.send()
+            ends(group)
+            return has_ended.set()
+        has_ended.wait(PATIENCE_SECONDS)
+        received = group.trade(lambda: (None, b"", {}))[2]
+        with pytest.raises(LostRankError) as lost:
+            group.together(lambda: (None, b""), "cannot commit")
+        return received, str(lost.value)
+
+    outcomes = writers(4).run(work)
+    texts = {outcomes[position][1] for position in (0, 1, 3)}
+    assert [outcomes[position][0] for position in (0, 1, 3)] == [{2: b"part"}, {}, {}]
+    assert len(texts) == 1 and texts.pop().startswith(f"cannot commit: [rank 2] {GONE}")
+
+
+def test_a_member_whose_process_has_gone_before_it_came_is_named(writers):
+    some = writers(4)
+    some.sockets[3].close()
+    some.sockets[1].close()
+    outcomes = some.run(lambda group: group.together(lambda: (None, b""), "cannot save"), absent=[1, 3])
+    assert only(outcomes).startswith(f"cannot save: [rank 1, 3] {GONE}")
+
+
+@pytest.mark.parametrize("is_connected", [False, True])
+def test_a_member_that_lives_and_says_nothing_is_given_its_time(writers, is_connected):
+    some = writers(3)
+    assert some.listener
+    if is_connected:
+        some.join(2)
+    outcomes = some.run(lambda group: group.together(lambda: (None, b""), "x"), absent=[2], timeout=0.5)
+    assert only(outcomes).startswith(
+        "x: [rank 2] has written nothing within 0.5 s after others had written: its processes have ended, or it is "
+        "slower than that. Remedy: look into the log of that rank, or give the BackgroundWriter a longer timeout"
+    )
+
+
+def test_a_member_that_takes_nothing_is_left_behind(writers):
+    stays, large = threading.Event(), bytes(64 << 20)
+
+    def work(group: WriterGroup) -> Any:
+        if group.position == 1:
+            group._links[0].say(1, [b"", b""])
+            assert group._links[0].send()
+            return stays.wait(PATIENCE_SECONDS)
+        try:
+            received = group.trade(lambda: (None, b"", {1: large} if group.position == 0 else {}))[2]
+            with pytest.raises(LostRankError) as lost:
+                group.together(lambda: (None, b""))
+            return received, str(lost.value)
+        finally:
+            stays.set()
+
+    outcomes = writers(2).run(work, timeout=0.5)
+    assert outcomes[0][0] == {} and outcomes[0][1].startswith(f"[rank 1] {GONE}")
+
+
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_a_member_that_comes_too_late_gets_the_text_of_all(writers, is_closed):
+    some = writers(3)
+    some.sockets[2].close()
+    group = some.join(0)
+    outcomes = in_threads({0: lambda: group.together(lambda: (None, b""), "x")})
+    if is_closed:
+        group.close(b"failed")
+    outcomes.update(in_threads({1: lambda: some.join(1).together(lambda: (None, b""), "x"), 2: group.close}))
+    assert outcomes.pop(2) is None
+    assert only(outcomes).startswith(f"x: [rank 2] {GONE}")
+
+
+# -- a lost coordinator ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("point", ["it has begun", "it answers", "it works"])
+def test_members_whose_coordinator_is_killed_do_not_know_the_outcome(writers, point):
+    some = writers(4)
+    begun = FORK.Event()
+
+    def coordinate() -> None:
+        group = some.join(0)
+        begun.set()
+        if point == "it answers":
+            group._send_all = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        if point != "it has begun":
+            group.all_gather(b"")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    process = FORK.Process(target=coordinate)
+    process.start()
+    some.sockets[0].close()
+    assert begun.wait(PATIENCE_SECONDS)
+
+    def work(position: int) -> Any:
+        with pytest.raises(LostCoordinatorError) as lost:
+            group = some.join(position)
+            try:
+                for _ in range(2):
+                    group.together(lambda: (None, b""), "cannot save")
+            except LostCoordinatorError as error:
+                with pytest.raises(LostCoordinatorError) as again:
+                    group.together(lambda: (None, b""), "cannot save")
+                assert str(again.value) == str(error)
+                raise
+        return str(lost.value).removeprefix("cannot save: ")
+
+    texts = set(in_threads({position: lambda p=position: work(p) for position in (1, 2, 3)}).values())
+    process.join()
+    assert len(texts) == 1 and texts.pop().startswith(f"[rank 0] {UNKNOWN}. Remedy: look whether the checkpoint")
+
+
+def test_a_coordinator_that_has_gone_is_noticed_at_the_start(writers):
+    some = writers(2)
+    some.sockets[0].close()
+    with pytest.raises(LostCoordinatorError, match=r"^\[rank 0\] it is not known what became of the save"):
+        some.join(1)
+
+
+def test_a_coordinator_whose_host_does_not_answer_is_asked_again(writers, monkeypatch):
+    some, calls = writers(2), []
+    assert some.listener
+
+    def unreachable(*args: Any) -> socket.socket:
+        calls.append(args)
+        if len(calls) == 3:
+            return greet(*args)
+        raise socket.timeout("timed out")
+
+    monkeypatch.setattr(writer_group, "greet", unreachable)
+    assert some.run(lambda group: group.all_gather(b"x")) == {0: [b"x"] * 2, 1: [b"x"] * 2}
+    calls.clear()
+    monkeypatch.setattr(writer_group, "greet", lambda *args: unreachable(*args[:0]))
+    with pytest.raises(LostCoordinatorError, match=r"^\[rank 0\] has not decided about the save within 0 s"):
+        some.join(1, timeout=0.0)
+
+
+def test_a_coordinator_that_does_not_come_is_given_its_time(writers):
+    some = writers(2)
+    assert some.listener
+    group = some.join(1, timeout=0.3)
+    with pytest.raises(LostCoordinatorError, match=r"x: \[rank 0\] has not decided about the save within 0.3 s"):
+        group.together(lambda: (None, b""), "x")
+
+
+def test_the_members_patience_begins_when_the_coordinator_comes(writers, monkeypatch):
+    monkeypatch.setattr(writer_group, "_GRACE_SECONDS", PATIENCE_SECONDS)
+    some = writers(3)
+    outcomes = some.run(lambda group: group.together(lambda: (None, b"")), absent=[2], timeout=0.3)
+    assert only(outcomes).startswith("[rank 2] has written nothing within 0.3 s")
+
+
+# -- who comes when ----------------------------------------------------------------------------------------------------
+
+
+def test_members_may_come_before_the_coordinator_and_two_saves_may_be_made_at_once(writers):
+    some, tokens = writers(3), (b"a" * 16, b"b" * 16)
+    assert some.listener
+    early = {(token, position): some.join(position, token) for token in tokens for position in (1, 2)}
+    groups = {**early, **{(token, 0): some.join(0, token) for token in tokens}}
+    works = {
+        number: lambda key=key: groups[key].all_gather(b"%d %s" % (key[1], key[0])) for number, key in enumerate(groups)
+    }
+    for number, got in in_threads(works).items():
+        token = list(groups)[number][0]
+        assert got == [b"%d %s" % (position, token) for position in range(3)]
+
+
+def test_strangers_are_let_go(writers, monkeypatch):
+    monkeypatch.setattr(group_listener, "GREETING_SECONDS", 0.2)
+    some = writers(3)
+    assert some.listener
+    host, _, port = some.addresses[0].rpartition(":")
+
+    def call(said: bytes) -> socket.socket:
+        connection = socket.create_connection((host, int(port)))
+        connection.sendall(said)
+        return connection
+
+    for _ in range(50):
+        call(b"").close()
+    # It says nothing, half of a greeting, something else, or that it is a rank that is none or is the coordinator.
+    silent = [call(said) for said in (b"", b"flex", b"GET / HTTP/1.1\r\nHost: somebody else")]
+    some.join(0)
+    wrong = [greet(some.addresses[0], TOKEN, rank, False, 1.0) for rank in (-1, 0, 7)]
+    for each in silent:
+        each.settimeout(PATIENCE_SECONDS)
+        with contextlib.suppress(ConnectionResetError):
+            assert each.recv(1) == b""
+    some._groups.clear()
+    assert set(map(tuple, some.run(lambda group: group.all_gather(b"x")).values())) == {(b"x",) * 3}
+    for each in (*silent, *wrong):
+        each.close()
+
+
+def test_a_rank_that_comes_twice_is_one_member(writers):
+    some = writers(2)
+    groups = {0: some.join(0), 1: some.join(1)}
+
+    def twice() -> Any:
+        first = groups[1].all_gather(b"1")
+        second = some.join(1)
+        with pytest.raises(LostCoordinatorError):
+            second.all_gather(b"?")
+        return first, groups[1].all_gather(b"2")
+
+    works = {0: lambda: (groups[0].all_gather(b"1"), groups[0].all_gather(b"2")), 1: twice}
+    assert in_threads(works) == {0: ([b"1"] * 2, [b"2"] * 2), 1: ([b"1"] * 2, [b"2"] * 2)}
+
+
+def test_a_message_of_another_exchange_is_told(writers):
+    some = writers(3)
+    assert some.listener
+    groups = {position: some.join(position) for position in (1, 2, 0)}
+    groups[1]._exchanges = 5
+    outcomes = in_threads({position: lambda p=position: groups[p].all_gather(b"") for position in groups})
+    assert isinstance(outcomes.pop(1), LostRankError)
+    text = only(outcomes)
+    assert text.startswith("[rank 1] the connection to it broke (ranks are out of step: expected exchange 1, got 6)")
+
+
+# -- the outcome -------------------------------------------------------------------------------------------------------
+
+
+def test_the_outcome_is_told_before_and_after_the_end(writers):
+    some = writers(2)
+    group = some.join(0)
+    answers: dict[int, Any] = {}
+    asking = threading.Thread(target=lambda: answers.update({0: ask_outcome(some.addresses[0], TOKEN, 1, 60.0)}))
+    asking.start()
+    while not some.listener._saves[TOKEN].askers:
+        asking.join(0.01)
+    assert not answers
+    group.close(b"committed" * 100_000)
+    asking.join()
+    assert answers[0] == ask_outcome(some.addresses[0], TOKEN, 1, 60.0) == b"committed" * 100_000
+
+
+def test_who_asks_does_not_wait_for_ever(writers):
+    some = writers(2)
+    assert some.listener
+    assert ask_outcome(some.addresses[0], TOKEN, 1, 0.2) is None
+    some.listener.close()
+    assert ask_outcome(some.addresses[0], TOKEN, 1, 60.0) is None
+
+
+def test_sixteen_outcomes_are_remembered_and_a_save_that_is_made_is_not_forgotten(writers):
+    some = writers(1)
+    tokens = [bytes([number]) * 16 for number in range(20)]
+    open_one = some.join(0, TOKEN)
+    for token in tokens:
+        some.join(0, token).close(token)
+    assert [ask_outcome(some.addresses[0], token, 0, 60.0) for token in tokens[4:]] == tokens[4:]
+    open_one.close(b"x")
+    assert ask_outcome(some.addresses[0], TOKEN, 0, 60.0) == b"x"
+    assert ask_outcome(some.addresses[0], tokens[0], 0, 0.2) is None
+
+
+def test_those_who_wait_for_a_save_that_never_begins_are_let_go(writers):
+    some = writers(2)
+    assert some.listener
+    group = some.join(1)
+    for number in range(20):
+        assert ask_outcome(some.addresses[0], bytes([100 + number]) * 16, 0, 0.01) is None
+    with pytest.raises(LostCoordinatorError):
+        group.all_gather(b"")
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+
+
+def test_the_listener_outlives_a_lack_of_files(writers, monkeypatch):
+    some, real, refusals = writers(2), socket.socket.accept, []
+
+    def accept(self: socket.socket) -> Any:
+        if not refusals:
+            refusals.append(OSError(24, "Too many open files"))
+            raise refusals[0]
+        return real(self)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    assert set(map(tuple, some.run(lambda group: group.all_gather(b"x")).values())) == {(b"x",) * 2}
+    assert refusals
+
+
+@pytest.mark.parametrize(("soft", "raised"), [(1024, [(4096, 4096)]), (2000, []), (-1, [])])
+def test_the_limit_of_open_files_is_raised_where_members_are_many(writers, monkeypatch, soft, raised):
+    limits: list[tuple[int, int]] = []
+    monkeypatch.setattr(writer_group.resource, "getrlimit", lambda _: (soft, 4096))
+    monkeypatch.setattr(writer_group.resource, "setrlimit", lambda _, limit: limits.append(limit))
+    monkeypatch.setattr(writer_group, "_OTHER_FILES", 1500)
+    writers(2).join(0)
+    assert limits == raised
+
+
+def test_a_coordinator_without_a_listener_is_refused(writers):
+    with pytest.raises(ValueError, match="needs a GroupListener"):
+        WriterGroup(None, ["a:1"], TOKEN, (0,), 0, 0, 1.0)
+
+
+def test_a_group_that_is_closed_says_so(writers):
+    some = writers(2)
+    group = some.join(0)
+    group.close()
+    group.close()
+    assert isinstance(group, Communicator)
+    with pytest.raises(CheckpointError, match="this group of writers is closed"):
+        group.together(lambda: (None, b""))
