@@ -1,6 +1,5 @@
 """Saving without stopping: a writer process that shares memory with its training process and does not import Paddle."""
 
-from paddle_flexckpt.background.outcome import announce_failure
 from paddle_flexckpt.background.pending import SaveHandle, SaveSlot
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.background.writer import BackgroundWriter, await_earlier, shared_writer
@@ -10,7 +9,6 @@ __all__ = [
     "SaveHandle",
     "SaveSlot",
     "WriteJob",
-    "announce_failure",
     "await_earlier",
     "shared_writer",
 ]

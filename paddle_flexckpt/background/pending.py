@@ -132,6 +132,7 @@ class PendingSave:
         lock: The coordinator's lock, until the writer has taken it over.
         process: The process that has it; None once that has died.
         waves: Where its data comes from, if it comes in waves.
+        refusal: Why it is not handed over after all, for the writers of other ranks.
     """
 
     handle: SaveHandle
@@ -142,6 +143,7 @@ class PendingSave:
     lock: SaveLock | None
     process: WriterProcess | None = None
     waves: WaveSender | None = None
+    refusal: str = ""
 
 
 class SaveSlot:
@@ -149,7 +151,7 @@ class SaveSlot:
 
     Attributes:
         timeout: Seconds that the ranks' writers wait for each other.
-        address: Where others can look whether the writer is alive.
+        address: Where the writers of other ranks reach this one.
         sliced: The handle of a save that is being staged in slices: only its holder can end that.
     """
 
@@ -228,6 +230,15 @@ class SaveSlot:
         handle.progress = Progress("queue", 0, job.data_bytes, 0, len(job.items))
         self._launch(PendingSave(handle, job, report, begin, segment, lock))
         return handle
+
+    def refuse(self, error: CheckpointError) -> None:
+        """Let the writers of other ranks know that what is staged here is not handed over, and why."""
+        if self._staged is None:
+            return
+        (job, segment), self._staged = self._staged, None
+        handle = SaveHandle(job.path, job.names.unique_id)
+        handle.seen = True  # the caller raises the error
+        self._launch(PendingSave(handle, job, None, 0.0, segment, None, refusal=str(error)))
 
     def drop(self) -> None:
         """Give back what was not handed over."""

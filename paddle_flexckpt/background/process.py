@@ -45,7 +45,7 @@ class WriterProcess:
 
     Attributes:
         pid: Its process id.
-        address: Where others can look whether it is alive.
+        address: Where the writers of other ranks reach it.
         is_finishing: Whether its end is wanted.
     """
 
@@ -99,11 +99,22 @@ class WriterProcess:
         self._listener = threading.Thread(target=self._listen, name="paddle_flexckpt-writer", daemon=True)
         self._listener.start()
 
-    def submit(self, number: int, segment: Segment, lock: int | None, waves: int | None = None) -> None:
+    def submit(
+        self,
+        number: int,
+        segment: Segment,
+        lock: int | None,
+        waves: int | None = None,
+        refusal: str = "",
+    ) -> None:
         """Hand a save over. When this returns, the save no longer depends on this process.
 
-        The segment holds the data, followed by the encoded job; ``lock`` is the descriptor of the save's lock, if any,
-        ``waves`` that of a connection over which the data will be told of, if it comes in waves.
+        Args:
+            number: The save's number.
+            segment: Holds the data, followed by the encoded job.
+            lock: The descriptor of the save's lock, if any.
+            waves: That of the connection by which the data comes, if it comes in waves.
+            refusal: Why this rank's share is not written after all: the other writers have to know.
 
         Raises:
             ConnectionError: The process has ended.
@@ -122,6 +133,7 @@ class WriterProcess:
             "data_bytes": begin,
             "job_bytes": end - begin,
             "descriptors": list(descriptors),
+            "refusal": refusal,
         }
         self._channel.send(message, list(descriptors.values()))
         self._known.add(segment.number)

@@ -38,7 +38,7 @@ class WriteJob:
         items: This rank's rows of the write plan, in the order of their byte offsets.
         coordinator: The one of ``ranks`` that commits.
         timeout: Seconds to wait for the other ranks.
-        presences: For each of ``ranks`` the addresses at which its processes answer; empty where there are none.
+        addresses: For each of ``ranks`` the address of its writer; empty for one rank alone.
     """
 
     path: str
@@ -51,7 +51,7 @@ class WriteJob:
     coordinator: int
     step: int | None
     timeout: float
-    presences: tuple[tuple[str, ...], ...] = ()
+    addresses: tuple[str, ...] = ()
 
     @property
     def context(self) -> str:
@@ -68,6 +68,16 @@ class WriteJob:
         """Return whether this rank commits."""
         return self.rank == self.coordinator
 
+    @property
+    def position(self) -> int:
+        """Return the position of this rank."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def committer(self) -> int:
+        """Return the position of the rank that commits."""
+        return self.ranks.index(self.coordinator)
+
     def encode(self) -> bytes:
         """Encode the job for the writer."""
         head = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "items"}
@@ -81,7 +91,7 @@ class WriteJob:
         head = json.loads(text)
         head["names"] = SaveNames(**head["names"])
         head["ranks"] = tuple(head["ranks"])
-        head["presences"] = tuple(map(tuple, head["presences"]))
+        head["addresses"] = tuple(head["addresses"])
         return cls(items=decode_catalog(items), **head)
 
 

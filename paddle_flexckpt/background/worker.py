@@ -20,17 +20,16 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.background.outcome import SaveOutcome
+from paddle_flexckpt.background.outcome import save_together
 from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.background.waves import WaveReceiver
-from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
-from paddle_flexckpt.media.retrying import is_unanswered
-from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.native.group_save import GroupSave
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.progress import Meter, Progress, ProgressCallback
-from paddle_flexckpt.ranks.presence import answer
+from paddle_flexckpt.ranks.group_listener import GroupListener
 
 # ioprio_set has no function in libc; its number is the kernel's, by machine.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "s390x": 282, "loongarch64": 30, "riscv64": 30}
@@ -44,9 +43,9 @@ _IOPRIO = {"best-effort-low": (2 << 13) | 7, "idle": 3 << 13}
 def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
     """Serve one training process.
 
-    ``descriptor`` is a connected socket, ``presence`` one that listens for as long as this process lives.
+    ``descriptor`` is a connected socket, ``presence`` one that listens: other writers reach this one there.
     """
-    answer(socket.socket(fileno=presence))
+    listener = GroupListener(socket.socket(fileno=presence))
     channel = Channel(socket.socket(fileno=descriptor))
     warnings = lower_priority(nice, io_class)
     segments: dict[int, Segment] = {}
@@ -64,14 +63,16 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         _send(channel, {"save": message["save"], "begun": True})
         data = segment.view(0, data_bytes)
         waves = WaveReceiver(socket.socket(fileno=given["waves"]), data) if "waves" in given else None
+        tell = functools.partial(_tell, channel, message["save"])
+        write = functools.partial(write_share, job, data, waves, tell)
         try:
-            outcome = carry_out(job, directory, data, waves, functools.partial(_tell, channel, message["save"]))
+            outcome = save_together(job, directory, listener, write, message["refusal"])
         finally:
             if lock is not None:
                 lock.release()
-        outcome["warnings"] += warnings
+        outcome.warnings += warnings
         warnings = []
-        _send(channel, {"save": message["save"], **outcome})
+        _send(channel, {"save": message["save"], **asdict(outcome)})
 
 
 def _send(channel: Channel, message: dict[str, Any]) -> None:
@@ -86,46 +87,41 @@ def _tell(channel: Channel, number: int, progress: Progress) -> None:
         _send(channel, {"save": number, "progress": asdict(progress)})
 
 
-def carry_out(
+def write_share(
     job: WriteJob,
-    directory: SaveDirectory,
     data: np.ndarray,
-    waves: WaveReceiver | None = None,
-    tell: ProgressCallback | None = None,
-) -> dict[str, Any]:
-    """Carry out one rank's share of one save; ``data`` has the items' bytes, uint8, end to end, or in ``waves``.
+    waves: WaveReceiver | None,
+    tell: ProgressCallback | None,
+    save: GroupSave,
+) -> Manifest:
+    """Write one rank's data file, and return its part of the manifest.
 
-    ``tell`` gets how far it is. Return ``failure`` (None if the save is committed), ``seconds`` by phase, and
-    ``warnings``.
+    Args:
+        job: The rank's share.
+        data: The items' bytes, uint8, end to end; or the buckets of ``waves``.
+        waves: Where the data comes from, if it comes in waves.
+        tell: Gets how far it is.
+        save: The save.
+
+    Raises:
+        CheckpointError: The share was not handed over to its end.
+        OSError: The file system refused.
     """
-    begin = time.perf_counter()
-    own = None
-    outcome = SaveOutcome(job, directory)
     try:
-        if job.is_coordinator:
-            directory.cleaner.remove_dead_saves(job.names)
         stops = job.items.byte_length.cumsum().tolist()
         items: Iterator[np.ndarray] = (data[start:stop] for start, stop in zip([0, *stops], stops))
         if waves is not None:
             items = waves.items(job.items.byte_length.tolist())
-        meter = Meter(tell, "write", job.data_bytes, len(job.items))
-        size, step = len(job.ranks), job.step
-        directory.write_share(job.names, job.rank, job.items, items, world_size=size, step=step, meter=meter)
+        part = save.write(job.items, items, step=job.step, meter=Meter(tell, "write", job.data_bytes, len(job.items)))
         Meter(tell, "commit", job.data_bytes, len(job.items)).finish()
-    except Exception as error:  # every rank gets it as the outcome of the save
-        own = Failure.of(error)
-        outcome.is_unanswered = isinstance(error, OSError) and is_unanswered(error)
+        return part
+    except Exception as error:
         if waves is not None:
             waves.fail(error)
-    if waves is not None:
-        waves.close()
-    written = time.perf_counter()
-    failure = outcome.agree(own)
-    return {
-        "failure": failure and failure.as_dict(),
-        "seconds": {"write": written - begin, "commit": time.perf_counter() - written},
-        "warnings": outcome.warnings,
-    }
+        raise
+    finally:
+        if waves is not None:
+            waves.close()
 
 
 def lower_priority(nice: int, io_class: str) -> list[str]:

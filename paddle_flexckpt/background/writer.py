@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from paddle_flexckpt.background.outcome import SaveOutcome
+from paddle_flexckpt.background.outcome import find_outcome
 from paddle_flexckpt.background.pending import (
     PendingSave,
     PendingSaves,
@@ -26,6 +26,7 @@ from paddle_flexckpt.background.pending import (
     raise_failures,
 )
 from paddle_flexckpt.background.process import WriterProcess
+from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.background.staging import StagingPool
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
@@ -246,11 +247,20 @@ class BackgroundWriter:
             self._process = WriterProcess(self._nice, self._io_class, *callbacks)
         return self._process
 
+    def _running_for(self, job: WriteJob) -> WriterProcess:
+        """Return the process that other writers know, or for a rank alone any; the caller holds the lock."""
+        process = self._process
+        if len(job.ranks) == 1:
+            return self._running()
+        if process is None or process.has_ended or process.address != job.addresses[job.position]:
+            raise CheckpointError("the background writer has ended before the save was handed over")
+        return process
+
     def _launch(self, save: PendingSave) -> None:
         how = ""
         with self._lock:
             try:
-                save.process = self._running()
+                save.process = self._running_for(save.job)
             except CheckpointError as error:
                 how = str(error)
             number = self._saves.add(save)
@@ -262,7 +272,7 @@ class BackgroundWriter:
         descriptor = None if save.lock is None else save.lock.handover()[1]
         try:
             waves = None if save.waves is None else save.waves.theirs.fileno()
-            process.submit(number, save.segment, descriptor, waves)
+            process.submit(number, save.segment, descriptor, waves, save.refusal)
         except ConnectionError:
             # It has died since. _on_end knows, or will know, that it had this save.
             logger.debug("the background writer died while it was given a save")
@@ -294,13 +304,13 @@ class BackgroundWriter:
             logger.warning("%s while it had nothing to save; the next save starts another", how)
 
     def _finish_dead(self, number: int, how: str) -> None:
-        """Find out what becomes of a save whose process has died. The other ranks have a say, so it may take time."""
+        """Find out what becomes of a save whose process has died. The other ranks decide, so it may take time."""
         job = self._saves[number].job
 
         def finish() -> None:
             try:
                 directory = open_to_save(reopen(job.storage))
-                failure = SaveOutcome(job, directory).agree_after_death(CheckpointError(how))
+                failure = find_outcome(job, directory, how)
             except Exception as unknown:  # whatever the storage does, somebody waits for the outcome
                 failure = Failure.of(CheckpointError(f"{how}; it is not known what became of the save: {unknown!r}"))
             self._finish(number, failure, {}, [])

@@ -155,8 +155,7 @@ class NativeTarget(ConversionTarget):
             return
         for name in [each for each in filter(save.owns, self.sink.names()) if each.endswith(".partition")]:
             self.sink.remove(name)
-        parts = {rank: Manifest.decode(record, "a note of it") for rank, record in zip(self._ranks, records)}
-        directory.commit(save, self._ranks, parts)
+        directory.commit(save, [Manifest.decode(record, "a note of it") for record in records])
 
 
 TARGETS: Mapping[str, type[ConversionTarget]] = MappingProxyType(

@@ -127,7 +127,7 @@ class NodeSave:
                 "until all of the nodes that took part save here again"
             )
 
-    def commit(self, parts: Sequence[bytes], told: Mapping[int, bytes]) -> None:
+    def commit(self, parts: Sequence[bytes], rows: Mapping[int, bytes], told: Mapping[int, bytes]) -> None:
         """Make the checkpoint exist, on all nodes: prepare, publish, finish. A collective after each.
 
         Raises:

@@ -96,7 +96,7 @@ class Told(NamedTuple):
     Attributes:
         note: What all have to know.
         digests: By position, what is for each planner.
-        rows: By position, what else is for a rank; nothing unless there are several planners.
+        rows: By position, what else is for a rank.
     """
 
     note: bytes
@@ -119,18 +119,18 @@ def tell_planners(
         What each rank said to all, what each said to this one as a planner, and what else, by position.
     """
     if not is_spread:
-        _, answers = comm.together(functools.partial(_to_all, work, comm.position), context)
-        notes, digests = zip(*map(split, answers))
-        return list(notes), list(digests), {}
+        _, found, rows = comm.trade(functools.partial(_to_all, work, comm.position), context)
+        notes, digests = zip(*map(split, found.values()))
+        return list(notes), list(digests), rows
     _, found, received = comm.trade(functools.partial(_to_each, work), context)
     of_planner, rows = split_by_position(received, 2)
     places = range(comm.size)
     return [found.get(place, b"") for place in places], [of_planner.get(place, b"") for place in places], rows
 
 
-def _to_all(work: Callable[[], Told], position: int) -> tuple[None, bytes]:
+def _to_all(work: Callable[[], Told], position: int) -> tuple[None, bytes, Mapping[int, bytes]]:
     told = work()
-    return None, join((told.note, told.digests.get(position, b"")))
+    return None, join((told.note, told.digests.get(position, b""))), told.rows
 
 
 def _to_each(work: Callable[[], Told]) -> tuple[None, bytes, dict[int, bytes]]:

@@ -245,7 +245,7 @@ class Save:
             report = replace(report, seconds={**report.seconds, **more})
             return destination.hand_over(report, self._begin, handle)
         # The checkpoint exists: one collective; more where it goes to nodes.
-        destination.commit(parts, told)
+        destination.commit(parts, rows, told)
         end = time.perf_counter()
         more = {"write": spent, "commit": end - written, "total": end - self._begin}
         report = replace(report, seconds={**report.seconds, **more})

@@ -6,13 +6,12 @@ Tested in tests/distributed/test_save_load.py and tests/background/test_ranks.py
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.background import SaveHandle, SaveSlot, WriteJob, announce_failure
+from paddle_flexckpt.background import SaveHandle, SaveSlot, WriteJob
 from paddle_flexckpt.background.staging import LockPages
 from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.live.page_lock import lock_pages
@@ -22,16 +21,11 @@ from paddle_flexckpt.live.save_plan import Share, Written
 from paddle_flexckpt.live.staging import SMALL_BYTES, Staging, blocks_of
 from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.native.checksums import Checksums, hash_block
-from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.group_save import GroupSave
 from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.ranks.communicator import Communicator
-from paddle_flexckpt.ranks.lost_ranks import own_presence
 from paddle_flexckpt.report import SaveReport
-
-# Where files are reached by requests, a part that is a file costs three that wait for each other. Up to about so many
-# bytes of parts all ranks tell each other instead.
-TOLD_BYTES = 16 << 20
 
 
 class SharedSave:
@@ -41,11 +35,9 @@ class SharedSave:
         directory: The directory.
         names: What the save calls its files: from :meth:`begin` on for the coordinator, from :meth:`agree` on for all.
         lock: The coordinator's right to save here.
-        in_partitions: Whether ranks write the manifest of a large save themselves, in partitions.
     """
 
     names: SaveNames
-    in_partitions = True
 
     def __init__(self, comm: Communicator, directory: SaveDirectory, options: SaveOptions, context: str) -> None:
         """Take the ranks, their directory, what was asked for, and errors' context."""
@@ -100,65 +92,52 @@ class SharedSave:
         return None, b""
 
     def write(self, share: Share, hashed: np.ndarray) -> Written:
-        """Write this rank's data file, and its part where that is not told in the next collective.
+        """Write this rank's data file.
 
-        Returns block checksums at least of the items ``hashed``, bool ``[n]``; and the part or nothing, or the rows for
-        those who write partitions.
+        Returns block checksums at least of the items ``hashed``, bool ``[n]``; and what others have to know: the rows,
+        for those who write partitions, or the part, for the coordinator.
         """
-        if self.is_coordinator:
-            self.directory.cleaner.remove_dead_saves(self.names, names=self._before)
-        size, rank = self._comm.size, self._comm.rank
-        directory, names, is_told = self.directory, self.names, size == 1 or not self.directory.backend.has_path
-        if share.partitions and self.in_partitions:
-            self._partitions = PartitionWriter(self._comm, directory, names, share.partitions)
+        save = self._save = GroupSave(self._comm, self.directory, self.names, self._coordinator_rank)
         with share.data() as data:
-            if not is_told and self._partitions is None:
-                part = directory.write_share(names, rank, share.items, data, world_size=size, **share.written())
-                return Written(b"", part.checksums)
-            part = directory.write_data(names, share.items, data, world_size=size, **share.written())
-        if self._partitions is not None:
-            told, rows = self._partitions.send(part)
-            return Written(told, part.checksums, rows)
-        encoded = part.encode()
-        if size > 1 and len(encoded) * size > TOLD_BYTES:
-            directory.messages.write_part(names, rank, part)
-            encoded = b""
-        return Written(encoded, part.checksums)
+            part = save.write(share.items, data, before=self._before, **share.written())
+        if not share.partitions:
+            return Written(b"", part.checksums, save.send(part))
+        self._partitions = PartitionWriter(self._comm, self.directory, self.names, share.partitions)
+        told, rows = self._partitions.send(part)
+        return Written(told, part.checksums, rows)
 
     def write_partitions(self, said: Sequence[bytes], received: Mapping[int, bytes]) -> dict[int, bytes]:
         """Write this rank's partitions, if ranks write them; return what the coordinator has to know, by position.
 
         Args:
             said: What each rank's :meth:`write` told all.
-            received: The rows for this one, by position.
+            received: What others' :meth:`write` told this one alone, by position.
         """
         if self._partitions is None:
             return {}
         return {self._coordinator_rank: self._partitions.write(said, received)}
 
-    def commit(self, parts: Sequence[bytes], told: Mapping[int, bytes]) -> None:
+    def commit(self, parts: Sequence[bytes], received: Mapping[int, bytes], described: Mapping[int, bytes]) -> None:
         """Make the checkpoint exist. One collective.
 
         Args:
             parts: What each rank's :meth:`write` told all.
-            told: What each rank's :meth:`write_partitions` told the coordinator.
+            received: What others' :meth:`write` told this rank alone.
+            described: What each rank's :meth:`write_partitions` told the coordinator.
 
         Raises:
             CheckpointError: The coordinator could not commit.
         """
         self._is_removable = False  # the coordinator alone knows whether it has committed
-        self._comm.together(lambda: self._commit(parts, told), self._context)
+        if self._partitions is None:
+            self._save.commit(received, self._context)
+        else:
+            self._comm.lead(self._coordinator_rank, lambda: self._commit_partitions(described), self._context)
 
-    def _commit(self, parts: Sequence[bytes], told: Mapping[int, bytes]) -> tuple[None, bytes]:
-        if self.is_coordinator and self._partitions is not None:
-            self.directory.commit_manifest(self.names, self._partitions.manifest([*told.values()]), is_checked=True)
-        elif self.is_coordinator:
-            ranks = self._comm.ranks
-            known = {
-                rank: Manifest.decode(part, f"the part of rank {rank}") for rank, part in zip(ranks, parts) if part
-            }
-            self.directory.commit(self.names, ranks, known)
-        return None, b""
+    def _commit_partitions(self, described: Mapping[int, bytes]) -> None:
+        if self._partitions is not None:
+            manifest = self._partitions.manifest([*described.values()])
+            self.directory.commit_manifest(self.names, manifest, is_checked=True)
 
     def discard(self) -> None:
         """Remove what all ranks wrote, unless the save may exist: the task of the coordinator, which has the lock."""
@@ -179,16 +158,14 @@ class SharedSave:
 class BackgroundSave(SharedSave):
     """Stage one save in memory, and hand it over to this rank's background writer.
 
-    Its ranks do not meet again when the data is written, so they leave their parts to the coordinator.
+    The writers of all ranks carry it out as a group (``background/outcome.py``).
     """
-
-    in_partitions = False
 
     def __init__(self, slot: SaveSlot, *arguments: Any) -> None:
         """Take room with the writer, and the arguments of :class:`SharedSave`."""
         super().__init__(*arguments)
         self._slot = slot
-        self._presences: tuple[tuple[str, ...], ...] = ()
+        self._addresses: tuple[str, ...] = ()
         self._staging: Staging | None = None
         # Of a save in slices: its memory, what the items were at the call, and what went wrong with a slice.
         self._space: np.ndarray = np.empty(0, dtype=np.uint8)
@@ -197,15 +174,14 @@ class BackgroundSave(SharedSave):
         self._failure: Exception | None = None
 
     def begin(self) -> tuple[SaveNames | None, bytes]:
-        """Implement :meth:`SharedSave.begin`. At the addresses the others' writers see whether this rank is alive."""
+        """Implement :meth:`SharedSave.begin`. The other writers have to know where to reach this rank's."""
         names, _ = super().begin()
-        address = "" if self._comm.size == 1 else self._slot.address
-        return names, json.dumps([own_presence(), address] if address else []).encode()
+        return names, self._slot.address.encode()
 
     def agree(self, names: SaveNames, places: Sequence[bytes], messages: Sequence[bytes]) -> None:
         """Implement :meth:`SharedSave.agree`."""
         super().agree(names, places, messages)
-        self._presences = tuple(tuple(json.loads(message)) for message in messages)
+        self._addresses = tuple(message.decode() for message in messages)
 
     def _job(self, share: Share) -> WriteJob:
         return WriteJob(
@@ -219,7 +195,7 @@ class BackgroundSave(SharedSave):
             coordinator=self._comm.ranks[self._coordinator_rank],
             step=share.step,
             timeout=self._slot.timeout,
-            presences=self._presences,
+            addresses=self._addresses,
         )
 
     def _open_staging(self, share: Share) -> Staging:
@@ -308,8 +284,7 @@ class BackgroundSave(SharedSave):
 
     def lose_rank(self, error: LostRankError) -> None:
         """Tell the other ranks' writers: those ranks may not have noticed, and have handed their shares over."""
-        coordinator = self._comm.ranks[self._coordinator_rank]
-        announce_failure(self.directory, self.names, self._comm.rank, coordinator, error)
+        self._slot.refuse(error)
 
 
 def _page_lock(share: Share) -> LockPages | None:

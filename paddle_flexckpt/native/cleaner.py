@@ -94,15 +94,13 @@ class Cleaner:
         useless = list(filter(self._temporary.fullmatch, names))
         dead: list[BegunSave] = []
         if own is None or not self._backend.locks.can_run_out:
-            useless += [name for name in names if is_message(name) and not (own and own.owns(name))]
+            useless += filter(is_message, names)
             useless += self._unnamed_partitions(names)
             begun = [each for each in find_begun(self._directory, names) if own is None or each.save != own.save_id]
             dead = [each for each in begun if not each.prepared or each.token in aborted]
         return self._remove(useless, dead, names)
 
-    def remove_replaced(
-        self, own: SaveNames, manifest: Manifest, names: Sequence[str], being_read: bool, *also: str
-    ) -> None:
+    def remove_replaced(self, own: SaveNames, manifest: Manifest, names: Sequence[str], being_read: bool) -> None:
         """Remove what a save that has just been committed does not need, and what others left; its own marker is last.
 
         Args:
@@ -111,10 +109,9 @@ class Cleaner:
             names: The directory's files as the caller has listed them since the commit.
             being_read: Whether the checkpoint that was replaced is being read: its files stay for the next save of its
                 id, or its removal.
-            also: Files of the save that a listing may not show yet.
         """
         named = {*manifest.files}
-        useless = [*filter(self._temporary.fullmatch, names), *filter(is_message, names), *also]
+        useless = [*filter(self._temporary.fullmatch, names), *filter(is_message, names)]
         saves = [(name, save) for name in names if (save := save_of(name)) is not None and name not in named]
         useless += [name for name, save in saves if save == own.save_id]
         if not being_read:

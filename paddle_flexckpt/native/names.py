@@ -24,9 +24,9 @@ _SAVE = r"(\d+)(?:-([0-9a-f]{32})|\.(\d+))?"
 _MARKER = re.compile(rf"{_SAVE}\.saving", re.ASCII)
 # The other files of a save: rank (of a partition: its number), save, and kind.
 _OF_SAVE = re.compile(rf"(\d+)_{_SAVE}\.(safetensors|partition|prepared(?:\.[0-9a-f]{{32}}\.tmp)?)", re.ASCII)
-# What ranks of a save told each other by files, and is of no use to another one.
+# What ranks of an older version told each other by files; nobody else has a use for it.
 _MESSAGE = re.compile(
-    r"\d+_(\d+)(?:\.(\d+))?(?:-([0-9a-f]{32}))?\.(?:decided|late|(?:part|failed)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII
+    r"\d+_(\d+)(?:\.(\d+))?(?:-[0-9a-f]{32})?\.(?:decided|late|(?:part|failed)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII
 )
 _NUMBER_DIGITS = 8
 _MOST_SAVES = 16**_NUMBER_DIGITS - 1
@@ -62,21 +62,9 @@ class SaveNames:
         """Return the name of a rank's data file."""
         return f"{rank}_{self._stem}.safetensors"
 
-    def part_file(self, rank: int) -> str:
-        """Return the name of a rank's part."""
-        return f"{rank}_{self._stem}.part"
-
     def partition_file(self, number: int) -> str:
         """Return the name of a partition of the manifest."""
         return f"{number}_{self._stem}.partition"
-
-    def failure_file(self, rank: int) -> str:
-        """Return the name of what a rank says if it cannot write."""
-        return f"{rank}_{self._stem}.failed"
-
-    def decision_file(self, coordinator: int) -> str:
-        """Return the name of what was decided about an asynchronous save; ``coordinator`` is the rank that commits."""
-        return f"{coordinator}_{self._stem}.decided"
 
     def prepared_file(self, rank: int) -> str:
         """Return the name of a node's manifest that is not published yet; ``rank`` is that of its committer."""
@@ -98,8 +86,7 @@ class SaveNames:
 
     def owns(self, name: str) -> bool:
         """Return whether a file is of this save; not its manifest or marker."""
-        message = _MESSAGE.fullmatch(name)
-        return save_of(name) == self.save_id or (message is not None and message[3] == self.token)
+        return save_of(name) == self.save_id
 
 
 def new_token(names: Iterable[str]) -> str:
@@ -137,7 +124,7 @@ def _save(unique_id: str, token: str | None, generation: str | None) -> SaveId:
 
 
 def is_message(name: str) -> bool:
-    """Return whether a file is what a rank of a save told others."""
+    """Return whether a file is what a rank of an older version told others."""
     return _MESSAGE.fullmatch(name) is not None
 
 

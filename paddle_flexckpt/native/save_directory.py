@@ -20,7 +20,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -33,7 +33,7 @@ from paddle_flexckpt.catalog import (
     ValidationError,
 )
 from paddle_flexckpt.catalog.errors import without_remedy
-from paddle_flexckpt.media.backend import Location, Lock, SaveLock, map_files, publish, write_file
+from paddle_flexckpt.media.backend import Location, Lock, SaveLock, publish, write_file
 from paddle_flexckpt.media.retrying import is_unanswered
 from paddle_flexckpt.native.cleaner import Cleaner
 from paddle_flexckpt.native.companion import Companion, CompanionFile
@@ -43,10 +43,13 @@ from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.names import MANIFEST, SaveNames, marked_by, new_token, save_of
 from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
 from paddle_flexckpt.native.partitions import Partition, count_partitions
-from paddle_flexckpt.native.save_messages import TRIES, SaveMessages
 from paddle_flexckpt.progress import SILENT, Meter
 
 logger = logging.getLogger("paddle_flexckpt")
+
+
+# How often a directory is made that another process may remove, as an empty one, before it is locked.
+_TRIES = 10
 
 
 class CleanUpError(CheckpointError):
@@ -59,7 +62,6 @@ class SaveDirectory(CheckpointDirectory):
     Attributes:
         companion: The file for another program's loader.
         cleaner: Removes what saves have left.
-        messages: What ranks without collectives tell each other.
     """
 
     def __init__(self, location: Location, companion: Companion) -> None:
@@ -67,7 +69,6 @@ class SaveDirectory(CheckpointDirectory):
         super().__init__(location)
         self.companion = CompanionFile(self, companion)
         self.cleaner = Cleaner(self, self.companion)
-        self.messages = SaveMessages(self)
 
     def lock(self) -> SaveLock:
         """Take the right to save here; make the directory.
@@ -76,7 +77,7 @@ class SaveDirectory(CheckpointDirectory):
             CheckpointError: Another save has it, or another process removes the directory again and again.
             ValidationError: The path is not a directory.
         """
-        for _ in range(TRIES):
+        for _ in range(_TRIES):
             self.backend.make_directory()
             try:
                 return self.backend.locks.take()
@@ -107,7 +108,7 @@ class SaveDirectory(CheckpointDirectory):
             CheckpointError: As of :meth:`lock`.
             ValidationError: As of :meth:`open_save`.
         """
-        for _ in range(TRIES):
+        for _ in range(_TRIES):
             lock = self.lock()
             try:
                 before = self.backend.names()
@@ -186,22 +187,6 @@ class SaveDirectory(CheckpointDirectory):
                 self.cleaner.remove_save(save)
             raise
 
-    def write_share(
-        self,
-        save: SaveNames,
-        rank: int,
-        items: Catalog,
-        data: Iterable[np.ndarray],
-        *,
-        world_size: int,
-        step: int | None = None,
-        meter: Meter = SILENT,
-    ) -> Manifest:
-        """Write a rank's data file, as :func:`write_data_file` does, and then its part, which is returned."""
-        part = self.write_data(save, items, data, world_size=world_size, step=step, meter=meter)
-        self.messages.write_part(save, rank, part)
-        return part
-
     def write_data(
         self,
         save: SaveNames,
@@ -247,35 +232,16 @@ class SaveDirectory(CheckpointDirectory):
         ]
         return replace(manifest, partitions=tuple(written))
 
-    def commit(self, save: SaveNames, ranks: Sequence[int], parts: Mapping[int, Manifest] | None = None) -> Manifest:
-        """Merge the parts of all ranks into the manifest and make the checkpoint exist.
-
-        ``parts`` has those that the caller knows, by rank; the files of the others are read.
+    def commit(self, save: SaveNames, parts: Sequence[Manifest]) -> Manifest:
+        """Merge the parts of all ranks, in their order, into the manifest and make the checkpoint exist.
 
         Raises:
-            CheckpointError: A part or a data file is not there, or the directory is another one by now: nothing has
-                changed.
+            CheckpointError: A data file is not there, or the directory is another one by now: nothing has changed.
             CleanUpError: The checkpoint is complete, but leftovers could not be removed.
             NotDurableError: The checkpoint is in place; a loss of power may undo it.
             OSError: The file system refused, before the commit.
         """
-
-        known = parts or {}
-
-        def part(rank: int) -> Manifest:
-            if rank in known:
-                return known[rank]
-            name = save.part_file(rank)
-            self.messages.known.add(name)
-            try:
-                return Manifest.decode(self.backend.read(name), self.backend.where(name))
-            except FileNotFoundError as error:
-                raise CheckpointError(
-                    f"the part of rank {rank} is not visible at {self.backend.where(name)}. Remedy: save to storage "
-                    "that all ranks share"
-                ) from error
-
-        manifest = self.write_partitions(save, merge_parts(map_files(self.backend, part, ranks)))
+        manifest = self.write_partitions(save, merge_parts(parts))
         self.commit_manifest(save, manifest)
         return manifest
 
@@ -389,10 +355,8 @@ class SaveDirectory(CheckpointDirectory):
             # Durable before anything that it named is removed.
             self.companion.update(manifest)
             names = self.backend.names() if names is None else names
-            # A store may list a file too late, and without its marker nobody would look for it again.
-            known = self.messages.known.difference(names)
             manifest = manifest or self.read_committed(save.unique_id, ())
-            self.cleaner.remove_replaced(save, manifest, names, being_read, *known)
+            self.cleaner.remove_replaced(save, manifest, names, being_read)
         except (OSError, CheckpointError) as error:
             raise CleanUpError(
                 f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self.companion.name} could "
@@ -410,8 +374,8 @@ class SaveDirectory(CheckpointDirectory):
         with contextlib.suppress(OSError, CheckpointError):
             if not self.is_committed(save):
                 self.backend.locks.forget_lost()
-                written = [name for rank in ranks for name in (save.data_file(rank), save.part_file(rank))]
-                self.cleaner.remove_save(save, [*written, *map(save.partition_file, range(partitions))])
+                written = [*map(save.data_file, ranks), *map(save.partition_file, range(partitions))]
+                self.cleaner.remove_save(save, written)
 
     def discard_late(self, save: SaveNames, ranks: Sequence[int]) -> None:
         """Remove what ranks have written for a save that is over: its marker has gone, and it is not committed.

@@ -91,6 +91,14 @@ class Communicator(ABC):
             raise  # not reached: agree() raises on every member
         return result, self.agree(None, payload, context)
 
+    def lead(self, leader: int, work: Callable[[], object], context: str = "") -> None:
+        """Take a step on one member, by its position; go on only if it went well.
+
+        Raises:
+            CheckpointError: The step failed; the same error on every member.
+        """
+        self.together(lambda: (work() if self.position == leader else None, b""), context)
+
     def agree(self, error: Exception | None, payload: bytes = b"", context: str = "") -> list[bytes]:
         """Exchange outcomes: return every member's payload, or raise the same error on every member.
 
@@ -100,9 +108,9 @@ class Communicator(ABC):
             CheckpointError: Something went wrong somewhere; all ranks' problems are in the text, with their rank.
             LostRankError: A rank has gone; the same on every rank that has not.
         """
-        payload = b"+" + payload if error is None else _failed(error, context)
+        payload = b"+" + payload if error is None else failed(error, context)
         gathered = _exchange(lambda: self.all_gather(payload), error, context)
-        _raise_failures(self.ranks, enumerate(gathered), error)
+        raise_failures(self.ranks, enumerate(gathered), error)
         return [answer[1:] for answer in gathered]
 
     def trade(
@@ -126,9 +134,9 @@ class Communicator(ABC):
             result, note, payloads = work()
             note = b"+" + note if note else b""
         except Exception as error:
-            failure, note = error, _failed(error, context)
+            failure, note = error, failed(error, context)
         notes, received = _exchange(lambda: self.all_to_all(note, payloads), failure, context)
-        _raise_failures(self.ranks, notes.items(), failure)
+        raise_failures(self.ranks, notes.items(), failure)
         return result, {position: each[1:] for position, each in notes.items()}, received
 
 
@@ -140,7 +148,7 @@ def _exchange(collective: Callable[[], Result], error: Exception | None, context
         raise type(lost)(f"{context}: {lost}" if context else str(lost)) from error or lost.__cause__
 
 
-def _raise_failures(ranks: Sequence[int], answers: Iterable[tuple[int, bytes]], error: Exception | None) -> None:
+def raise_failures(ranks: Sequence[int], answers: Iterable[tuple[int, bytes]], error: Exception | None) -> None:
     """Raise the same error on every member if one of those that answered, by position, has failed."""
     failures = [(ranks[each], split(answer[1:])) for each, answer in answers if answer[:1] == b"-"]
     if failures:
@@ -149,7 +157,8 @@ def _raise_failures(ranks: Sequence[int], answers: Iterable[tuple[int, bytes]], 
         raise combined.error(failures[0][1][0].decode()) from error
 
 
-def _failed(error: Exception, context: str) -> bytes:
+def failed(error: Exception, context: str) -> bytes:
+    """Return the answer of a member that has failed, for :func:`raise_failures`."""
     return b"-" + join((context.encode(), Failure.of(error).encode()))
 
 

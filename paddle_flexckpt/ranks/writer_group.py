@@ -14,14 +14,14 @@ import selectors
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.ranks.communicator import Communicator, failed, raise_failures
 from paddle_flexckpt.ranks.framing import Arriving, Leaving
 from paddle_flexckpt.ranks.group_listener import FAREWELL, GroupListener, greet
 from paddle_flexckpt.ranks.meeting import prepare
@@ -117,8 +117,7 @@ class WriterGroup(Communicator):
             coordinator: The coordinator's place.
             timeout: Seconds to wait for others.
 
-        Raises:
-            LostCoordinatorError: The coordinator has gone, or cannot be reached.
+        A member that cannot reach the coordinator raises that in its first exchange.
         """
         super().__init__(tuple(ranks), position)
         self._addresses, self._token, self._coordinator, self._timeout = addresses, token, coordinator, timeout
@@ -135,7 +134,8 @@ class WriterGroup(Communicator):
         elif position == coordinator:
             raise ValueError("the coordinator of a group of writers needs a GroupListener")
         else:
-            self._links[coordinator] = _Link(self._connect())
+            with contextlib.suppress(LostCoordinatorError):
+                self._links[coordinator] = _Link(self._connect())
 
     def close(self, outcome: bytes = b"") -> None:
         """Leave the group. On the coordinator ``outcome`` is for all who ask what became of the save."""
@@ -148,6 +148,46 @@ class WriterGroup(Communicator):
         self._links, self._listener = {}, None
         self._lost = self._lost or LostRankError("this group of writers is closed")
 
+    def lead(self, leader: int, work: Callable[[], object], context: str = "") -> None:
+        """Take a step on the coordinator, as the base class does; other members may have gone by then."""
+        if self.size == 1:
+            return super().lead(leader, work, context)
+        if leader != self._coordinator:
+            raise ValueError("the coordinator alone leads a group of writers")
+        self._begin_exchange()
+        error: Exception | None = None
+        if self._listener is None:
+            (note,) = self._await(self._links[self._coordinator])
+        else:
+            try:
+                work()
+            except Exception as failure:
+                error = failure
+            note = memoryview(b"" if error is None else failed(error, context))
+            for link in self._links.values():
+                link.say(self._exchanges, [bytes(note)])
+            self._send_all(_GRACE_SECONDS)
+        raise_failures(self.ranks, [(leader, bytes(note))], error)
+
+    def abort(self, problem: str) -> LostRankError:
+        """End the save on all members, wherever they are; return the error that their exchanges raise."""
+        try:
+            self._begin_exchange()
+            text = f"[rank {self.rank}] {problem}"
+            if self._listener is not None:
+                return self._give_up(text)
+            link = self._links[self._coordinator]
+            link.say(FAREWELL, [text.encode()])
+            self._await(link)
+        except LostRankError as error:
+            return error
+        raise RuntimeError("an exchange went on after its end")
+
+    def _begin_exchange(self) -> None:
+        if self._lost is not None:
+            raise type(self._lost)(str(self._lost))
+        self._exchanges += 1
+
     def _all_gather(self, payload: bytes) -> list[bytes]:
         return self._exchange(payload, {})[0]
 
@@ -157,9 +197,7 @@ class WriterGroup(Communicator):
 
     def _exchange(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[list[bytes], dict[int, bytes]]:
         """Return the notes of all, and what is for this member, by position in rising order."""
-        if self._lost is not None:
-            raise type(self._lost)(str(self._lost))
-        self._exchanges += 1
+        self._begin_exchange()
         notes, received = (self._report if self._listener is None else self._collect)(note, payloads)
         return notes, dict(sorted(received.items()))
 
@@ -210,7 +248,9 @@ class WriterGroup(Communicator):
                     try:
                         message = self._links[position].receive(self._exchanges)
                     except (OSError, EOFError) as error:
-                        raise self._give_up({position: _gone(error)}) from error
+                        raise self._give_up(self._problems({position: _gone(error)})) from error
+                    if message is not None and message.exchange == FAREWELL:
+                        raise self._give_up(bytes(message.payloads[0]).decode())
                     if message is not None:
                         # If it dies now, it has done its share.
                         waiting.unregister(key.fileobj)
@@ -222,11 +262,10 @@ class WriterGroup(Communicator):
                 # One that has gone since it connected may not have been admitted yet.
                 gone = [rank for rank, since in refused.items() if rank in absent and now - since > FIRST_LOOK_SECONDS]
                 if gone:
-                    raise self._give_up({absent[rank]: _gone() for rank in gone})
+                    raise self._give_up(self._problems({absent[rank]: _gone() for rank in gone}))
                 if not ready and now >= deadline:
-                    raise self._give_up(
-                        {position: _slow("has written nothing", self._timeout) for position in sorted(missing)}
-                    )
+                    late = _slow("has written nothing", self._timeout)
+                    raise self._give_up(self._problems(dict.fromkeys(sorted(missing), late)))
 
     def _admit(self, absent: dict[int, int]) -> Iterator[int]:
         """Connect the members that have come; yield their positions. They are no longer absent."""
@@ -263,9 +302,12 @@ class WriterGroup(Communicator):
                     if key.data.send():
                         waiting.unregister(key.fileobj)
 
-    def _give_up(self, problems: Mapping[int, str]) -> LostRankError:
-        """Return the error for lost members, by position, after all others have been told."""
-        self._lost = _lost_ranks([(self.ranks[position], problem) for position, problem in problems.items()])
+    def _problems(self, problems: Mapping[int, str]) -> str:
+        return _lost_ranks([(self.ranks[position], problem) for position, problem in problems.items()])
+
+    def _give_up(self, text: str) -> LostRankError:
+        """Return the error that ends the save, after all others have been told."""
+        self._lost = LostRankError(text)
         for link in self._links.values():
             link.say(FAREWELL, [str(self._lost).encode()])
         self._send_all(_GRACE_SECONDS)
@@ -287,9 +329,20 @@ class WriterGroup(Communicator):
             time.sleep(FIRST_LOOK_SECONDS)
 
     def _report(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[list[bytes], dict[int, bytes]]:
-        link, patience = self._links[self._coordinator], self._timeout + _GRACE_SECONDS
+        link = self._links[self._coordinator]
         others = {to: payload for to, payload in payloads.items() if to != self.position}
         link.say(self._exchanges, [_numbers(others), note, *others.values()])
+        head, given, *rest = self._await(link)
+        counts, sources = (np.frombuffer(each, dtype="<u4").tolist() for each in (head, given))
+        notes = [each for count, same in zip(counts, rest) for each in [bytes(same)] * count]
+        received = dict(zip(sources, map(bytes, rest[len(counts) :])))
+        if self.position in payloads:
+            received[self.position] = payloads[self.position]
+        return notes, received
+
+    def _await(self, link: _Link) -> list[memoryview]:
+        """Send what is to leave, and return what the coordinator sends in this exchange."""
+        patience = self._timeout + _GRACE_SECONDS
         deadline = time.monotonic() + patience
         with selectors.DefaultSelector() as waiting:
             waiting.register(link.connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
@@ -311,20 +364,12 @@ class WriterGroup(Communicator):
                     self._lost = LostRankError(bytes(message.payloads[0]).decode())
                     raise self._lost
                 if message.payloads:
-                    break
+                    return message.payloads
                 # The coordinator is there: its own patience begins now.
                 deadline = time.monotonic() + patience
-        counts, sources = (np.frombuffer(each, dtype="<u4").tolist() for each in message.payloads[:2])
-        told, parts = message.payloads[2 : 2 + len(counts)], message.payloads[2 + len(counts) :]
-        notes = [each for count, same in zip(counts, told) for each in [bytes(same)] * count]
-        received = dict(zip(sources, map(bytes, parts)))
-        if self.position in payloads:
-            received[self.position] = payloads[self.position]
-        return notes, received
 
     def _lose_coordinator(self, problem: str) -> LostCoordinatorError:
-        lost = _lost_ranks([(self.ranks[self._coordinator], problem)])
-        self._lost = LostCoordinatorError(str(lost))
+        self._lost = LostCoordinatorError(self._problems({self._coordinator: problem}))
         return self._lost
 
 
@@ -332,9 +377,9 @@ def _numbers(values: Sequence[int] | Mapping[int, bytes]) -> bytes:
     return np.asarray([*values], dtype="<u4").tobytes()
 
 
-def _lost_ranks(problems: Sequence[tuple[int, str]]) -> LostRankError:
+def _lost_ranks(problems: Sequence[tuple[int, str]]) -> str:
     failures = [(rank, Failure(LostRankError.__name__, (problem,))) for rank, problem in problems]
-    return LostRankError("; ".join(combine(failures).problems))
+    return "; ".join(combine(failures).problems)
 
 
 def _gone(error: Exception | None = None) -> str:

@@ -215,7 +215,7 @@ MISTAKES = {
         Mistake(
             "one-rank-trusted",
             "ranks go on when the coordinator's step went well",
-            {"ranks.communicator:_raise_failures": wrong.coordinators_outcome},
+            {"ranks.communicator:raise_failures": wrong.coordinators_outcome},
         ),
         Mistake(
             "followers-do-not-wait",
