@@ -96,8 +96,7 @@ class Cleaner:
         if own is None or not self._backend.locks.can_run_out:
             useless += filter(is_message, names)
             useless += self._unnamed_partitions(names)
-            begun = [each for each in find_begun(self._directory, names) if own is None or each.save != own.save_id]
-            dead = [each for each in begun if not each.prepared or each.token in aborted]
+            dead = [each for each in self._others(own, names) if not each.prepared or each.token in aborted]
         return self._remove(useless, dead, names)
 
     def remove_replaced(self, own: SaveNames, manifest: Manifest, names: Sequence[str], being_read: bool) -> None:
@@ -116,7 +115,7 @@ class Cleaner:
         useless += [name for name, save in saves if save == own.save_id]
         if not being_read:
             useless += [name for name, save in saves if save.unique_id == own.unique_id and save != own.save_id]
-        others = [each for each in find_begun(self._directory, names) if each.save != own.save_id]
+        others = self._others(own, names)
         dead = [each for each in others if each.save.unique_id == own.unique_id or not each.prepared]
         self._remove(useless, dead, names)
         self._companion.remove_refusal(own.marker_file)
@@ -132,6 +131,10 @@ class Cleaner:
         self._remove_files(sorted(files))
         self._companion.remove_refusal(save.marker_file)
         self._backend.remove(save.marker_file)
+
+    def _others(self, own: SaveNames | None, names: Sequence[str]) -> list[BegunSave]:
+        """Return the saves whose markers are here, but the own one, whose marker need not be read."""
+        return list(find_begun(self._directory, [name for name in names if own is None or name != own.marker_file]))
 
     def _remove(self, useless: Sequence[str], dead: Sequence[BegunSave], names: Sequence[str]) -> list[str]:
         named = {each.save.unique_id: self._named(each.save.unique_id) for each in dead}

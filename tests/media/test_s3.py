@@ -229,7 +229,7 @@ def test_an_upload_that_fails_leaves_nothing(server, small_parts, monkeypatch, f
             return 403 if given_up.count(name) == 1 else None
         if fails.startswith("a part"):
             status = 503 if fails.endswith("again") else 403
-            return status if "partNumber=3" in name and "1_0." in name else None
+            return status if "partNumber=3" in name and "1_0-" in name else None
         return 403 if method == "POST" and "uploadId" in name else None
 
     with monkeypatch.context() as patch:
