@@ -109,12 +109,10 @@ def _judge(bench: Bench, call: Call, run: Run, failing: Failing) -> None:
 def _all_wrote(left: set[str], ranks: int) -> bool:
     """Tell whether what is left is what ranks leave to the next save: all had written, and the marker is there."""
     endings = [os.path.splitext(path)[1] for path in left]
-    parts, data_files = endings.count(".part"), endings.count(".safetensors")
     return (
-        # One that saves alone writes no part, nor do ranks that write partitions.
-        (parts == (ranks if ranks > 1 else 0) or (not parts and ".partition" in endings and data_files == ranks))
-        and {".safetensors", ".saving"} <= {*endings}
-        and {".safetensors", ".partition", ".part", ".saving", ".metadata"} >= {*endings}
+        endings.count(".safetensors") == ranks
+        and ".saving" in endings
+        and {".safetensors", ".partition", ".saving", ".metadata"} >= {*endings}
     )
 
 

@@ -139,11 +139,11 @@ def _careless(monkeypatch):
     """Let a rank whose collective fails remove what it wrote, wherever the coordinator is."""
     save = scenarios.save_state_dict
     tickets = {}
-    write_share = SaveDirectory.write_share
+    write_data = SaveDirectory.write_data
 
-    def note(self, ticket, rank, *args, **kwargs):
-        tickets[rank] = self, ticket
-        return write_share(self, ticket, rank, *args, **kwargs)
+    def note(self, ticket, items, *args, **kwargs):
+        tickets.update({rank: (self, ticket) for rank in items.rank.tolist()})
+        return write_data(self, ticket, items, *args, **kwargs)
 
     def careless(state, path, comm, **kwargs):
         try:
@@ -154,7 +154,7 @@ def _careless(monkeypatch):
                 directory.backend.remove(ticket.data_file(comm.rank))
             raise
 
-    monkeypatch.setattr(SaveDirectory, "write_share", note)
+    monkeypatch.setattr(SaveDirectory, "write_data", note)
     monkeypatch.setattr(scenarios, "save_state_dict", careless)
 
 

@@ -18,7 +18,6 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from paddle_flexckpt.media import local
 from paddle_flexckpt.native import save_directory
-from paddle_flexckpt.native.save_messages import SaveMessages
 from paddle_flexckpt.run_state import load_extra_state
 from tests.distributed import jobs_common as common
 from tests.saved import data_file
@@ -341,7 +340,6 @@ SAVES = (
     "ranks_save_under_different_ids",
     "id_is_negative",
     "disk_full_on_one_rank",
-    "part_cannot_be_written",
     "commit_fails",
 )
 
@@ -390,8 +388,6 @@ def broken_disk(case):
     """Makes a step of writing fail: on rank 1, or in the commit."""
     if case == "disk_full_on_one_rank" and dist.get_rank() == 1:
         owner, name, error = local, "write_all", OSError(28, "No space left on device")
-    elif case == "part_cannot_be_written" and dist.get_rank() == 1:
-        owner, name, error = SaveMessages, "write_part", OSError(28, "No space left on device")
     elif case == "commit_fails" and dist.get_rank() == 0:
         owner, name, error = save_directory, "publish", OSError(5, "Input/output error")
     else:

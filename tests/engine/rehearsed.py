@@ -47,14 +47,15 @@ def save(path, layout: Layout, save_replicas: bool = False) -> dict[str, np.ndar
         stack.callback(directory.lock().release)
         names = directory.open_save(None, len(ranks))
         plan = plan_write(job, names.data_file, save_replicas)
+        parts = []
         for rank in ranks:
             rows = np.flatnonzero(plan.catalog.rank == rank)
             items = plan.catalog.take(rows)
             stored = zip(plan.source[rows].tolist(), plan.source_start[rows].tolist(), items.size.tolist())
             data = (shard_of(job, row, values[job.key_name(row)])[start : start + n] for row, start, n in stored)
             share = (np.ascontiguousarray(part).view(np.uint8) for part in data)
-            directory.write_share(names, rank, items, share, world_size=len(ranks))
-        directory.commit(names, ranks)
+            parts.append(directory.write_data(names, items, share, world_size=len(ranks)))
+        directory.commit(names, parts)
     return values
 
 

@@ -81,14 +81,15 @@ def save(
         stack.callback(directory.lock().release)
         names = directory.open_save(unique_id, len(ranks))
         plan = plan_write(catalog_of(shards), names.data_file, save_replicas)
+        parts = []
         for rank in ranks:
             rows = np.flatnonzero(plan.catalog.rank == rank)
             items = plan.catalog.take(rows)
             stored = zip(plan.source[rows], plan.source_start[rows], items.size)
             data = (shards[row].of(values[shards[row].key])[start : start + n] for row, start, n in stored)
             bytes_of = (part.view(np.uint8) for part in data)
-            directory.write_share(names, rank, items, bytes_of, world_size=len(ranks), step=step)
-        directory.commit(names, ranks)
+            parts.append(directory.write_data(names, items, bytes_of, world_size=len(ranks), step=step))
+        directory.commit(names, parts)
 
 
 @dataclass(frozen=True)

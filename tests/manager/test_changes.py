@@ -355,7 +355,7 @@ def test_a_step_that_is_replaced_between_the_looks_of_two_ranks_is_restored_agai
 
 
 @pytest.mark.parametrize("kind", ["part", "failed", "decided"])
-def test_a_message_of_a_dead_save_that_comes_late_goes_with_its_directory(tmp_path, kind):
+def test_a_message_of_an_older_version_that_comes_late_goes_with_its_directory(tmp_path, kind):
     """A request of a rank that was killed arrives when a manager has cleaned up."""
     step = directory_of(tmp_path, 5)
     directory = open_to_save(str(step))
@@ -364,8 +364,7 @@ def test_a_message_of_a_dead_save_that_comes_late_goes_with_its_directory(tmp_pa
     with directory.lock():
         directory.cleaner.remove_dead_saves()
         directory.companion.remove_refusal()
-    message = {"part": names.part_file(1), "failed": names.failure_file(1), "decided": names.decision_file(0)}[kind]
-    (step / message).write_bytes(b"late")
+    (step / names.data_file(1).replace("safetensors", kind)).write_bytes(b"late")
     save(manager_of(tmp_path, keep=KeepLatest(1)), 6)
     assert tree(tmp_path) == files_of(6)
 

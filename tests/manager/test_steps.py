@@ -305,7 +305,7 @@ def test_a_removal_is_not_finished_while_somebody_saves_there(tmp_path):
 
 def test_what_dead_saves_left_is_removed_by_the_next_save_of_any_step(tmp_path):
     manager = run_of(tmp_path, 1)
-    begin(directory_of(tmp_path, 7), 0, parts=(0,))
+    begin(directory_of(tmp_path, 7), 0)
     directory_of(tmp_path, 8).mkdir()
     save(manager, 2)
     assert tree(tmp_path) == all_files_of(1, 2)

@@ -21,7 +21,7 @@ from paddle_flexckpt.media.lease import Claim, Conditions, LeaseLock, LeaseLocks
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.local_locks import DirectoryLock
 from paddle_flexckpt.native.listing import is_complete
-from paddle_flexckpt.native.save_messages import SaveMessages
+from paddle_flexckpt.native.save_directory import SaveDirectory
 from tests.native.two_ranks import RANKS, load, save
 from tests.saved import short_names
 
@@ -297,14 +297,15 @@ def test_who_was_stopped_for_long_does_not_commit(tmp_path, clock):
 
 def test_a_save_whose_lease_is_taken_fails_on_every_rank(tmp_path, monkeypatch):
     save(tmp_path, 1, 0)
-    real = SaveMessages.write_part
+    real = SaveDirectory.write_data
 
-    def write_part(self, ticket, rank, part):
-        real(self, ticket, rank, part)
-        if rank == 0:
+    def write_data(self, ticket, items, *arguments, **keywords):
+        part = real(self, ticket, items, *arguments, **keywords)
+        if 0 in items.rank:
             put(tmp_path, token="other")
+        return part
 
-    monkeypatch.setattr(SaveMessages, "write_part", write_part)
+    monkeypatch.setattr(SaveDirectory, "write_data", write_data)
     outcomes = save(tmp_path, 2, 0)
     assert all("has taken over the right to save" in str(outcome) for outcome in outcomes)
     assert load(tmp_path) == 1

@@ -13,7 +13,6 @@ from paddle_flexckpt.catalog import CheckpointError, UnreadableCheckpointError
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.live import shared_saves
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media import remote, retrying
@@ -23,7 +22,6 @@ from paddle_flexckpt.media.remote_files import RemoteOutputFile
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.native import two_ranks
 from tests.object_store import running_store
 from tests.saved import data_file, short, short_names
 
@@ -213,19 +211,6 @@ def test_a_rank_alone_writes_no_part_and_lists_twice(store):
     store.set()
     save_state_dict(SMALL, storage.child("below"), SOLO)
     assert [each.status for each in store.log.of("PUT", ".lease")] == [200]
-
-
-def test_parts_that_are_too_much_to_tell_are_files(store, monkeypatch):
-    monkeypatch.setattr(shared_saves, "TOLD_BYTES", 0)
-    storage = open_run(store, "part-files")
-    store.set()
-    assert [each.unique_id for each in two_ranks.save(storage, 1, None)] == [0, 0]
-    log = store.log
-    assert {method: len(log.of(method, ".part")) for method in ("PUT", "GET", "DELETE")} == {
-        "PUT": 2, "GET": 2, "DELETE": 2
-    }  # fmt: skip
-    assert two_ranks.load(storage) == 1
-    assert short_names(storage) == ["0.manifest", "0_0-1.safetensors", "1_0-1.safetensors"]
 
 
 def test_what_a_dead_save_left_is_removed_by_the_listing_of_the_next(store):

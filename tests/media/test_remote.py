@@ -23,7 +23,6 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Val
 from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.live import shared_saves
 from paddle_flexckpt.media import lease, retrying
 from paddle_flexckpt.media.backend import exists, fill, publish, write_file
 from paddle_flexckpt.media.local import LocalBackend
@@ -34,7 +33,6 @@ from paddle_flexckpt.media.remote import FsspecBackend
 from paddle_flexckpt.media.remote_files import RemoteInputFile, Windows
 from paddle_flexckpt.media.urls import Secrets, redacted
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
-from paddle_flexckpt.native.names import SaveNames
 from tests.media.stores import KINDS, Disk
 from tests.native.test_directory import save as save_native
 from tests.native.two_ranks import load, save
@@ -463,16 +461,6 @@ def test_who_fails_to_create_a_file_leaves_that_of_another(store):
     assert disk.files == {"d/run/x": b"of another"}
 
 
-def test_a_decision_stays_made_if_its_answer_is_lost(store):
-    """Else it could be made a second time, differently, after others have kept to it."""
-    disk, names = disk_of(store), SaveNames(0, "token")
-    disk.fate = lambda number, operation, path: (OSError("lost"),) if operation == "put" else None
-    with pytest.raises(OSError, match="lost"):
-        open_to_save(store).messages.decide(names, 0, b"given up")
-    disk.fate = None
-    assert open_to_save(store).messages.decide(names, 0, b"commit") == b"given up"
-
-
 def test_an_exception_leaves_what_was_to_be_replaced(kind):
     backend = location(kind, part_bytes=5 * MIB)
     disk = disk_of(backend)
@@ -727,22 +715,14 @@ def test_everything_may_be_lost_once(kind, clock):
 
 
 @pytest.mark.parametrize(
-    ("kind", "new_id", "part_files"),
-    [
-        ("put", True, False),
-        ("put", False, False),
-        ("put", False, True),
-        ("replace", False, True),
-        ("rename", True, True),
-    ],
-    ids=["put, new id", "put, replaced id", "put, part files", "replace, replaced id", "rename, new id"],
+    ("kind", "new_id"),
+    [("put", True), ("put", False), ("replace", False), ("rename", True)],
+    ids=["put, new id", "put, replaced id", "replace, replaced id", "rename, new id"],
     indirect=["kind"],
 )
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["one call fails", "all fail from then on"])
-def test_old_or_new_never_half(kind, new_id, part_files, fault, every, monkeypatch):
-    if part_files:  # as if there were too much to tell
-        monkeypatch.setattr(shared_saves, "TOLD_BYTES", 0)
+def test_old_or_new_never_half(kind, new_id, fault, every):
     unique_id = None if new_id else 0
     fixed = {"retries": 0}
 
@@ -756,7 +736,7 @@ def test_old_or_new_never_half(kind, new_id, part_files, fault, every, monkeypat
     first = len(disk.calls)
     save(backend, 2, unique_id)
     count = len(disk.calls) - first
-    assert count >= (25 if part_files else 19)
+    assert count >= 19
     seen = set()
     for at in sorted({*range(0, count, every), *range(count - 6, count)}):  # the commit is among the last six
         backend, disk = fresh()
@@ -780,10 +760,7 @@ def test_old_or_new_never_half(kind, new_id, part_files, fault, every, monkeypat
         if fault == "one call fails" and version == 1 and "rm" not in where:
             left = {name for name in disk.files if ".lease" not in name} - set(before)
             # Once all have written, what is there is left to the next save.
-            assert not left or sum(name.endswith(".part" if part_files else ".safetensors") for name in left) == 2, (
-                where,
-                left,
-            )
+            assert not left or sum(name.endswith(".safetensors") for name in left) == 2, (where, left)
             assert set(before) <= set(disk.files), where
         outcomes = save(backend, 3, unique_id)
         assert not any(isinstance(outcome, BaseException) for outcome in outcomes), (where, outcomes)

@@ -24,16 +24,17 @@ from tests.saved import data_file, short_names
 RANDOM = "0123456789abcdef" * 2
 
 
-def begin(path, unique_id=None, ranks=(0, 1), parts=()):
-    """A save that dies: data files of some ranks, parts of some."""
+def begin(path, unique_id=None, ranks=(0, 1)) -> SaveNames:
+    """A save that dies when some ranks have written their data files."""
+    return begin_whole(path, unique_id, ranks)[0]
+
+
+def begin_whole(path, unique_id=None, ranks=(0, 1)):
+    """The names of a save that has written everything but its manifest, and its parts."""
     directory = open_to_save(path)
     directory.backend.make_directory()
     ticket = directory.open_save(unique_id, len(ranks))
-    for rank in ranks:
-        part = write(path, ticket, rank, len(ranks))
-        if rank in parts:
-            directory.messages.write_part(ticket, rank, part)
-    return ticket
+    return ticket, [write(path, ticket, rank, len(ranks)) for rank in ranks]
 
 
 def write(path, ticket: SaveNames, rank: int, world: int = 2):
@@ -66,10 +67,10 @@ def leased(monkeypatch):
 def test_a_dead_save_of_a_new_id_is_removed_by_the_next_save_whatever_its_id(tmp_path):
     save(tmp_path, 0)
     before = names(tmp_path)
-    dead = begin(tmp_path, 5, parts=(0,))
-    left = {dead.part_file(0), dead.data_file(0), dead.data_file(1), dead.marker_file}
+    dead = begin(tmp_path, 5)
+    left = {dead.data_file(0), dead.data_file(1), dead.marker_file}
     assert {*names(tmp_path)} - {*before} == left
-    assert short_names(left) == ["0_5-2.part", "0_5-2.safetensors", "1_5-2.safetensors", "5-2.saving"]
+    assert short_names(left) == ["0_5-2.safetensors", "1_5-2.safetensors", "5-2.saving"]
     assert {*remove_dead_saves(tmp_path)} == left
     assert names(tmp_path) == before
     begin(tmp_path, 5)
@@ -164,7 +165,7 @@ def test_a_dead_replacement_leaves_what_it_was_to_replace(tmp_path):
     save(tmp_path, 3, seed=1)
     before = names(tmp_path)
     manifest = (tmp_path / "3.manifest").read_bytes()
-    begin(tmp_path, 3, parts=(0, 1))
+    begin(tmp_path, 3)
     (tmp_path / f"3.manifest.{RANDOM}.tmp").write_bytes(b"half")
     remove_dead_saves(tmp_path)
     assert names(tmp_path) == before
@@ -174,9 +175,9 @@ def test_a_dead_replacement_leaves_what_it_was_to_replace(tmp_path):
 def died_after_its_commit(path, unique_id: int) -> list[str]:
     """A save that has replaced a checkpoint, and died before it removed anything; returns what has to be left."""
     old = {name: (path / name).read_bytes() for name in names(path)}
-    dead = begin(path, unique_id, parts=(0, 1))
-    left = {name: (path / name).read_bytes() for name in names(path) if name.endswith((".part", ".saving"))}
-    open_to_save(path).commit(dead, [0, 1])
+    dead, parts = begin_whole(path, unique_id)
+    left = {dead.marker_file: (path / dead.marker_file).read_bytes()}
+    open_to_save(path).commit(dead, parts)
     committed = names(path)
     for name, content in {**old, **left}.items():
         if not (path / name).exists():
@@ -244,7 +245,7 @@ def test_the_next_save_of_their_id_removes_files_without_manifest_and_marker(tmp
 
 
 def test_a_save_that_is_going_on_is_left_alone(tmp_path):
-    ticket = begin(tmp_path, 2, parts=(0,))
+    ticket = begin(tmp_path, 2)
     (tmp_path / ticket.partition_file(1)).write_bytes(b"rows")
     before = names(tmp_path)
     assert remove_dead_saves(tmp_path, ticket) == []
@@ -252,9 +253,9 @@ def test_a_save_that_is_going_on_is_left_alone(tmp_path):
 
 
 def test_a_committed_save_with_a_damaged_manifest_is_not_touched(tmp_path):
-    ticket = begin(tmp_path, 0, parts=(0, 1))
+    ticket, parts = begin_whole(tmp_path, 0)
     said = (tmp_path / ticket.marker_file).read_bytes()
-    open_to_save(tmp_path).commit(ticket, [0, 1])
+    open_to_save(tmp_path).commit(ticket, parts)
     manifest = bytearray((tmp_path / "0.manifest").read_bytes())
     manifest[-1] ^= 1
     (tmp_path / "0.manifest").write_bytes(manifest)
@@ -280,8 +281,8 @@ def test_a_replaced_checkpoint_that_is_being_read_stays_until_the_next_save_of_i
 
 def test_a_rank_that_comes_late_leaves_a_checkpoint_that_was_replaced_to_its_readers(tmp_path):
     """It was stopped in the commit of its save, and finds that over: another one is in place."""
-    ticket = begin(tmp_path, 0, parts=(0, 1))
-    open_to_save(tmp_path).commit(ticket, [0, 1])
+    ticket, parts = begin_whole(tmp_path, 0)
+    open_to_save(tmp_path).commit(ticket, parts)
     with LockedManifest(CheckpointDirectory(tmp_path), 0) as manifest:
         second = save(tmp_path, 0)
         open_to_save(tmp_path).discard_late(ticket, [1])
@@ -315,9 +316,7 @@ def test_where_the_right_to_save_can_run_out_dead_saves_go_when_the_own_one_is_i
     ticket = directory.open_save(0)
     assert directory.cleaner.remove_dead_saves(ticket) == [f"0.manifest.{RANDOM}.tmp"]
     assert {dead.marker_file, dead.data_file(0), other.marker_file, other.data_file(0)} < {*names(tmp_path)}
-    for rank in (0, 1):
-        directory.messages.write_part(ticket, rank, write(tmp_path, ticket, rank))
-    committed = directory.commit(ticket, [0, 1])
+    committed = directory.commit(ticket, [write(tmp_path, ticket, rank) for rank in (0, 1)])
     assert names(tmp_path) == sorted(["0.manifest", *committed.files])
 
 
@@ -377,13 +376,13 @@ def test_saves_that_do_not_list_each_other_do_each_other_no_harm(tmp_path):
     saves = []
     for _ in range(3):
         ticket = open_to_save(tmp_path).open_save(0, names=[])
-        parts = {rank: write(tmp_path, ticket, rank) for rank in (0, 1)}
+        parts = [write(tmp_path, ticket, rank) for rank in (0, 1)]
         saves.append((ticket, parts))
     assert len({ticket.token for ticket, _ in saves}) == 3
     (first, _), (second, parts), (third, _) = saves
     open_to_save(tmp_path).discard(first, [0, 1])
     assert {second.data_file(0), third.data_file(0)} < {*names(tmp_path)}
-    committed = open_to_save(tmp_path).commit(second, [0, 1], parts)
+    committed = open_to_save(tmp_path).commit(second, parts)
     assert names(tmp_path) == sorted(["0.manifest", *committed.files])
     open_to_save(tmp_path).discard(third, [0, 1])
     assert names(tmp_path) == sorted(["0.manifest", *committed.files])
@@ -393,12 +392,12 @@ def test_no_process_of_a_dead_save_harms_the_save_that_has_replaced_it(tmp_path)
     dead = begin(tmp_path, 0)
     last = save(tmp_path, 0)
     late = open_to_save(tmp_path)
-    parts = {rank: write(tmp_path, dead, rank) for rank in (0, 1)}
+    parts = [write(tmp_path, dead, rank) for rank in (0, 1)]
     late.discard_late(dead, [0])
     late.discard(dead, [1])
     assert names(tmp_path) == sorted(["0.manifest", *last.files])
     with pytest.raises(CheckpointError, match="nothing was committed"):
-        late.commit(dead, [0, 1], parts)
+        late.commit(dead, parts)
     late.check_complete(late.read_manifest(0))
     assert late.read_manifest(0).save_token == last.save_token
 
@@ -462,9 +461,9 @@ def test_partitions_that_a_repair_does_without_go_and_those_of_a_live_save_stay(
 
 @pytest.mark.parametrize("is_there", ["marker", "manifest", "neither"])
 def test_a_rank_that_comes_late_removes_its_own_files_if_its_save_is_over(tmp_path, is_there):
-    ticket = begin(tmp_path, 0, parts=(0, 1))
+    ticket, parts = begin_whole(tmp_path, 0)
     if is_there == "manifest":
-        open_to_save(tmp_path).commit(ticket, [0, 1])
+        open_to_save(tmp_path).commit(ticket, parts)
     elif is_there == "neither":
         (tmp_path / ticket.marker_file).unlink()
     before = names(tmp_path)
@@ -482,14 +481,6 @@ def test_a_late_rank_of_a_dead_first_save_leaves_the_companion_to_others(tmp_pat
     assert names(tmp_path) == sorted([other.marker_file, other.data_file(0), other.data_file(1)])
 
 
-def test_a_failure_that_is_told_when_all_is_over_leaves_no_file(tmp_path):
-    """A rank was stopped right before; meanwhile the next save has cleaned up."""
-    dead = begin(tmp_path, 5)
-    remove_dead_saves(tmp_path)
-    open_to_save(tmp_path).messages.write_failure(dead, 1, b"why")
-    assert names(tmp_path) == []
-
-
 def test_a_removal_that_is_refused_says_that_the_checkpoint_is_complete(tmp_path, monkeypatch):
     save(tmp_path, 0)
     directory = open_to_save(tmp_path)
@@ -499,9 +490,9 @@ def test_a_removal_that_is_refused_says_that_the_checkpoint_is_complete(tmp_path
 
     monkeypatch.setattr(directory.backend, "remove", refuse)
     ticket = directory.open_save(0)
-    parts = {rank: write(tmp_path, ticket, rank) for rank in (0, 1)}
+    parts = [write(tmp_path, ticket, rank) for rank in (0, 1)]
     with pytest.raises(CheckpointError, match=r"\(id 0\) is complete, but .* Remedy: the next save here tries again"):
-        directory.commit(ticket, [0, 1], parts)
+        directory.commit(ticket, parts)
     assert directory.is_committed(ticket)
     last = save(tmp_path, 0)
     assert names(tmp_path) == sorted(["0.manifest", *last.files])
@@ -568,8 +559,7 @@ def test_the_list_of_checkpoints(tmp_path):
     assert latest(tmp_path) is None
     assert not is_complete(tmp_path)
     for step in (30, 4):
-        ticket = begin(tmp_path / f"step_{step}", parts=(0, 1))
-        open_to_save(tmp_path / f"step_{step}").commit(ticket, [0, 1])
+        open_to_save(tmp_path / f"step_{step}").commit(*begin_whole(tmp_path / f"step_{step}"))
     save(tmp_path, 2)
     begin(tmp_path / "unfinished")
     removed = tmp_path / "step_30" / data_file(tmp_path / "step_30", 1)

@@ -23,7 +23,6 @@ from paddle_flexckpt.native.save_directory import SaveDirectory
 from tests.crash.file_system import FileSystem
 from tests.crash.job import Job
 from tests.native.samples import items_of, values_of, whole
-from tests.remedies.following import provoked
 from tests.saved import short, short_names
 
 
@@ -32,11 +31,12 @@ def save(path, unique_id=None, ranks=(0, 1), seed=0):
     directory = open_to_save(path)
     directory.backend.make_directory()
     ticket = directory.open_save(unique_id)
+    parts = []
     for rank in ranks:
         shard = whole(f"w{rank}", "float32", (5,), rank)
         items, data = items_of([shard], ticket.data_file(rank)), [values_of(shard, seed + rank).view(np.uint8)]
-        directory.write_share(ticket, rank, items, data, world_size=len(ranks))
-    return directory.commit(ticket, ranks)
+        parts.append(directory.write_data(ticket, items, data, world_size=len(ranks)))
+    return directory.commit(ticket, parts)
 
 
 def names(path) -> list[str]:
@@ -216,13 +216,10 @@ def test_the_order_of_a_commit(tmp_path):
     changes = [call for call in changes if call.name != "open" or call.created or call.path == "."]
     seen = [(call.name, re.sub(r"\.[0-9a-f]{32}\.", ".", short(call.target or call.path))) for call in changes]
     home = "."
-    # each rank: its data file is durable before its part is begun
-    for rank in (0, 1):
-        data, part = f"{rank}_0-2.safetensors", f"{rank}_0-2.part"
-        # and the part is durable before it has its name
-        order = [("fsync", data), ("open", f"{part}.tmp"), ("fsync", f"{part}.tmp"), ("rename", part)]
-        assert list(map(seen.index, order)) == sorted(map(seen.index, order))
-    last = seen.index(("rename", "1_0-2.part"))
+    # the data files are durable before anything is said of them
+    synced = [("fsync", f"{rank}_0-2.safetensors") for rank in (0, 1)]
+    last = seen.index(synced[1])
+    assert seen.index(synced[0]) < last
     assert seen[last + 1 : last + 9] == [
         ("open", home), ("fsync", home),  # the data files' names are durable
         ("open", "0.manifest.tmp"), ("write", "0.manifest.tmp"), ("fsync", "0.manifest.tmp"),
@@ -243,8 +240,7 @@ def test_the_order_of_a_commit(tmp_path):
     rest = seen[last + 15 :]
     assert rest[-3:] == [("open", home), ("fsync", home), ("unlink", "0-2.saving")]
     assert sorted(call for call in rest[:-3] if call[0] == "unlink") == [
-        ("unlink", "0_0-1.safetensors"), ("unlink", "0_0-2.part"),
-        ("unlink", "1_0-1.safetensors"), ("unlink", "1_0-2.part"),
+        ("unlink", "0_0-1.safetensors"), ("unlink", "1_0-1.safetensors"),
     ]  # fmt: skip
 
 
@@ -271,44 +267,23 @@ def test_leftovers_of_an_older_version_do_not_disturb(tmp_path):
     assert short_names(names(tmp_path)) == sorted(["0.manifest", "1.manifest", "2.manifest", *files])
 
 
-def test_a_part_that_is_not_visible_is_named(tmp_path):
-    directory = open_to_save(tmp_path)
-    ticket = directory.open_save(0)
-
-    def write(where):
-        items = items_of([whole("w", "uint8", (1,), 3)], ticket.data_file(3))
-        open_to_save(where).write_share(ticket, 3, items, [np.ones(1, dtype=np.uint8)], world_size=1)
-
-    (tmp_path / "elsewhere").mkdir()
-    write(tmp_path / "elsewhere")
-    with provoked("native/save_directory.py", "save to storage that all ranks share") as caught:
-        directory.commit(ticket, [3])
-    assert re.search(r"part of rank 3 is not visible at .*3_0-\w+\.part", str(caught.value))
-    assert directory.list_ids() == []
-    write(tmp_path)
-    assert directory.commit(ticket, [3]).catalog.keys == ("w",)
-    assert directory.list_ids() == [0]
-
-
 def test_a_part_of_an_earlier_save_is_refused(tmp_path):
     directory = open_to_save(tmp_path)
     old = directory.open_save(0)
     (tmp_path / old.marker_file).unlink()
-    new, parts = directory.open_save(0), {}
+    new, parts = directory.open_save(0), []
     for rank, ticket in enumerate((old, new)):
         items = items_of([whole("w", "uint8", (1,), rank)], ticket.data_file(rank))
-        parts[rank] = directory.write_share(ticket, rank, items, [np.zeros(1, dtype=np.uint8)], world_size=2)
-    with pytest.raises(CheckpointError, match=rf"part of rank 0 is not visible at .*0_0-{new.token}\.part"):
-        directory.commit(new, [0, 1])
+        parts.append(directory.write_data(ticket, items, [np.zeros(1, dtype=np.uint8)], world_size=2))
     with pytest.raises(ValidationError, match="different saves"):
-        directory.commit(new, [0, 1], parts)
+        directory.commit(new, parts)
     assert directory.list_ids() == []
 
 
 def test_discard_removes_all_ranks_files_and_keeps_a_committed_saves(tmp_path):
     directory = open_to_save(tmp_path)
     ticket = directory.open_save(0)
-    for name in (ticket.data_file(0), ticket.part_file(0), ticket.data_file(1)):
+    for name in (ticket.data_file(0), ticket.data_file(1)):
         (tmp_path / name).write_bytes(b"")
     assert PADDLE_METADATA in os.listdir(tmp_path)
     directory.discard(ticket, [0, 1])
@@ -323,7 +298,7 @@ def test_discard_removes_all_ranks_files_and_keeps_a_committed_saves(tmp_path):
 def test_discard_removes_files_that_a_listing_does_not_show_yet(tmp_path, monkeypatch):
     directory = open_to_save(tmp_path)
     ticket = directory.open_save(0)
-    for name in (ticket.data_file(1), ticket.part_file(1), ticket.partition_file(2)):
+    for name in (ticket.data_file(1), ticket.partition_file(2)):
         (tmp_path / name).write_bytes(b"")
     with monkeypatch.context() as patch:
         patch.setattr(LocalBackend, "names", lambda self, *kind: [ticket.marker_file, PADDLE_METADATA])
@@ -342,32 +317,6 @@ def test_a_late_rank_that_loses_its_lease_while_it_removes_says_nothing(tmp_path
 
     monkeypatch.setattr(late.backend, "remove", refuse)
     late.discard_late(ticket, [0])
-
-
-@pytest.mark.parametrize("times", [1, 1000])
-def test_a_decision_that_is_cleaned_up_before_it_is_read_is_none(tmp_path, monkeypatch, times):
-    directory = open_to_save(tmp_path)
-    ticket = directory.open_save(0)
-    file, left = tmp_path / ticket.decision_file(0), [times]
-    create = directory.backend.create
-
-    def commit_and_clean_up(name):
-        file.unlink()
-        raise FileNotFoundError(2, "No such file", name)
-
-    def decide_before(name, *mode):
-        if left[0]:
-            left[0] -= 1
-            file.write_bytes(b"commit")
-        return create(name, *mode)
-
-    monkeypatch.setattr(directory.backend, "read", commit_and_clean_up)
-    monkeypatch.setattr(directory.backend, "create", decide_before)
-    if times == 1:
-        assert directory.messages.decide(ticket, 0, b"given up") == b"given up"
-    else:
-        with pytest.raises(FileNotFoundError):
-            directory.messages.decide(ticket, 0, b"given up")
 
 
 def test_a_marker_that_cannot_be_written_does_not_take_another_s_along(tmp_path, monkeypatch):

@@ -21,7 +21,6 @@ TOKEN = "0000002a" + "0123456789abcdef01234567"
 SAVE = SaveNames(5, TOKEN)
 OTHER = SaveNames(5, TOKEN[:-1] + "8")
 FILES = [SAVE.data_file(3), SAVE.partition_file(12), SAVE.prepared_file(0)]
-MESSAGES = [SAVE.part_file(3), SAVE.failure_file(3), SAVE.decision_file(0)]
 
 
 def test_every_file_of_a_save_has_its_token():
@@ -33,10 +32,10 @@ def test_every_file_of_a_save_has_its_token():
 
 
 def test_a_save_knows_its_own_files_and_no_others():
-    assert all(map(SAVE.owns, [*FILES, *MESSAGES, f"{SAVE.prepared_file(0)}.{TOKEN}.tmp"]))
-    assert not any(map(OTHER.owns, [*FILES, *MESSAGES]))
+    assert all(map(SAVE.owns, [*FILES, f"{SAVE.prepared_file(0)}.{TOKEN}.tmp"]))
+    assert not any(map(OTHER.owns, FILES))
     assert not any(map(SaveNames(6, TOKEN).owns, FILES))
-    old = ["3_5.safetensors", "3_5.42.safetensors", "12_5.42.partition", "3_5.part", "5.42.saving"]
+    old = [f"3_5-{TOKEN}.part", "3_5.safetensors", "3_5.42.safetensors", "12_5.42.partition", "3_5.part", "5.42.saving"]
     assert not any(map(SAVE.owns, [*old, "5.manifest", SAVE.marker_file, f"5.manifest.{TOKEN}.tmp"]))
 
 

@@ -416,8 +416,7 @@ def test_a_reader_puts_fused_tensors_of_several_partitions_into_natural_order(tm
         names = directory.open_save(None)
         items = plan_write(builder.build(), names.data_file).catalog
         data = (values[items.key_name(row)].ravel().view(np.uint8) for row in range(len(items)))
-        directory.write_share(names, 0, items, data, world_size=1)
-        directory.commit(names, [0])
+        directory.commit(names, [directory.write_data(names, items, data, world_size=1)])
         lock.release()
         files = opened(monkeypatch)
         with TensorReader(tmp_path / kind) as reader:

@@ -228,29 +228,6 @@ def test_a_loss_of_power_does_not_bring_back_what_a_late_rank_has_removed(librar
     assert_durable(library)
 
 
-@pytest.mark.parametrize("what", ["failure", "decision"])
-def test_a_loss_of_power_does_not_bring_back_a_message_of_a_save_that_is_over(library, what):
-    def work() -> None:
-        directory = open_to_save(RUN)
-        ticket = directory.open_save(0)
-        looks = iter([True, False])  # who cleans up comes between
-
-        def sees(save: Any) -> bool:
-            directory.backend.sync()  # as others do
-            return next(looks)
-
-        directory.sees = sees
-        if what == "failure":
-            directory.messages.write_failure(ticket, 0, b"failed")
-        else:
-            directory.messages.decide(ticket, 0, b"given up")
-            directory.backend.sync()
-            directory.messages.withdraw_decision(ticket, 0)
-
-    library.run(work)
-    assert_durable(library)
-
-
 def test_both_worlds_read_each_others_checkpoints(library, tmp_path):
     library.run(lambda: save(1))
     for path, data in tree_of(library.disks[0]).items():
