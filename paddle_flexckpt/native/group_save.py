@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog
+from paddle_flexckpt.catalog import Catalog, CheckpointError, NotDurableError
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.save_directory import CleanUpError, SaveDirectory
@@ -79,7 +79,7 @@ class GroupSave:
         Args:
             received: What this member has got of the others' :meth:`send`, by position.
             context: What is being done, for errors.
-            warnings: Takes the text about files that could not be removed after the commit; None raises it.
+            warnings: Takes what went wrong after the commit without harm to the checkpoint; None raises it.
 
         Raises:
             CheckpointError: The coordinator could not commit.
@@ -93,8 +93,9 @@ class GroupSave:
             parts[self._coordinator] = self._own
         try:
             self.directory.commit(self.names, [part for _, part in sorted(parts.items())])
-        except CleanUpError as error:
-            if warnings is None:
+        except (OSError, CheckpointError) as error:
+            is_failure = isinstance(error, NotDurableError) or not self.directory.is_committed(self.names)
+            if warnings is None or (is_failure and not isinstance(error, CleanUpError)):
                 raise
             warnings.append(str(error))
 
