@@ -5,18 +5,24 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
 
 from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.engine.whole_tensors import iterate_tensors
+from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import list_checkpoints
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.golden.make import DTYPES_AND_SHAPES, FUSED, HERE, PARTITIONED, SHARDED, fused, fused_parts, value_of
+from tests.saved import data_file
 
 VERSIONS = ["v1"]
 CHECKPOINTS = {"sharded": (4, None, 2), "replaced": (0, 2, 2), "replicas": (0, 9, 2), "dtypes": (0, None, 1)}
@@ -87,6 +93,50 @@ def test_a_lost_manifest_is_rebuilt(version, tmp_path):
     again, was = (CheckpointDirectory(path).read_manifest(4) for path in (tmp_path, source))
     assert again.checksums.values.tolist() == was.checksums.values.tolist()
     assert again.save_token == was.save_token
+
+
+OLD_NAMES = ["v1/sharded", "v1/replaced", "v1/replicas", "v1/dtypes", "v2/fused", "v3/partitioned"]
+
+
+@pytest.fixture(params=OLD_NAMES)
+def old(request, tmp_path):
+    """A copy of a checkpoint whose files have names without tokens."""
+    return shutil.copytree(HERE / request.param, tmp_path / "old")
+
+
+def test_checkpoints_with_names_of_older_versions_are_replaced_and_leave_nothing(old):
+    (unique_id,) = CheckpointDirectory(old).list_ids()
+    state = {"w": np.arange(4.0)}
+    save_state_dict(state, old, SoloCommunicator(), unique_id=unique_id)
+    assert len(os.listdir(old)) == 3 and data_file(old, 0, unique_id) in os.listdir(old)
+    found = {"w": np.zeros(4)}
+    load_state_dict(found, old, SoloCommunicator())
+    assert found["w"].tolist() == [0, 1, 2, 3]
+
+
+def test_they_stay_whole_when_saves_of_their_id_die_or_others_are_made(old):
+    before = sorted(os.listdir(old))
+    (unique_id,) = CheckpointDirectory(old).list_ids()
+    for name in (f"0_{unique_id}.9.safetensors", f"0_{unique_id}.9-{'a' * 32}.part", f"{unique_id}.9.saving"):
+        (old / name).write_bytes(b"of a dead save of an older version")
+    dead = open_to_save(old).open_save(unique_id)
+    (old / dead.data_file(0)).write_bytes(b"half")
+    other = save_state_dict({"w": np.arange(4.0)}, old, SoloCommunicator())
+    new = {data_file(old, 0, other.unique_id), f"{other.unique_id}.manifest", PADDLE_METADATA}
+    assert other.unique_id == unique_id + 1 and sorted({*os.listdir(old)} - new) == before
+    assert all(info.complete for info in list_checkpoints(old))
+    assert verify_checkpoint(old, unique_id).ok
+
+
+def test_a_late_rank_of_a_save_with_an_older_manifest_in_place_removes_its_files(old):
+    before = sorted(os.listdir(old))
+    (unique_id,) = CheckpointDirectory(old).list_ids()
+    directory = open_to_save(old)
+    dead = directory.open_save(unique_id)
+    directory.cleaner.remove_dead_saves()
+    (old / dead.data_file(1)).write_bytes(b"late")
+    directory.discard_late(dead, [1])
+    assert sorted({*os.listdir(old)} - {PADDLE_METADATA}) == before
 
 
 @pytest.mark.parametrize("version", VERSIONS)
