@@ -16,7 +16,6 @@ from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
 from paddle_flexckpt.live import partition_writers, planners
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.live.shared_saves import SharedSave
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import partitions
 from paddle_flexckpt.native.directory import CheckpointDirectory
@@ -106,7 +105,7 @@ def test_the_rows_are_those_that_the_coordinator_would_have_written(world, per_p
     monkeypatch.setattr(partitions, "ROWS_PER_PARTITION", per_partition)
     found = save_all(tmp_path / "several", world)
     assert {collectives for _, collectives in found} == {COLLECTIVES}
-    monkeypatch.setattr(SharedSave, "in_partitions", False)
+    monkeypatch.setattr(planners, "partitions_for", lambda count: 0)
     save_all(tmp_path / "one", world)
     several, one = (CheckpointDirectory(tmp_path / name).read_manifest(keys=()) for name in ("several", "one"))
     assert (several.format_version, one.format_version) == ("3", "2")
