@@ -88,12 +88,12 @@ def rows_of(path):
         order = catalog.order(int(catalog.key[row]))
         found.append(
             (
-                catalog.key_name(row), catalog.dtype_name(row), catalog.file_name(row), *map(tuple, boxes),
+                catalog.key_name(row), catalog.dtype_name(row), short(catalog.file_name(row)), *map(tuple, boxes),
                 *(int(getattr(catalog, name)[row]) for name in others),
                 tuple(manifest.checksums.of_item(row).tolist()), order and order.describe(),
             )
         )  # fmt: skip
-    return sorted(found, key=repr), manifest.sizes
+    return sorted(found, key=repr), {short(name): size for name, size in manifest.sizes.items()}
 
 
 def files(path):
@@ -112,7 +112,7 @@ def test_the_rows_are_those_that_the_coordinator_would_have_written(world, per_p
     assert len(several.partitions) == -(-one.rows // per_partition)
     assert (several.rows, several.key_count, several.data_bytes) == (one.rows, one.key_count, one.data_bytes)
     assert (several.step, several.world_size, several.unique_id) == (one.step, one.world_size, one.unique_id)
-    assert several.catalog.files == one.catalog.files
+    assert short_names(several.catalog.files) == short_names(one.catalog.files)
     assert rows_of(tmp_path / "several") == rows_of(tmp_path / "one")
     assert set(files(tmp_path / "several")) == {*several.files, "0.manifest", PaddleMetadata.name}
     check_values(tmp_path / "several", world)
