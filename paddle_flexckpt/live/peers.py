@@ -18,6 +18,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.errors import OverflowingCastError
+from paddle_flexckpt.catalog.findings import Layout
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
 from paddle_flexckpt.engine.copies import AnyStorage, Storage, copy_pieces
 from paddle_flexckpt.engine.filling import Filling
@@ -30,7 +31,6 @@ from paddle_flexckpt.live.replica_digests import Digests
 from paddle_flexckpt.live.replicas import Replicas
 from paddle_flexckpt.live.rounds import HeldRows, Rounds
 from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies
-from paddle_flexckpt.live.sources import CheckedSources
 from paddle_flexckpt.live.tensor_memory import refuse_shared_memory
 from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.live.transport import Transport
@@ -266,18 +266,18 @@ class MemoryPeers(Peers):
         check: What looks at this rank's rows that are read, before they are, or raises.
     """
 
-    readable: CheckedSources | None
+    readable: Layout | None
     check: Callable[[np.ndarray], None] | None = None
 
     def __init__(
         self,
         comm: Communicator,
         catalog: Catalog,
-        checked: CheckedSources,
+        checked: Layout,
         described: Mapping[int, Any],
         options: ReshardOptions,
         context: str,
-        readable: CheckedSources | None = None,
+        readable: Layout | None = None,
     ) -> None:
         """Take what the ranks hold; ``described`` has this rank's tensors or shards by row.
 
@@ -329,7 +329,7 @@ class MemoryPeers(Peers):
         self._compares_again = replicas if compares and (groups.count > 1).any() else None
         self._differed = bool(differing.any())
         self.replicas = replicas.report(differing, comm.position == self._options.coordinator_rank)
-        self.readable = replace(self._checked, groups=replicas.narrowed(differing if replicas.compares else None))
+        self.readable = self._checked._replace(groups=replicas.narrowed(differing if replicas.compares else None))
 
     def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
         """Plan this rank's part of the exchange, from what is there."""

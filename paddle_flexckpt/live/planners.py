@@ -49,7 +49,7 @@ class RankSummary(NamedTuple):
         rows: How many shards it has.
         policies: Bits of the policies of replicas that they have.
         any_device: Whether some are on a device.
-        shards: All of them, if they are few (:func:`encode_shards`); else nothing.
+        shards: All of them (:func:`encode_shards`), if they are few and there are other ranks; else nothing.
     """
 
     own: bytes
@@ -73,9 +73,9 @@ class RankSummary(NamedTuple):
         return cls(own, names, place, message, rows, policies, any_device, shards[_SUMMARY.size :])
 
 
-def encode_shards(comm: Communicator, catalog: Catalog, flags: np.ndarray) -> bytes:
-    """Return a rank's shards for all others, if they are so few that every rank plans all; else nothing."""
-    if comm.size == 1 or len(catalog) * comm.size > SPREAD_ROWS:
+def encode_shards(catalog: Catalog, flags: np.ndarray, size: int | None = None) -> bytes:
+    """Return a rank's shards for ranks that plan all keys; nothing if so many do not, or if there is one alone."""
+    if size is not None and (size == 1 or len(catalog) * size > SPREAD_ROWS):
         return b""
     return encode_rows(catalog, flags, np.zeros(len(catalog.keys), dtype=np.int64)).get(0, b"")
 
@@ -90,18 +90,8 @@ def decode_findings(notes: Iterable[bytes]) -> list[Finding]:
     return [Finding(*each) for note in notes for each in json.loads(note)]
 
 
-class Told(NamedTuple):
-    """Hold what a rank tells in one exchange.
-
-    Attributes:
-        note: What all have to know.
-        digests: By position, what is for each planner.
-        rows: By position, what else is for a rank.
-    """
-
-    note: bytes
-    digests: Mapping[int, bytes]
-    rows: Mapping[int, bytes]
+# What a rank tells in one exchange: a note to all; by position, what is for each planner; and what else is for a rank.
+Told = tuple[bytes, Mapping[int, bytes], Mapping[int, bytes]]
 
 
 def tell_planners(
@@ -129,13 +119,13 @@ def tell_planners(
 
 
 def _to_all(work: Callable[[], Told], position: int) -> tuple[None, bytes, Mapping[int, bytes]]:
-    told = work()
-    return None, join((told.note, told.digests.get(position, b""))), told.rows
+    note, digests, rows = work()
+    return None, join((note, digests.get(position, b""))), rows
 
 
 def _to_each(work: Callable[[], Told]) -> tuple[None, bytes, dict[int, bytes]]:
-    told = work()
-    return None, told.note, join_by_position(told.digests, told.rows)
+    note, *messages = work()
+    return None, note, join_by_position(*messages)
 
 
 class Planners:
@@ -187,9 +177,7 @@ class Planners:
         """Tell all ranks everything, after all. One collective."""
         self.is_spread = False
         logger.info(f"every rank plans all shards of this save: {reason}")
-        own = np.zeros(len(self._catalog.keys), dtype=np.int64)
-        work = lambda: (None, encode_rows(self._catalog, self._flags, own).get(0, b""))  # noqa: E731
-        _, said = self.comm.together(work, self._context)
+        _, said = self.comm.together(lambda: (None, encode_shards(self._catalog, self._flags)), self._context)
         self._shards = {place: each for place, each in enumerate(said) if each}
 
     def inspect(self) -> None:

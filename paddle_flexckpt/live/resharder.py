@@ -5,6 +5,7 @@ Tested in tests/live/test_reshard_files.py and tests/live/test_reshard_plan.py.
 
 from __future__ import annotations
 
+import functools
 import os
 import secrets
 import time
@@ -14,14 +15,16 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat
+from paddle_flexckpt.catalog.findings import Layout
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.engine.agreement import BRIEF_RUN, check_calls, check_coordinator, check_heads
+from paddle_flexckpt.engine.kept_plans import brief
 from paddle_flexckpt.engine.options import GROUP, SHARDS, UNUSED, takes
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.peers import MemoryPeers, ReshardOptions
-from paddle_flexckpt.live.sources import CheckedSources, check_sources
+from paddle_flexckpt.live.sources import check_sources
 from paddle_flexckpt.live.state import LocalState, layout_of, open_state
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.virtual_files import gather_virtual_files, owned_tensors
@@ -141,7 +144,8 @@ class ReshardPlan:
 
         def look() -> tuple[None, bytes]:
             unchanged = self._planned and self._layout == self._layout_now()
-            return None, brief_run(self._number, unchanged, peers.renew() if self._planned else b"")
+            address = peers.renew() if self._planned else b""
+            return None, brief(BRIEF_RUN, self._number, bytes([unchanged]) + address)
 
         with peers.closing:
             _, answers = self._comm.together(look, _CONTEXT)
@@ -265,7 +269,7 @@ class GatheredState:
         self.tensors = list(owned.values())
         self.checked = check_sources(comm, owned, self.catalog, context)
 
-    def peers(self, options: ReshardOptions, readable: CheckedSources | None = None) -> MemoryPeers:
+    def peers(self, options: ReshardOptions, readable: Layout | None = None) -> MemoryPeers:
         """Return what gives these tensors; arguments as of :class:`MemoryPeers`."""
         return MemoryPeers(self._comm, self.catalog, self.checked, self._described, options, self._context, readable)
 
@@ -274,7 +278,7 @@ class GatheredState:
         describe: Callable[[], Targets],
         options: ReshardOptions,
         call: str,
-        readable: CheckedSources | None = None,
+        readable: Layout | None = None,
         check: Callable[[np.ndarray], None] | None = None,
     ) -> LoadReport:
         """Fill targets of all ranks; ``describe`` gives this rank's, or raises. Every rank calls this.
@@ -288,11 +292,6 @@ class GatheredState:
         peers = self.peers(options, readable)
         peers.check = check
         return Transfer(self._comm, peers, describe, options, call, self._context).run()
-
-
-def brief_run(number: bytes, unchanged: bool, address: bytes) -> bytes:
-    """Return what a rank says before it runs a plan: which one, whether it still holds, and how to reach the rank."""
-    return join((BRIEF_RUN + number + bytes([unchanged]) + address,))
 
 
 @takes(
@@ -356,8 +355,5 @@ def _between_ranks(
     described = owned_tensors(source, source_state_dict, comm.rank, _CONTEXT)
     owned = {row: getattr(value, "local_tensor", value) for row, value in described.items()}
     peers = MemoryPeers(comm, source, check_sources(comm, owned, source, _CONTEXT), described, options, _CONTEXT)
-
-    def describe() -> Targets:
-        return describe_targets(targets, comm.rank)
-
+    describe = functools.partial(describe_targets, targets, comm.rank)
     return Transfer(comm, peers, describe, options, "_load_state_dict", _CONTEXT), peers

@@ -316,7 +316,7 @@ class Save:
 
     def in_full(self) -> bytes:
         """Return what this rank tells first where not all have kept a plan."""
-        shards = encode_shards(self._comm, self.state.catalog, self._flags)
+        shards = encode_shards(self.state.catalog, self._flags, self._comm.size)
         return self._summary._replace(shards=shards).encode(self._head)
 
     def _open_destination(self) -> None:
@@ -407,7 +407,7 @@ class Save:
             part, _, rows = self.destination.write(share, np.zeros(len(plan.items), dtype=bool))
         ends = np.cumsum([len(lines) * DIGEST.itemsize for lines in plan.lines.values()]).tolist()
         digests = {planner: found[low:high] for planner, low, high in zip(plan.lines, [0, *ends], ends)}
-        return Told(join((plan.told(planned, time.perf_counter() - begin), part)), digests, rows)
+        return join((plan.told(planned, time.perf_counter() - begin), part)), digests, rows
 
     def _compare(
         self,

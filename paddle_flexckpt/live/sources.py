@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,12 +16,11 @@ from paddle_flexckpt.algebra import StridedCopy, intersect_boxes, row_major_stri
 from paddle_flexckpt.catalog import (
     Catalog,
     Problem,
-    ReplicaGroups,
     ValidationError,
     concat,
 )
-from paddle_flexckpt.catalog.findings import inspect, raise_findings
-from paddle_flexckpt.catalog.validate import Coverage, row_boxes
+from paddle_flexckpt.catalog.findings import Layout, inspect, raise_findings
+from paddle_flexckpt.catalog.validate import row_boxes
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.copies import pack_copy
@@ -31,20 +29,7 @@ from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.ranks.communicator import Communicator
 
 
-@dataclass(frozen=True, eq=False)
-class CheckedSources:
-    """Hold what the checks found out on the way.
-
-    Attributes:
-        groups: Replica groups of the catalog.
-        coverage: Its overlaps (which agree) and no problems.
-    """
-
-    groups: ReplicaGroups
-    coverage: Coverage
-
-
-def check_layout(catalog: Catalog, context: str) -> CheckedSources:
+def check_layout(catalog: Catalog, context: str) -> Layout:
     """Check that all ranks' shards make whole tensors, as far as their descriptions tell.
 
     Raises:
@@ -52,7 +37,7 @@ def check_layout(catalog: Catalog, context: str) -> CheckedSources:
     """
     layout = inspect(catalog, np.arange(len(catalog)))
     raise_findings(layout.findings, context)
-    return CheckedSources(layout.groups, layout.coverage)
+    return layout
 
 
 def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, context: str, head: bytes = b"") -> None:
@@ -70,7 +55,7 @@ def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, c
     check_layout(concat([decode_catalog(catalog) for catalog in check_heads(answers, context)[0]]), context)
 
 
-def check_sources(comm: Communicator, owned: Mapping[int, Any], catalog: Catalog, context: str) -> CheckedSources:
+def check_sources(comm: Communicator, owned: Mapping[int, Any], catalog: Catalog, context: str) -> Layout:
     """Check that all ranks' shards make whole tensors.
 
     Every rank computes the same from the same catalog. Only where shards overlap without being replicas of each other

@@ -301,14 +301,18 @@ def planned(monkeypatch) -> list[int]:
 
 
 def sent_by(comm) -> list[int]:
-    """The sizes of what a rank gathers from now on."""
-    sizes, gather = [], comm.all_gather
+    """The sizes of what a rank tells all others from now on."""
+    sizes, gather, trade = [], comm.all_gather, comm.all_to_all
 
     def all_gather(payload):
         sizes.append(len(payload))
         return gather(payload)
 
-    comm.all_gather = all_gather
+    def all_to_all(note, payloads):
+        sizes.append(len(note))
+        return trade(note, payloads)
+
+    comm.all_gather, comm.all_to_all = all_gather, all_to_all
     return sizes
 
 
@@ -597,7 +601,7 @@ def test_a_tensor_more_costs_a_few_calls(tmp_path):
 
         sys.setprofile(profile)
         try:
-            plan, answers = kept_plans.recall(comm, comm.kept, save, "")
+            plan, answers = kept_plans.recall(comm, plans_of(comm), save, "")
             save.agree(plan, answers)
             save.share(plan)
         finally:

@@ -9,6 +9,8 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.engine.agreement import BRIEF_RUN
+from paddle_flexckpt.engine.kept_plans import brief
 from paddle_flexckpt.live import peers, resharder
 from paddle_flexckpt.live.resharder import plan_reshard, reshard_sharded_state_dict
 from paddle_flexckpt.live.state import layout_of
@@ -304,4 +306,4 @@ def test_ranks_that_run_different_plans_or_make_another_call_are_told(tmp_path):
 def test_an_address_leaves_room_for_an_agreement_of_64_bytes():
     with contextlib.closing(SocketTransport((0,), 0)) as transport:
         address = transport.address()
-        assert len(resharder.brief_run(bytes(resharder.PLAN_BYTES), True, address)) <= 64
+        assert len(brief(BRIEF_RUN, bytes(resharder.PLAN_BYTES), bytes([True]) + address)) <= 64
