@@ -199,10 +199,11 @@ class GroupListener:
     def _tell_outcomes(self) -> None:
         """Answer those who wait for saves that are over."""
         with self._lock:
-            saves, self._over = self._over, []
-            waiting = [(save, save.askers, save.members) for save in saves]
-            for save in saves:
+            waiting = []
+            for save in self._over:  # twice, maybe
+                waiting.append((save, save.askers, save.members))
                 save.askers, save.members = [], []
+            self._over = []
         for save, askers, members in waiting:
             for connection in askers:
                 self._attend(connection, Leaving(FAREWELL, [save.outcome or b""]))

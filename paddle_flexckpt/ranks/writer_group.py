@@ -149,7 +149,7 @@ class WriterGroup(Communicator):
         self._lost = self._lost or LostRankError("this group of writers is closed")
 
     def lead(self, leader: int, work: Callable[[], object], context: str = "") -> None:
-        """Take a step on the coordinator, as the base class does; other members may have gone by then."""
+        """Take a step on the coordinator, as the base class does; members that were there may have gone by then."""
         if self.size == 1:
             return super().lead(leader, work, context)
         if leader != self._coordinator:

@@ -227,6 +227,86 @@ def test_an_error_of_the_work_is_everybodys_and_the_group_goes_on(writers, culpr
         assert outcome == ([f"cannot x: [rank {culprit}] bad"] * 2, [b"!"] * 3)
 
 
+# -- steps of one member -----------------------------------------------------------------------------------------------
+
+
+def test_the_coordinator_takes_a_step_for_all(writers):
+    done: list[int] = []
+
+    def fail() -> None:
+        raise ValidationError(["full"])
+
+    def work(group: WriterGroup) -> Any:
+        group.all_gather(b"")  # all have come
+        group.lead(2, lambda: done.append(group.position), "cannot commit")
+        with pytest.raises(ValueError, match="the coordinator alone leads"):
+            group.lead(1, lambda: None)
+        with pytest.raises(ValidationError) as caught:
+            group.lead(2, fail, "cannot commit")
+        return str(caught.value), group.all_gather(b"x")
+
+    outcomes = writers((3, 4, 6, 9), 2).run(work)
+    assert done == [2]
+    assert set(map(str, outcomes.values())) == {str(("cannot commit: [rank 6] full", [b"x"] * 4))}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_members_that_have_gone_do_not_keep_the_coordinator_from_its_step(writers, size):
+    done, has_ended = [], threading.Event()
+
+    def work(group: WriterGroup) -> Any:
+        group.all_gather(b"")
+        if group.position == 1:
+            ends(group)
+            return has_ended.set()
+        if size > 1:
+            has_ended.wait(PATIENCE_SECONDS)
+        return group.lead(0, lambda: done.append("committed"))
+
+    assert writers(size).run(work) == dict.fromkeys(range(size))
+    assert done == ["committed"]
+
+
+def test_members_whose_coordinator_dies_in_its_step_do_not_know_the_outcome(writers):
+    def work(group: WriterGroup) -> Any:
+        group.all_gather(b"")
+        return group.lead(0, lambda: None) if group.position else ends(group)
+
+    outcomes = writers(3).run(work)
+    assert outcomes.pop(0) is None
+    assert only(outcomes, LostCoordinatorError).startswith(f"[rank 0] {UNKNOWN}")
+
+
+@pytest.mark.parametrize("who", [[0], [2], [0, 2, 3]])
+def test_a_member_that_aborts_ends_the_save_on_all_with_its_text(writers, who):
+    some = writers(4)
+    assert some.listener
+
+    def work(group: WriterGroup) -> Any:
+        if group.position in who:
+            raise group.abort("there is nothing to write")
+        if group.position == 1:
+            has_aborted.wait(PATIENCE_SECONDS)  # it is busy meanwhile
+        group.trade(lambda: (None, b"", {0: b"part"}))
+
+    has_aborted = threading.Event()
+    groups = {position: some.join(position) for position in (0, 2, 3)}
+
+    def late() -> Any:
+        return work(some.join(1))
+
+    def one(position: int) -> Any:
+        try:
+            return work(groups[position])
+        finally:
+            has_aborted.set()
+            groups[position].close()
+
+    outcomes = in_threads({1: late, **{position: lambda p=position: one(p) for position in groups}})
+    text = only(outcomes)
+    assert text in {f"[rank {position}] there is nothing to write" for position in who}
+
+
 # -- lost members ------------------------------------------------------------------------------------------------------
 
 
@@ -401,8 +481,10 @@ def test_members_whose_coordinator_is_killed_do_not_know_the_outcome(writers, po
 def test_a_coordinator_that_has_gone_is_noticed_at_the_start(writers):
     some = writers(2)
     some.sockets[0].close()
-    with pytest.raises(LostCoordinatorError, match=r"^\[rank 0\] it is not known what became of the save"):
-        some.join(1)
+    group = some.join(1)
+    for _ in range(2):
+        with pytest.raises(LostCoordinatorError, match=r"^\[rank 0\] it is not known what became of the save"):
+            group.all_gather(b"")
 
 
 def test_a_coordinator_whose_host_does_not_answer_is_asked_again(writers, monkeypatch):
@@ -419,8 +501,9 @@ def test_a_coordinator_whose_host_does_not_answer_is_asked_again(writers, monkey
     assert some.run(lambda group: group.all_gather(b"x")) == {0: [b"x"] * 2, 1: [b"x"] * 2}
     calls.clear()
     monkeypatch.setattr(writer_group, "greet", lambda *args: unreachable(*args[:0]))
+    group = some.join(1, timeout=0.0)
     with pytest.raises(LostCoordinatorError, match=r"^\[rank 0\] has not decided about the save within 0 s"):
-        some.join(1, timeout=0.0)
+        group.all_gather(b"")
 
 
 def test_a_coordinator_that_does_not_come_is_given_its_time(writers):
@@ -522,6 +605,21 @@ def test_the_outcome_is_told_before_and_after_the_end(writers):
     group.close(b"committed" * 100_000)
     asking.join()
     assert answers[0] == ask_outcome(some.addresses[0], TOKEN, 1, 60.0) == b"committed" * 100_000
+
+
+def test_a_save_that_is_over_twice_is_told_once(writers):
+    """Somebody comes between its end and the moment at which the listener hears of it."""
+    some = writers(2)
+    group, waiting = some.join(0), greet(some.addresses[0], TOKEN, 1, True, 60.0)
+    while not some.listener._saves[TOKEN].askers:
+        pass
+    with some.listener._lock:
+        some.listener._over.append(some.listener._saves[TOKEN])
+    group.close(b"committed")
+    assert ask_outcome(some.addresses[0], TOKEN, 1, 60.0) == b"committed"
+    waiting.settimeout(PATIENCE_SECONDS)
+    assert waiting.recv(1000).endswith(b"committed")
+    waiting.close()
 
 
 def test_who_asks_does_not_wait_for_ever(writers):
