@@ -104,7 +104,7 @@ def replicas_of(comm, catalog, groups) -> Replicas:
 
 def rows_of_writers(plan: SavePlan) -> int:
     """Bytes in which a rank tells what it has written to the writers of partitions."""
-    items = replace(plan.items, files=("",), file=np.zeros(len(plan.items), dtype=np.int32))
+    items = replace(plan.file.catalog, files=("",))
     sums = np.zeros(int((-(-items.byte_length // BLOCK_BYTES)).sum()), dtype=np.uint64)
     part = Manifest.of_save(SaveInfo("", 0, 1), items, sums, {"": 0})
     return sum(map(len, encode_part(part, plan.partitions).values()))
@@ -224,7 +224,7 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
         "compare_seconds": compared - planned,
         "imbalance": float(loads.max() / loads.mean()),
         "written_of_unique": float(loads.sum() / length.sum()),
-        "items": len(plan.items),
+        "items": len(plan.file.catalog),
         "partitions": writers,
     }
 

@@ -246,7 +246,7 @@ class Planners:
             deals, received, count = deal(rows, items, compared), {}, len(items.row)
         mine = gather_deals(received, deals, comm.position)
         to_write, orders = written_by(mine, own)
-        written = lay_out(own.with_orders(orders), np.asarray([comm.rank]), to_write, str)
+        file = lay_out(own.with_orders(orders), np.asarray([comm.rank]), to_write, str)
         # Where all plan all keys, one rank tells how many there are.
         keys = len(rows.catalog.keys) if self.is_spread or comm.position == 0 else 0
         return SavePlan(
@@ -259,11 +259,9 @@ class Planners:
             all_items=items,
             compared=compared,
             by_device=self.is_spread and self.any_device,
-            items=written.catalog,
-            rows=written.source,
-            starts=written.source_start,
+            file=file,
             lines=lines_of(mine),
-            counts=(keys, len(written.source), written.total_bytes, int(own.byte_length.sum()), len(own)),
+            counts=(keys, len(file.source), file.total_bytes, int(own.byte_length.sum()), len(own)),
             partitions=partitions_for(count) if self.is_spread else 0,
         )
 

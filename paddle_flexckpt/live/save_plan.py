@@ -28,7 +28,7 @@ from paddle_flexckpt.live.tensor_memory import device_of, host_bytes
 from paddle_flexckpt.live.tensors import HostTensor
 from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.planning.comparison import Comparison, Lines
-from paddle_flexckpt.planning.write_plan import Items
+from paddle_flexckpt.planning.write_plan import Items, WritePlan
 from paddle_flexckpt.progress import Meter, ProgressCallback
 
 # Host tensors whose memory is looked up in one call.
@@ -51,9 +51,7 @@ class SavePlan:
         all_items: What all ranks write of the shards.
         compared: What this rank compares, as a planner, in this turn; rows are those of the shards.
         by_device: Whether digests have to be those that devices can take, as some ranks have no other.
-        items: What this rank writes, in the order of its file.
-        rows: int64 ``[number of items]``, of which row of this rank's state each is (a part).
-        starts: int64 ``[number of items]``, its first element in that shard's own storage.
+        file: What this rank writes, in the order of its file; rows are its state's.
         lines: Of what this rank takes digests in this turn, by the position of the planner that compares them; rows are
             its state's.
         counts: What of the report is this rank's: keys planned, items written, bytes written, bytes and shards owned.
@@ -71,9 +69,7 @@ class SavePlan:
     all_items: Items
     compared: Comparison
     by_device: bool
-    items: Catalog
-    rows: np.ndarray
-    starts: np.ndarray
+    file: WritePlan
     lines: Mapping[int, Lines]
     counts: tuple[int, ...]
     partitions: int
@@ -88,8 +84,8 @@ class SavePlan:
     @property
     def nbytes(self) -> int:
         """Return the bytes that it takes, names included."""
-        tables = (self.catalog, self.items)
-        parts = (self, self.shards, self.groups, self.all_items, self.compared, *self.lines.values(), *tables)
+        tables = (self.catalog, self.file.catalog)
+        parts = (self.file, self.shards, self.groups, self.all_items, self.compared, *self.lines.values(), *tables)
         columns = [each for part in parts for each in vars(part).values() if isinstance(each, np.ndarray)]
         names = sum([sys.getsizeof(key) for table in tables for key in table.keys])
         return names + sum([column.nbytes for column in columns]) + sum(map(len, self.messages))
@@ -115,7 +111,8 @@ class SavePlan:
     @property
     def written(self) -> Lines:
         """Return what this rank writes, as stretches of its shards."""
-        return Lines(self.rows, self.starts, self.starts + self.items.size)
+        source, start = self.file.source, self.file.source_start
+        return Lines(source, start, start + self.file.catalog.size)
 
     def number_of(self, problem: Problem) -> int:
         """Return the first row that a problem of this rank's catalog may be about, as a row of all keys'."""
@@ -187,10 +184,10 @@ class Share:
     ) -> None:
         """Take a rank's items of a plan, the name of its data file, its tensors, and who is told of progress."""
         self._progress, self.partitions = progress, plan.partitions
-        self.items = replace(plan.items, files=(file,), file=np.zeros(len(plan.items), dtype=np.int32))
+        self.items = replace(plan.file.catalog, files=(file,))
         self.step, self.devices = step, devices
-        self._tensors, self._rows = tensors, plan.rows
-        self._starts = plan.starts * self.items.itemsize
+        self._tensors, self._rows = tensors, plan.file.source
+        self._starts = plan.file.source_start * self.items.itemsize
         self._stops = self._starts + self.items.byte_length
 
     def written(self) -> dict[str, Any]:

@@ -404,7 +404,7 @@ class Save:
                 part, checksums, rows = self.destination.write(share, taken.written)
                 found = taken.encode(checksums)
         else:
-            part, _, rows = self.destination.write(share, np.zeros(len(plan.items), dtype=bool))
+            part, _, rows = self.destination.write(share, np.zeros(len(share.items), dtype=bool))
         ends = np.cumsum([len(lines) * DIGEST.itemsize for lines in plan.lines.values()]).tolist()
         digests = {planner: found[low:high] for planner, low, high in zip(plan.lines, [0, *ends], ends)}
         return join((plan.told(planned, time.perf_counter() - begin), part)), digests, rows
