@@ -76,7 +76,7 @@ def test_a_step_that_lost_its_marker_goes_with_the_next_save(bench):
     """Every state: of the first files of a step some come to the disk, with their bytes or with their length alone."""
     found = losses(bench(find("manager: first step, 2 ranks")), seed=1, limit=32)
     assert not found.violations, "\n".join(found.violations)
-    assert found.points > 100
+    assert found.points > 60
 
 
 def test_a_writer_that_takes_the_manifest_for_durable_is_found_out(bench, monkeypatch):
@@ -94,7 +94,7 @@ def test_a_writer_that_takes_the_manifest_for_durable_is_found_out(bench, monkey
     [
         (_no_data, "is not whole: .*CorruptCheckpointError"),
         # The file that keeps Paddle's own loader away is lost, and a data file is not.
-        (_no_directory, r"power lost .*Paddle takes \{'1_0-\w+.safetensors'\} for a Hugging Face directory"),
+        (_no_directory, r"power lost .*Paddle takes \{'\d_0-\w+\.safetensors'.*\} for a Hugging Face directory"),
         (_no_directory_above, r"a reader finds \{\}; allowed are \[\{'runs/a/0': 1\}\]"),
         (_directory_once, "is not whole: .*is missing; the manifest names it"),
     ],
