@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("paddle")
 from tests.distributed import jobs_bad_input as jobs
+from tests.saved import short
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
@@ -103,7 +104,7 @@ def check_error(results, case, fragments):
     assert (kind == "AoaError") == (case in ABOUT_STATEMENTS)
     assert (kind in ("ValidationError", "AoaError")) == (case not in NOT_VALIDATION)
     for fragment in fragments:
-        assert fragment.format(path=results[0][case].get("path")) in text
+        assert fragment.format(path=results[0][case].get("path")) in short(text)
     return kind
 
 

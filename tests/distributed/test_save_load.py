@@ -50,7 +50,7 @@ def save_zoo_spread(directory, layout):
     """As save_zoo, by the ways of a job so large that each key is planned by one rank; and to nodes, and in turns."""
     common.here()
     before, planners.SPREAD_ROWS = planners.SPREAD_ROWS, -1
-    communicator._kept_plans.cache_clear()
+    communicator._group_plans.cache_clear()
     try:
         report = save_zoo(directory, layout)
         state = common.zoo_state(layout, *common.here())
@@ -59,7 +59,7 @@ def save_zoo_spread(directory, layout):
         return {**report, "async": handle.result().total_bytes, "node": node.total_bytes}
     finally:
         planners.SPREAD_ROWS = before
-        communicator._kept_plans.cache_clear()
+        communicator._group_plans.cache_clear()
 
 
 def load_zoo(directory, layout):

@@ -64,7 +64,7 @@ def save(strategy: str, model: str, folder: str) -> dict[str, Any]:
         return hash_block(block)
 
     # Another strategy may have had the same layout: a plan that is kept compares other replicas than a new one.
-    communicator._kept_plans.cache_clear()
+    communicator._group_plans.cache_clear()
     with (
         mock.patch.object(LocalOutputFile, "write_many", write),
         mock.patch.object(checksums, "hash_block", note),
