@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
@@ -100,11 +99,6 @@ def test_what_a_rank_has_not_handed_over_is_not_there_and_goes_with_the_next_sav
     assert CheckpointDirectory(tmp_path).list_ids() == [0]
     assert load_shards(tmp_path, size) == 1
     assert "1-2.saving" in short_names(tmp_path)
-    if "after" in deaths:
-        survivor, dead = deaths.index("after"), deaths.index("before")
-        (said,) = tmp_path.glob(f"{survivor}_1-*.failed")
-        (problem,) = Failure.decode(said.read_bytes()).problems
-        assert problem.startswith(f"[rank {dead}] its processes have ended before it had done its share of the save")
     save_state_dict(shards(0, 1, 3, rows=4 * size), tmp_path, SOLO)
     assert short_names({*os.listdir(tmp_path)} - before) == ["0_2-3.safetensors", "2.manifest"]
     assert load_shards(tmp_path, size) == 3
