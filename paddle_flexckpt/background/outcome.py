@@ -18,7 +18,7 @@ from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.native.group_save import GroupSave
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_directory import SaveDirectory
-from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome
+from paddle_flexckpt.ranks.group_listener import ask_outcome
 from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
 
 
@@ -40,7 +40,7 @@ class Outcome:
 def save_together(
     job: WriteJob,
     directory: SaveDirectory,
-    listener: GroupListener,
+    group: WriterGroup,
     write: Callable[[GroupSave], Manifest],
     refusal: str = "",
 ) -> Outcome:
@@ -49,13 +49,12 @@ def save_together(
     Args:
         job: The rank's share.
         directory: Where the save goes.
-        listener: Where the other writers reach this one.
+        group: Connects the writers; it is closed in the end.
         write: Writes the rank's data file, and returns its part of the manifest.
         refusal: Why the rank's training process has not handed the share over, if it has not.
     """
     begin = time.perf_counter()
-    outcome, token = Outcome(None), bytes.fromhex(job.names.token)
-    group = WriterGroup(listener, job.addresses, token, job.ranks, job.position, job.committer, job.timeout)
+    outcome = Outcome(None)
     save = GroupSave(group, directory, job.names, job.committer)
     try:
         if refusal:

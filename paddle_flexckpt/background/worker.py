@@ -30,6 +30,7 @@ from paddle_flexckpt.native.group_save import GroupSave
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.progress import Meter, Progress, ProgressCallback
 from paddle_flexckpt.ranks.group_listener import GroupListener
+from paddle_flexckpt.ranks.writer_group import WriterGroup
 
 # ioprio_set has no function in libc; its number is the kernel's, by machine.
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30, "ppc64le": 273, "s390x": 282, "loongarch64": 30, "riscv64": 30}
@@ -66,7 +67,7 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         tell = functools.partial(_tell, channel, message["save"])
         write = functools.partial(write_share, job, data, waves, tell)
         try:
-            outcome = save_together(job, directory, listener, write, message["refusal"])
+            outcome = save_together(job, directory, join_group(job, listener), write, message["refusal"])
         finally:
             if lock is not None:
                 lock.release()
@@ -85,6 +86,12 @@ def _tell(channel: Channel, number: int, progress: Progress) -> None:
     # A training process that is stopped reads nothing, and the save does not depend on it.
     if channel.has_room:
         _send(channel, {"save": number, "progress": asdict(progress)})
+
+
+def join_group(job: WriteJob, listener: GroupListener) -> WriterGroup:
+    """Return the group of the writers that make a save; the others reach this one at ``listener``."""
+    token = bytes.fromhex(job.names.token)
+    return WriterGroup(listener, job.addresses, token, job.ranks, job.position, job.committer, job.timeout)
 
 
 def write_share(

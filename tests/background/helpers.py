@@ -102,7 +102,7 @@ class Writers:
 
     def __call__(self, **arguments: Any) -> BackgroundWriter:
         """A writer whose process runs."""
-        writer = BackgroundWriter(**arguments)
+        writer = BackgroundWriter(**{"nice": 0, **arguments})
         self._made.append(writer)
         with writer.open_slot():
             pass
@@ -157,7 +157,7 @@ def limit_file_size(writer: BackgroundWriter, nbytes: int) -> None:
 class Watch:
     """Tells when something happens to the files of a directory, through inotify."""
 
-    MODIFY, MOVED_TO = 0x2, 0x80
+    MODIFY = 0x2
 
     def __init__(self, path: Any, mask: int) -> None:
         libc = ctypes.CDLL(None, use_errno=True)

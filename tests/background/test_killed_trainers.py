@@ -87,7 +87,7 @@ def test_what_all_ranks_have_handed_over_is_committed(tmp_path, deaths):
     run_and_kill(tmp_path, deaths)
     assert CheckpointDirectory(tmp_path).list_ids() == [0, 1]
     assert load_shards(tmp_path, len(deaths), 1) == 2
-    assert not [name for name in os.listdir(tmp_path) if name.endswith((".part", ".saving", ".failed", ".tmp"))]
+    assert not [name for name in os.listdir(tmp_path) if name.endswith((".saving", ".tmp"))]
     open_backend(tmp_path).locks.take().release()
 
 

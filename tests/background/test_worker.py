@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import os
@@ -17,14 +18,14 @@ import pytest
 
 from paddle_flexckpt import progress
 from paddle_flexckpt.background import worker
-from paddle_flexckpt.background.outcome import SaveOutcome
+from paddle_flexckpt.background.outcome import Outcome, save_together
 from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
-from paddle_flexckpt.background.worker import carry_out
-from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import data_file
+from paddle_flexckpt.ranks.group_listener import GroupListener
+from paddle_flexckpt.ranks.presence import open_presence
 from tests.background.helpers import PATIENCE_SECONDS, load, state
 from tests.native.samples import items_of, whole
 
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def job_of(path, version=1, rank=0, ranks=(0,), timeout=5.0, backend=None):
     """A rank's job, its directory, and its data."""
     directory = open_to_save(backend or str(path))
+    os.makedirs(path, exist_ok=True)
     ticket = directory.open_save(None, len(ranks))
     arrays = state(version)
     items = items_of([whole(key, str(a.dtype), a.shape, rank) for key, a in arrays.items()], ticket.data_file(rank))
@@ -49,6 +51,13 @@ def test_a_job_survives_its_way(tmp_path):
     assert {**vars(back), "items": None} == {**vars(job), "items": None}
     for name, column in job.items.to_arrays().items():
         assert (back.items.to_arrays()[name] == column).all(), name
+
+
+def carry_out(job, directory, data, tell=None) -> Outcome:
+    """What a writer does of the job of a rank that is alone."""
+    with contextlib.closing(GroupListener(open_presence())) as listener:
+        write = functools.partial(worker.write_share, job, data, None, tell)
+        return save_together(job, directory, worker.join_group(job, listener), write)
 
 
 def serve(code, jobs):
@@ -67,7 +76,7 @@ def serve(code, jobs):
         segment.fill(0, data)
         segment.fill(len(data), text)
         descriptors = {"segment": segment.descriptor} if number == 0 else {}
-        message = {"save": number, "segment": 0, "data_bytes": len(data), "job_bytes": len(text)}
+        message = {"save": number, "segment": 0, "data_bytes": len(data), "job_bytes": len(text), "refusal": ""}
         channel.send({**message, "descriptors": list(descriptors)}, list(descriptors.values()))
         assert channel.receive()[0] == {"save": number, "begun": True}
         while "progress" in (answer := channel.receive()[0]):
@@ -145,42 +154,11 @@ def test_leftovers_that_cannot_be_removed_are_a_warning_on_a_checkpoint_that_is_
 
     job, directory, data = job_of(tmp_path, backend=Sticky(str(tmp_path)))
     outcome = carry_out(job, directory, np.frombuffer(data, dtype=np.uint8))
-    assert outcome["failure"] is None
-    (warning,) = outcome["warnings"]
+    assert outcome.failure is None
+    (warning,) = outcome.warnings
     assert "is complete, but " in warning
     assert "files that it does not need not be removed: [Errno 1] sticky" in warning
     assert load(tmp_path) == 1
-
-
-def test_a_commit_that_fails_is_the_outcome_on_every_rank(tmp_path):
-    class Unpublished(LocalBackend):
-        def create(self, name, mode="new", size=None):
-            if name.endswith(".manifest"):
-                raise OSError(errno.EIO, "injected", name)
-            return super().create(name, mode, size)
-
-    job, directory, data = job_of(tmp_path, backend=Unpublished(str(tmp_path)))
-    failure = Failure.from_dict(carry_out(job, directory, np.frombuffer(data, dtype=np.uint8))["failure"])
-    assert failure.problems == ("[rank 0] OSError: [Errno 5] injected: '0.manifest'",)
-    # And that is what another rank would find.
-    other = SaveOutcome(WriteJob(**{**vars(job), "rank": 1, "ranks": (0, 1)}), open_to_save(str(tmp_path)))
-    assert other.agree(None) == failure
-    assert directory.list_ids() == []
-
-
-def test_storage_that_cannot_be_looked_at_is_an_outcome_too(tmp_path):
-    class Blind(LocalBackend):
-        def names(self):
-            raise OSError(errno.ESTALE, "Stale file handle")
-
-    job, directory, _ = job_of(tmp_path)
-    blind = open_to_save(Blind(str(tmp_path)))
-    for rank, coordinator in ((0, 0), (1, 0)):
-        mine = WriteJob(**{**vars(job), "rank": rank, "ranks": (0, 1), "coordinator": coordinator})
-        failure = SaveOutcome(mine, blind).agree(None)
-        assert failure is not None
-        assert failure.problems[0].startswith(f"[rank {rank}] it is not known what became of the save: OSError(")
-    assert set(directory.messages.progress(job.names, (0, 1))[1]) == {0, 1}, "each has told the others"
 
 
 def test_a_training_process_that_is_stopped_does_not_hold_its_writer_up(tmp_path, monkeypatch):
@@ -195,9 +173,9 @@ def test_a_training_process_that_is_stopped_does_not_hold_its_writer_up(tmp_path
     channel, outcome = Channel(theirs), []
     tell = functools.partial(worker._tell, channel, 0)
     data = np.zeros(count * nbytes, dtype=np.uint8)
-    saving = threading.Thread(target=lambda: outcome.append(carry_out(job, directory, data, None, tell)), daemon=True)
+    saving = threading.Thread(target=lambda: outcome.append(carry_out(job, directory, data, tell)), daemon=True)
     saving.start()
     saving.join(PATIENCE_SECONDS)
-    assert outcome[0]["failure"] is None
+    assert outcome[0].failure is None
     with ours, theirs:
         assert Channel(ours).receive()[0]["progress"]["bytes_total"] == count * nbytes

@@ -64,7 +64,8 @@ def test_the_files_are_those_of_a_synchronous_save(tmp_path, writers):
     assert one.step == other.step == 7
     assert (one.checksums.values == other.checksums.values).all()
     for name, column in one.catalog.to_arrays().items():
-        assert (column == other.catalog.to_arrays()[name]).all(), name
+        if name != "files":  # their names have the saves' tokens
+            assert (column == other.catalog.to_arrays()[name]).all(), name
 
 
 def test_the_report_says_where_the_time_went(tmp_path, writers, caplog):
@@ -298,7 +299,7 @@ def test_a_writer_killed_in_the_middle_of_its_file_fails_the_save_and_the_next_o
     pid = writer.pid
     with Watch(tmp_path, Watch.MODIFY) as watch:
         handle = save(tmp_path, 2, writer, elements)
-        watch.wait_for("0_1.safetensors")
+        watch.wait_for("0_1-*.safetensors")
         kill(pid)
     written = os.path.getsize(tmp_path / data_file(tmp_path, 0, 1))
     assert 0 < written < elements * 4, "the kill came in the middle"

@@ -45,12 +45,9 @@ FAULTS = {
 def can_fail(scenario: Scenario, fault: str) -> bool:
     """Tell whether the ranks of a scenario can agree about a fault.
 
-    Ctrl-C on one of several ranks is a dead rank to the others; and background writers, who meet in the directory only,
-    cannot tell each other anything on a disk that stays full whatever they remove.
+    Ctrl-C on one of several ranks is a dead rank to the others.
     """
-    if fault == "Ctrl-C":
-        return scenario.ranks == 1
-    return fault != "disk full" or scenario.cleans_up
+    return fault != "Ctrl-C" or scenario.ranks == 1
 
 
 def faults(bench: Bench, fault: str, count: int | None = None) -> Found:

@@ -50,12 +50,15 @@ class Job:
         self._changed = threading.Condition()
         self._ready = set(range(size))
         self._ended: set[int] = set()
-        # Ranks that are in a collective, and those of them for which it has failed.
-        self._gathering: set[int] = set()
+        # Ranks that are in a collective, by that of their group, and those of them for which it has failed.
+        self._gathering: dict[int, object] = {}
         self._failed: set[int] = set()
+        # Those that have left a group, and what is known of what became of it.
+        self._left: dict[object, set[int]] = {}
+        self._told: dict[object, bytes] = {}
         # The rank that goes on when no other can.
         self._last: int | None = None
-        self._rounds: dict[int, dict[int, bytes]] = {}
+        self._rounds: dict[object, dict[int, bytes]] = {}
         self._threads: dict[int, int] = {}
 
     def run(self, function: Callable[[Communicator], Any]) -> list[Any]:
@@ -100,7 +103,7 @@ class Job:
         """
         with self._changed:
             rank = self._last = self.running
-            self._failed |= self._gathering
+            self._failed |= {*self._gathering}
             self._ready |= self._failed - self._ended
             while self._failed - self._ended:
                 self._hand_over()
@@ -134,25 +137,59 @@ class Job:
         finally:
             del self.writers[rank]
 
-    def gather(self, number: int, rank: int, payload: bytes) -> list[bytes]:
-        """Do one collective: return every rank's payload."""
+    def gather(self, number: int, rank: int, payload: bytes, group: object = None) -> list[bytes]:
+        """Do one collective of all ranks, or of their writers for one save; return every rank's payload."""
         with self._changed:
-            answers = self._rounds.setdefault(number, {})
+            answers = self._rounds.setdefault((group, number), {})
             if rank not in self._failed:
                 answers[rank] = payload
                 if len(answers) == self.size:
                     self._ready |= answers.keys() - self._ended
-                elif not self._ended - answers.keys():
-                    self._ready.discard(rank)
-                    self._gathering.add(rank)
-                    self._hand_over()
-                    self._wait(rank)
-                    self._gathering.discard(rank)
+                elif not self._gone(group) - answers.keys():
+                    self._await(rank, group)
             if rank in self._failed or len(answers) < self.size:
                 if self.hang:
                     raise Stopped("killed while it waited for a rank that is dead")
                 raise LostRankError(f"collective {number}: only ranks {sorted(answers)} take part")
             return [answers[other] for other in range(self.size)]
+
+    def hear(self, group: object, number: int, rank: int, source: int) -> bytes | None:
+        """Return what another rank's writer tells all; None if it ends before."""
+        with self._changed:
+            answers = self._rounds.setdefault((group, number), {})
+            while source not in answers and source not in self._gone(group) and rank not in self._failed:
+                self._await(rank, group)
+            if source in answers and rank not in self._failed:
+                return answers[source]
+            if self.hang:
+                raise Stopped("killed while it waited for a rank that is dead")
+            return None
+
+    def tell(self, group: object, number: int, rank: int, payload: bytes) -> None:
+        """Tell the other ranks' writers, whether they are there or not."""
+        with self._changed:
+            self._rounds.setdefault((group, number), {})[rank] = payload
+            self._wake(group)
+
+    def leave(self, group: object, rank: int) -> None:
+        """Take the writer of a rank from the group of a save: it is done, or dead."""
+        with self._changed:
+            self._left.setdefault(group, set()).add(rank)
+            self._wake(group)
+
+    def _gone(self, group: object) -> set[int]:
+        return self._ended | self._left.get(group, set())
+
+    def _wake(self, group: object) -> None:
+        self._ready |= {rank for rank, other in self._gathering.items() if other == group} - self._ended
+
+    def _await(self, rank: int, group: object) -> None:
+        """Let others run until something has happened in a group."""
+        self._ready.discard(rank)
+        self._gathering[rank] = group
+        self._hand_over()
+        self._wait(rank)
+        del self._gathering[rank]
 
     def _begin(self, rank: int) -> None:
         with self._changed:

@@ -85,7 +85,6 @@ def _managed(ranks: int) -> list[Scenario]:
         steps: Sequence[Step],
         states: Sequence[State],
         between: Sequence[Sequence[State]],
-        cleans_up: bool = True,
     ) -> Scenario:
         return Scenario(
             name=f"{name}, {ranks} ranks",
@@ -95,7 +94,6 @@ def _managed(ranks: int) -> list[Scenario]:
             states=tuple(states),
             again=(_again(9), _again(3)),
             between=tuple(map(tuple, between)),
-            cleans_up=cleans_up,
         )
 
     subsets = [_steps(*some, 4) for count in range(4) for some in itertools.combinations((1, 2, 3), count)]
@@ -116,7 +114,6 @@ def _managed(ranks: int) -> list[Scenario]:
             [_background_step(3, 2), _background_step(4, 2)],
             [_steps(1, 2), _steps(2, 3), _steps(3, 4)],
             [[_steps(1, 2, 3)], [_steps(2, 3, 4)]],
-            cleans_up=False,
         ),
     ]
 
