@@ -286,15 +286,15 @@ def test_a_save_is_not_called_a_failure_while_its_manifest_is_on_its_way(who, ra
 
 @pytest.mark.parametrize("seconds", [120.0, 600.0])
 @pytest.mark.parametrize("kills", [False, True])
-def test_a_rank_whose_part_had_no_answer_is_not_told_of_a_failure(seconds, kills):
-    """Its part is there, and the coordinator commits, while the rank cannot reach the store."""
+def test_a_rank_whose_write_had_no_answer_is_told_what_all_are_told(seconds, kills):
+    """Its data file is there, and the rank cannot reach the store for some time."""
     scenario = Scenario(seed=1, world_sizes=(2,), nodes=2, storage="object", is_async=True, steps=3)
     cluster = Cluster(Case(replace(scenario, step_seconds=1200.0, grace=20.0, on_error="continue")))
     scheduler, cut = cluster.scheduler, []
 
     def fate(operation: str, key: str, process: Process) -> Fate:
         if process.name.startswith("a/rank 1"):
-            if operation == "put" and key.endswith(".part") and not cut:
+            if operation == "put" and key.endswith(".safetensors") and not cut:
                 cut.append(scheduler.now)
                 if kills:
                     scheduler.after(1.0, process.kill)
