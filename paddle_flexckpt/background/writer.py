@@ -308,6 +308,7 @@ class BackgroundWriter:
         job = self._saves[number].job
 
         def finish() -> None:
+            logger.warning(how)  # others learn from the end of its connection alone that it has gone
             try:
                 directory = open_to_save(reopen(job.storage))
                 failure = find_outcome(job, directory, how)

@@ -166,8 +166,8 @@ MISTAKES = {
         ),
         Mistake(
             "follower-not-durable",
-            "a rank that sees the manifest calls the save done, durable or not",
-            {"background.outcome:SaveOutcome._await_durable": wrong.nothing},
+            "a rank that has lost the coordinator's writer and finds the manifest calls the save done, durable or not",
+            {"background.outcome:look_for_manifest": wrong.is_not_made_durable},
             can_show=lambda case: _has_pending_writers(case) and _loses_memory(case),
         ),
         Mistake(
@@ -220,17 +220,12 @@ MISTAKES = {
         Mistake(
             "followers-do-not-wait",
             "a writer calls the save done when its own part is",
-            {"background.outcome:SaveOutcome._await_decision": wrong.followers_do_not_wait},
-        ),
-        Mistake(
-            "decided-twice",
-            "who commits and who gives up do not exclude each other",
-            {"native.save_messages:SaveMessages.decide": wrong.decided_twice},
+            {"ranks.writer_group:WriterGroup.lead": wrong.followers_do_not_wait},
         ),
         Mistake(
             "dead-writer-failed",
             "the save of a writer that has died is a failure, committed or not",
-            {"background.outcome:SaveOutcome.agree_after_death": wrong.dead_are_failures},
+            {"background.outcome:look_for_manifest": wrong.dead_are_failures},
         ),
         Mistake(
             "segment-reused",
@@ -296,12 +291,15 @@ MISTAKES = {
         Mistake(
             "commit-believed",
             "a commit that failed is reported as done",
-            {"background.outcome:SaveOutcome._commit": wrong.commit_believed},
+            {"native.group_save:GroupSave._commit": wrong.commit_believed},
         ),
         Mistake(
             "nobody-times-out",
             "writers wait for a dead rank for ever",
-            {"background.pending:SaveSlot.__init__": wrong.nobody_times_out},
+            {
+                "background.pending:SaveSlot.__init__": wrong.nobody_times_out,
+                "ranks.presence:DeathWatch.look": wrong.nobody_has_gone,
+            },
         ),
         Mistake(
             "neighbour-blamed",

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.engine.step_record import StepRecord
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.backend import Lock, SaveLock, write_file
@@ -208,43 +209,42 @@ def coordinators_outcome(right: Any) -> Any:
 
 
 def followers_do_not_wait(right: Any) -> Any:
-    def await_decision(self: Any, own: Any) -> Any:
-        return None if own is None else right(self, own)
+    def lead(self: Any, leader: int, work: Any, context: str = "") -> None:
+        if self.position == leader:
+            right(self, leader, work, context)
 
-    return await_decision
+    return lead
 
 
-def decided_twice(right: Any) -> Any:
-    def decide(self: Any, save: Any, coordinator: int, verdict: bytes) -> bytes:
-        write_file(self.backend, save.decision_file(coordinator), verdict)
-        return verdict
+def is_not_made_durable(right: Any) -> Any:
+    def look(job: Any, directory: Any, how: str = "") -> Any:
+        return None if directory.is_committed(job.names) else right(job, directory, how)
 
-    return decide
+    return look
 
 
 def dead_are_failures(right: Any) -> Any:
-    """Count a writer that has died as a failure, whatever it had committed."""
-
-    def agree_after_death(self: Any, error: CheckpointError) -> Any:
-        from paddle_flexckpt.catalog.errors import Failure
-
-        return self._give_up(Failure.of(error))
-
-    return agree_after_death
+    """Count a save whose coordinator's writer has died as a failure, whatever it had committed."""
+    return lambda job, directory, how="": Failure("CheckpointError", ("the background writer has ended",))
 
 
 def commit_believed(right: Any) -> Any:
-    def commit(self: Any) -> None:
-        right(self)
+    def commit(self: Any, *arguments: Any) -> None:
+        with contextlib.suppress(OSError, CheckpointError):
+            right(self, *arguments)
 
     return commit
 
 
 def nobody_times_out(right: Any) -> Any:
     def init(self: Any, pool: Any, launch: Any, timeout: float, address: str) -> None:
-        right(self, pool, launch, 1e9, "")
+        right(self, pool, launch, 1e9, address)
 
     return init
+
+
+def nobody_has_gone(right: Any) -> Any:
+    return lambda *_: []
 
 
 def neighbour_is_blamed(right: Any) -> Any:
