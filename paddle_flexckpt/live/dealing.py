@@ -49,8 +49,9 @@ def deal(rows: KeyRows, items: Items, lines: Lines) -> dict[int, Deal]:
     parts = []
     for table, place in ((written, rows.place[items.row]), (compared, rows.place[lines.row])):
         order = np.argsort(place, kind="stable")
-        low, high = (np.searchsorted(place[order], places, side=side).tolist() for side in ("left", "right"))
-        parts.append([table[order][begin:end] for begin, end in zip(low, high)])
+        in_order, place = table[order], place[order]
+        low, high = (np.searchsorted(place, places, side=side).tolist() for side in ("left", "right"))
+        parts.append([in_order[begin:end] for begin, end in zip(low, high)])
     orders = catalog.orders if len(catalog.key_order) else ()
     return {place: Deal(first, second, orders) for place, first, second in zip(places.tolist(), *parts)}
 

@@ -11,7 +11,7 @@ import functools
 import json
 import logging
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -85,9 +85,9 @@ def planner_of(keys: Sequence[str], count: int) -> np.ndarray:
     return np.fromiter((xxhash.xxh3_64_intdigest(key.encode()) % count for key in keys), np.int64, len(keys))
 
 
-def decode_findings(notes: Iterable[bytes]) -> list[Finding]:
-    """Return what planners have told all ranks that is wrong."""
-    return [Finding(*each) for note in notes for each in json.loads(note)]
+def raise_told(notes: Mapping[int, bytes], context: str) -> None:
+    """Raise what planners have told all ranks that is wrong, if that is anything; errors as of one planner's."""
+    raise_findings([Finding(*each) for note in notes.values() for each in json.loads(note)], context)
 
 
 # What a rank tells in one exchange: a note to all; by position, what is for each planner; and what else is for a rank.
@@ -191,7 +191,7 @@ class Planners:
             own = lambda: encode_rows(catalog, self._flags, planner_of(catalog.keys, comm.size))  # noqa: E731
             _, _, received = comm.trade(lambda: (None, b"", own()), self._context)
             _, notes, self._asked = comm.trade(lambda: self._lay(received), self._context)
-            raise_findings(decode_findings(notes.values()), self._context)
+            raise_told(notes, self._context)
             if not notes:
                 return
             self._gather("shards overlap, and are no replicas of each other")

@@ -6,7 +6,6 @@ Tested in tests/live/test_saver.py and tests/distributed/test_save_load.py.
 from __future__ import annotations
 
 import contextlib
-import struct
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -122,10 +121,10 @@ class SavePlan:
 
     def told(self, planned: float, written: float) -> bytes:
         """Return what all ranks have to know of this one for the report; the seconds of planning, and of writing."""
-        return _TOLD.pack(*self.counts, planned, written)
+        return np.asarray((self.counts, (planned, written)), dtype=_TOLD).tobytes()
 
 
-_TOLD = struct.Struct("<5q2d")
+_TOLD = np.dtype([("counts", "<i8", 5), ("seconds", "<f8", 2)])
 
 
 def report_of(told: Sequence[bytes], own: SavePlan, writing: str) -> dict[str, Any]:
@@ -133,10 +132,10 @@ def report_of(told: Sequence[bytes], own: SavePlan, writing: str) -> dict[str, A
 
     ``writing`` is what the second phase is called.
     """
-    counts = np.asarray([each[:5] for each in map(_TOLD.unpack, told)], dtype=np.int64)
+    found = np.frombuffer(b"".join(told), dtype=_TOLD)
+    counts, (planned, written) = found["counts"], found["seconds"].T.tolist()
     keys, items, total, held, _ = counts.sum(axis=0).tolist()
     loads = counts[counts[:, 4] > 0, 2]
-    planned, written = map(list, zip(*(each[5:] for each in map(_TOLD.unpack, told))))
     return {
         "keys": keys,
         "items": items,

@@ -28,7 +28,6 @@ from paddle_flexckpt.catalog import (
     check_extra_names,
 )
 from paddle_flexckpt.catalog.collector import without_collector
-from paddle_flexckpt.catalog.findings import raise_findings
 from paddle_flexckpt.catalog.key_rows import KeyRows
 from paddle_flexckpt.catalog.wire import encode_catalog, join, join_by_position, split, split_by_position
 from paddle_flexckpt.engine.agreement import BRIEF_SAVE, check_coordinator, check_heads
@@ -44,8 +43,8 @@ from paddle_flexckpt.live.planners import (
     Planners,
     RankSummary,
     Told,
-    decode_findings,
     encode_shards,
+    raise_told,
     tell_planners,
 )
 from paddle_flexckpt.live.replica_digests import DIGEST, Digests
@@ -231,27 +230,26 @@ class Save:
         differing, plan, told = self._compare(plan, replicas, digests, parts, rows)
         if plan.origin:
             plans_of(comm).keep(self._own, plan)
-        report = SaveReport(
+        report = functools.partial(
+            SaveReport,
             path=destination.directory.path,
             unique_id=destination.names.unique_id,
             replicas=replicas.report(differing, warns=self._is_coordinator),
-            seconds={"plan": begun},
             **report_of(counts, plan, "stage" if options.async_save else "write"),
         )
         written = time.perf_counter()
-        spent = written - self._planned - elsewhere
+        spent, blocked = written - self._planned - elsewhere, written - self._begin - elsewhere
         if isinstance(destination, BackgroundSave):
-            more = {"queue": self._waited, "stage": spent, "blocked": written - self._begin - elsewhere}
-            report = replace(report, seconds={**report.seconds, **more})
-            return destination.hand_over(report, self._begin, handle)
+            seconds = {"plan": begun, "queue": self._waited, "stage": spent, "blocked": blocked}
+            return destination.hand_over(report(seconds=seconds), self._begin, handle)
         # The checkpoint exists: one collective; more where it goes to nodes.
         destination.commit(parts, rows, told)
         end = time.perf_counter()
-        more = {"write": spent, "commit": end - written, "total": end - self._begin}
-        report = replace(report, seconds={**report.seconds, **more})
+        seconds = {"plan": begun, "write": spent, "commit": end - written, "total": end - self._begin}
+        done = report(seconds=seconds)
         if self._is_coordinator:
-            logger.info(report.summary())
-        return report
+            logger.info(done.summary())
+        return done
 
     @contextlib.contextmanager
     def _tidying(self) -> Iterator[None]:
@@ -426,7 +424,7 @@ class Save:
         if plan.is_spread:
             work = functools.partial(self._compare_and_tell, plan, replicas, digests, parts, rows)
             (differing, turned, deals), notes, received = comm.trade(work, self._context)
-            raise_findings(decode_findings(notes.values()), self._context)
+            raise_told(notes, self._context)
             dealt, told = split_by_position(received, 2)
         else:
             differing = replicas.compare(plan.compared, digests)

@@ -11,11 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.live import planners
+from paddle_flexckpt.catalog import CatalogBuilder, ValidationError
+from paddle_flexckpt.catalog.key_rows import KeyRows
+from paddle_flexckpt.live import dealing, planners
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.planning.comparison import Lines
+from paddle_flexckpt.planning.write_plan import Items
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.host_channel import HostChannel
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
@@ -297,3 +300,20 @@ def test_planners_are_told_by_the_name():
     found = planners.planner_of(keys, 16)
     assert found.tolist() == planners.planner_of(keys, 16).tolist()
     assert np.bincount(found, minlength=16).min() > 30
+
+
+def test_what_ranks_are_dealt_is_cut_out_of_one_table():
+    """A copy of all for each of 10,000 ranks would take gigabytes."""
+    builder = CatalogBuilder(0)
+    for number in range(8):
+        builder.add("w", "float32", (8,), (number,), (1,))
+    catalog, places = builder.build(), np.arange(8) // 2
+    rows = KeyRows(catalog, places, np.arange(8) % 2, np.arange(8), np.zeros(8, dtype=np.int64), ())
+    items = Items(np.arange(8)[::-1], np.zeros(8, dtype=np.int64), np.ones(8, dtype=np.int64))
+    deals = dealing.deal(rows, items, Lines(items.row[:4], items.start[:4], items.stop[:4]))
+    assert {place: each.written["row"].tolist() for place, each in deals.items()} == {
+        place: [1, 0] for place in range(4)
+    }
+    assert [len(each.compared) for each in deals.values()] == [0, 0, 2, 2]
+    for column in ("written", "compared"):
+        assert len({id(getattr(each, column).base) for each in deals.values()}) == 1
