@@ -85,18 +85,10 @@ MEETINGS: dict[str, tuple[dict[str, Any], tuple[Fault, ...]]] = {
         {"jobs": 2, "storage": "leased", "lease_seconds": 5.0},
         (Fault("slow_call", 999.0, "storage", "data", seconds=100.0),),
     ),
-    "each-rank-discards": (
-        {"jobs": 2},
-        (
-            Fault("io_error", 999.0, "rank:1", "data", amount=5.0),
-            Fault("stop_rank", 999.0, "rank:1", "removal", seconds=50.0),
-            Fault("slow_call", 999.0, "b/rank:0", "any call", seconds=30.0),
-        ),
-    ),
     "follower-not-durable": (
         {"is_async": True},
         (
-            Fault("slow_call", 999.0, "writer:0", "after manifest put in place", seconds=200.0),
+            Fault("kill_writer", 999.0, "writer:0", "after manifest put in place"),
             Fault("power_loss", 1050.0, "storage", amount=0.3),
         ),
     ),
