@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
-from paddle_flexckpt.background.outcome import SaveOutcome
+from paddle_flexckpt.background import outcome
 from paddle_flexckpt.media import local
 from paddle_flexckpt.media.local import LocalBackend, LocalOutputFile
 from paddle_flexckpt.native import save_directory
-from tests.crash import explore
+from tests.crash import background, explore
 from tests.crash.explore import losses, power_losses
-from tests.crash.file_system import FileSystem
+from tests.crash.file_system import Fault, FileSystem
 from tests.crash.harness import read_tree, write_tree
 from tests.crash.job import Job
 from tests.crash.power_loss import Disk
@@ -79,14 +79,30 @@ def test_a_step_that_lost_its_marker_goes_with_the_next_save(bench):
     assert found.points > 60
 
 
-def test_a_writer_that_takes_the_manifest_for_durable_is_found_out(bench, monkeypatch):
-    """A rank that sees the manifest of an asynchronous save says so at once: before the coordinator's fsync, maybe."""
-    monkeypatch.setattr(explore, "ENOUGH", 1)
-    monkeypatch.setattr(SaveOutcome, "_await_durable", lambda self: None)
-    # In some orders of the ranks the coordinator is first, as in those of seeds 1 and 2.
-    scenario = find("asynchronous: overwrite, 2 ranks")
-    found = (text for seed in range(3, 9) for text in losses(bench(scenario), seed=seed, limit=32).violations)
-    assert any("a reader finds {'runs/a/0': 1}; allowed are [{'runs/a/0': 2}]" in text for text in found)
+@pytest.mark.parametrize("is_careful", [True, False])
+def test_who_finds_the_manifest_of_a_dead_coordinator_makes_it_durable(bench, monkeypatch, is_careful):
+    """The coordinator's writer dies between the rename and the fsync: all others report a checkpoint, which stays."""
+
+    def careless(job, directory, how="", real=outcome.look_for_manifest):
+        directory.backend.sync = lambda: None
+        return real(job, directory, how)
+
+    bench = bench(find("asynchronous: overwrite, 2 ranks"))
+    calls = bench.record().calls
+    renamed = next(at for at, call in enumerate(calls) if (call.target or "").endswith(".manifest"))
+    if not is_careful:
+        for module in (outcome, background):
+            monkeypatch.setattr(module, "look_for_manifest", careless)
+    run = bench.act(Fault(renamed + 1, "writer"))
+    assert run.struck.by_writer and not any(run.errors)
+    disk, found = Disk(bench.before), []
+    for call in run.calls:
+        disk.apply(call)
+    for tree in disk.states(Random(0), 64):
+        write_tree(bench.root, tree)
+        found.append(bench.observe())
+    assert bench.scenario.states[1] in found
+    assert (bench.scenario.states[0] not in found) == is_careful
 
 
 @pytest.mark.parametrize(
