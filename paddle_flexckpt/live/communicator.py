@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,8 +22,6 @@ from paddle_flexckpt.ranks.lost_ranks import announce, describe_lost_ranks
 
 # Backends of Paddle whose collectives work on device memory.
 DEVICE_BACKENDS = frozenset(("nccl", "bkcl", "xccl", "flagcx"))
-# Plans that a communicator's ranks keep, for layouts that come again.
-KEPT: weakref.WeakKeyDictionary[Communicator, KeptPlans] = weakref.WeakKeyDictionary()
 
 
 class PaddleCommunicator(Communicator):
@@ -82,7 +79,9 @@ def device_group(comm: Communicator) -> Any:
 
 def plans_of(comm: Communicator) -> KeptPlans:
     """Return the plans that a communicator's ranks keep."""
-    return KEPT.setdefault(comm, KeptPlans())
+    if not isinstance(comm.plans, KeptPlans):
+        comm.plans = KeptPlans()
+    return comm.plans
 
 
 def default_store() -> Any:
@@ -139,7 +138,7 @@ def communicator_for(process_group: Any = None) -> Communicator:
         comm = SoloCommunicator(int(dist.get_rank()))
     else:
         comm = PaddleCommunicator(process_group if is_known and process_group is not None else _global_group())
-    KEPT[comm] = _group_plans(comm.ranks)
+    comm.plans = _group_plans(comm.ranks)
     if not is_known:
         comm.refusal = ValidationError(
             "process_group has to be a group of paddle.distributed, 'self' or None; got "

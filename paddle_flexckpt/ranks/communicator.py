@@ -21,6 +21,7 @@ class Communicator(ABC):
         position: This rank's place in ``ranks``.
         collectives: Number of collectives so far.
         refusal: Why this rank cannot do what it was asked for; its first step tells all others.
+        plans: What calls have planned for these ranks, for later calls.
     """
 
     refusal: ValidationError | None = None
@@ -29,6 +30,7 @@ class Communicator(ABC):
         self.ranks = ranks
         self.position = position
         self.collectives = 0
+        self.plans: object | None = None
 
     @property
     def rank(self) -> int:

@@ -11,7 +11,7 @@ pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.engine.kept_plans import KeptPlans
-from paddle_flexckpt.live.communicator import KEPT, communicator_for
+from paddle_flexckpt.live.communicator import communicator_for
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import KINDS, LAYOUTS, Net
 from tests.distributed.test_tensor_parallel import adamw, wrong_names
@@ -33,7 +33,7 @@ def load_zoo(directory, layout):
     for name in ("direct", "cooperative", "kept"):
         state = common.zoo_state(layout, rank, size, salt="other")
         comm = communicator_for(None)
-        KEPT[comm], before = kept, comm.collectives
+        comm.plans, before = kept, comm.collectives
         method = "direct" if name == "direct" else "cooperative"
         report = fc.load_state_dict(state, directory, comm, comm_method=method, verify="full")
         outcome[name] = {

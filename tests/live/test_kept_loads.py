@@ -17,7 +17,7 @@ from paddle_flexckpt.engine import transfer
 from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.kept_plans import KeptPlans
 from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.live.communicator import KEPT, plans_of
+from paddle_flexckpt.live.communicator import plans_of
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
@@ -166,7 +166,7 @@ def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_load(resolve
 
         def loaded(number, change, plans):
             """What comes of a load with the plans there are, its messages' sizes and how often it is resolved."""
-            KEPT[comm], state, options = plans, build(comm.position, size, number), base
+            comm.plans, state, options = plans, build(comm.position, size, number), base
             if changes_here and callable(change):
                 change(state, comm.position, size)
             elif changes_here:
@@ -220,10 +220,10 @@ def test_one_short_message_takes_the_place_of_gathering_and_planning(resolved, o
             outcome = outcome_of(state, path, comm, unique_id=seed, **options)
             found.append(([*sizes], outcome))
             barrier(comm)
-            KEPT[comm], kept = KeptPlans(), plans_of(comm)
+            kept, comm.plans = plans_of(comm), KeptPlans()
             again = build(comm.position, comm.size, 19 + seed)
             assert outcome_of(again, path, comm, unique_id=seed, **options) == outcome
-            KEPT[comm] = kept
+            comm.plans = kept
         return found
 
     for size in (1, 2, 4):
@@ -255,12 +255,12 @@ def test_ranks_that_read_for_each_other_tell_where_they_are_and_move_data(resolv
             report = load_state_dict(state, path_of(path, comm, options), comm, **options)
             counts.append([*sizes])
             moved.append((report.bytes_read, report.bytes_received, report.bytes_sent, report.comm_method))
-            KEPT[comm], kept = KeptPlans(), plans_of(comm)
+            kept, comm.plans = plans_of(comm), KeptPlans()
             again = build(comm.position, size, 19 + seed)
             assert outcome_of(again, path_of(path, comm, options), comm, **options)[1] == [
                 getattr(value, "local_tensor", value).tobytes() for value in state.values()
             ]
-            KEPT[comm] = kept
+            comm.plans = kept
         assert len({*moved}) == 1
         return counts, moved[0]
 
@@ -375,10 +375,10 @@ def test_a_checkpoint_of_another_structure_is_planned_anew(resolved, change, opt
             before = resolved.count(comm.rank)
             outcome = outcome_of(build(comm.position, 2, 9), path, comm, unique_id=unique_id, **options)
             count = resolved.count(comm.rank) - before
-            KEPT[comm], kept = KeptPlans(), plans_of(comm)
+            kept, comm.plans = plans_of(comm), KeptPlans()
             first = outcome_of(build(comm.position, 2, 9), path, comm, unique_id=unique_id, **options)
             assert outcome == first
-            KEPT[comm] = kept
+            comm.plans = kept
             outcomes.append((outcome[0] if isinstance(outcome[0], type) else None, count))
             barrier(comm)
         return outcomes
@@ -411,7 +411,7 @@ def test_a_damaged_file_is_told_as_in_a_first_load():
         before = [getattr(value, "local_tensor", value).tobytes() for value in state.values()]
         outcomes = []
         for plans in (plans_of(comm), KeptPlans()):
-            KEPT[comm] = plans
+            comm.plans = plans
             with pytest.raises(CorruptCheckpointError) as caught:
                 load_state_dict(state, path, comm)
             outcomes.append(str(caught.value))

@@ -23,7 +23,7 @@ from paddle_flexckpt.catalog.errors import CheckpointError
 from paddle_flexckpt.engine import kept_plans
 from paddle_flexckpt.engine.kept_plans import KeptPlans
 from paddle_flexckpt.live import planners, saver
-from paddle_flexckpt.live.communicator import KEPT, communicator_for, plans_of
+from paddle_flexckpt.live.communicator import communicator_for, plans_of
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.saver import save_state_dict
@@ -367,7 +367,7 @@ def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_save(one_tok
 
         def saved(number, change, plans) -> tuple[object, object, list[int]]:
             """What comes of a save with the plans there are, its files, its messages' sizes and how often it plans."""
-            KEPT[comm], state, options = plans, build(comm.position, size, number), {}
+            comm.plans, state, options = plans, build(comm.position, size, number), {}
             if changes_here and callable(change):
                 change(state, comm.position, size)
             elif changes_here:
@@ -462,9 +462,9 @@ def test_ranks_that_were_told_of_different_layouts_do_not_mix_their_plans(one_to
             if comm.rank == 1 and name == "b":
                 state["w"].replicas = "first"
             save_state_dict(state, path / "kept", comm, unique_id=version)
-            KEPT[comm], kept = KeptPlans(), plans_of(comm)
+            comm.plans, kept = KeptPlans(), plans_of(comm)
             save_state_dict(state, path / "first", comm, unique_id=version)
-            KEPT[comm] = kept
+            comm.plans = kept
             barrier(comm)
         return files_of(path / "kept") == files_of(path / "first")
 
@@ -479,7 +479,7 @@ def test_other_ranks_and_groups_have_plans_of_their_own(planned):
     plans = [KeptPlans() for _ in range(4)]
 
     def job(comm, path):
-        KEPT[comm] = plans[comm.position]
+        comm.plans = plans[comm.position]
         return [key for key in save_state_dict(build(0, 1), path, comm).replicas]
 
     with memory_directory() as directory:
