@@ -1,4 +1,4 @@
-"""Asynchronous saves of which one process is killed or stopped at a random call: a trainer, or a writer.
+"""Saves of which one process is killed or stopped at a random call: a trainer, or a writer.
 
     python -m tests.background.kills [--seed SEED] [--count COUNT]
 
@@ -41,7 +41,8 @@ UNKNOWN = "it is not known what became of the save"
 class Job:
     """What happens: the ``victim``, of a kind of process of one rank, is killed or stopped at a call.
 
-    ``killed`` is whether it is killed, or stopped until all others have come to their ends.
+    ``mode`` is how the ranks save: ``async``, ``slices``, or ``sync``. ``killed`` is whether the victim is killed, or
+    stopped until all others have come to their ends.
     """
 
     ranks: int
@@ -50,6 +51,7 @@ class Job:
     kind: str
     at: int
     killed: bool
+    mode: str = "async"
 
 
 def draw(seed: int) -> Iterator[Job]:
@@ -57,12 +59,13 @@ def draw(seed: int) -> Iterator[Job]:
     rng = random.Random(seed)
     while True:
         ranks = rng.choice((2, 4))
-        kind = rng.choice(("trainer", "writer", "writer"))
+        mode = rng.choice(("async", "async", "slices", "sync"))
+        kind = "trainer" if mode == "sync" else rng.choice(("trainer", "writer", "writer"))
         # A trainer that is stopped holds its job's collectives up: no matter of a save.
         killed = kind == "trainer" or rng.random() < 0.7
         # More of the early ones: the writer of a rank that does not commit makes a fifth of them.
         at = 1 + int(CALLS[kind] * rng.random() ** 2)
-        yield Job(ranks, rng.randrange(ranks), rng.randrange(ranks), kind, at, killed)
+        yield Job(ranks, rng.randrange(ranks), rng.randrange(ranks), kind, at, killed, mode)
 
 
 def act_at(kind: str, at: int, killed: bool) -> None:
@@ -98,8 +101,14 @@ act_at("writer", {job.at}, {job.killed})
     if is_victim and job.kind == "trainer":
         act_at("trainer", job.at, job.killed)
     try:
-        options: dict[str, Any] = {"unique_id": 0, "async_save": writer, "coordinator_rank": job.coordinator}
-        save_state_dict(shards(rank, job.ranks, 2), path, Sockets(rank, links[rank]), **options).result()
+        options: dict[str, Any] = {"unique_id": 0, "coordinator_rank": job.coordinator}
+        if job.mode != "sync":
+            options.update(async_save=writer, slice_bytes=32 if job.mode == "slices" else None)
+        handle = save_state_dict(shards(rank, job.ranks, 2), path, Sockets(rank, links[rank]), **options)
+        if job.mode == "slices":
+            handle.finish_staging()
+        if job.mode != "sync":
+            handle.result()
         text = "done"
     except CheckpointError as error:
         text = str(error)
@@ -166,9 +175,9 @@ def check(job: Job, path: Path) -> str:
     assert all(text.startswith(("done", "cannot save to")) for text in lived), where
     if "done" in lived:
         assert version == 2, where
-    if version == 2:  # whoever does not say so does not know it
+    if version == 2 and job.mode != "sync":  # whoever does not say so does not know it
         assert all(text == "done" or UNKNOWN in text for text in lived), where
-    if job.killed:
+    if job.killed and job.mode != "sync":
         assert len({text == "done" for text in lived}) <= 1, where
         # Of a rank that dies before all have handed over, collectives tell one thing and writers another.
         assert job.kind == "trainer" or len(set(lived)) == 1, where
@@ -177,7 +186,7 @@ def check(job: Job, path: Path) -> str:
     left = [name for name in short_names(path) if not name.startswith("0_1-")]
     assert left == sorted([*data, "0.manifest", "1.manifest", PADDLE_METADATA]), f"{where}, left: {left}"
     assert load_shards(path, job.ranks) == 3, where
-    return f"{job.kind} {'killed' if job.killed else 'stopped'}, {'new' if version == 2 else 'old'}"
+    return f"{job.mode}: {job.kind} {'killed' if job.killed else 'stopped'}, {'new' if version == 2 else 'old'}"
 
 
 def main(arguments: list[str] | None = None) -> int:

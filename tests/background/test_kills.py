@@ -1,4 +1,4 @@
-"""A process of an asynchronous save is killed or stopped: a few of the jobs of ``python -m tests.background.kills``."""
+"""A process of a save is killed or stopped: a few of the jobs of ``python -m tests.background.kills``."""
 
 from __future__ import annotations
 
@@ -19,4 +19,5 @@ def test_the_old_checkpoint_or_the_new_one_and_a_next_save(tmp_path, seed):
 @pytest.mark.slow
 def test_many_moments(tmp_path):
     found = {check(job, tmp_path / str(number)) for number, job in enumerate(islice(draw(100), 100))}
-    assert {"writer killed, old", "writer killed, new", "trainer killed, old", "writer stopped, new"} <= found
+    expected = {"writer killed, old", "writer killed, new", "trainer killed, old", "writer stopped, new"}
+    assert {f"async: {each}" for each in expected} <= found
