@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import Counter
 from dataclasses import asdict
@@ -231,7 +232,8 @@ def test_outcomes_are_those_of_a_manifest_in_one_file(saves, number):
         for (said, after), (expected, bits) in zip(parted, one):
             assert after == bits
             if isinstance(expected, str):
-                assert said == expected
+                # Names of files have the token of the save.
+                assert re.sub("[0-9a-f]{32}", "", said) == re.sub("[0-9a-f]{32}", "", expected)
             else:
                 # Rows stand in another order: neighbours are not always read at once.
                 assert {**said, "reads": 0} == {**expected, "reads": 0}
