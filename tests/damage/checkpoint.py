@@ -43,8 +43,8 @@ class Saves:
         manifest: Their manifest.
         values: What it holds.
         others: Files of other saves, under the names that they have there: ``older``, an earlier save of the same id
-            that this one replaced; ``twin``, of the same id and generation in another directory; ``next``, the one of
-            the higher id.
+            that this one replaced; ``next``, the one of the higher id. And ``twin``, of the same id in another
+            directory, under the names of this one.
     """
 
     path: Path
@@ -98,8 +98,8 @@ def prepare(root: Path, **options) -> Saves:
     for seed in (3, 4):
         save(elsewhere, others(seed), WORLD, unique_id=ID, step=100 * seed, **options)
     files = files_of(main, ID)
-    twin = files_of(elsewhere, ID)
-    assert files.keys() == twin.keys()
+    # Of the same ranks, in the same order.
+    twin = dict(zip(files, files_of(elsewhere, ID).values()))
     assert not set(files) - {f"{ID}.manifest"} & set(older)
     return Saves(
         main,
