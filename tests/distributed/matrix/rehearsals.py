@@ -129,7 +129,7 @@ def miscounted(path: str, layout: JobLayout, counted: list[list[dict[str, Any]]]
 
 def missaved(layout: JobLayout, counted: list[dict[str, Any]]) -> list[str]:
     """Return where a rehearsal of a save differs from what the ranks of a job count."""
-    report = rehearse_save(layout, turn=int(counted[0]["token"][:8], 16))
+    report = rehearse_save(layout, turn=int(counted[0]["token"][-8:], 16))
     wrong = []
     for rank, each in enumerate(counted):
         said: dict[str, Any] = {name: getattr(report, name) for name in (*SAVED, "files")}
