@@ -94,10 +94,18 @@ class GroupSave:
         try:
             self.directory.commit(self.names, [part for _, part in sorted(parts.items())])
         except (OSError, CheckpointError) as error:
-            is_failure = isinstance(error, NotDurableError) or not self.directory.is_committed(self.names)
-            if warnings is None or (is_failure and not isinstance(error, CleanUpError)):
+            if warnings is None or not self._is_harmless(error):
                 raise
             warnings.append(str(error))
+
+    def _is_harmless(self, error: Exception) -> bool:
+        """Return whether the checkpoint is in place, durably, for all that an error near its commit says."""
+        if isinstance(error, NotDurableError):
+            return False
+        try:
+            return isinstance(error, CleanUpError) or self.directory.is_committed(self.names)
+        except OSError:
+            return False
 
     def discard(self, partitions: int = 0) -> None:
         """Remove what all members wrote, and so many partitions: the task of the coordinator.
