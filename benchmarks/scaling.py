@@ -468,7 +468,7 @@ def measure_writers(manifest: Any, path: Path, sample: int = 8) -> dict[str, Any
         before = names.data_file((place - 1) % ranks)
         with open(path / before, "wb") as file:
             file.write(_TOKEN.encode())
-            file.truncate(manifest.sizes[before])
+            file.truncate(int(manifest.file_bytes[(place - 1) % ranks]))
         begin = time.process_time()
         writers[place].write(said, received[place])
         seconds[place] += time.process_time() - begin

@@ -47,8 +47,8 @@ def test_all_tables(tmp_path, capsys):
     calls = found["calls"]
     assert calls["save_collectives"][0] == calls["save_collectives"][1] >= 3
     assert calls["load_rank_files"][0] == calls["load_rank_files"][1] > 0
-    # It reads each rank's part, and looks at each rank's data file.
-    assert calls["save_coordinator_files"][1] - calls["save_coordinator_files"][0] >= 2 * 4
+    # It looks at each rank's data file.
+    assert calls["save_coordinator_files"][1] - calls["save_coordinator_files"][0] >= 4
     before, now = found["openings"]
     assert before["held"] == before["rows"] == 16 * now["held"] and before["partitions_read"] == before["partitions"]
     assert now["keys"] * 16 == before["keys"] and now["mib"] < before["mib"] / 4

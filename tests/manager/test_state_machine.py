@@ -112,6 +112,7 @@ class Managed(RuleBasedStateMachine):
         self.known: set[Stored] = set()
         self.found_damaged: set[int] = set()
         self.uncollected = False
+        self.saved_last: int | None = None
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -209,6 +210,7 @@ class Managed(RuleBasedStateMachine):
             os.kill(self.writer.pid, signal.SIGCONT)
             raise
         self.pending = step, stored, handle
+        self.saved_last = step
         self.uncollected = True
         self.retain(None)
         if at_once:
@@ -223,7 +225,7 @@ class Managed(RuleBasedStateMachine):
         self.let_go()
         self.manager.wait()
         if self.uncollected:
-            self.retain(None)
+            self.retain(self.saved_last)
         self.uncollected = False
 
     @rule(keep=KEEPS)
@@ -231,7 +233,7 @@ class Managed(RuleBasedStateMachine):
         self.let_go()
         self.manager.close()
         if self.uncollected:
-            self.retain(None)
+            self.retain(self.saved_last)
         self.make(keep)
 
     # -- accidents -----------------------------------------------------------------------------------------------------
