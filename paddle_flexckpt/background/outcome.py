@@ -77,7 +77,7 @@ def save_together(
 def _write(group: WriterGroup, save: GroupSave, write: Callable[[GroupSave], Manifest]) -> dict[int, bytes]:
     """Have all members write; return what others have sent to this one, by position.
 
-    What is there stays if a rank is lost: others may still write. The next save finds the marker.
+    If a rank is lost, all files stay, as others may still write. The next save finds the marker and removes them.
     """
     try:
         _, _, parts = group.trade(lambda: (None, b"", save.send(write(save))))

@@ -79,7 +79,7 @@ class Source(Facts):
         return {}
 
     def want(self, targets: Targets) -> None:
-        """Know at least the shards that these targets may be filled from, all of each key; by default it knows all."""
+        """Read the rows of all shards from which these targets may be filled; by default the source has all rows."""
 
     def complete(self) -> bool:
         """Know all shards; return whether it has not known them before."""

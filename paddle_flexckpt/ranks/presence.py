@@ -5,10 +5,8 @@ Tested in tests/background/test_killed_trainers.py.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -33,17 +31,6 @@ def address_of(listener: socket.socket) -> str:
     """Return what others need to look for a presence."""
     host, port = listener.getsockname()[:2]
     return f"{host}:{port}"
-
-
-def answer(listener: socket.socket) -> None:
-    """Take, in a thread, the connections that are made to a presence, so that its backlog never is full."""
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):  # it was closed
-            while True:
-                listener.accept()[0].close()
-
-    threading.Thread(target=accept, name="paddle_flexckpt-presence", daemon=True).start()
 
 
 class DeathWatch:
