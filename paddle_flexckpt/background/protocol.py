@@ -96,11 +96,15 @@ class WriteJob:
 
 
 class Channel:
-    """Send and receive messages: one end of the connection."""
+    """Send and receive messages: one end of the connection.
+
+    Attributes:
+        connection: The socket.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         """Args: connection: a connected Unix stream socket, which is the channel's own from now on."""
-        self._socket = close_in_forks(connection)
+        self.connection = close_in_forks(connection)
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         """Send one message; the other end gets descriptors of its own for what the given ones stand for.
@@ -111,14 +115,14 @@ class Channel:
         text = json.dumps(message).encode()
         data = memoryview(len(text).to_bytes(_HEAD_BYTES, "little") + text)
         # The kernel attaches the descriptors to the first byte.
-        sent = socket.send_fds(self._socket, [data], list(descriptors)) if descriptors else 0
-        self._socket.sendall(data[sent:])
+        sent = socket.send_fds(self.connection, [data], list(descriptors)) if descriptors else 0
+        self.connection.sendall(data[sent:])
 
     @property
     def has_room(self) -> bool:
         """Return whether a short message can be sent without waiting for the other end, which may be stopped."""
         with selectors.DefaultSelector() as selector:
-            selector.register(self._socket, selectors.EVENT_WRITE)
+            selector.register(self.connection, selectors.EVENT_WRITE)
             return bool(selector.select(0))
 
     def receive(self) -> tuple[dict[str, Any], list[int]] | None:
@@ -128,7 +132,7 @@ class Channel:
             ValueError: What came is not a message, or this process cannot have more descriptors.
         """
         try:
-            head, descriptors, flags, _ = socket.recv_fds(self._socket, _HEAD_BYTES, _MAX_DESCRIPTORS)
+            head, descriptors, flags, _ = socket.recv_fds(self.connection, _HEAD_BYTES, _MAX_DESCRIPTORS)
             for descriptor in descriptors:
                 os.set_inheritable(descriptor, False)
             if flags & socket.MSG_CTRUNC:
@@ -145,7 +149,7 @@ class Channel:
     def _exactly(self, count: int) -> bytes:
         data = bytearray()
         while len(data) < count:
-            received = self._socket.recv(count - len(data))
+            received = self.connection.recv(count - len(data))
             if not received:
                 raise EOFError
             data += received
@@ -154,11 +158,11 @@ class Channel:
     def end(self) -> None:
         """Tell the other end that nothing more will be sent; what comes can still be received."""
         try:
-            self._socket.shutdown(socket.SHUT_WR)
+            self.connection.shutdown(socket.SHUT_WR)
         except OSError:
             # The other end has gone first.
             return
 
     def close(self) -> None:
         """Close this process's end."""
-        self._socket.close()
+        self.connection.close()

@@ -50,8 +50,7 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     warnings = lower_priority(nice, io_class)
     segments: dict[int, Segment] = {}
-    while (received := channel.receive()) is not None:
-        message, descriptors = received
+    for message, descriptors in _messages(channel, listener):
         given = dict(zip(message["descriptors"], descriptors))
         number = message["segment"]
         if "segment" in given:
@@ -74,6 +73,16 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         outcome.warnings += warnings
         warnings = []
         _send(channel, {"save": message["save"], **asdict(outcome)})
+
+
+def _messages(channel: Channel, listener: GroupListener) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """Yield what the training process sends, to its end; serve other writers until it comes."""
+    while True:
+        listener.await_readable(channel.connection)
+        received = channel.receive()
+        if received is None:
+            return
+        yield received
 
 
 def _send(channel: Channel, message: dict[str, Any]) -> None:

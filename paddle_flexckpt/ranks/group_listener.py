@@ -1,22 +1,21 @@
-"""The listening socket of a writer process: shows that it lives, and lets the writers of other ranks find its saves.
+"""The listening socket of a writer process, at which the writers of other ranks find it.
 
-Whoever connects and closes has seen that the process lives. Whoever wants more greets with the token of a save: as a
-member of the group that makes it, or to learn the outcome. The process may still be busy with an earlier save, so
-greeted connections wait until their save begins.
+A process that connects and closes has seen that this one lives. A process that wants more greets with the token of a
+save: as a member of the group that makes it, or to learn the outcome. The kernel takes connections while the writer is
+busy; it serves them when it waits.
 
-Tested in tests/ranks/test_writer_group.py.
+Tested in tests/ranks/test_group_listener.py.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import socket
 import struct
-import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field
 from typing import Any
 
 from paddle_flexckpt.forks import close_in_forks
@@ -29,189 +28,123 @@ _HELLO = struct.Struct("<8s16si?")
 _MAGIC = b"flexckpt"
 # The number of a message that is the last one to its receiver.
 FAREWELL = (1 << 64) - 1
-# Saves that are not being made: their outcomes, and those that wait for them to begin.
+# Saves of which something is remembered: outcomes, and connections that came before their save began.
 _MOST_SAVES = 16
 _PAUSE_SECONDS = 0.1
 
 
-@dataclass
-class _Save:
-    """Hold what is known of one save.
+class GroupListener:
+    """Serve those who connect to a process, while it waits for something.
 
     Attributes:
-        members: Ranks and connections that wait until the group takes them.
-        askers: Connections that wait for the outcome.
-        ring: A byte in it wakes the group, while there is one.
-        outcome: What came of it, once it is over.
-        loss: What members that come after that are told.
+        selector: What the process waits for. Others may register sockets of theirs, with data.
     """
-
-    members: list[tuple[int, socket.socket]] = field(default_factory=list)
-    askers: list[socket.socket] = field(default_factory=list)
-    ring: socket.socket | None = None
-    outcome: bytes | None = None
-    loss: bytes = b""
-
-
-@dataclass
-class _Caller:
-    """Hold a connection that has not greeted yet, or that is being answered."""
-
-    until: float
-    said: bytearray = field(default_factory=bytearray)
-    answer: Leaving | None = None
-
-
-class GroupListener:
-    """Accept connections, in a thread, for as long as the process lives."""
 
     def __init__(self, listener: socket.socket) -> None:
         """Args: listener: a socket that listens; it belongs to this object from now on."""
         self._listener = close_in_forks(listener)
         self._listener.setblocking(False)
-        self._rung, self._ring = map(close_in_forks, socket.socketpair())
-        self._lock = threading.Lock()
-        self._saves: OrderedDict[bytes, _Save] = OrderedDict()
-        self._over: list[_Save] = []
-        self._callers: dict[socket.socket, _Caller] = {}
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._rung, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="paddle_flexckpt-listener", daemon=True)
-        self._thread.start()
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self._listener, selectors.EVENT_READ)
+        self._strangers: dict[socket.socket, tuple[bytearray, float]] = {}
+        self._members: OrderedDict[bytes, list[tuple[int, socket.socket]]] = OrderedDict()
+        self._askers: OrderedDict[bytes, list[socket.socket]] = OrderedDict()
+        # By token, the outcome, and the text for members that come too late.
+        self._ended: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
 
-    def begin(self, token: bytes, ring: socket.socket) -> None:
-        """Take a save up: a byte in ``ring`` tells that members have come."""
-        with self._lock:
-            save = self._save(token)
-            save.ring = ring
-            if save.members:
-                ring.send(b"!")
+    def select(self, timeout: float | None = None) -> list[Any]:
+        """Wait at most so many seconds; return the data of the others' sockets that are ready, perhaps none."""
+        until = min((until for _, until in self._strangers.values()), default=math.inf) - time.monotonic()
+        until = min(until, math.inf if timeout is None else timeout)
+        ready = []
+        for key, _ in self.selector.select(None if until == math.inf else max(0.0, until)):
+            if key.fileobj is self._listener:
+                self._accept()
+            elif key.data is None:
+                self._hear(key.fileobj)
+            else:
+                ready.append(key.data)
+        for stranger in [each for each, (_, until) in self._strangers.items() if until <= time.monotonic()]:
+            self._forget(stranger).close()
+        return ready
+
+    def await_readable(self, connection: socket.socket) -> None:
+        """Wait until a connection of this process can be read."""
+        self.selector.register(connection, selectors.EVENT_READ, connection)
+        try:
+            while not self.select():
+                pass
+        finally:
+            self.selector.unregister(connection)
 
     def take(self, token: bytes) -> list[tuple[int, socket.socket]]:
         """Return ranks and connections of the members of a save that have come since the last call."""
-        with self._lock:
-            save = self._save(token)
-            members, save.members = save.members, []
-            return members
+        return self._members.pop(token, [])
 
-    def finish(self, token: bytes, outcome: bytes, loss: bytes) -> None:
-        """End a save: whoever asks gets its outcome, and members that come too late get the text ``loss``."""
-        with self._lock:
-            save = self._save(token)
-            save.ring, save.outcome, save.loss = None, outcome, loss
-            self._over.append(save)
-        self._ring.send(b"!")
-
-    def close(self) -> None:
-        """Stop listening, and close all connections that no group has taken."""
-        self._ring.close()
-        self._thread.join()
-
-    def _save(self, token: bytes) -> _Save:
-        if token not in self._saves:
-            self._saves[token] = _Save()
-            idle = [token for token, save in self._saves.items() if save.ring is None]
-            for old in idle[:-_MOST_SAVES]:
-                save = self._saves.pop(old)
-                for connection in (*save.askers, *(connection for _, connection in save.members)):
-                    connection.close()
-                save.askers, save.members = [], []
-        return self._saves[token]
-
-    def _serve(self) -> None:
-        with self._selector:
-            while self._ring.fileno() >= 0:
-                # They came one after the other, and have the same time each.
-                first = next(iter(self._callers.values()), None)
-                pause = None if first is None else max(0.0, first.until - time.monotonic())
-                for key, _ in self._selector.select(pause):
-                    if key.fileobj is self._listener:
-                        self._accept()
-                    elif key.fileobj is self._rung:
-                        self._rung.recv(1)
-                        self._tell_outcomes()
-                    else:
-                        self._serve_caller(key.fileobj)
-                now = time.monotonic()
-                while self._callers and next(iter(self._callers.values())).until <= now:
-                    self._forget(next(iter(self._callers))).close()
-        for connection in (self._listener, self._rung, *self._callers):
-            connection.close()
+    def end(self, token: bytes, outcome: bytes, loss: str) -> None:
+        """End a save: those that ask get its outcome, members that come too late the text ``loss``, if there is one."""
+        self._ended[token] = outcome, loss.encode()
+        _shorten(self._ended)
+        self._answer(token)
 
     def _accept(self) -> None:
+        while True:
+            try:
+                stranger, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except ConnectionAbortedError:
+                continue  # it has left again
+            except OSError:  # too many open files, or no memory: it may pass
+                time.sleep(_PAUSE_SECONDS)
+                return
+            stranger.setblocking(False)
+            self._strangers[close_in_forks(stranger)] = bytearray(), time.monotonic() + GREETING_SECONDS
+            self.selector.register(stranger, selectors.EVENT_READ)
+
+    def _hear(self, stranger: Any) -> None:
+        hello, heard = self._strangers[stranger][0], b""
         try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return  # it has left again
-        except OSError:  # too many open files, or no memory: it may pass
-            time.sleep(_PAUSE_SECONDS)
-            return
-        connection.setblocking(False)
-        self._attend(close_in_forks(connection), None)
-
-    def _attend(self, connection: socket.socket, answer: Leaving | None) -> None:
-        self._callers[connection] = _Caller(time.monotonic() + GREETING_SECONDS, answer=answer)
-        self._selector.register(connection, selectors.EVENT_WRITE if answer else selectors.EVENT_READ)
-
-    def _forget(self, connection: socket.socket) -> Any:
-        self._selector.unregister(connection)
-        del self._callers[connection]
-        return connection
-
-    def _serve_caller(self, connection: Any) -> None:
-        caller = self._callers[connection]
-        try:
-            if caller.answer is not None:
-                caller.answer.send(connection)
-                is_over = caller.answer.is_done
-            else:
-                heard = connection.recv(_HELLO.size - len(caller.said))
-                caller.said += heard
-                is_over = not heard
+            heard = stranger.recv(_HELLO.size - len(hello))
         except BlockingIOError:
             return
         except OSError:
-            is_over = True
-        if is_over:
-            self._forget(connection).close()
-        elif len(caller.said) == _HELLO.size:
-            self._greet(self._forget(connection), bytes(caller.said))
-
-    def _greet(self, connection: socket.socket, hello: bytes) -> None:
-        magic, token, rank, is_asking = _HELLO.unpack(hello)
-        if magic != _MAGIC:
-            connection.close()
+            pass  # it has gone
+        hello += heard
+        if heard and len(hello) < _HELLO.size:
             return
-        with self._lock:
-            save = self._save(token)
-            if is_asking:
-                save.askers.append(connection)
-            else:
-                save.members.append((rank, connection))
-            if save.outcome is not None:
-                self._over.append(save)
-            elif save.ring is not None and not is_asking:
-                with contextlib.suppress(OSError):  # it has not heard the earlier ones yet, or has ended
-                    save.ring.send(b"!")
-        self._tell_outcomes()
+        self._forget(stranger)
+        magic, token, rank, is_asking = _HELLO.unpack(hello) if heard else (b"", b"", 0, False)
+        if magic != _MAGIC:
+            stranger.close()
+        elif is_asking:
+            self._askers.setdefault(token, []).append(stranger)
+        else:
+            self._members.setdefault(token, []).append((rank, stranger))
+        for old in (*_shorten(self._askers), *(each for _, each in _shorten(self._members))):
+            old.close()
+        if token in self._ended:
+            self._answer(token)
 
-    def _tell_outcomes(self) -> None:
-        """Answer those who wait for saves that are over."""
-        with self._lock:
-            waiting = []
-            for save in self._over:  # twice, maybe
-                waiting.append((save, save.askers, save.members))
-                save.askers, save.members = [], []
-            self._over = []
-        for save, askers, members in waiting:
-            for connection in askers:
-                self._attend(connection, Leaving(FAREWELL, [save.outcome or b""]))
-            for _, connection in members:
-                if save.loss:
-                    self._attend(connection, Leaving(FAREWELL, [save.loss]))
-                else:
-                    connection.close()
+    def _forget(self, stranger: socket.socket) -> socket.socket:
+        self.selector.unregister(stranger)
+        del self._strangers[stranger]
+        return stranger
+
+    def _answer(self, token: bytes) -> None:
+        outcome, loss = self._ended[token]
+        answers = [(each, [outcome]) for each in self._askers.pop(token, [])]
+        answers += [(each, [loss] if loss else []) for _, each in self.take(token)]
+        for connection, answer in answers:
+            # A few hundred bytes leave at once.
+            with contextlib.suppress(OSError), connection:
+                Leaving(FAREWELL, answer).send(connection)
+
+
+def _shorten(known: OrderedDict[bytes, Any]) -> list[Any]:
+    """Forget the oldest entries where there are too many; return what is in them."""
+    old = [known.popitem(last=False)[1] for _ in range(len(known) - _MOST_SAVES)]
+    return [each for several in old if isinstance(several, list) for each in several]
 
 
 def greet(address: str, token: bytes, rank: int, is_asking: bool, timeout: float) -> socket.socket:
