@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.progress import Progress
-from paddle_flexckpt.ranks.presence import address_of, open_presence
+from paddle_flexckpt.ranks.presence import SECRET_BYTES, address_of, open_presence
 
 # Signals that end a job are not for the writer: it ends when it has written. Modules are found as multiprocessing's
 # processes find them: where the parent does, whatever the working directory has in it.
@@ -45,7 +46,7 @@ class WriterProcess:
 
     Attributes:
         pid: Its process id.
-        address: Where the writers of other ranks reach it.
+        address: Where the writers of other ranks reach it, and the secret by which it knows them.
         is_finishing: Whether its end is wanted.
     """
 
@@ -75,7 +76,9 @@ class WriterProcess:
         options = {"path": list(map(str, sys.path)), "nice": nice, "io_class": io_class}
         try:
             with theirs, open_presence() as presence:
-                self.address = address_of(presence)
+                secret = secrets.token_bytes(SECRET_BYTES)
+                self.address = address_of(presence, secret)
+                ours.sendall(secret)  # anybody can read the arguments of a process
                 descriptors = {"descriptor": theirs.fileno(), "presence": presence.fileno()}
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _BOOT, json.dumps({**options, **descriptors})],

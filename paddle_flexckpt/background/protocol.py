@@ -38,7 +38,7 @@ class WriteJob:
         items: This rank's rows of the write plan, in the order of their byte offsets.
         coordinator: The one of ``ranks`` that commits.
         timeout: Seconds to wait for the other ranks.
-        addresses: For each of ``ranks`` the address of its writer; empty for one rank alone.
+        addresses: For each of ``ranks`` the address of its writer, with its secret; empty for one rank alone.
     """
 
     path: str

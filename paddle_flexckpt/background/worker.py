@@ -30,6 +30,7 @@ from paddle_flexckpt.native.group_save import GroupSave
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.progress import Meter, Progress, ProgressCallback
 from paddle_flexckpt.ranks.group_listener import GroupListener
+from paddle_flexckpt.ranks.presence import SECRET_BYTES
 from paddle_flexckpt.ranks.writer_group import WriterGroup
 
 # ioprio_set has no function in libc; its number is the kernel's, by machine.
@@ -44,10 +45,12 @@ _IOPRIO = {"best-effort-low": (2 << 13) | 7, "idle": 3 << 13}
 def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
     """Serve one training process.
 
-    ``descriptor`` is a connected socket, ``presence`` one that listens: other writers reach this one there.
+    ``descriptor`` is a connected socket, ``presence`` one that listens: other writers reach this one there. The secret
+    that they have to know comes first through the connection.
     """
-    listener = GroupListener(socket.socket(fileno=presence))
-    channel = Channel(socket.socket(fileno=descriptor))
+    connection = socket.socket(fileno=descriptor)
+    secret = connection.recv(SECRET_BYTES, socket.MSG_WAITALL)
+    listener, channel = GroupListener(socket.socket(fileno=presence), secret), Channel(connection)
     warnings = lower_priority(nice, io_class)
     segments: dict[int, Segment] = {}
     for message, descriptors in _messages(channel, listener):

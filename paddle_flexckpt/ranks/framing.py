@@ -5,6 +5,7 @@ Tested in tests/ranks/test_host_channel.py and tests/ranks/test_writer_group.py.
 
 from __future__ import annotations
 
+import copy
 import socket
 import struct
 from collections.abc import Sequence
@@ -26,6 +27,12 @@ class Leaving:
         if sum(lengths) < _JOIN_BYTES:
             parts = [b"".join(parts)]
         self._parts = [memoryview(part) for part in reversed(parts) if len(part)]
+
+    def again(self) -> Leaving:
+        """Return the same message, with the same memory, for another connection; nothing of it has been sent yet."""
+        other = copy.copy(self)
+        other._parts = [*self._parts]
+        return other
 
     @property
     def is_done(self) -> bool:

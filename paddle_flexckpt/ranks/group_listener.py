@@ -1,8 +1,8 @@
 """The listening socket of a writer process, at which the writers of other ranks find it.
 
-A process that connects and closes has seen that this one lives. A process that wants more greets with the token of a
-save: as a member of the group that makes it, or to learn the outcome. The kernel takes connections while the writer is
-busy; it serves them when it waits.
+A process that connects and closes has seen that this one lives. A process that wants more greets with the secret of
+this one's address and the token of a save: as a member of the group that makes it, or to learn the outcome. The kernel
+takes connections while the writer is busy; it serves them when it waits.
 
 Tested in tests/ranks/test_group_listener.py.
 """
@@ -10,7 +10,7 @@ Tested in tests/ranks/test_group_listener.py.
 from __future__ import annotations
 
 import contextlib
-import math
+import secrets
 import selectors
 import socket
 import struct
@@ -22,15 +22,17 @@ from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.ranks.framing import Arriving, Leaving
 from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS
 from paddle_flexckpt.ranks.meeting import GREETING_SECONDS, prepare
+from paddle_flexckpt.ranks.presence import BACKLOG, SECRET_BYTES, split_address
 
-# Magic, token of the save, the sender's rank, and whether it only asks for the outcome.
-_HELLO = struct.Struct("<8s16si?")
-_MAGIC = b"flexckpt"
+# Secret of the listener, token of the save, the sender's rank, and whether it only asks for the outcome.
+_HELLO = struct.Struct(f"<{SECRET_BYTES}s16si?")
 # The number of a message that is the last one to its receiver.
 FAREWELL = (1 << 64) - 1
 # Saves of which something is remembered: outcomes, and connections that came before their save began.
 _MOST_SAVES = 16
 _PAUSE_SECONDS = 0.1
+# An answer leaves at once, if it is not very long.
+_ANSWER_SECONDS = 1.0
 
 
 class GroupListener:
@@ -40,9 +42,9 @@ class GroupListener:
         selector: What the process waits for. Others may register sockets of theirs, with data.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
-        """Args: listener: a socket that listens; it belongs to this object from now on."""
-        self._listener = close_in_forks(listener)
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        """Take a socket that listens, which belongs to this object from now on, and the secret of its address."""
+        self._listener, self._secret = close_in_forks(listener), secret
         self._listener.setblocking(False)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self._listener, selectors.EVENT_READ)
@@ -54,19 +56,31 @@ class GroupListener:
 
     def select(self, timeout: float | None = None) -> list[Any]:
         """Wait at most so many seconds; return the data of the others' sockets that are ready, perhaps none."""
-        until = min((until for _, until in self._strangers.values()), default=math.inf) - time.monotonic()
-        until = min(until, math.inf if timeout is None else timeout)
+        if self._strangers:
+            left = max(0.0, self._oldest[1] - time.monotonic())
+            timeout = left if timeout is None else min(left, timeout)
         ready = []
-        for key, _ in self.selector.select(None if until == math.inf else max(0.0, until)):
+        for key, _ in self.selector.select(timeout):
             if key.fileobj is self._listener:
                 self._accept()
             elif key.data is None:
                 self._hear(key.fileobj)
             else:
                 ready.append(key.data)
-        for stranger in [each for each, (_, until) in self._strangers.items() if until <= time.monotonic()]:
-            self._forget(stranger).close()
+        while self._strangers and self._oldest[1] <= time.monotonic():
+            self._forget(self._oldest[0]).close()
         return ready
+
+    @property
+    def _oldest(self) -> tuple[socket.socket, float]:
+        """Return the stranger that came first, and until when it has time: all have the same time."""
+        stranger, (_, until) = next(iter(self._strangers.items()))
+        return stranger, until
+
+    def serve(self) -> None:
+        """Serve all that have connected and greeted by now, without waiting."""
+        for _ in range(2):  # a connection is accepted, and then heard
+            self.select(0)
 
     def await_readable(self, connection: socket.socket) -> None:
         """Wait until a connection of this process can be read."""
@@ -82,13 +96,17 @@ class GroupListener:
         return self._members.pop(token, [])
 
     def end(self, token: bytes, outcome: bytes, loss: str) -> None:
-        """End a save: those that ask get its outcome, members that come too late the text ``loss``, if there is one."""
-        self._ended[token] = outcome, loss.encode()
+        """End a save: those that ask get its outcome, members that come too late the text ``loss``, if there is one.
+
+        Those that have asked by now are answered when this returns: the process may be about to end.
+        """
+        self._ended.setdefault(token, (outcome, loss.encode()))
         _shorten(self._ended)
         self._answer(token)
+        self.serve()
 
     def _accept(self) -> None:
-        while True:
+        for turn in range(BACKLOG):
             try:
                 stranger, _ = self._listener.accept()
             except BlockingIOError:
@@ -96,13 +114,18 @@ class GroupListener:
             except ConnectionAbortedError:
                 continue  # it has left again
             except OSError:  # too many open files, or no memory: it may pass
-                time.sleep(_PAUSE_SECONDS)
+                if turn == 0 and self._strangers:  # each had a turn in which it could greet
+                    self._forget(self._oldest[0]).close()
+                elif turn == 0:
+                    time.sleep(_PAUSE_SECONDS)
                 return
             stranger.setblocking(False)
             self._strangers[close_in_forks(stranger)] = bytearray(), time.monotonic() + GREETING_SECONDS
             self.selector.register(stranger, selectors.EVENT_READ)
 
     def _hear(self, stranger: Any) -> None:
+        if stranger not in self._strangers:
+            return  # it has made room for another just now
         hello, heard = self._strangers[stranger][0], b""
         try:
             heard = stranger.recv(_HELLO.size - len(hello))
@@ -114,10 +137,11 @@ class GroupListener:
         if heard and len(hello) < _HELLO.size:
             return
         self._forget(stranger)
-        magic, token, rank, is_asking = _HELLO.unpack(hello) if heard else (b"", b"", 0, False)
-        if magic != _MAGIC:
+        secret, token, rank, is_asking = _HELLO.unpack(hello) if heard else (b"", b"", 0, False)
+        if not secrets.compare_digest(secret, self._secret):
             stranger.close()
-        elif is_asking:
+            return
+        if is_asking:
             self._askers.setdefault(token, []).append(stranger)
         else:
             self._members.setdefault(token, []).append((rank, stranger))
@@ -133,12 +157,13 @@ class GroupListener:
 
     def _answer(self, token: bytes) -> None:
         outcome, loss = self._ended[token]
-        answers = [(each, [outcome]) for each in self._askers.pop(token, [])]
-        answers += [(each, [loss] if loss else []) for _, each in self.take(token)]
-        for connection, answer in answers:
-            # A few hundred bytes leave at once.
-            with contextlib.suppress(OSError), connection:
-                Leaving(FAREWELL, answer).send(connection)
+        for asker in self._askers.pop(token, []):
+            _dismiss(asker, outcome)
+        for _, member in self.take(token):
+            if loss:
+                _dismiss(member, loss)
+            else:
+                member.close()
 
 
 def _shorten(known: OrderedDict[bytes, Any]) -> list[Any]:
@@ -147,21 +172,38 @@ def _shorten(known: OrderedDict[bytes, Any]) -> list[Any]:
     return [each for several in old if isinstance(several, list) for each in several]
 
 
+def _dismiss(connection: socket.socket, text: bytes) -> None:
+    leaving = Leaving(FAREWELL, [text])
+    with contextlib.suppress(OSError):  # it has gone, or takes nothing
+        connection.settimeout(_ANSWER_SECONDS)
+        while not leaving.is_done:
+            leaving.send(connection)
+    hang_up(connection)
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Close a connection, after reading what has come: else the system would discard what has been sent."""
+    with contextlib.suppress(OSError), connection:
+        connection.setblocking(False)
+        while connection.recv(1 << 20):
+            pass
+
+
 def greet(address: str, token: bytes, rank: int, is_asking: bool, timeout: float) -> socket.socket:
     """Connect to the writer of another rank, and say for which save.
 
     Raises:
         OSError: It has gone, or does not answer within ``timeout`` seconds.
     """
-    host, _, port = address.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=min(timeout, CONNECT_SECONDS))
+    place, secret = split_address(address)
+    connection = close_in_forks(socket.create_connection(place, timeout=min(timeout, CONNECT_SECONDS)))
     try:
-        connection.sendall(_HELLO.pack(_MAGIC, token, rank, is_asking))
+        connection.sendall(_HELLO.pack(secret, token, rank, is_asking))
         prepare(connection)
     except BaseException:
         connection.close()
         raise
-    return close_in_forks(connection)
+    return connection
 
 
 def ask_outcome(address: str, token: bytes, rank: int, timeout: float) -> bytes | None:

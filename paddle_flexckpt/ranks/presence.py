@@ -14,6 +14,9 @@ from collections.abc import Iterable, Mapping, Sequence
 FIRST_LOOK_SECONDS, LOOK_SECONDS = 1.0, 3.0
 # An address is asked, and all of them at one look, no longer than this: there is something else to be done.
 _ANSWER_SECONDS = 0.5
+# Connections that the kernel takes for a process that is busy.
+BACKLOG = 4096
+SECRET_BYTES = 16
 
 
 def own_host() -> str:
@@ -24,13 +27,20 @@ def own_host() -> str:
 def open_presence() -> socket.socket:
     """Return a socket that listens; a connection to it can be made as long as a process has it."""
     # Who lets connections stay in the backlog says no less than who accepts them.
-    return socket.create_server((own_host(), 0), backlog=4096)
+    return socket.create_server((own_host(), 0), backlog=BACKLOG)
 
 
-def address_of(listener: socket.socket) -> str:
-    """Return what others need to look for a presence."""
+def address_of(listener: socket.socket, secret: bytes = b"") -> str:
+    """Return what others need to look for a presence: "host:port". One that takes greetings has "/secret" behind it."""
     host, port = listener.getsockname()[:2]
-    return f"{host}:{port}"
+    return f"{host}:{port}/{secret.hex()}" if secret else f"{host}:{port}"
+
+
+def split_address(address: str) -> tuple[tuple[str, int], bytes]:
+    """Return host and port of a presence, and the secret that a greeting has to contain."""
+    place, _, secret = address.partition("/")
+    host, _, port = place.rpartition(":")
+    return (host, int(port)), bytes.fromhex(secret)
 
 
 class DeathWatch:
@@ -62,9 +72,8 @@ class DeathWatch:
 
 
 def _refuses(address: str) -> bool:
-    host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host, int(port)), timeout=_ANSWER_SECONDS).close()
+        socket.create_connection(split_address(address)[0], timeout=_ANSWER_SECONDS).close()
     except ConnectionRefusedError:
         return True
     except OSError:

@@ -15,13 +15,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
-
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.catalog.errors import Failure, combine
+from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
 from paddle_flexckpt.ranks.communicator import Communicator, failed, raise_failures
 from paddle_flexckpt.ranks.framing import Arriving, Leaving
-from paddle_flexckpt.ranks.group_listener import FAREWELL, GroupListener, greet
+from paddle_flexckpt.ranks.group_listener import FAREWELL, GroupListener, greet, hang_up
 from paddle_flexckpt.ranks.meeting import prepare
 from paddle_flexckpt.ranks.presence import FIRST_LOOK_SECONDS, DeathWatch
 
@@ -43,9 +42,9 @@ class _Link:
         self._leaving: deque[Leaving] = deque()
         self._arriving = Arriving()
 
-    def say(self, exchange: int, payloads: Sequence[bytes]) -> None:
+    def say(self, message: Leaving) -> None:
         """Have a message leave after the others."""
-        self._leaving.append(Leaving(exchange, payloads))
+        self._leaving.append(message)
 
     def send(self) -> bool:
         """Send what the connection takes now; return whether nothing is left to send."""
@@ -84,11 +83,7 @@ class _Link:
 
     def close(self) -> None:
         """Close the connection."""
-        # What is not read would have the system discard what has been sent.
-        with contextlib.suppress(OSError):
-            while self.connection.recv(1 << 20):
-                pass
-        self.connection.close()
+        hang_up(self.connection)
 
 
 class WriterGroup(Communicator):
@@ -108,7 +103,7 @@ class WriterGroup(Communicator):
 
         Args:
             listener: That of this process.
-            addresses: Where the members' processes listen, "host:port", in the group's order.
+            addresses: Where the members' processes listen, "host:port/secret", in the group's order.
             token: That of the save, 16 bytes.
             ranks: Global ranks of the members, in the group's order.
             position: This rank's place among them.
@@ -118,6 +113,7 @@ class WriterGroup(Communicator):
         super().__init__(tuple(ranks), position)
         self._listener, self._addresses, self._token = listener, addresses, token
         self._coordinator, self._timeout = coordinator, timeout
+        self._positions = {rank: place for place, rank in enumerate(ranks)}
         self._exchanges = 0
         self._lost: LostRankError | None = None
         self._links: dict[int, _Link] = {}
@@ -164,7 +160,7 @@ class WriterGroup(Communicator):
             text = f"[rank {self.rank}] {problem}"
             if self._leads:
                 return self._give_up(text)
-            self._links[self._coordinator].say(FAREWELL, [text.encode()])
+            self._links[self._coordinator].say(Leaving(FAREWELL, [text.encode()]))
             self._hear()
         except LostRankError as error:
             return error
@@ -180,7 +176,8 @@ class WriterGroup(Communicator):
         self._begin_exchange()
         if not self._leads:
             # A payload of no bytes is none.
-            self._links[self._coordinator].say(self._exchanges, [note, payloads.get(self._coordinator, b"")])
+            message = Leaving(self._exchanges, [note, payloads.get(self._coordinator, b"")])
+            self._links[self._coordinator].say(message)
             return self._hear(), {}
         notes, received = ({self.position: note} if note else {}), dict(payloads)
         for position, (told, payload) in self._messages():
@@ -206,8 +203,7 @@ class WriterGroup(Communicator):
         deadline = time.monotonic() + self._timeout
         missing = {*range(self.size)} - {self.position}
         for link in self._links.values():
-            link.say(self._exchanges, [])
-            link.send()
+            self._invite(link)
         absent = missing - {*self._links}
         watch = DeathWatch({position: [self._addresses[position]] for position in absent})
         selector = self._listener.selector
@@ -216,17 +212,17 @@ class WriterGroup(Communicator):
                 selector.register(link.connection, selectors.EVENT_READ, position)
             while missing:
                 self._admit(absent)
-                if gone := watch.look(absent):
-                    # One that had connected before is admitted yet: its connection, and what it says, are served.
-                    for _ in range(2):
-                        self._listener.select(0)
+                left, gone = deadline - time.monotonic(), watch.look(absent)
+                if gone or left <= 0:
+                    # One that had connected before is admitted yet.
+                    self._listener.serve()
                     self._admit(absent)
                 if gone := [position for position in gone if position in absent]:
                     raise self._give_up(self._problems(gone, _gone()))
-                left = deadline - time.monotonic()
-                if left <= 0:
+                ready = self._listener.select(min(left, FIRST_LOOK_SECONDS) if absent else left)
+                if not ready and left <= 0:
                     raise self._give_up(self._problems(sorted(missing), _slow("has written nothing", self._timeout)))
-                for position in self._listener.select(min(left, FIRST_LOOK_SECONDS) if absent else left):
+                for position in ready:
                     try:
                         message = self._links[position].receive(self._exchanges)
                     except (OSError, EOFError) as error:
@@ -245,33 +241,36 @@ class WriterGroup(Communicator):
     def _admit(self, absent: set[int]) -> None:
         """Connect the members that have come; they are no longer absent."""
         for rank, connection in self._listener.take(self._token):
-            position = self.ranks.index(rank) if rank in self.ranks else -1
+            position = self._positions.get(rank, -1)
             if position not in absent:
-                connection.close()  # a stranger
+                connection.close()  # it is none, or is there
                 continue
             absent.discard(position)
             with contextlib.suppress(OSError):  # it has gone, as it is found soon
                 prepare(connection)
-            link = self._links[position] = _Link(connection)
-            link.say(self._exchanges, [])
-            link.send()
+            self._links[position] = _Link(connection)
+            self._invite(self._links[position])
             self._listener.selector.register(connection, selectors.EVENT_READ, position)
+
+    def _invite(self, link: _Link) -> None:
+        """Tell a member that the coordinator is there."""
+        link.say(Leaving(self._exchanges, []))
+        link.send()
 
     def _tell(self, notes: Mapping[int, bytes]) -> None:
         """Send notes to all members that are there; one that takes nothing for long is cut off."""
-        positions = np.asarray([*notes], dtype="<u4").tobytes()
-        self._send_to_all(self._exchanges, [positions, *notes.values()])
+        self._send_to_all(Leaving(self._exchanges, [join(pack_by_position(notes))]))
 
     def _give_up(self, text: str) -> LostRankError:
         """Return the error that ends the save, after all others have been told."""
         self._lost = LostRankError(text)
-        self._send_to_all(FAREWELL, [text.encode()])
+        self._send_to_all(Leaving(FAREWELL, [text.encode()]))
         return self._lost
 
-    def _send_to_all(self, exchange: int, payloads: Sequence[bytes]) -> None:
+    def _send_to_all(self, message: Leaving) -> None:
         with selectors.DefaultSelector() as waiting:
             for link in self._links.values():
-                link.say(exchange, payloads)
+                link.say(message.again())
                 if not link.send():
                     waiting.register(link.connection, selectors.EVENT_WRITE, link)
             while waiting.get_map():
@@ -300,14 +299,18 @@ class WriterGroup(Communicator):
     def _hear(self) -> dict[int, bytes]:
         """Send what is to leave, and return the notes that the coordinator sends in this exchange, by position."""
         link, patience = self._links[self._coordinator], self._timeout + _GRACE_SECONDS
-        deadline = time.monotonic() + patience
-        with selectors.DefaultSelector() as waiting:
-            waiting.register(link.connection, selectors.EVENT_READ | selectors.EVENT_WRITE)
-            while ready := waiting.select(max(0.0, deadline - time.monotonic())):
-                if ready[0][1] & selectors.EVENT_WRITE and link.send():
-                    waiting.modify(link.connection, selectors.EVENT_READ)
-                if not ready[0][1] & selectors.EVENT_READ:
+        deadline, is_sent, selector = time.monotonic() + patience, False, self._listener.selector
+        selector.register(link.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
+        try:
+            while True:
+                left = deadline - time.monotonic()
+                if not self._listener.select(left):
+                    if left <= 0:
+                        raise self._lose_coordinator(_slow("has not decided about the save", self._timeout))
                     continue
+                if not is_sent and link.send():
+                    is_sent = True
+                    selector.modify(link.connection, selectors.EVENT_READ, link)
                 try:
                     message = link.receive(self._exchanges)
                 except (OSError, EOFError) as error:
@@ -318,11 +321,11 @@ class WriterGroup(Communicator):
                     self._lost = LostRankError(bytes(message.payloads[0]).decode())
                     raise self._lost
                 if message.payloads:
-                    positions, *notes = message.payloads
-                    return dict(zip(np.frombuffer(positions, dtype="<u4").tolist(), map(bytes, notes)))
+                    return unpack_by_position(split(bytes(message.payloads[0])))
                 # The coordinator is there: its own patience begins now.
                 deadline = time.monotonic() + patience
-        raise self._lose_coordinator(_slow("has not decided about the save", self._timeout))
+        finally:
+            selector.unregister(link.connection)
 
     def _lose_coordinator(self, problem: str) -> LostCoordinatorError:
         self._lost = LostCoordinatorError(self._problems([self._coordinator], problem))

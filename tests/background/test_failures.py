@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.ranks.presence import split_address
 from tests.background.helpers import limit_file_size, load, save
 from tests.background.test_writer import names
 from tests.saved import short, short_names
@@ -111,3 +114,14 @@ def test_a_process_that_cannot_be_started_is_an_error_before_anything_is_done(tm
         save(tmp_path / "d", 1, writer)
     assert not (tmp_path / "d").exists()
     writer.close()
+
+
+def test_the_secret_of_a_writer_is_its_own_and_stands_where_no_other_user_can_read_it(tmp_path, writers):
+    secrets = set()
+    for writer in (writers(), writers()):
+        with writer.open_slot() as slot:
+            secrets.add(split_address(slot.address)[1])
+        save(tmp_path, 1, writer).result()  # it has begun, and has got its secret
+        arguments = Path(f"/proc/{writer.pid}/cmdline").read_bytes()
+        assert arguments and not any(each.hex().encode() in arguments for each in secrets)
+    assert [len(each) for each in secrets] == [16, 16]

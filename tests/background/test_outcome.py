@@ -6,7 +6,6 @@ training processes.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import multiprocessing
@@ -79,7 +78,7 @@ Hook = Callable[[Callable[[], None], WriterGroup, SaveDirectory], None]
 MOMENTS: dict[str, Hook] = {
     "has joined": lambda act, group, directory: act(),
     "is writing": lambda act, group, directory: before(os, "fsync", act),
-    "has written": lambda act, group, directory: before(group, "_exchange", act),
+    "has written": lambda act, group, directory: before(group, "_all_to_all", act),
     "has sent its part": lambda act, group, directory: after(writer_group._Link, "send", act, lambda sent, _: sent),
     "knows that all have written": lambda act, group, directory: before(group, "lead", act),
     "is about to commit": lambda act, group, directory: before(directory, "publish", act),
@@ -105,7 +104,8 @@ class Save:
         save_alone(path, 0)
         self.names = open_to_save(self.path).open_save(0, size)
         self._sockets = [open_presence() for _ in range(size)]
-        addresses = tuple(map(address_of, self._sockets))
+        self._secrets = [os.urandom(16) for _ in range(size)]
+        addresses = tuple(map(address_of, self._sockets, self._secrets))
         self.jobs = [
             WriteJob(
                 self.path, {}, None, self.names, items_of([whole(f"w{rank}", "float32", (9,), rank)],
@@ -143,15 +143,15 @@ class Save:
         if act and act[0] == "comes":
             act[1]()
         job, directory = self.jobs[position], open_to_save(self.path)
-        group = join_group(job, GroupListener(self._sockets[position]))
+        listener = GroupListener(self._sockets[position], self._secrets[position])
+        group = join_group(job, listener)
         prepare(position, directory)
         if act and act[0] != "comes":
             once = iter([act[1]])
             MOMENTS[act[0]](lambda: next(once, lambda: None)(), group, directory)
         data = np.arange(9, dtype=np.float32).view(np.uint8)
         pipe.send(save_together(job, directory, group, functools.partial(write_share, job, data, None, None), refusal))
-        with contextlib.suppress(EOFError):
-            pipe.recv()  # until the test is over: a writer lives longer than its save
+        listener.await_readable(pipe)  # until the test is over: a writer lives longer than its save
 
     def await_stop(self, position: int) -> None:
         found = os.waitid(os.P_PID, self.pids[position], os.WSTOPPED | os.WEXITED | os.WNOWAIT)

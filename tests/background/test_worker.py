@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import functools
 import os
@@ -55,7 +54,8 @@ def test_a_job_survives_its_way(tmp_path):
 
 def carry_out(job, directory, data, tell=None) -> Outcome:
     """What a writer does of the job of a rank that is alone."""
-    with contextlib.closing(GroupListener(open_presence())) as listener:
+    with open_presence() as presence:
+        listener = GroupListener(presence, bytes(16))
         write = functools.partial(worker.write_share, job, data, None, tell)
         return save_together(job, directory, worker.join_group(job, listener), write)
 
@@ -67,6 +67,7 @@ def serve(code, jobs):
         process = subprocess.Popen(
             [sys.executable, "-c", code, str(theirs.fileno())], cwd=ROOT, pass_fds=(theirs.fileno(),)
         )
+    ours.sendall(bytes(16))
     channel = Channel(ours)
     segment = Segment.create(0)
     said, progress = [], []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
-from paddle_flexckpt.ranks import group_listener, presence, writer_group
+from paddle_flexckpt.ranks import presence, writer_group
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.framing import Leaving
 from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome, greet
@@ -53,26 +52,24 @@ class Writers:
     def __init__(self, ranks: Sequence[int], coordinator: int = 0) -> None:
         self.ranks, self.coordinator = tuple(ranks), coordinator
         self.sockets = [open_presence() for _ in ranks]
-        self.addresses = [address_of(each) for each in self.sockets]
-        self._listener: GroupListener | None = None
+        self._secrets = [os.urandom(16) for _ in ranks]
+        self.addresses = list(map(address_of, self.sockets, self._secrets))
+        self._listeners: dict[int, GroupListener] = {}
         self._groups: list[WriterGroup] = []
 
-    @property
-    def listener(self) -> GroupListener:
-        """The coordinator's."""
-        if self._listener is None:
-            self._listener = GroupListener(self.sockets[self.coordinator])
-        return self._listener
+    def listener(self, position: int) -> GroupListener:
+        if position not in self._listeners:
+            self._listeners[position] = GroupListener(self.sockets[position], self._secrets[position])
+        return self._listeners[position]
 
     def join(self, position: int, token: bytes = TOKEN, timeout: float = PATIENCE_SECONDS) -> WriterGroup:
-        listener = self.listener if position == self.coordinator else None
-        group = WriterGroup(listener, self.addresses, token, self.ranks, position, self.coordinator, timeout)
-        self._groups.append(group)
-        return group
+        arguments = self.addresses, token, self.ranks, position, self.coordinator, timeout
+        self._groups.append(WriterGroup(self.listener(position), *arguments))
+        return self._groups[-1]
 
     def run(self, work: Callable[[WriterGroup], Any], absent: Sequence[int] = (), **options: Any) -> dict[int, Any]:
-        """Do the work on all members but the absent ones; the listener is there before."""
-        assert self.listener
+        """Do the work on all members but the absent ones. The coordinator's process lives until all are done."""
+        busy = {*range(len(self.ranks))} - {*absent}
 
         def member(position: int) -> Any:
             group = self.join(position, **options)
@@ -80,15 +77,17 @@ class Writers:
                 return work(group)
             finally:
                 group.close()
+                busy.discard(position)
+                # Nothing of the group is waited for any more.
+                assert all(key.data is None for key in self.listener(position).selector.get_map().values())
+                while position == self.coordinator and busy:
+                    self.listener(position).select(0.01)
 
-        members = [position for position in range(len(self.ranks)) if position not in absent]
-        return in_threads({position: lambda p=position: member(p) for position in members})
+        return in_threads({position: lambda p=position: member(p) for position in sorted(busy)})
 
     def close(self) -> None:
-        for group in self._groups:
-            group.close()
-        if self._listener is not None:
-            self._listener.close()
+        for listener in self._listeners.values():
+            listener.selector.close()
         for each in self.sockets:
             each.close()
 
@@ -135,18 +134,20 @@ def test_all_get_what_each_has_to_tell_in_the_groups_order(writers, ranks, coord
         assert turns == [(ranks[position], each) for each in payloads]
 
 
-def test_each_gets_what_is_for_it_and_all_notes(writers):
+def test_the_coordinator_gets_what_is_for_it_and_all_get_the_notes(writers):
     def work(group: WriterGroup) -> Any:
         def step() -> Any:
             note = b"" if group.position == 1 else b"note %d" % group.position
-            return group.rank, note, {to: b"%d to %d" % (group.position, to) for to in range(group.position + 1)}
+            return group.rank, note, {2: b"from %d" % group.position}
 
+        with pytest.raises(ValueError, match="members of a group of writers send to the coordinator alone"):
+            group.all_to_all(b"", {2: b"", 1: b""})
         return group.trade(step, "cannot x"), group.trade(step, "cannot x"), group.collectives
 
     for own, (first, second, collectives) in writers(4, 2).run(work).items():
-        expected = {source: b"%d to %d" % (source, own) for source in range(own, 4)}
-        assert first == second == (own, {0: b"note 0", 2: b"note 2", 3: b"note 3"}, expected)
-        assert (list(first[2]), collectives) == (sorted(expected), 2)
+        parts = {source: b"from %d" % source for source in range(4)} if own == 2 else {}
+        assert first == second == (own, {0: b"note 0", 2: b"note 2", 3: b"note 3"}, parts)
+        assert (list(first[2]), collectives) == (sorted(parts), 3)
 
 
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -166,43 +167,33 @@ def test_what_is_for_the_coordinator_alone_goes_there_and_nowhere_else(writers, 
     sizes, large = sent(monkeypatch), bytes(range(256)) * (100 << 12)
 
     def work(group: WriterGroup) -> Any:
-        return group.trade(lambda: (None, b"", {0: large if group.position else b"own"}))[2]
+        return group.trade(lambda: (None, b"", {0: large if group.position else bytes(5000)}))[2]
 
     outcomes = writers(3).run(work)
-    assert outcomes[0] == {0: b"own", 1: large, 2: large}
+    assert outcomes[0] == {0: bytes(5000), 1: large, 2: large}
     assert outcomes[1] == outcomes[2] == {}
     large_ones = [size for size in sizes if size > 100]
-    assert large_ones == [len(large) + 4] * 2
-
-
-def test_what_is_for_a_rank_itself_is_not_sent(writers, monkeypatch):
-    sizes = sent(monkeypatch)
-    outcomes = writers(3).run(lambda group: group.trade(lambda: (None, b"", {group.position: bytes(5000)}))[2])
-    assert outcomes == {position: {position: bytes(5000)} for position in range(3)}
-    assert max(sizes) < 100
+    assert large_ones == [len(large)] * 2
 
 
 def test_a_large_answer_waits_for_who_reads_it(writers):
     large = os.urandom(16 << 20)
-
-    def work(group: WriterGroup) -> Any:
-        return group.trade(lambda: (None, b"", {1: large, 2: large} if group.position == 0 else {}))[2]
-
-    assert writers(3).run(work) == {0: {}, 1: {0: large}, 2: {0: large}}
+    outcomes = writers(3).run(lambda group: group.trade(lambda: (None, large if not group.position else b"", {}))[1])
+    assert outcomes == {position: {0: large} for position in range(3)}
 
 
-def test_hundreds_of_members_agree_in_few_bytes(writers, monkeypatch):
+def test_an_answer_to_a_hundred_members_is_made_once(writers, monkeypatch):
     sizes = sent(monkeypatch)
 
     def work(group: WriterGroup) -> Any:
-        group.together(lambda: (None, b""), "cannot write")
-        return len(group.together(lambda: (None, b"%d" % group.rank), "cannot commit")[1])
+        with pytest.raises(CheckpointError, match=r"cannot write: \[rank 7\] ZeroDivisionError"):
+            group.together(lambda: (None, b"%d" % (1 // (group.rank - 7))), "cannot write")
+        return group.together(lambda: (None, b"%d" % group.rank))[1]
 
-    many = writers(300)
-    many.addresses = [many.addresses[0]] * 300
-    assert set(many.run(work).values()) == {300}
-    # Equal answers are sent as one. Different ones all go to all.
-    assert sum(sizes) < 300 * 300 * 12
+    payloads = [b"%d" % rank for rank in range(100)]
+    assert writers(100).run(work) == dict.fromkeys(range(100), payloads)
+    # In each exchange an invitation and a message of each, and the answer.
+    assert len(sizes) == 2 * (99 + 99 + 1)
 
 
 # -- errors of the work ------------------------------------------------------------------------------------------------
@@ -279,32 +270,19 @@ def test_members_whose_coordinator_dies_in_its_step_do_not_know_the_outcome(writ
 
 @pytest.mark.parametrize("who", [[0], [2], [0, 2, 3]])
 def test_a_member_that_aborts_ends_the_save_on_all_with_its_text(writers, who):
-    some = writers(4)
-    assert some.listener
+    has_aborted = threading.Event()
 
     def work(group: WriterGroup) -> Any:
-        if group.position in who:
-            raise group.abort("there is nothing to write")
         if group.position == 1:
             has_aborted.wait(PATIENCE_SECONDS)  # it is busy meanwhile
-        group.trade(lambda: (None, b"", {0: b"part"}))
-
-    has_aborted = threading.Event()
-    groups = {position: some.join(position) for position in (0, 2, 3)}
-
-    def late() -> Any:
-        return work(some.join(1))
-
-    def one(position: int) -> Any:
         try:
-            return work(groups[position])
+            if group.position in who:
+                raise group.abort("there is nothing to write")
+            group.trade(lambda: (None, b"", {0: bytes(10 << 20)}))
         finally:
             has_aborted.set()
-            groups[position].close()
 
-    outcomes = in_threads({1: late, **{position: lambda p=position: one(p) for position in groups}})
-    text = only(outcomes)
-    assert text in {f"[rank {position}] there is nothing to write" for position in who}
+    assert only(writers(4).run(work)) in {f"[rank {position}] there is nothing to write" for position in who}
 
 
 # -- lost members ------------------------------------------------------------------------------------------------------
@@ -353,7 +331,6 @@ def killed_while_sending(member: Writers, position: int) -> None:
 
 def test_a_process_that_is_killed_while_it_sends_is_named(writers):
     some = writers(4)
-    assert some.listener
     process = FORK.Process(target=killed_while_sending, args=(some, 2))
     process.start()
     outcomes = some.run(lambda group: group.trade(lambda: (None, b"", {0: bytes(1 << 20)}), "cannot save"), absent=[2])
@@ -368,7 +345,7 @@ def test_a_member_that_dies_after_it_has_sent_has_done_its_share(writers):
     def work(group: WriterGroup) -> Any:
         if group.position == 2:
             link = group._links[0]
-            link.say(1, [writer_group._numbers([0]), b"", b"part"])
+            link.say(Leaving(1, [b"", b"part"]))
             assert link.send()
             ends(group)
             return has_ended.set()
@@ -395,7 +372,6 @@ def test_a_member_whose_process_has_gone_before_it_came_is_named(writers):
 @pytest.mark.parametrize("is_connected", [False, True])
 def test_a_member_that_lives_and_says_nothing_is_given_its_time(writers, is_connected):
     some = writers(3)
-    assert some.listener
     if is_connected:
         some.join(2)
     outcomes = some.run(lambda group: group.together(lambda: (None, b""), "x"), absent=[2], timeout=0.5)
@@ -410,11 +386,11 @@ def test_a_member_that_takes_nothing_is_left_behind(writers):
 
     def work(group: WriterGroup) -> Any:
         if group.position == 1:
-            group._links[0].say(1, [b"", b""])
+            group._links[0].say(Leaving(1, [b"", b""]))
             assert group._links[0].send()
             return stays.wait(PATIENCE_SECONDS)
         try:
-            received = group.trade(lambda: (None, b"", {1: large} if group.position == 0 else {}))[2]
+            received = group.trade(lambda: (None, large, {}))[2]
             with pytest.raises(LostRankError) as lost:
                 group.together(lambda: (None, b""))
             return received, str(lost.value)
@@ -433,7 +409,9 @@ def test_a_member_that_comes_too_late_gets_the_text_of_all(writers, is_closed):
     outcomes = in_threads({0: lambda: group.together(lambda: (None, b""), "x")})
     if is_closed:
         group.close(b"failed")
-    outcomes.update(in_threads({1: lambda: some.join(1).together(lambda: (None, b""), "x"), 2: group.close}))
+    late = some.join(1)
+    serve = some.listener(0).serve if is_closed else group.close
+    outcomes.update(in_threads({1: lambda: late.trade(lambda: (None, b"", {0: bytes(10 << 20)}), "x"), 2: serve}))
     assert outcomes.pop(2) is None
     assert only(outcomes).startswith(f"x: [rank 2] {GONE}")
 
@@ -450,7 +428,7 @@ def test_members_whose_coordinator_is_killed_do_not_know_the_outcome(writers, po
         group = some.join(0)
         begun.set()
         if point == "it answers":
-            group._send_all = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            group._send_to_all = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         if point != "it has begun":
             group.all_gather(b"")
         os.kill(os.getpid(), signal.SIGKILL)
@@ -489,7 +467,6 @@ def test_a_coordinator_that_has_gone_is_noticed_at_the_start(writers):
 
 def test_a_coordinator_whose_host_does_not_answer_is_asked_again(writers, monkeypatch):
     some, calls = writers(2), []
-    assert some.listener
 
     def unreachable(*args: Any) -> socket.socket:
         calls.append(args)
@@ -508,7 +485,6 @@ def test_a_coordinator_whose_host_does_not_answer_is_asked_again(writers, monkey
 
 def test_a_coordinator_that_does_not_come_is_given_its_time(writers):
     some = writers(2)
-    assert some.listener
     group = some.join(1, timeout=0.3)
     with pytest.raises(LostCoordinatorError, match=r"x: \[rank 0\] has not decided about the save within 0.3 s"):
         group.together(lambda: (None, b""), "x")
@@ -524,64 +500,67 @@ def test_the_members_patience_begins_when_the_coordinator_comes(writers, monkeyp
 # -- who comes when ----------------------------------------------------------------------------------------------------
 
 
-def test_members_may_come_before_the_coordinator_and_two_saves_may_be_made_at_once(writers):
+def test_members_may_come_before_the_coordinator_and_for_several_saves(writers):
     some, tokens = writers(3), (b"a" * 16, b"b" * 16)
-    assert some.listener
-    early = {(token, position): some.join(position, token) for token in tokens for position in (1, 2)}
-    groups = {**early, **{(token, 0): some.join(0, token) for token in tokens}}
-    works = {
-        number: lambda key=key: groups[key].all_gather(b"%d %s" % (key[1], key[0])) for number, key in enumerate(groups)
-    }
-    for number, got in in_threads(works).items():
-        token = list(groups)[number][0]
-        assert got == [b"%d %s" % (position, token) for position in range(3)]
+    groups = {(token, position): some.join(position, token) for position in (1, 2, 0) for token in tokens}
+
+    def work(position: int) -> Any:
+        return [groups[token, position].all_gather(b"%d %s" % (position, token)) for token in tokens]
+
+    expected = [[b"%d %s" % (position, token) for position in range(3)] for token in tokens]
+    assert in_threads({position: lambda p=position: work(p) for position in range(3)}) == dict.fromkeys(
+        range(3), expected
+    )
 
 
-def test_strangers_are_let_go(writers, monkeypatch):
-    monkeypatch.setattr(group_listener, "GREETING_SECONDS", 0.2)
-    some = writers(3)
-    assert some.listener
-    host, _, port = some.addresses[0].rpartition(":")
-
-    def call(said: bytes) -> socket.socket:
-        connection = socket.create_connection((host, int(port)))
-        connection.sendall(said)
-        return connection
-
-    for _ in range(50):
-        call(b"").close()
-    # It says nothing, half of a greeting, something else, or that it is a rank that is none or is the coordinator.
-    silent = [call(said) for said in (b"", b"flex", b"GET / HTTP/1.1\r\nHost: somebody else")]
-    some.join(0)
-    wrong = [greet(some.addresses[0], TOKEN, rank, False, 1.0) for rank in (-1, 0, 7)]
-    for each in silent:
-        each.settimeout(PATIENCE_SECONDS)
-        with contextlib.suppress(ConnectionResetError):
-            assert each.recv(1) == b""
-    some._groups.clear()
-    assert set(map(tuple, some.run(lambda group: group.all_gather(b"x")).values())) == {(b"x",) * 3}
-    for each in (*silent, *wrong):
-        each.close()
-
-
-def test_a_rank_that_comes_twice_is_one_member(writers):
+def test_ranks_that_are_there_or_are_none_are_let_go(writers):
     some = writers(2)
-    groups = {0: some.join(0), 1: some.join(1)}
 
-    def twice() -> Any:
-        first = groups[1].all_gather(b"1")
-        second = some.join(1)
-        with pytest.raises(LostCoordinatorError):
-            second.all_gather(b"?")
-        return first, groups[1].all_gather(b"2")
+    def work(group: WriterGroup) -> Any:
+        first = group.all_gather(b"%d" % group.position)
+        for rank in (-1, 0, 1, 7) if group.position else ():
+            with greet(some.addresses[0], TOKEN, rank, False, 1.0) as connection:
+                connection.settimeout(PATIENCE_SECONDS)
+                assert connection.recv(1) == b""
+        return first, group.all_gather(b"2")
 
-    works = {0: lambda: (groups[0].all_gather(b"1"), groups[0].all_gather(b"2")), 1: twice}
-    assert in_threads(works) == {0: ([b"1"] * 2, [b"2"] * 2), 1: ([b"1"] * 2, [b"2"] * 2)}
+    assert some.run(work) == dict.fromkeys(range(2), ([b"0", b"1"], [b"2"] * 2))
+
+
+def test_a_member_that_waits_serves_those_that_ask_for_an_earlier_outcome(writers):
+    """It has led that save; the coordinator of this one waits for the answer."""
+    some, has_ended = writers(2), threading.Event()
+
+    def work(group: WriterGroup) -> Any:
+        if group.position == 1:
+            some.listener(1).end(b"e" * 16, b"failed", "")
+            has_ended.set()
+            return group.all_gather(b"")
+        has_ended.wait(PATIENCE_SECONDS)
+        answer = ask_outcome(some.addresses[1], b"e" * 16, 0, PATIENCE_SECONDS)
+        group.all_gather(b"")
+        return answer
+
+    assert some.run(work)[0] == b"failed"
+
+
+@pytest.mark.parametrize(("timeout", "nbytes"), [(0.0, 100_000), (PATIENCE_SECONDS, 1000)])
+def test_what_has_been_sent_counts_when_the_coordinator_finds_it(writers, monkeypatch, timeout, nbytes):
+    """Its time is over, as it was stopped meanwhile; or the first that it sees is that the members have gone."""
+    some, parts = writers(3), {position: bytes([position]) * nbytes for position in (1, 2)}
+    for position, part in parts.items():
+        member = some.join(position)
+        member._links[0].say(Leaving(1, [b"", part]))
+        assert member._links[0].send()
+        if timeout:
+            ends(member)
+            some.sockets[position].close()
+    monkeypatch.setattr(presence, "FIRST_LOOK_SECONDS", 0.0)
+    assert some.join(0, timeout=timeout).all_to_all(b"", {})[1] == parts
 
 
 def test_a_message_of_another_exchange_is_told(writers):
     some = writers(3)
-    assert some.listener
     groups = {position: some.join(position) for position in (1, 2, 0)}
     groups[1]._exchanges = 5
     outcomes = in_threads({position: lambda p=position: groups[p].all_gather(b"") for position in groups})
@@ -590,83 +569,7 @@ def test_a_message_of_another_exchange_is_told(writers):
     assert text.startswith("[rank 1] the connection to it broke (ranks are out of step: expected exchange 1, got 6)")
 
 
-# -- the outcome -------------------------------------------------------------------------------------------------------
-
-
-def test_the_outcome_is_told_before_and_after_the_end(writers):
-    some = writers(2)
-    group = some.join(0)
-    answers: dict[int, Any] = {}
-    asking = threading.Thread(target=lambda: answers.update({0: ask_outcome(some.addresses[0], TOKEN, 1, 60.0)}))
-    asking.start()
-    while not some.listener._saves[TOKEN].askers:
-        asking.join(0.01)
-    assert not answers
-    group.close(b"committed" * 100_000)
-    asking.join()
-    assert answers[0] == ask_outcome(some.addresses[0], TOKEN, 1, 60.0) == b"committed" * 100_000
-
-
-def test_a_save_that_is_over_twice_is_told_once(writers):
-    """Somebody comes between its end and the moment at which the listener hears of it."""
-    some = writers(2)
-    group, waiting = some.join(0), greet(some.addresses[0], TOKEN, 1, True, 60.0)
-    while not some.listener._saves[TOKEN].askers:
-        pass
-    with some.listener._lock:
-        some.listener._over.append(some.listener._saves[TOKEN])
-    group.close(b"committed")
-    assert ask_outcome(some.addresses[0], TOKEN, 1, 60.0) == b"committed"
-    waiting.settimeout(PATIENCE_SECONDS)
-    assert waiting.recv(1000).endswith(b"committed")
-    waiting.close()
-
-
-def test_who_asks_does_not_wait_for_ever(writers):
-    some = writers(2)
-    assert some.listener
-    assert ask_outcome(some.addresses[0], TOKEN, 1, 0.2) is None
-    some.listener.close()
-    assert ask_outcome(some.addresses[0], TOKEN, 1, 60.0) is None
-
-
-def test_sixteen_outcomes_are_remembered_and_a_save_that_is_made_is_not_forgotten(writers):
-    some = writers(1)
-    tokens = [bytes([number]) * 16 for number in range(20)]
-    open_one = some.join(0, TOKEN)
-    for token in tokens:
-        some.join(0, token).close(token)
-    assert [ask_outcome(some.addresses[0], token, 0, 60.0) for token in tokens[4:]] == tokens[4:]
-    open_one.close(b"x")
-    assert ask_outcome(some.addresses[0], TOKEN, 0, 60.0) == b"x"
-    assert ask_outcome(some.addresses[0], tokens[0], 0, 0.2) is None
-
-
-def test_those_who_wait_for_a_save_that_never_begins_are_let_go(writers):
-    some = writers(2)
-    assert some.listener
-    group = some.join(1)
-    for number in range(20):
-        assert ask_outcome(some.addresses[0], bytes([100 + number]) * 16, 0, 0.01) is None
-    with pytest.raises(LostCoordinatorError):
-        group.all_gather(b"")
-
-
 # -- the process -------------------------------------------------------------------------------------------------------
-
-
-def test_the_listener_outlives_a_lack_of_files(writers, monkeypatch):
-    some, real, refusals = writers(2), socket.socket.accept, []
-
-    def accept(self: socket.socket) -> Any:
-        if not refusals:
-            refusals.append(OSError(24, "Too many open files"))
-            raise refusals[0]
-        return real(self)
-
-    monkeypatch.setattr(socket.socket, "accept", accept)
-    assert set(map(tuple, some.run(lambda group: group.all_gather(b"x")).values())) == {(b"x",) * 2}
-    assert refusals
 
 
 @pytest.mark.parametrize(("soft", "raised"), [(1024, [(4096, 4096)]), (2000, []), (-1, [])])
@@ -677,11 +580,6 @@ def test_the_limit_of_open_files_is_raised_where_members_are_many(writers, monke
     monkeypatch.setattr(writer_group, "_OTHER_FILES", 1500)
     writers(2).join(0)
     assert limits == raised
-
-
-def test_a_coordinator_without_a_listener_is_refused(writers):
-    with pytest.raises(ValueError, match="needs a GroupListener"):
-        WriterGroup(None, ["a:1"], TOKEN, (0,), 0, 0, 1.0)
 
 
 def test_a_group_that_is_closed_says_so(writers):

@@ -170,8 +170,9 @@ def write_together(seed: int, disturb: Callable[[World, list[Process]], None] = 
 
         def write(rank: int) -> None:
             presence = open_presence()
-            addresses[rank] = address_of(presence)
-            listener = GroupListener(presence)
+            secret = bytes([rank]) * 16
+            addresses[rank] = address_of(presence, secret)
+            listener = GroupListener(presence, secret)
             while len(addresses) < size:
                 world.scheduler.sleep(0.1)
             try:
@@ -186,7 +187,8 @@ def write_together(seed: int, disturb: Callable[[World, list[Process]], None] = 
             except LostRankError as error:
                 outcome[rank] = error
             group.close(b"over")
-            world.scheduler.sleep(1000.0)
+            for _ in range(100):
+                listener.select(10.0)
 
         def ask() -> None:
             world.scheduler.sleep(0.5)
