@@ -12,6 +12,7 @@ durable too, Paddle's own and safetensors do not: they are measured as they are,
     python -m benchmarks.compare                                    # all cases: some ten minutes
     python -m benchmarks.compare --cases one-64 two-64 --mib 64 --pairs 3 --json result.json
     python -m benchmarks.compare --python .venv-bench/bin/python    # with the peers of that environment
+    python -m benchmarks.compare --earlier ../other-checkout        # with another version of this library
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import MIB, Row, arguments, finish, ratios, row, timed, turns, write
-from benchmarks.ranks import Ranks, State, paddle_ranks, peer_ranks
+from benchmarks.ranks import Ranks, State, earlier_ranks, paddle_ranks, peer_ranks
 
 #: Which processes a subject lives in; the others are Paddle's.
-HOMES = {"DCP": "torch", "safetensors": "torch", "Orbax": "orbax"}
+HOMES = {"DCP": "torch", "safetensors": "torch", "Orbax": "orbax", "earlier": "earlier"}
 PADDLE = ("Paddle", "Paddle safetensors")
-PEERS = tuple(HOMES)
+PEERS = ("DCP", "safetensors", "Orbax")
 NOT_DURABLE = (*PADDLE, "safetensors")
 LOADS = {"rows": "load", "columns": "load of columns", "transposed": "load with AOA"}
 
@@ -114,9 +115,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--scale", type=int, default=1, help="divide the numbers of tensors, to see that it runs")
     parser.add_argument("--ram", type=Path, default=Path("/dev/shm"), help="a directory on a RAM disk")
     parser.add_argument("--python", type=Path, help="interpreter of the peers' environment; without it they stay out")
+    parser.add_argument("--earlier", type=Path, help="a checkout of another version of this library, which takes part")
     options = parser.parse_args(argv)
     found = Findings(options)
-    with Homes(options.python) as homes:
+    with Homes(options.python, options.earlier) as homes:
         for name in ("calls", *options.cases) if set(options.cases) & {"one-64", "one-4096"} else options.cases:
             if name == "calls":
                 found.take(name, homes, options.ram, functools.partial(calls, homes))
@@ -174,25 +176,32 @@ class Findings:
 class Homes(contextlib.AbstractContextManager["Homes"]):
     """Hold the groups of processes, started when first used and kept for the next case."""
 
-    def __init__(self, python: Path | None) -> None:
-        self._python, self._ranks = python, {}
+    def __init__(self, python: Path | None, earlier: Path | None = None) -> None:
+        self._python, self._earlier, self._ranks = python, earlier, {}
 
     def ranks(self, subject: str, size: int) -> Ranks:
         """Return the ranks that a subject lives in."""
         home = HOMES.get(subject, "paddle")
         if (home, size) not in self._ranks:
-            started = paddle_ranks(size) if home == "paddle" else peer_ranks(self._python, home, size)
+            if home == "paddle":
+                started = paddle_ranks(size)
+            elif home == "earlier":
+                started = earlier_ranks(self._earlier, size)
+            else:
+                started = peer_ranks(self._python, home, size)
             self._ranks[home, size] = started
         return self._ranks[home, size]
 
     def has(self, subject: str) -> bool:
         """Return whether a subject can take part."""
-        return subject not in HOMES or self._python is not None
+        return subject not in HOMES or (self._earlier if subject == "earlier" else self._python) is not None
 
     def versions(self) -> dict[str, str]:
         """Return the versions of what the peers' environments have."""
         told = [
-            ranks.order("process", "versions")[1][0] for (home, _), ranks in self._ranks.items() if home != "paddle"
+            ranks.order("process", "versions")[1][0]
+            for (home, _), ranks in self._ranks.items()
+            if home in ("torch", "orbax")
         ]
         return {name: version for each in told for name, version in each.items()}
 
@@ -212,7 +221,7 @@ class Comparison:
         self._case, self._homes, self._root = case, homes, root
         self._pairs = min(case.pairs, options.pairs)
         self._state = state_of(case, options.mib)
-        self._subjects = ["raw", "ours", *filter(homes.has, case.others)]
+        self._subjects = ["raw", "ours", *filter(homes.has, ("earlier", *case.others))]
         self._loading = case.loading or case.ranks
         # What the last save and load of this library told of their phases, by rank.
         self._phases: dict[str, list[dict[str, float]]] = {}
@@ -235,12 +244,17 @@ class Comparison:
 
     def _order(self, subject: str, method: str, loading: bool = False, **arguments: Any) -> float:
         size = self._loading if loading else self._case.ranks
-        seconds, values = self._homes.ranks(subject, size).order(subject, method, **arguments)
+        named = "ours" if subject == "earlier" else subject
+        seconds, values = self._homes.ranks(subject, size).order(named, method, **arguments)
         if subject == "ours" and values[0] is not None:
             self._phases[" ".join([method, *(str(each) for name, each in arguments.items() if name != "path")])] = (
                 values
             )
         return seconds
+
+    @property
+    def _raw_and_ours(self) -> list[str]:
+        return [subject for subject in self._subjects if subject in ("raw", "ours", "earlier")]
 
     def _everywhere(self, method: str, loading: bool = False, **arguments: Any) -> None:
         for subject in {HOMES.get(subject, "paddle"): subject for subject in self._subjects}.values():
@@ -263,6 +277,12 @@ class Comparison:
             runs["ours, not durable"] = functools.partial(save, "ours", turn, durable=False)
             for subject in set(NOT_DURABLE) & set(self._subjects):
                 runs[f"{subject}, then fsync"] = functools.partial(save, subject, turn, fsync=True)
+        if self._homes.has("earlier"):
+            for subject in ("ours", "earlier"):
+                in_background = functools.partial(self._order, subject, "save_in_background", path=str(turn))
+                runs[f"{subject}, asynchronous"] = in_background
+                in_background()
+                shutil.rmtree(turn)
         # The first saves were those above.
         return turns(runs, self._pairs, after=lambda _: shutil.rmtree(turn), warm_up=0)
 
@@ -290,7 +310,7 @@ class Comparison:
         def export(subject: str) -> float:
             return self._order(subject, "export", path=str(self._root / subject), output=str(self._root / "out"))
 
-        runs = {subject: functools.partial(export, subject) for subject in ("raw", "ours")}
+        runs = {subject: functools.partial(export, subject) for subject in self._raw_and_ours}
         return turns(runs, self._pairs, after=lambda _: shutil.rmtree(self._root / "out"))
 
     def _publications(self) -> dict[str, list[float]]:
@@ -303,8 +323,8 @@ class Comparison:
             shutil.rmtree(out)
 
         runs = {
-            "raw": functools.partial(self._order, "raw", "save", path=str(out)),
-            "ours": functools.partial(self._order, "ours", "publish", path=str(out)),
+            subject: functools.partial(self._order, subject, "save" if subject == "raw" else "publish", path=str(out))
+            for subject in self._raw_and_ours
         }
         for subject, work in runs.items():
             work()
@@ -365,7 +385,11 @@ def rows_of(case: Case, seconds: Mapping[str, Mapping[str, list[float]]]) -> lis
                 rows.append(row(f'{what}, verify="full" / without: {case.label}', ratios(ours, theirs), ">= 0.8"))
             elif other == "memcpy":
                 rows.append(row(f"{what} / memcpy: {case.label}", ratios(theirs, ours)))
-            elif other not in ("ours", "ours, not durable"):
+            elif other.startswith("earlier"):
+                way = other[len("earlier") :]
+                both = ratios(theirs, taken[f"ours{way}"])
+                rows.append(row(f"{what}{way}, times earlier: {case.label}", both, ">= 0.95"))
+            elif not other.startswith("ours"):
                 against, note = ours, ""
                 if case.disk and what == "save" and other in NOT_DURABLE:
                     against, note = taken["ours, not durable"], "neither makes durable"

@@ -172,6 +172,10 @@ class Ours:
         with contextlib.nullcontext() if durable else mock.patch("os.fsync"):
             return fc.save_state_dict(self._memory.source, path).seconds
 
+    def save_in_background(self, path: str) -> None:
+        """Save asynchronously, and wait for the end."""
+        fc.save_state_dict(self._memory.source, path, async_save=True).result()
+
     def load(self, path: str, layout: str, **options: Any) -> dict[str, float]:
         """Load; return the seconds of its phases."""
         statements = {"aoa_config": AOA} if layout == "transposed" else {}

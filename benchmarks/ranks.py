@@ -9,14 +9,17 @@ one's end. numpy is all that this module needs.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection, Listener, wait
 from pathlib import Path
@@ -150,22 +153,37 @@ class Ranks:
 
 def paddle_ranks(size: int) -> Ranks:
     """Start ranks of this environment under ``paddle.distributed.launch``, in the CPU world."""
-    from paddle_flexckpt.testing import World
 
     def start(address: tuple[str, int], key: bytes, ends: contextlib.ExitStack) -> None:
-        world = World(size, timeout=24 * 3600, grace=1)
-        job = {"address": address, "key": key.hex()}
-        thread = threading.Thread(target=_ignoring_the_end, args=(world, "benchmarks.paddle_ranks:job", job))
+        thread = threading.Thread(target=run_world, args=(size, address, key.hex()))
         ends.callback(thread.join)
         thread.start()
 
     return _started(size, start)
 
 
-def _ignoring_the_end(world: Any, job: str, arguments: dict[str, Any]) -> None:
+def run_world(size: int, address: Sequence[Any], key: str) -> None:
+    """Run a world of ranks that take orders, to its end."""
+    from paddle_flexckpt.testing import World
+
     # What a rank raises has come over its own connection.
-    with world, contextlib.suppress(RuntimeError):
-        world.run(job, **arguments)
+    with World(size, timeout=24 * 3600, grace=1) as world, contextlib.suppress(RuntimeError):
+        world.run("benchmarks.paddle_ranks:job", address=address, key=key)
+
+
+def earlier_ranks(checkout: Path, size: int) -> Ranks:
+    """Start ranks as :func:`paddle_ranks` does, with the package of another checkout of this library."""
+
+    def start(address: tuple[str, int], key: bytes, ends: contextlib.ExitStack) -> None:
+        # A worker imports from the folder that its package lies in: so the package lies beside these benchmarks.
+        folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="bench-earlier-")))
+        for source in (checkout / "paddle_flexckpt", ROOT / "benchmarks"):
+            shutil.copytree(source, folder / source.name)
+        words = json.dumps([size, address, key.hex()])
+        code = f"import json; from benchmarks.ranks import run_world; run_world(*json.loads({words!r}))"
+        ends.callback(_end, subprocess.Popen([sys.executable, "-c", code], cwd=folder))
+
+    return _started(size, start)
 
 
 def peer_ranks(python: Path, kind: str, size: int) -> Ranks:

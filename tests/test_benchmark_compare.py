@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("paddle.distributed.flex_checkpoint")
 from benchmarks import compare, cores, report, run
-from benchmarks.ranks import part
+from benchmarks.ranks import ROOT, part
 from tests.ramdisk import memory_directory
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
@@ -29,7 +29,7 @@ def homes():
 
 
 def test_small_cases_on_one_and_two_ranks(homes, capsys, monkeypatch):
-    monkeypatch.setattr(compare, "Homes", lambda python: homes)
+    monkeypatch.setattr(compare, "Homes", lambda *_: homes)
     names = ["one-64", "one-aoa", "one-1024", "two-1024", "two-bf16", "two-v2", "disk-64", "disk-publish"]
     # On ranks that are there for the others.
     monkeypatch.setitem(compare.CASES, "disk-publish", replace(compare.CASES["disk-publish"], ranks=2))
@@ -60,8 +60,21 @@ def test_small_cases_on_one_and_two_ranks(homes, capsys, monkeypatch):
     assert "1 rank, 2 tensors, tmpfs" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # starts ranks of its own
+def test_another_version_of_the_library_takes_part(tmp_path):
+    with memory_directory() as path:
+        words = ["--mib", "1", "--scale", "32", "--pairs", "2", "--ram", str(path), "--directory", str(path)]
+        words += ["--earlier", str(ROOT), "--cases", "one-64"]
+        compare.main([*words, "--json", str(tmp_path / "result.json")])
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["failures"] == []
+    rows = {row["what"]: row for row in result["rows"]}
+    for what in ("save", "save, asynchronous", "load", "load of columns"):
+        assert rows[f"{what}, times earlier: 1 rank, 2 tensors, tmpfs"]["bound"] == ">= 0.95"
+
+
 def test_ranks_with_cores_of_their_own(homes, monkeypatch):
-    monkeypatch.setattr(cores, "Homes", lambda python: homes)
+    monkeypatch.setattr(cores, "Homes", lambda *_: homes)
     monkeypatch.setattr(cores, "machine", lambda: {"processors": 1})
     with memory_directory() as path:
         words = ["--ranks", "2", "--mib", "1", "--tensors", "4", "--pairs", "2", "--reshards", "3x65536"]
