@@ -98,7 +98,7 @@ def find_outcome(job: WriteJob, directory: SaveDirectory, how: str) -> Failure |
         how: How the writer has ended.
     """
     if not job.is_coordinator:
-        answer = ask_outcome(job.addresses[job.committer], bytes.fromhex(job.names.token), job.rank, job.timeout)
+        answer = ask_outcome(job.addresses[job.committer], bytes.fromhex(job.names.token), job.timeout)
         if answer is not None:
             return Failure.decode(answer) if answer else None
     return look_for_manifest(job, directory, how)

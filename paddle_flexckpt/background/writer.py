@@ -69,7 +69,8 @@ class BackgroundWriter:
             nice: What is added to the writer's nice value: it gets the processor time that others leave.
             io_class: Its I/O priority: ``"best-effort-low"``, ``"idle"``, or ``"unchanged"``.
             timeout: Seconds that the ranks' writers wait for each other. A save fails if a rank has written nothing so
-                long after others have. Of a rank whose processes have died that is noticed within seconds.
+                long after others have. If the commit takes longer, the others do not know the outcome. A rank whose
+                processes have died is noticed within seconds.
 
         Raises:
             ValidationError: An argument makes no sense, or the system is not Linux.

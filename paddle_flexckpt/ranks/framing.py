@@ -1,38 +1,45 @@
-"""Messages over sockets that do not block: a head, the lengths of the payloads, and the payloads. No pickle.
+"""Messages over sockets that do not block: a head, which has the lengths of the payloads, and these. No pickle.
 
 Tested in tests/ranks/test_host_channel.py and tests/ranks/test_writer_group.py.
 """
 
 from __future__ import annotations
 
-import copy
 import socket
 import struct
+from collections import deque
 from collections.abc import Sequence
-
-from paddle_flexckpt.catalog import CheckpointError
 
 # Payloads below this are put together, so that they leave in one system call.
 _JOIN_BYTES = 1 << 20
-_HEAD = struct.Struct("<QQ")  # number of the exchange, number of payloads; after it the length of each
+# More than the memory of a host: a head that has it is none.
+_MOST_BYTES = 1 << 40
+
+
+def _head(count: int) -> struct.Struct:
+    """Return the form of a head: number of the exchange, number of payloads, and the length of each."""
+    return struct.Struct(f"<{2 + count}Q")
+
+
+def encode(exchange: int, payloads: Sequence[bytes | memoryview]) -> list[memoryview]:
+    """Return the parts of a message, large payloads without a copy."""
+    lengths = [len(payload) for payload in payloads]
+    parts = [_head(len(lengths)).pack(exchange, len(lengths), *lengths), *payloads]
+    if sum(lengths) < _JOIN_BYTES:
+        parts = [b"".join(parts)]
+    return [memoryview(part) for part in parts if len(part)]
 
 
 class Leaving:
-    """Send a message, as much at a time as the connection takes."""
+    """Send messages one after the other, as much at a time as the connection takes."""
 
-    def __init__(self, exchange: int, payloads: Sequence[bytes | memoryview]) -> None:
-        lengths = [len(payload) for payload in payloads]
-        head = _HEAD.pack(exchange, len(lengths)) + struct.pack(f"<{len(lengths)}Q", *lengths)
-        parts = [head, *payloads]
-        if sum(lengths) < _JOIN_BYTES:
-            parts = [b"".join(parts)]
-        self._parts = [memoryview(part) for part in reversed(parts) if len(part)]
+    def __init__(self, message: Sequence[memoryview] = ()) -> None:
+        """Args: message: the parts of the first one, if there is one already."""
+        self._parts = deque(message)
 
-    def again(self) -> Leaving:
-        """Return the same message, with the same memory, for another connection; nothing of it has been sent yet."""
-        other = copy.copy(self)
-        other._parts = [*self._parts]
-        return other
+    def add(self, message: Sequence[memoryview]) -> None:
+        """Have a message leave after the others."""
+        self._parts.extend(message)
 
     @property
     def is_done(self) -> bool:
@@ -41,69 +48,57 @@ class Leaving:
 
     def send(self, connection: socket.socket) -> None:
         """Send what the connection takes now."""
-        part = self._parts.pop()
-        sent = 0
-        try:
-            sent = connection.send(part)
-        finally:
-            if sent < len(part):
-                self._parts.append(part[sent:])
+        sent = connection.send(self._parts[0])
+        self._parts[0] = self._parts[0][sent:]
+        if not self._parts[0]:
+            self._parts.popleft()
 
 
 class Arriving:
-    """Receive a message: its head, the lengths of its payloads, and then these.
+    """Receive a message.
 
     Attributes:
         exchange: The number in its head; -1 until that has come.
-        payloads: All of them, when it is done.
-        is_done: Whether all has come.
+        payloads: They are there when the message is done.
     """
 
-    def __init__(self, expected: tuple[int, int] | None = None) -> None:
-        """Args: expected: number of the exchange and of payloads, where these are known."""
+    def __init__(self, exchanges: Sequence[int], count: int) -> None:
+        """Expect a message of one of some exchanges, with so many payloads."""
         self.exchange = -1
         self.payloads: list[memoryview] = []
-        self.is_done = False
-        self._expected = expected
-        self._lengths: tuple[int, ...] | None = None
-        self._expect(_HEAD.size + (0 if expected is None else 8 * expected[1]))
+        self._exchanges, self._count = exchanges, count
+        self._left = self._head = memoryview(bytearray(_head(count).size))
 
-    def _expect(self, count: int) -> None:
-        self._buffer, self._filled = memoryview(bytearray(count)), 0
+    @property
+    def is_done(self) -> bool:
+        """Return whether all has come."""
+        return self.exchange >= 0 and not self._left
 
     def receive(self, connection: socket.socket) -> None:
         """Take what the connection has now.
 
         Raises:
             EOFError: It has been closed.
-            CheckpointError: Another message comes than was expected.
+            OSError: It is broken, or another message comes than was expected.
         """
-        got = connection.recv_into(self._buffer[self._filled :])
+        got = connection.recv_into(self._left)
         if got == 0:
             raise EOFError
-        self._filled += got
-        while self._filled == len(self._buffer) and not self.is_done:
-            self._take()
+        self._left = self._left[got:]
+        if self.exchange < 0 and not self._left:
+            self._begin(*_head(self._count).unpack(self._head))
 
-    def _take(self) -> None:
-        """Take a part that has come as a whole, and expect the next one."""
-        if self.exchange < 0:
-            self.exchange, count = _HEAD.unpack(self._buffer[: _HEAD.size])
-            if self._expected is None:
-                self._expect(8 * count)
-                return
-            if (self.exchange, count) != self._expected:
-                raise CheckpointError(
-                    f"ranks are out of step: expected exchange {self._expected[0]} with {self._expected[1]} payloads, "
-                    f"got exchange {self.exchange} with {count}"
-                )
-            self._buffer = self._buffer[_HEAD.size :]
-        if self._lengths is None:
-            self._lengths = struct.unpack(f"<{len(self._buffer) // 8}Q", self._buffer)
-            self._expect(sum(self._lengths))
-            return
+    def _begin(self, exchange: int, count: int, *lengths: int) -> None:
+        """Make room for the payloads."""
+        if exchange not in self._exchanges or count != self._count:
+            raise OSError(
+                f"ranks are out of step: expected exchange {self._exchanges[0]} with {self._count} payloads, got "
+                f"exchange {exchange} with {count}"
+            )
+        if sum(lengths) > _MOST_BYTES:
+            raise OSError(f"expected at most {_MOST_BYTES} bytes in a message, got {sum(lengths)}")
+        self.exchange, self._left = exchange, memoryview(bytearray(sum(lengths)))
         begin = 0
-        for length in self._lengths:
-            self.payloads.append(self._buffer[begin : begin + length])
+        for length in lengths:
+            self.payloads.append(self._left[begin : begin + length])
             begin += length
-        self.is_done = True

@@ -19,15 +19,18 @@ from collections import OrderedDict
 from typing import Any
 
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.ranks.framing import Arriving, Leaving
+from paddle_flexckpt.ranks.framing import Arriving, encode
 from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS
 from paddle_flexckpt.ranks.meeting import GREETING_SECONDS, prepare
 from paddle_flexckpt.ranks.presence import BACKLOG, SECRET_BYTES, split_address
 
-# Secret of the listener, token of the save, the sender's rank, and whether it only asks for the outcome.
-_HELLO = struct.Struct(f"<{SECRET_BYTES}s16si?")
+# Secret of the listener, token of the save, and the sender's position in its group; or it only asks for the outcome.
+_HELLO = struct.Struct(f"<{SECRET_BYTES}s16si")
+_ASKS = -1
 # The number of a message that is the last one to its receiver.
 FAREWELL = (1 << 64) - 1
+# All messages have as many, mostly empty ones.
+PAYLOADS = 2
 # Saves of which something is remembered: outcomes, and connections that came before their save began.
 _MOST_SAVES = 16
 _PAUSE_SECONDS = 0.1
@@ -49,8 +52,8 @@ class GroupListener:
         self.selector = selectors.DefaultSelector()
         self.selector.register(self._listener, selectors.EVENT_READ)
         self._strangers: dict[socket.socket, tuple[bytearray, float]] = {}
-        self._members: OrderedDict[bytes, list[tuple[int, socket.socket]]] = OrderedDict()
-        self._askers: OrderedDict[bytes, list[socket.socket]] = OrderedDict()
+        # By token, and whether they only ask.
+        self._callers: OrderedDict[tuple[bytes, bool], list[tuple[int, socket.socket]]] = OrderedDict()
         # By token, the outcome, and the text for members that come too late.
         self._ended: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
 
@@ -92,8 +95,8 @@ class GroupListener:
             self.selector.unregister(connection)
 
     def take(self, token: bytes) -> list[tuple[int, socket.socket]]:
-        """Return ranks and connections of the members of a save that have come since the last call."""
-        return self._members.pop(token, [])
+        """Return positions and connections of the members of a save that have come since the last call."""
+        return self._callers.pop((token, False), [])
 
     def end(self, token: bytes, outcome: bytes, loss: str) -> None:
         """End a save: those that ask get its outcome, members that come too late the text ``loss``, if there is one.
@@ -101,7 +104,8 @@ class GroupListener:
         Those that have asked by now are answered when this returns: the process may be about to end.
         """
         self._ended.setdefault(token, (outcome, loss.encode()))
-        _shorten(self._ended)
+        if len(self._ended) > _MOST_SAVES:
+            self._ended.popitem(last=False)
         self._answer(token)
         self.serve()
 
@@ -137,16 +141,14 @@ class GroupListener:
         if heard and len(hello) < _HELLO.size:
             return
         self._forget(stranger)
-        secret, token, rank, is_asking = _HELLO.unpack(hello) if heard else (b"", b"", 0, False)
+        secret, token, position = _HELLO.unpack(hello) if heard else (b"", b"", 0)
         if not secrets.compare_digest(secret, self._secret):
             stranger.close()
             return
-        if is_asking:
-            self._askers.setdefault(token, []).append(stranger)
-        else:
-            self._members.setdefault(token, []).append((rank, stranger))
-        for old in (*_shorten(self._askers), *(each for _, each in _shorten(self._members))):
-            old.close()
+        self._callers.setdefault((token, position == _ASKS), []).append((position, stranger))
+        if len(self._callers) > 2 * _MOST_SAVES:
+            for _, old in self._callers.popitem(last=False)[1]:
+                old.close()
         if token in self._ended:
             self._answer(token)
 
@@ -157,7 +159,7 @@ class GroupListener:
 
     def _answer(self, token: bytes) -> None:
         outcome, loss = self._ended[token]
-        for asker in self._askers.pop(token, []):
+        for _, asker in self._callers.pop((token, True), []):
             _dismiss(asker, outcome)
         for _, member in self.take(token):
             if loss:
@@ -166,18 +168,11 @@ class GroupListener:
                 member.close()
 
 
-def _shorten(known: OrderedDict[bytes, Any]) -> list[Any]:
-    """Forget the oldest entries where there are too many; return what is in them."""
-    old = [known.popitem(last=False)[1] for _ in range(len(known) - _MOST_SAVES)]
-    return [each for several in old if isinstance(several, list) for each in several]
-
-
 def _dismiss(connection: socket.socket, text: bytes) -> None:
-    leaving = Leaving(FAREWELL, [text])
     with contextlib.suppress(OSError):  # it has gone, or takes nothing
         connection.settimeout(_ANSWER_SECONDS)
-        while not leaving.is_done:
-            leaving.send(connection)
+        for part in encode(FAREWELL, [text, b""]):
+            connection.sendall(part)
     hang_up(connection)
 
 
@@ -189,16 +184,16 @@ def hang_up(connection: socket.socket) -> None:
             pass
 
 
-def greet(address: str, token: bytes, rank: int, is_asking: bool, timeout: float) -> socket.socket:
-    """Connect to the writer of another rank, and say for which save.
+def greet(address: str, token: bytes, position: int, timeout: float) -> socket.socket:
+    """Connect to the writer of another rank as the member at a position of the group that makes a save.
 
     Raises:
         OSError: It has gone, or does not answer within ``timeout`` seconds.
     """
-    place, secret = split_address(address)
-    connection = close_in_forks(socket.create_connection(place, timeout=min(timeout, CONNECT_SECONDS)))
+    host_and_port, secret = split_address(address)
+    connection = close_in_forks(socket.create_connection(host_and_port, timeout=min(timeout, CONNECT_SECONDS)))
     try:
-        connection.sendall(_HELLO.pack(secret, token, rank, is_asking))
+        connection.sendall(_HELLO.pack(secret, token, position))
         prepare(connection)
     except BaseException:
         connection.close()
@@ -206,11 +201,11 @@ def greet(address: str, token: bytes, rank: int, is_asking: bool, timeout: float
     return connection
 
 
-def ask_outcome(address: str, token: bytes, rank: int, timeout: float) -> bytes | None:
+def ask_outcome(address: str, token: bytes, timeout: float) -> bytes | None:
     """Return the outcome of a save from the coordinator's writer; None if it has gone or does not tell it in time."""
-    deadline, answer = time.monotonic() + timeout, Arriving()
+    deadline, answer = time.monotonic() + timeout, Arriving([FAREWELL], PAYLOADS)
     try:
-        with greet(address, token, rank, True, timeout) as connection:
+        with greet(address, token, _ASKS, timeout) as connection:
             while not answer.is_done:
                 connection.settimeout(max(0.0, deadline - time.monotonic()))
                 answer.receive(connection)

@@ -24,7 +24,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.ranks.framing import Arriving, Leaving
+from paddle_flexckpt.ranks.framing import Arriving, Leaving, encode
 from paddle_flexckpt.ranks.lost_ranks import KeyValueStore, describe_lost_ranks, find_missing_ranks
 from paddle_flexckpt.ranks.meeting import NOTICE_SECONDS, Meeting, say_waiting
 
@@ -165,7 +165,8 @@ class HostChannel:
         target, source = self._targets[distance], self._sources[distance]
         target_rank = self.ranks[(self.position - distance) % len(self.ranks)]
         source_rank = self.ranks[(self.position + distance) % len(self.ranks)]
-        leaving, arriving = Leaving(self._exchanges, payloads), Arriving((self._exchanges, len(payloads)))
+        leaving = Leaving(encode(self._exchanges, payloads))
+        arriving = Arriving([self._exchanges], len(payloads))
         self.messages += 1
         self.bytes_sent += sum(len(payload) for payload in payloads)
         with selectors.DefaultSelector() as waiting:

@@ -1,6 +1,6 @@
 """Whether other processes are alive: each listens at a socket, which the kernel closes with it.
 
-Tested in tests/background/test_killed_trainers.py.
+Tested in tests/ranks/test_presence.py and tests/background/test_killed_trainers.py.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 # A save that all ranks write at about the same time does not look for anybody.
 FIRST_LOOK_SECONDS, LOOK_SECONDS = 1.0, 3.0
@@ -44,15 +44,16 @@ def split_address(address: str) -> tuple[tuple[str, int], bytes]:
 
 
 class DeathWatch:
-    """Look now and then which ranks have gone: those of which no process answers any more."""
+    """Look now and then which members of a group have gone: those whose process does not answer any more."""
 
-    def __init__(self, presences: Mapping[int, Sequence[str]]) -> None:
-        """Args: presences: addresses of all processes that work for a rank; of those without any nothing is known."""
-        self._presences = presences
+    def __init__(self, addresses: Sequence[str]) -> None:
+        """Args: addresses: presences of the members, in the group's order."""
+        self._addresses = addresses
         self._next = time.monotonic() + FIRST_LOOK_SECONDS
+        self._last = -1
 
-    def look(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of some ranks that have gone; none while it is not time to look again.
+    def look(self, positions: Iterable[int]) -> list[int]:
+        """Return those of some members that have gone; none while it is not time to look again.
 
         A process has gone when its host refuses connections to it. A host that does not answer at all says nothing: it
         may be down, or no connections are let through to it.
@@ -62,13 +63,14 @@ class DeathWatch:
             return []
         self._next = now + LOOK_SECONDS
         gone = []
-        for rank in ranks:
+        # A look begins where the one before has ended: it may have had time for a few only.
+        for position in sorted(positions, key=lambda each: (each <= self._last, each)):
             if time.monotonic() - now > _ANSWER_SECONDS:
                 break
-            addresses = self._presences.get(rank, ())
-            if addresses and all(map(_refuses, addresses)):
-                gone.append(rank)
-        return gone
+            self._last = position
+            if _refuses(self._addresses[position]):
+                gone.append(position)
+        return sorted(gone)
 
 
 def _refuses(address: str) -> bool:

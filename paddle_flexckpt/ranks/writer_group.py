@@ -12,15 +12,14 @@ import resource
 import selectors
 import socket
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
 from paddle_flexckpt.ranks.communicator import Communicator, failed, raise_failures
-from paddle_flexckpt.ranks.framing import Arriving, Leaving
-from paddle_flexckpt.ranks.group_listener import FAREWELL, GroupListener, greet, hang_up
+from paddle_flexckpt.ranks.framing import Arriving, Leaving, encode
+from paddle_flexckpt.ranks.group_listener import FAREWELL, PAYLOADS, GroupListener, greet, hang_up
 from paddle_flexckpt.ranks.meeting import prepare
 from paddle_flexckpt.ranks.presence import FIRST_LOOK_SECONDS, DeathWatch
 
@@ -37,53 +36,41 @@ class LostCoordinatorError(LostRankError):
 class _Link:
     """Connect a member and the coordinator: messages leave one after the other, and arrive so."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-        self._leaving: deque[Leaving] = deque()
-        self._arriving = Arriving()
+    def __init__(self, connection: socket.socket, position: int) -> None:
+        """Args: connection: to the other end. position: the place of that in the group."""
+        self.connection, self.position = connection, position
+        self._leaving = Leaving()
+        self._arriving: Arriving | None = None
 
-    def say(self, message: Leaving) -> None:
+    def say(self, message: Sequence[memoryview]) -> None:
         """Have a message leave after the others."""
-        self._leaving.append(message)
+        self._leaving.add(message)
 
     def send(self) -> bool:
         """Send what the connection takes now; return whether nothing is left to send."""
         try:
-            while self._leaving:
-                self._leaving[0].send(self.connection)
-                if self._leaving[0].is_done:
-                    self._leaving.popleft()
+            while not self._leaving.is_done:
+                self._leaving.send(self.connection)
         except BlockingIOError:
             return False
         except OSError:  # nobody takes it; what the other end has said before can still be read
-            self._leaving.clear()
+            self._leaving = Leaving()
         return True
 
     def receive(self, exchange: int) -> Arriving | None:
-        """Return a message of an exchange once it has come as a whole.
+        """Return a message of an exchange, or the last one of all, once it has come as a whole.
 
         Raises:
             EOFError: The other end has gone.
-            OSError: The connection broke.
+            OSError: The connection broke, or another message came.
         """
-        arriving = self._arriving
+        arriving = self._arriving = self._arriving or Arriving([exchange, FAREWELL], PAYLOADS)
         with contextlib.suppress(BlockingIOError):
             arriving.receive(self.connection)
         if not arriving.is_done:
             return None
-        if arriving.exchange not in (exchange, FAREWELL):
-            raise OSError(f"ranks are out of step: expected exchange {exchange}, got {arriving.exchange}")
-        self._arriving = Arriving()
+        self._arriving = None
         return arriving
-
-    def cut(self) -> None:
-        """End the connection for the other end too; it is read to its end later."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the connection."""
-        hang_up(self.connection)
 
 
 class WriterGroup(Communicator):
@@ -113,7 +100,6 @@ class WriterGroup(Communicator):
         super().__init__(tuple(ranks), position)
         self._listener, self._addresses, self._token = listener, addresses, token
         self._coordinator, self._timeout = coordinator, timeout
-        self._positions = {rank: place for place, rank in enumerate(ranks)}
         self._exchanges = 0
         self._lost: LostRankError | None = None
         self._links: dict[int, _Link] = {}
@@ -121,7 +107,7 @@ class WriterGroup(Communicator):
             _allow_open_files(self.size + _OTHER_FILES)
         else:
             with contextlib.suppress(LostCoordinatorError):
-                self._links[coordinator] = _Link(self._connect())
+                self._links[coordinator] = _Link(self._connect(), coordinator)
 
     @property
     def _leads(self) -> bool:
@@ -132,7 +118,7 @@ class WriterGroup(Communicator):
         if self._leads:
             self._listener.end(self._token, outcome, str(self._lost or ""))
         for link in self._links.values():
-            link.close()
+            hang_up(link.connection)
         self._links = {}
         self._lost = self._lost or LostRankError("this group of writers is closed")
 
@@ -148,8 +134,9 @@ class WriterGroup(Communicator):
                 work()
             except Exception as failure:
                 error, notes = failure, {leader: failed(failure, context)}
-            self._tell(notes)
+            self._answer(notes)
         else:
+            # The coordinator has begun the step by now. It is waited for as long as for a share.
             notes = self._hear()
         raise_failures(self.ranks, notes.items(), error)
 
@@ -160,7 +147,7 @@ class WriterGroup(Communicator):
             text = f"[rank {self.rank}] {problem}"
             if self._leads:
                 return self._give_up(text)
-            self._links[self._coordinator].say(Leaving(FAREWELL, [text.encode()]))
+            self._links[self._coordinator].say(encode(FAREWELL, [text.encode(), b""]))
             self._hear()
         except LostRankError as error:
             return error
@@ -174,18 +161,15 @@ class WriterGroup(Communicator):
         if not payloads.keys() <= {self._coordinator}:
             raise ValueError("members of a group of writers send to the coordinator alone")
         self._begin_exchange()
+        # A payload of no bytes is none.
+        own = note, payloads.get(self._coordinator, b"")
         if not self._leads:
-            # A payload of no bytes is none.
-            message = Leaving(self._exchanges, [note, payloads.get(self._coordinator, b"")])
-            self._links[self._coordinator].say(message)
+            self._links[self._coordinator].say(encode(self._exchanges, own))
             return self._hear(), {}
-        notes, received = ({self.position: note} if note else {}), dict(payloads)
-        for position, (told, payload) in self._messages():
-            notes |= {position: bytes(told)} if told else {}
-            received |= {position: bytes(payload)} if payload else {}
-        notes = dict(sorted(notes.items()))
-        self._tell(notes)
-        return notes, dict(sorted(received.items()))
+        messages = sorted([(self.position, own), *self._collect().items()])
+        notes = {position: told for position, (told, _) in messages if told}
+        self._answer(notes)
+        return notes, {position: payload for position, (_, payload) in messages if payload}
 
     def _begin_exchange(self) -> None:
         if self._lost is not None:
@@ -194,23 +178,20 @@ class WriterGroup(Communicator):
 
     # -- the coordinator -----------------------------------------------------------------------------------------------
 
-    def _messages(self) -> Iterator[tuple[int, list[memoryview]]]:
-        """Yield the position and the message of each other member.
+    def _collect(self) -> dict[int, tuple[bytes, bytes]]:
+        """Return the message of each other member, by position.
 
         Raises:
             LostRankError: One has gone, or does not come, or has ended the save; all others get that text.
         """
         deadline = time.monotonic() + self._timeout
-        missing = {*range(self.size)} - {self.position}
-        for link in self._links.values():
-            self._invite(link)
-        absent = missing - {*self._links}
-        watch = DeathWatch({position: [self._addresses[position]] for position in absent})
-        selector = self._listener.selector
+        messages: dict[int, tuple[bytes, bytes]] = {}
+        others = {*range(self.size)} - {self.position}
+        absent, watch = others - self._links.keys(), DeathWatch(self._addresses)
         try:
-            for position, link in self._links.items():
-                selector.register(link.connection, selectors.EVENT_READ, position)
-            while missing:
+            for link in self._links.values():
+                self._invite(link)
+            while len(messages) < len(others):
                 self._admit(absent)
                 left, gone = deadline - time.monotonic(), watch.look(absent)
                 if gone or left <= 0:
@@ -221,63 +202,69 @@ class WriterGroup(Communicator):
                     raise self._give_up(self._problems(gone, _gone()))
                 ready = self._listener.select(min(left, FIRST_LOOK_SECONDS) if absent else left)
                 if not ready and left <= 0:
-                    raise self._give_up(self._problems(sorted(missing), _slow("has written nothing", self._timeout)))
-                for position in ready:
+                    silent = sorted(others - messages.keys())
+                    raise self._give_up(self._problems(silent, _slow("has written nothing", self._timeout)))
+                for link in ready:
                     try:
-                        message = self._links[position].receive(self._exchanges)
+                        message = link.receive(self._exchanges)
                     except (OSError, EOFError) as error:
-                        raise self._give_up(self._problems([position], _gone(error))) from error
-                    if message is not None and message.exchange == FAREWELL:
-                        raise self._give_up(bytes(message.payloads[0]).decode())
-                    if message is not None:
-                        # If it dies now, it has done its share.
-                        selector.unregister(self._links[position].connection)
-                        missing.discard(position)
-                        yield position, message.payloads
+                        raise self._give_up(self._problems([link.position], _gone(error))) from error
+                    if message is None:
+                        continue
+                    first, second = map(bytes, message.payloads)
+                    if message.exchange == FAREWELL:
+                        raise self._give_up(first.decode())
+                    messages[link.position] = first, second
+                    # If it dies now, it has done its share.
+                    self._listener.selector.unregister(link.connection)
         finally:
-            for position in missing & {*self._links}:
-                selector.unregister(self._links[position].connection)
+            for position in self._links.keys() - messages.keys():
+                self._listener.selector.unregister(self._links[position].connection)
+        return messages
 
     def _admit(self, absent: set[int]) -> None:
         """Connect the members that have come; they are no longer absent."""
-        for rank, connection in self._listener.take(self._token):
-            position = self._positions.get(rank, -1)
+        for position, connection in self._listener.take(self._token):
             if position not in absent:
                 connection.close()  # it is none, or is there
                 continue
             absent.discard(position)
             with contextlib.suppress(OSError):  # it has gone, as it is found soon
                 prepare(connection)
-            self._links[position] = _Link(connection)
+            self._links[position] = _Link(connection, position)
             self._invite(self._links[position])
-            self._listener.selector.register(connection, selectors.EVENT_READ, position)
 
     def _invite(self, link: _Link) -> None:
-        """Tell a member that the coordinator is there."""
-        link.say(Leaving(self._exchanges, []))
+        """Tell a member, by a message without a byte, that the coordinator is there, and wait for its own."""
+        link.say(encode(self._exchanges, [b"", b""]))
         link.send()
+        self._listener.selector.register(link.connection, selectors.EVENT_READ, link)
 
-    def _tell(self, notes: Mapping[int, bytes]) -> None:
-        """Send notes to all members that are there; one that takes nothing for long is cut off."""
-        self._send_to_all(Leaving(self._exchanges, [join(pack_by_position(notes))]))
+    def _answer(self, notes: Mapping[int, bytes]) -> None:
+        """Send notes to all members that are there."""
+        self._send_to_all(self._exchanges, join(pack_by_position(notes)))
 
     def _give_up(self, text: str) -> LostRankError:
         """Return the error that ends the save, after all others have been told."""
         self._lost = LostRankError(text)
-        self._send_to_all(Leaving(FAREWELL, [text.encode()]))
+        self._send_to_all(FAREWELL, text.encode())
         return self._lost
 
-    def _send_to_all(self, message: Leaving) -> None:
+    def _send_to_all(self, exchange: int, payload: bytes) -> None:
+        """Send a message to all members that are there; one that takes nothing for long is cut off."""
+        message = encode(exchange, [payload, b""])
         with selectors.DefaultSelector() as waiting:
             for link in self._links.values():
-                link.say(message.again())
+                link.say(message)
                 if not link.send():
                     waiting.register(link.connection, selectors.EVENT_WRITE, link)
             while waiting.get_map():
                 ready = waiting.select(_GRACE_SECONDS)
                 for key in [key for key, _ in ready] or [*waiting.get_map().values()]:
                     if not ready:
-                        key.data.cut()
+                        # It ends for the other end too; it is read to its end later.
+                        with contextlib.suppress(OSError):
+                            key.data.connection.shutdown(socket.SHUT_RDWR)
                     if key.data.send():
                         waiting.unregister(key.fileobj)
 
@@ -288,7 +275,7 @@ class WriterGroup(Communicator):
         while True:
             try:
                 left = max(FIRST_LOOK_SECONDS, deadline - time.monotonic())
-                return greet(self._addresses[self._coordinator], self._token, self.rank, False, left)
+                return greet(self._addresses[self._coordinator], self._token, self.position, left)
             except ConnectionError as error:
                 raise self._lose_coordinator(_unknown(error)) from error
             except OSError as error:  # its host does not answer, which may pass
@@ -299,7 +286,7 @@ class WriterGroup(Communicator):
     def _hear(self) -> dict[int, bytes]:
         """Send what is to leave, and return the notes that the coordinator sends in this exchange, by position."""
         link, patience = self._links[self._coordinator], self._timeout + _GRACE_SECONDS
-        deadline, is_sent, selector = time.monotonic() + patience, False, self._listener.selector
+        deadline, selector = time.monotonic() + patience, self._listener.selector
         selector.register(link.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
         try:
             while True:
@@ -308,8 +295,7 @@ class WriterGroup(Communicator):
                     if left <= 0:
                         raise self._lose_coordinator(_slow("has not decided about the save", self._timeout))
                     continue
-                if not is_sent and link.send():
-                    is_sent = True
+                if link.send():
                     selector.modify(link.connection, selectors.EVENT_READ, link)
                 try:
                     message = link.receive(self._exchanges)
@@ -317,11 +303,12 @@ class WriterGroup(Communicator):
                     raise self._lose_coordinator(_unknown(error)) from error
                 if message is None:
                     continue
+                payload = bytes(message.payloads[0])
                 if message.exchange == FAREWELL:
-                    self._lost = LostRankError(bytes(message.payloads[0]).decode())
+                    self._lost = LostRankError(payload.decode())
                     raise self._lost
-                if message.payloads:
-                    return unpack_by_position(split(bytes(message.payloads[0])))
+                if payload:
+                    return unpack_by_position(split(payload))
                 # The coordinator is there: its own patience begins now.
                 deadline = time.monotonic() + patience
         finally:

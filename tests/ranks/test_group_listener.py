@@ -47,13 +47,13 @@ class Writer:
         connection.sendall(said)
         return connection
 
-    def greet(self, token: bytes = TOKEN, rank: int = 1, is_asking: bool = False) -> socket.socket:
-        connection = self._open.enter_context(greet(self.address, token, rank, is_asking, PATIENCE_SECONDS))
+    def greet(self, token: bytes = TOKEN, place: int = 1, is_asking: bool = False) -> socket.socket:
+        connection = self._open.enter_context(greet(self.address, token, -1 if is_asking else place, PATIENCE_SECONDS))
         connection.settimeout(PATIENCE_SECONDS)
         return connection
 
     def ask(self, token: bytes = TOKEN, timeout: float = PATIENCE_SECONDS) -> bytes | None:
-        return ask_outcome(self.address, token, 1, timeout)
+        return ask_outcome(self.address, token, timeout)
 
     def close(self) -> None:
         self._open.close()
@@ -70,18 +70,17 @@ def writer() -> Iterator[Writer]:
 
 def heard(connection: socket.socket) -> bytes | None:
     """The text that comes last; None if there is none."""
-    arriving = Arriving()
+    arriving = Arriving([group_listener.FAREWELL], 2)
     try:
         while not arriving.is_done:
             arriving.receive(connection)
     except (EOFError, ConnectionResetError):
         return None
-    assert arriving.exchange == group_listener.FAREWELL
     return bytes(arriving.payloads[0])
 
 
 def hello(secret: bytes = SECRET, token: bytes = TOKEN) -> bytes:
-    return secret + token + (1).to_bytes(4, "little") + b"\0"
+    return secret + token + (1).to_bytes(4, "little")
 
 
 # -- who is let in -----------------------------------------------------------------------------------------------------
@@ -110,13 +109,13 @@ def test_strangers_are_let_go(writer, monkeypatch, said):
 
 
 def test_a_greeting_may_come_in_pieces_and_from_many_at_once(writer):
-    pieces, others = writer.call(hello()[:20]), [writer.greet(rank=rank) for rank in range(2, 200)]
+    pieces, others = writer.call(hello()[:20]), [writer.greet(place=place) for place in range(2, 200)]
     writer.listener.serve()
-    assert [rank for rank, _ in writer.listener.take(TOKEN)] == list(range(2, 200))
+    assert [place for place, _ in writer.listener.take(TOKEN)] == list(range(2, 200))
     pieces.sendall(hello()[20:])
     writer.listener.serve()
-    ((rank, connection),) = writer.listener.take(TOKEN)
-    assert rank == 1 and connection.getpeername() == pieces.getsockname()
+    ((place, connection),) = writer.listener.take(TOKEN)
+    assert place == 1 and connection.getpeername() == pieces.getsockname()
     assert others and not writer.listener.take(TOKEN)
 
 
@@ -139,7 +138,7 @@ def test_the_listener_outlives_a_lack_of_files(writer, monkeypatch, silent):
     for _ in range(3):
         writer.listener.select(0)
     assert not refusals
-    assert [rank for rank, _ in writer.listener.take(TOKEN)] == [1] and member
+    assert [place for place, _ in writer.listener.take(TOKEN)] == [1] and member
     assert len(writer.listener._strangers) == max(0, silent - 1)
     if silent:
         assert heard(strangers[0]) is None
@@ -179,7 +178,7 @@ def test_those_who_ask_get_the_outcome(writer, when, outcome):
 @pytest.mark.parametrize("loss", ["", "rank 3 has gone"])
 def test_members_that_come_too_late_get_the_text_or_are_let_go(writer, loss):
     """One has sent its part already, which nobody reads."""
-    member, late = writer.greet(rank=1), writer.greet(rank=2)
+    member, late = writer.greet(place=1), writer.greet(place=2)
     member.sendall(bytes(100_000))
     writer.listener.end(TOKEN, b"failed", loss)
     assert heard(member) == heard(late) == (loss.encode() or None)
@@ -214,7 +213,7 @@ def test_sixteen_saves_are_remembered(writer):
     tokens = [bytes([number]) * 16 for number in range(20)]
     waiting = [writer.greet(token, is_asking=number % 2 == 0) for number, token in enumerate([*tokens, *tokens])]
     writer.listener.serve()
-    assert len(writer.listener._askers) == len(writer.listener._members) == 10
+    assert len(writer.listener._callers) == 20
     for token in tokens[:17]:
         writer.listener.end(token, token, "")
     with writer.idle():
@@ -222,5 +221,5 @@ def test_sixteen_saves_are_remembered(writer):
         assert writer.ask(tokens[0], 0.01) is None
     more = [writer.greet(os.urandom(16), is_asking=number % 2 == 0) for number in range(40)]
     writer.listener.serve()
-    assert len(writer.listener._askers) == len(writer.listener._members) == 16
+    assert len(writer.listener._callers) == 2 * 16
     assert heard(more[0]) is heard(more[1]) is None and heard(waiting[18]) is heard(waiting[19]) is None

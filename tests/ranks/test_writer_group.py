@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.ranks import presence, writer_group
 from paddle_flexckpt.ranks.communicator import Communicator
-from paddle_flexckpt.ranks.framing import Leaving
+from paddle_flexckpt.ranks.framing import Leaving, encode
 from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome, greet
 from paddle_flexckpt.ranks.presence import address_of, open_presence
 from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
@@ -153,13 +154,13 @@ def test_the_coordinator_gets_what_is_for_it_and_all_get_the_notes(writers):
 def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of payload of each message that leaves, of all members."""
     sizes: list[int] = []
-    real = Leaving.__init__
+    real = writer_group.encode
 
-    def init(self: Leaving, exchange: int, payloads: Sequence[bytes]) -> None:
+    def counting(exchange: int, payloads: Sequence[bytes]) -> Any:
         sizes.append(sum(map(len, payloads)))
-        real(self, exchange, payloads)
+        return real(exchange, payloads)
 
-    monkeypatch.setattr(Leaving, "__init__", init)
+    monkeypatch.setattr(writer_group, "encode", counting)
     return sizes
 
 
@@ -268,6 +269,22 @@ def test_members_whose_coordinator_dies_in_its_step_do_not_know_the_outcome(writ
     assert only(outcomes, LostCoordinatorError).startswith(f"[rank 0] {UNKNOWN}")
 
 
+def test_members_wait_for_a_step_of_the_coordinator_as_long_as_for_a_share(writers):
+    """It goes on with it, and they look for what it has made."""
+    has_ended = threading.Event()
+
+    def work(group: WriterGroup) -> Any:
+        group.all_gather(b"")
+        try:
+            return group.lead(0, lambda: has_ended.wait(PATIENCE_SECONDS))
+        finally:
+            has_ended.set()
+
+    outcomes = writers(2).run(work, timeout=0.3)
+    assert outcomes.pop(0) is None
+    assert only(outcomes, LostCoordinatorError).startswith("[rank 0] has not decided about the save within 0.3 s")
+
+
 @pytest.mark.parametrize("who", [[0], [2], [0, 2, 3]])
 def test_a_member_that_aborts_ends_the_save_on_all_with_its_text(writers, who):
     has_aborted = threading.Event()
@@ -345,7 +362,7 @@ def test_a_member_that_dies_after_it_has_sent_has_done_its_share(writers):
     def work(group: WriterGroup) -> Any:
         if group.position == 2:
             link = group._links[0]
-            link.say(Leaving(1, [b"", b"part"]))
+            link.say(encode(1, [b"", b"part"]))
             assert link.send()
             ends(group)
             return has_ended.set()
@@ -386,7 +403,7 @@ def test_a_member_that_takes_nothing_is_left_behind(writers):
 
     def work(group: WriterGroup) -> Any:
         if group.position == 1:
-            group._links[0].say(Leaving(1, [b"", b""]))
+            group._links[0].say(encode(1, [b"", b""]))
             assert group._links[0].send()
             return stays.wait(PATIENCE_SECONDS)
         try:
@@ -518,8 +535,8 @@ def test_ranks_that_are_there_or_are_none_are_let_go(writers):
 
     def work(group: WriterGroup) -> Any:
         first = group.all_gather(b"%d" % group.position)
-        for rank in (-1, 0, 1, 7) if group.position else ():
-            with greet(some.addresses[0], TOKEN, rank, False, 1.0) as connection:
+        for place in (-2, 0, 1, 7) if group.position else ():
+            with greet(some.addresses[0], TOKEN, place, 1.0) as connection:
                 connection.settimeout(PATIENCE_SECONDS)
                 assert connection.recv(1) == b""
         return first, group.all_gather(b"2")
@@ -537,7 +554,7 @@ def test_a_member_that_waits_serves_those_that_ask_for_an_earlier_outcome(writer
             has_ended.set()
             return group.all_gather(b"")
         has_ended.wait(PATIENCE_SECONDS)
-        answer = ask_outcome(some.addresses[1], b"e" * 16, 0, PATIENCE_SECONDS)
+        answer = ask_outcome(some.addresses[1], b"e" * 16, PATIENCE_SECONDS)
         group.all_gather(b"")
         return answer
 
@@ -550,7 +567,7 @@ def test_what_has_been_sent_counts_when_the_coordinator_finds_it(writers, monkey
     some, parts = writers(3), {position: bytes([position]) * nbytes for position in (1, 2)}
     for position, part in parts.items():
         member = some.join(position)
-        member._links[0].say(Leaving(1, [b"", part]))
+        member._links[0].say(encode(1, [b"", part]))
         assert member._links[0].send()
         if timeout:
             ends(member)
@@ -566,7 +583,25 @@ def test_a_message_of_another_exchange_is_told(writers):
     outcomes = in_threads({position: lambda p=position: groups[p].all_gather(b"") for position in groups})
     assert isinstance(outcomes.pop(1), LostRankError)
     text = only(outcomes)
-    assert text.startswith("[rank 1] the connection to it broke (ranks are out of step: expected exchange 1, got 6)")
+    assert text.startswith(
+        "[rank 1] the connection to it broke (ranks are out of step: expected exchange 1 with 2 payloads, got exchange "
+        "6 with 2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("head", "problem"),
+    [
+        ((1, 2, 1 << 63, 5), "expected at most 1099511627776 bytes in a message, got 9223372036854775813"),
+        ((1, 1 << 60, 0, 0), "ranks are out of step: expected exchange 1 with 2 payloads, got exchange 1 with 1152921"),
+    ],
+)
+def test_a_head_that_makes_no_sense_is_told(writers, head, problem):
+    some = writers(3)
+    groups = {position: some.join(position) for position in (1, 2, 0)}
+    groups[1]._links[0].connection.sendall(struct.pack("<4Q", *head))
+    outcomes = in_threads({position: lambda p=position: groups[p].all_gather(b"") for position in groups})
+    assert only(outcomes).startswith(f"[rank 1] the connection to it broke ({problem}")
 
 
 # -- the process -------------------------------------------------------------------------------------------------------

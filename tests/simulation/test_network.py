@@ -192,7 +192,7 @@ def write_together(seed: int, disturb: Callable[[World, list[Process]], None] = 
 
         def ask() -> None:
             world.scheduler.sleep(0.5)
-            outcome["asked"] = ask_outcome(addresses[1], token, 0, 300.0)
+            outcome["asked"] = ask_outcome(addresses[1], token, 300.0)
 
         writers = [world.start(f"writer {rank}", lambda rank=rank: write(rank), rank % 2) for rank in range(size)]
         world.start("asks", ask)
