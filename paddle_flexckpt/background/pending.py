@@ -123,12 +123,12 @@ def raise_failures(handles: list[SaveHandle]) -> None:
 
 @dataclass(eq=False)
 class PendingSave:
-    """Hold one save that was handed over.
+    """Hold one save from the moment that it has memory.
 
     Attributes:
-        report: What is known so far; nothing while it comes in waves.
-        begin: When it was asked for, by the performance counter.
         segment: Where its data is, followed by the encoded job.
+        report: What is known so far; nothing until it is handed over.
+        begin: When it was asked for, by the performance counter.
         lock: The coordinator's lock, until the writer has taken it over.
         process: The process that has it; None once that has died.
         waves: Where its data comes from, if it comes in waves.
@@ -137,10 +137,10 @@ class PendingSave:
 
     handle: SaveHandle
     job: WriteJob
-    report: SaveReport | None
-    begin: float
     segment: Segment
-    lock: SaveLock | None
+    report: SaveReport | None = None
+    begin: float = 0.0
+    lock: SaveLock | None = None
     process: WriterProcess | None = None
     waves: WaveSender | None = None
     refusal: str = ""
@@ -161,8 +161,8 @@ class SaveSlot:
         self.address = address
         self._pool = pool
         self._launch = launch
-        self._staged: tuple[WriteJob, Segment] | None = None
-        self._in_waves: tuple[PendingSave, WaveSender] | None = None
+        # The save that is staged, or comes in waves, until it is handed over.
+        self._save: PendingSave | None = None
         self.sliced: SaveHandle | None = None
 
     def stage(self, job: WriteJob, lock: LockPages | None = None) -> np.ndarray:
@@ -173,13 +173,7 @@ class SaveSlot:
         Raises:
             CheckpointError: The machine has not so much memory left.
         """
-        text = job.encode()
-        segment = self._pool.take(job.data_bytes + len(text))
-        self._staged = job, segment
-        segment.fill(job.data_bytes, text)
-        if lock is not None:
-            segment.lock_pages(lock)
-        return segment.view(0, job.data_bytes)
+        return self._take(job, job.data_bytes, lock)[1]
 
     def stage_in_waves(
         self, job: WriteJob, nbytes: int, lock_pages: LockPages | None, lock: SaveLock | None
@@ -191,23 +185,30 @@ class SaveSlot:
         Raises:
             CheckpointError: The machine has not so much memory left.
         """
+        save, space = self._take(job, nbytes, lock_pages)
+        save.lock, save.waves = lock, WaveSender(space)
+        self._queue(save)
+        return save.waves
+
+    def _take(self, job: WriteJob, nbytes: int, lock_pages: LockPages | None) -> tuple[PendingSave, np.ndarray]:
+        """Begin a save with so much memory for its data; return the save and that memory."""
         text = job.encode()
         segment = self._pool.take(nbytes + len(text))
+        self._save = PendingSave(SaveHandle(job.path, job.names.unique_id), job, segment)
+        self._save.handle.seen = True  # until it is handed over, the caller raises what goes wrong
         segment.fill(nbytes, text)
         if lock_pages is not None:
             segment.lock_pages(lock_pages)
-        handle, waves = SaveHandle(job.path, job.names.unique_id), WaveSender(segment.view(0, nbytes))
-        handle.progress = Progress("queue", 0, job.data_bytes, 0, len(job.items))
-        handle.seen = True  # the caller raises what goes wrong
-        save = PendingSave(handle, job, None, 0.0, segment, lock, waves=waves)
-        self._in_waves = save, waves
+        return self._save, segment.view(0, nbytes)
+
+    def _queue(self, save: PendingSave) -> None:
+        save.handle.progress = Progress("queue", 0, save.job.data_bytes, 0, len(save.job.items))
         self._launch(save)
-        return waves
 
     @property
     def is_locked(self) -> bool:
         """Return whether what is staged is page-locked."""
-        return self._staged is not None and self._staged[1].is_locked
+        return self._save is not None and self._save.segment.is_locked
 
     def hand_over(
         self, report: SaveReport, begin: float, lock: SaveLock | None, handle: SaveHandle | None = None
@@ -217,38 +218,34 @@ class SaveSlot:
         ``report`` is what is known so far, ``begin`` when the save was asked for, by the performance counter. The
         coordinator's lock is the save's from now on. ``handle`` is that of the save, if it has one already.
         """
-        if self._in_waves is not None:
-            (save, waves), self._in_waves = self._in_waves, None
-            save.report, save.begin, save.handle.seen = report, begin, False
-            waves.go()
-            return save.handle
-        if self._staged is None:
+        save, self._save = self._save, None
+        if save is None:
             raise RuntimeError("nothing is staged")
-        job, segment = self._staged
-        self._staged = None
-        handle = handle or SaveHandle(report.path, report.unique_id)
-        handle.progress = Progress("queue", 0, job.data_bytes, 0, len(job.items))
-        self._launch(PendingSave(handle, job, report, begin, segment, lock))
-        return handle
+        save.report, save.begin = report, begin
+        save.handle = handle or save.handle
+        save.handle.seen = False
+        if save.waves is not None:  # the writer has it, and its lock
+            save.waves.go()
+        else:
+            save.lock = lock
+            self._queue(save)
+        return save.handle
 
     def refuse(self, error: CheckpointError) -> None:
         """Let the writers of other ranks know that what is staged here is not handed over, and why."""
-        if self._staged is None:
-            return
-        (job, segment), self._staged = self._staged, None
-        handle = SaveHandle(job.path, job.names.unique_id)
-        handle.seen = True  # the caller raises the error
-        self._launch(PendingSave(handle, job, None, 0.0, segment, None, refusal=str(error)))
+        if self._save is not None and self._save.waves is None:
+            save, self._save = self._save, None
+            save.refusal = str(error)
+            self._queue(save)
 
     def drop(self) -> None:
         """Give back what was not handed over."""
         self.sliced = None
-        if self._in_waves is not None:
-            self._in_waves[1].close()
-            self._in_waves = None
-        if self._staged is not None:
-            self._pool.give_back(self._staged[1])
-            self._staged = None
+        save, self._save = self._save, None
+        if save is not None and save.waves is not None:
+            save.waves.close()
+        elif save is not None:
+            self._pool.give_back(save.segment)
 
 
 class PendingSaves:

@@ -20,7 +20,6 @@ from paddle_flexckpt.background.protocol import Channel
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.progress import Progress
 from paddle_flexckpt.ranks.presence import SECRET_BYTES, address_of, open_presence
 
 # Signals that end a job are not for the writer: it ends when it has written. Modules are found as multiprocessing's
@@ -54,16 +53,14 @@ class WriterProcess:
         self,
         nice: int,
         io_class: str,
-        on_begun: Callable[[int], None],
-        on_progress: Callable[[int, Progress], None],
-        on_outcome: Callable[[int, dict[str, Any]], None],
+        on_message: Callable[[int, dict[str, Any]], None],
         on_end: Callable[[WriterProcess, str], None],
     ) -> None:
         """Start the process; its imports go on in the background.
 
-        The callbacks run in a thread of this object. ``on_begun`` gets the number of a save that the process has taken
-        up, ``on_progress`` that and how far it is, ``on_outcome`` that and what became of it, ``on_end`` this object
-        and how the process ended, once.
+        The callbacks run in a thread of this object. ``on_message`` gets the number of a save and what the process says
+        of it: that it is taken up, how far it is, or what became of it. ``on_end`` gets this object and how the process
+        ended, once.
 
         Raises:
             CheckpointError: It could not be started.
@@ -98,7 +95,7 @@ class WriterProcess:
         self.is_finishing = False
         self._channel = Channel(ours)
         self._known: set[int] = set()
-        self._on_begun, self._on_progress, self._on_outcome, self._on_end = on_begun, on_progress, on_outcome, on_end
+        self._on_message, self._on_end = on_message, on_end
         self._listener = threading.Thread(target=self._listen, name="paddle_flexckpt-writer", daemon=True)
         self._listener.start()
 
@@ -122,13 +119,9 @@ class WriterProcess:
         Raises:
             ConnectionError: The process has ended.
         """
-        descriptors = {}
-        if segment.number not in self._known:
-            descriptors["segment"] = segment.descriptor
-        if lock is not None:
-            descriptors["lock"] = lock
-        if waves is not None:
-            descriptors["waves"] = waves
+        known = segment.number in self._known
+        wanted = {"segment": None if known else segment.descriptor, "lock": lock, "waves": waves}
+        descriptors = {name: each for name, each in wanted.items() if each is not None}
         begin, end = segment.text
         message = {
             "save": number,
@@ -156,13 +149,7 @@ class WriterProcess:
         try:
             while (received := self._channel.receive()) is not None:
                 message = received[0]
-                number = int(message.pop("save"))
-                if "begun" in message:
-                    self._on_begun(number)
-                elif "progress" in message:
-                    self._on_progress(number, Progress(**message["progress"]))
-                else:
-                    self._on_outcome(number, message)
+                self._on_message(int(message.pop("save")), message)
             how = self._end()
         except Exception as error:  # whoever waits for this process has to be told, whatever it was
             how = f"cannot be understood ({type(error).__name__}: {error})"

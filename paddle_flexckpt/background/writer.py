@@ -244,8 +244,7 @@ class BackgroundWriter:
     def _running(self) -> WriterProcess:
         """Return the process, started if there is none, or none any more; the caller holds the lock."""
         if self._process is None or self._process.has_ended:
-            callbacks = self._on_begun, self._on_progress, self._on_outcome, self._on_end
-            self._process = WriterProcess(self._nice, self._io_class, *callbacks)
+            self._process = WriterProcess(self._nice, self._io_class, self._on_message, self._on_end)
         return self._process
 
     def _running_for(self, job: WriteJob) -> WriterProcess:
@@ -280,19 +279,21 @@ class BackgroundWriter:
 
     # The following run in the threads that listen to processes.
 
+    def _on_message(self, number: int, message: dict[str, Any]) -> None:
+        if "begun" in message:
+            self._on_begun(number)
+        elif "progress" in message:
+            self._saves[number].handle.progress = Progress(**message["progress"])
+        else:
+            failure = None if message["failure"] is None else Failure.from_dict(message["failure"])
+            self._finish(number, failure, message["seconds"], message["warnings"])
+
     def _on_begun(self, number: int) -> None:
         """Let go of a save's lock, which its process has now. Until then it is kept alive here: it may be a lease."""
         save = self._saves[number]
         if save.lock is not None:
             save.lock.detach()
             save.lock = None
-
-    def _on_progress(self, number: int, progress: Progress) -> None:
-        self._saves[number].handle.progress = progress
-
-    def _on_outcome(self, number: int, outcome: dict[str, Any]) -> None:
-        failure = None if outcome["failure"] is None else Failure.from_dict(outcome["failure"])
-        self._finish(number, failure, outcome["seconds"], outcome["warnings"])
 
     def _on_end(self, process: WriterProcess, how: str) -> None:
         with self._lock:
