@@ -19,7 +19,7 @@ from paddle_flexckpt.native.group_save import GroupSave
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.ranks.group_listener import ask_outcome
-from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
+from paddle_flexckpt.ranks.writer_group import UNKNOWN_OUTCOME, LostCoordinatorError, WriterGroup
 
 
 @dataclass
@@ -117,8 +117,5 @@ def look_for_manifest(job: WriteJob, directory: SaveDirectory, how: str = "") ->
         how = f"{how}: {error}" if how else str(error)
     if len(job.ranks) == 1 and directory.backend.has_path:
         return combine([(job.rank, Failure.of(CheckpointError(how)))])  # what has ended commits nothing there
-    text = (
-        f"its background writer has ended, or has not decided within {job.timeout:g} s: it is not known what became of "
-        "the save. Remedy: look whether the checkpoint is there"
-    )
+    text = UNKNOWN_OUTCOME.format(timeout=job.timeout)
     return combine([(job.coordinator, Failure(LostRankError.__name__, (text,)))])

@@ -27,6 +27,11 @@ from paddle_flexckpt.ranks.presence import FIRST_LOOK_SECONDS, DeathWatch
 _GRACE_SECONDS = 2.0
 # Besides a connection to each member.
 _OTHER_FILES = 200
+# What is wrong with a coordinator that is lost.
+UNKNOWN_OUTCOME = (
+    "its background writer has ended, or has not decided within {timeout:g} s: it is not known what became of the "
+    "save. Remedy: look whether the checkpoint is there"
+)
 
 
 class LostCoordinatorError(LostRankError):
@@ -203,7 +208,7 @@ class WriterGroup(Communicator):
                 ready = self._listener.select(min(left, FIRST_LOOK_SECONDS) if absent else left)
                 if not ready and left <= 0:
                     silent = sorted(others - messages.keys())
-                    raise self._give_up(self._problems(silent, _slow("has written nothing", self._timeout)))
+                    raise self._give_up(self._problems(silent, _slow(self._timeout)))
                 for link in ready:
                     try:
                         message = link.receive(self._exchanges)
@@ -276,11 +281,9 @@ class WriterGroup(Communicator):
             try:
                 left = max(FIRST_LOOK_SECONDS, deadline - time.monotonic())
                 return greet(self._addresses[self._coordinator], self._token, self.position, left)
-            except ConnectionError as error:
-                raise self._lose_coordinator(_unknown(error)) from error
-            except OSError as error:  # its host does not answer, which may pass
-                if time.monotonic() >= deadline:
-                    raise self._lose_coordinator(_slow("has not decided about the save", self._timeout)) from error
+            except OSError as error:  # its process has ended; or its host does not answer, which may pass
+                if isinstance(error, ConnectionError) or time.monotonic() >= deadline:
+                    raise self._lose_coordinator() from error
             time.sleep(FIRST_LOOK_SECONDS)
 
     def _hear(self) -> dict[int, bytes]:
@@ -293,14 +296,14 @@ class WriterGroup(Communicator):
                 left = deadline - time.monotonic()
                 if not self._listener.select(left):
                     if left <= 0:
-                        raise self._lose_coordinator(_slow("has not decided about the save", self._timeout))
+                        raise self._lose_coordinator()
                     continue
                 if link.send():
                     selector.modify(link.connection, selectors.EVENT_READ, link)
                 try:
                     message = link.receive(self._exchanges)
                 except (OSError, EOFError) as error:
-                    raise self._lose_coordinator(_unknown(error)) from error
+                    raise self._lose_coordinator() from error
                 if message is None:
                     continue
                 payload = bytes(message.payloads[0])
@@ -314,7 +317,8 @@ class WriterGroup(Communicator):
         finally:
             selector.unregister(link.connection)
 
-    def _lose_coordinator(self, problem: str) -> LostCoordinatorError:
+    def _lose_coordinator(self) -> LostCoordinatorError:
+        problem = UNKNOWN_OUTCOME.format(timeout=self._timeout)
         self._lost = LostCoordinatorError(self._problems([self._coordinator], problem))
         return self._lost
 
@@ -323,29 +327,19 @@ class WriterGroup(Communicator):
         return "; ".join(combine([(self.ranks[position], failure) for position in positions]).problems)
 
 
-def _unknown(error: Exception) -> str:
-    return (
-        f"it is not known what became of the save: {_end(error)} before it had told the others. Remedy: look whether "
-        "the checkpoint is there"
-    )
-
-
-def _end(error: Exception | None) -> str:
-    is_broken = isinstance(error, OSError) and not isinstance(error, ConnectionError)
-    return f"the connection to it broke ({error})" if is_broken else "its processes have ended"
-
-
 def _gone(error: Exception | None = None) -> str:
+    is_broken = isinstance(error, OSError) and not isinstance(error, ConnectionError)
+    how = f"the connection to it broke ({error})" if is_broken else "its processes have ended"
     return (
-        f"{_end(error)} before it had done its share of the save. Remedy: look into its log (killed? out of memory?), "
-        "and save again"
+        f"{how} before it had done its share of the save. Remedy: look into its log (killed? out of memory?), and save "
+        "again"
     )
 
 
-def _slow(what: str, timeout: float) -> str:
+def _slow(timeout: float) -> str:
     return (
-        f"{what} within {timeout:g} s after others had written: its processes have ended, or it is slower than that. "
-        "Remedy: look into the log of that rank, or give the BackgroundWriter a longer timeout"
+        f"has written nothing within {timeout:g} s after others had written: its processes have ended, or it is slower "
+        "than that. Remedy: look into the log of that rank, or give the BackgroundWriter a longer timeout"
     )
 
 
