@@ -173,6 +173,15 @@ test-crash: $(TEST_STAMP) ## stop saves before each of their calls on files, cut
 	@echo "[make] crash points"
 	@$(BIN)/python -m tests.crash.enumerate --jobs 2
 
+# So many moments, drawn from a seed.
+KILLS ?= 200
+KILLS_SEED ?= 0
+
+.PHONY: test-kills
+test-kills: $(TEST_STAMP) ## kill or stop a process of a save, trainer or writer, at KILLS moments drawn from KILLS_SEED
+	@echo "[make] kills of real processes"
+	@$(BIN)/python -m tests.background.kills --seed $(KILLS_SEED) --count $(KILLS)
+
 # On each file system, and in each of ext4's modes.
 STATES ?= 2000
 
