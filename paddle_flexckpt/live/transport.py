@@ -23,8 +23,8 @@ import numpy as np
 from paddle_flexckpt.catalog.errors import StoppedExchangeError
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.live.shared_stream import SharedReceiver, SharedSender, receive_exactly
+from paddle_flexckpt.ranks.group_listener import GREETING_SECONDS
 from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS
-from paddle_flexckpt.ranks.meeting import GREETING_SECONDS, HELLO
 from paddle_flexckpt.ranks.presence import own_host
 
 # A peer that sends nothing for so long has died or hangs.
@@ -37,6 +37,7 @@ LOOK_SECONDS = 1.0
 Streams = Mapping[int, Iterator[np.ndarray]]
 
 # A port, and how long the name on the machine is.
+_HELLO = struct.Struct("<16si")  # the token of the one that listens, the rank of the one that connects
 _PLACE = struct.Struct("<HB")
 
 
@@ -218,7 +219,7 @@ class SocketTransport(Transport):
 
     def _connect(self, address: bytes) -> socket.socket:
         connection = close_in_forks(self._reach(*place_of(address), self._stall))
-        connection.sendall(HELLO.pack(address[:16], self._ranks[self._position]))
+        connection.sendall(_HELLO.pack(address[:16], self._ranks[self._position]))
         return connection
 
     def _reach(self, host: str, port: int, name: bytes, timeout: float) -> socket.socket:
@@ -307,14 +308,14 @@ class SocketTransport(Transport):
 
     def _greet(self, connection: socket.socket) -> int | None:
         """Return the rank that a connection says it is, or None for a stranger."""
-        hello = bytearray(HELLO.size)
+        hello = bytearray(_HELLO.size)
         # A stranger that says nothing must not keep the members waiting.
         connection.settimeout(min(GREETING_SECONDS, self._stall / 10))
         try:
             receive_exactly(connection, memoryview(hello))
         except (EOFError, OSError):
             return None
-        token, rank = HELLO.unpack(hello)
+        token, rank = _HELLO.unpack(hello)
         return rank if secrets.compare_digest(token, self._token) else None
 
     def _receive_all(self, senders: list[int], incoming: Iterable[Streams]) -> None:

@@ -21,9 +21,10 @@ from typing import Any
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.ranks.framing import Arriving, encode
 from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS
-from paddle_flexckpt.ranks.meeting import GREETING_SECONDS, prepare
 from paddle_flexckpt.ranks.presence import BACKLOG, SECRET_BYTES, split_address
 
+# One that connects says at once what for; a stranger that says nothing is let go.
+GREETING_SECONDS = 10.0
 # Secret of the listener, token of the save, and the sender's position in its group; or it only asks for the outcome.
 _HELLO = struct.Struct(f"<{SECRET_BYTES}s16si")
 _ASKS = -1
@@ -36,6 +37,9 @@ _MOST_SAVES = 16
 _PAUSE_SECONDS = 0.1
 # An answer leaves at once, if it is not very long.
 _ANSWER_SECONDS = 1.0
+# A host that went down says nothing. The kernel asks it after 30 seconds of silence, and gives up after 90. There is no
+# limit for data that is not taken (TCP_USER_TIMEOUT): a rank that is busy may read nothing for long.
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class GroupListener:
@@ -108,6 +112,13 @@ class GroupListener:
             self._ended.popitem(last=False)
         self._answer(token)
         self.serve()
+
+    def close(self) -> None:
+        """Close the socket that listens, and the connections that nobody has taken."""
+        callers = [connection for several in self._callers.values() for _, connection in several]
+        self.selector.close()
+        for each in (self._listener, *self._strangers, *callers):
+            each.close()
 
     def _accept(self) -> None:
         for turn in range(BACKLOG):
@@ -212,3 +223,13 @@ def ask_outcome(address: str, token: bytes, timeout: float) -> bytes | None:
     except (OSError, EOFError):
         return None
     return bytes(answer.payloads[0])
+
+
+def prepare(connection: socket.socket) -> None:
+    """Have a connection not block, send at once, and end when the host at its other end has gone."""
+    connection.setblocking(False)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        if hasattr(socket, option):  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

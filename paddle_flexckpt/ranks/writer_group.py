@@ -19,8 +19,7 @@ from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
 from paddle_flexckpt.ranks.communicator import Communicator, failed, raise_failures
 from paddle_flexckpt.ranks.framing import Arriving, Leaving, encode
-from paddle_flexckpt.ranks.group_listener import FAREWELL, PAYLOADS, GroupListener, greet, hang_up
-from paddle_flexckpt.ranks.meeting import prepare
+from paddle_flexckpt.ranks.group_listener import FAREWELL, PAYLOADS, GroupListener, greet, hang_up, prepare
 from paddle_flexckpt.ranks.presence import FIRST_LOOK_SECONDS, DeathWatch
 
 # The coordinator gives up at the timeout; the others hear of that a little later.

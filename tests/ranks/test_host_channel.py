@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import LostRankError
-from paddle_flexckpt.ranks import host_channel, lost_ranks, meeting
+from paddle_flexckpt.ranks import group_listener, host_channel, lost_ranks, meeting
 from paddle_flexckpt.ranks.host_channel import HostChannel
 from paddle_flexckpt.ranks.lost_ranks import announce
+from paddle_flexckpt.ranks.presence import split_address
 from tests.remedies.following import advised
 
 # More than the sockets at both ends of a connection hold: a sender has to wait for its receiver.
@@ -256,7 +257,9 @@ def test_a_rank_that_dies_is_named_when_each_gets_its_own(ranks):
 # -- strangers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hello", [b"", b"short", b"GET / HTTP/1.1\r\n\r\n--", b"wrong token 1234\1\0\0\0", "rank"])
+@pytest.mark.parametrize(
+    "hello", [b"", b"short", b"GET / HTTP/1.1\r\n\r\n--", b"wrong secret 123" + bytes(16) + b"\1\0\0\0", "rank"]
+)
 def test_strangers_are_let_go(ranks, store, hello):
     group = ranks(2)
     with contextlib.ExitStack() as stack:
@@ -265,11 +268,10 @@ def test_strangers_are_let_go(ranks, store, hello):
         def stranger() -> None:
             while store.add("flexckpt/meeting/g/0/there", 0) == 0:
                 calling.wait(0.01)
-            token, _, address = store.get("flexckpt/meeting/g/0").decode().partition(" ")
-            host, _, port = address.rpartition(":")
-            own = stack.enter_context(socket.create_connection((host, int(port))))
-            # Who knows the token, but is nobody who is waited for, is a stranger too.
-            own.sendall(bytes.fromhex(token) + b"\5\0\0\0" if hello == "rank" else hello)
+            place, secret = split_address(store.get("flexckpt/meeting/g/0").decode())
+            own = stack.enter_context(socket.create_connection(place))
+            # Who knows the secret, but is nobody who is waited for, is a stranger too.
+            own.sendall(secret + bytes(16) + b"\5\0\0\0" if hello == "rank" else hello)
             calling.set()
 
         def work(channel):
@@ -285,10 +287,10 @@ def test_strangers_are_let_go(ranks, store, hello):
 
 
 def test_a_stranger_that_says_nothing_is_not_kept(store, monkeypatch):
-    monkeypatch.setattr(meeting, "GREETING_SECONDS", 0.0)
+    monkeypatch.setattr(group_listener, "GREETING_SECONDS", 0.0)
     with meeting.Meeting(store, "g", 0, set(), {1}) as open_meeting:
-        host, _, port = store.get("flexckpt/meeting/g/0").decode().partition(" ")[2].rpartition(":")
-        with socket.create_connection((host, int(port)), timeout=300) as stranger:
+        place, _ = split_address(store.get("flexckpt/meeting/g/0").decode())
+        with socket.create_connection(place, timeout=300) as stranger:
             with pytest.raises(TimeoutError, match="rank 1 has not come for 1 s"):
                 open_meeting.hold(1.0)
             assert stranger.recv(1) == b""

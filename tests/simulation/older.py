@@ -24,6 +24,7 @@ _HERE = f"{_PACKAGE}.testing.simulation"
 # Modules that the simulated ranks bring along.
 _BROUGHT = (
     "ranks/framing.py",
+    "ranks/group_listener.py",
     "ranks/host_channel.py",
     "ranks/meeting.py",
     "ranks/lost_ranks.py",
