@@ -24,12 +24,12 @@ from multiprocessing.connection import Connection, wait
 from types import FrameType
 from typing import Any
 
-from paddle_flexckpt.testing.simulation.cluster import Cluster, Outcome
-from paddle_flexckpt.testing.simulation.drawing import draw
-from paddle_flexckpt.testing.simulation.remembered import Memory, remembering
-from paddle_flexckpt.testing.simulation.scenario import DAY, Case
-from paddle_flexckpt.testing.simulation.scheduler import Scheduler
-from paddle_flexckpt.testing.simulation.tasks import StuckError
+from tests.simulated.cluster import Cluster, Outcome
+from tests.simulated.drawing import draw
+from tests.simulated.remembered import Memory, remembering
+from tests.simulated.scenario import DAY, Case
+from tests.simulated.scheduler import Scheduler
+from tests.simulated.tasks import StuckError
 
 # A run takes a second or two. In twice the time its process is ended, should the run not end for being told.
 RUN_SECONDS = 60.0

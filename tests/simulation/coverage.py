@@ -49,9 +49,9 @@ def run_part(part: int, options: argparse.Namespace, directory: Path) -> str:
     if any(name.startswith(_PACKAGE) for name in sys.modules):
         raise RuntimeError("the library was imported before the measurement began")
     measured = start(directory / f"part.{part}")
-    from paddle_flexckpt.testing.simulation.cluster import simulate
-    from paddle_flexckpt.testing.simulation.drawing import draw
-    from paddle_flexckpt.testing.simulation.scenario import Case
+    from tests.simulated.cluster import simulate
+    from tests.simulated.drawing import draw
+    from tests.simulated.scenario import Case
     from tests.simulation.campaign import Totals
     from tests.simulation.run import FOUND
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_flexckpt.testing.simulation.modules import library_modules
-from paddle_flexckpt.testing.simulation.scenario import Case
 from paddle_flexckpt.undo import Undo
+from tests.simulated.modules import library_modules
+from tests.simulated.scenario import Case
 from tests.simulation import wrong
 
 _PACKAGE = "paddle_flexckpt"
@@ -59,7 +59,9 @@ class Mistake:
                 if classes:
                     undo.set(owner, name, change(right))
                 else:
-                    undo.replace_everywhere(name, right, change(right), _PACKAGE)
+                    wrong = change(right)
+                    for package in (_PACKAGE, "tests"):  # who uses the library makes the mistake too
+                        undo.replace_everywhere(name, right, wrong, package)
             yield
         finally:
             undo.put_back()

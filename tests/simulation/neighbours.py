@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from paddle_flexckpt.testing.simulation.drawing import draw, draw_fault, draw_meeting
-from paddle_flexckpt.testing.simulation.habits import draw_habits
-from paddle_flexckpt.testing.simulation.scenario import (
+from tests.simulated.drawing import draw, draw_fault, draw_meeting
+from tests.simulated.habits import draw_habits
+from tests.simulated.scenario import (
     MOMENTS,
     Case,
     Fault,

@@ -20,6 +20,7 @@ from pathlib import Path
 COMMIT = "f01905d"
 _ROOT = Path(__file__).parents[2]
 _PACKAGE = "paddle_flexckpt"
+# Where the simulation was then; library_modules() has the package's own modules alone.
 _HERE = f"{_PACKAGE}.testing.simulation"
 # Modules that the simulated ranks bring along.
 _BROUGHT = (
@@ -35,6 +36,7 @@ _BROUGHT = (
 _ROOMS = ("background", "catalog", "execution", "manager", "planning", "runtime", "storage")
 # What was elsewhere then, or was not yet.
 _MOVED = {
+    "tests.simulated": _HERE,
     **{f"{_PACKAGE}.{name[:-3].replace('/', '.')}": f"{_HERE}.own_{Path(name).stem}" for name in _BROUGHT},
     f"from {_PACKAGE}.ranks import lost_ranks": f"from {_HERE} import own_lost_ranks as lost_ranks",
     f"from {_PACKAGE}.foreign.paddle_metadata import PADDLE_METADATA": 'PADDLE_METADATA = "0.metadata"',
@@ -84,8 +86,8 @@ print(f"{number} runs, {others} with other violations")
 
 def bring(tree: Path) -> None:
     """Copy the simulation into an older tree."""
-    target = tree / _PACKAGE / "testing" / "simulation"
-    shutil.copytree(_ROOT / _PACKAGE / "testing" / "simulation", target, ignore=shutil.ignore_patterns("__pycache__"))
+    target = tree.joinpath(*_HERE.split("."))
+    shutil.copytree(_ROOT / "tests" / "simulated", target, ignore=shutil.ignore_patterns("__pycache__"))
     for name in _BROUGHT:
         shutil.copy(_ROOT / _PACKAGE / name, target / f"own_{Path(name).name}")
     # Object stores were reached by other ways.

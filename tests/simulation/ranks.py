@@ -12,9 +12,9 @@ from unittest import mock
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
-from paddle_flexckpt.testing.simulation.habits import sizes_for
-from paddle_flexckpt.testing.simulation.tasks import Process
-from paddle_flexckpt.testing.simulation.training import (
+from tests.simulated.habits import sizes_for
+from tests.simulated.tasks import Process
+from tests.simulated.training import (
     LARGE,
     SHAPES,
     ChannelCommunicator,
@@ -22,7 +22,7 @@ from paddle_flexckpt.testing.simulation.training import (
     shards,
     versions_in,
 )
-from paddle_flexckpt.testing.simulation.trees import tree_of
+from tests.simulated.trees import tree_of
 from tests.simulation import test_library_files
 from tests.simulation.test_library_files import Library
 

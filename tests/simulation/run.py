@@ -19,11 +19,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from paddle_flexckpt.testing.simulation.cluster import simulate
-from paddle_flexckpt.testing.simulation.drawing import draw
-from paddle_flexckpt.testing.simulation.scenario import Case
-from paddle_flexckpt.testing.simulation.shrink import shrink
-from paddle_flexckpt.testing.simulation.story import timeline
+from tests.simulated.cluster import simulate
+from tests.simulated.drawing import draw
+from tests.simulated.scenario import Case
+from tests.simulated.shrink import shrink
+from tests.simulated.story import timeline
 from tests.simulation.campaign import REPEATED, run_seeds
 from tests.simulation.neighbours import FOUND, draw_neighbour
 

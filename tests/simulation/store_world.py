@@ -17,14 +17,14 @@ from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
-from paddle_flexckpt.testing.simulation.modules import process_state, simulated
-from paddle_flexckpt.testing.simulation.object_store import Conduct, Effect, Fate, ObjectStore
-from paddle_flexckpt.testing.simulation.object_store_clients import install
-from paddle_flexckpt.testing.simulation.processes import Processes
-from paddle_flexckpt.testing.simulation.scheduler import Node, Scheduler
-from paddle_flexckpt.testing.simulation.tasks import Process
-from paddle_flexckpt.testing.simulation.threads import Threads
 from paddle_flexckpt.undo import Undo
+from tests.simulated.modules import process_state, simulated
+from tests.simulated.object_store import Conduct, Effect, Fate, ObjectStore
+from tests.simulated.object_store_clients import install
+from tests.simulated.processes import Processes
+from tests.simulated.scheduler import Node, Scheduler
+from tests.simulated.tasks import Process
+from tests.simulated.threads import Threads
 
 ELEMENTS = 1500
 FAULTS: dict[Fate, float] = {"lost": 0.03, "refused": 0.03, "reset": 0.03, "cut": 0.02}

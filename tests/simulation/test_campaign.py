@@ -12,9 +12,9 @@ import pytest
 pytest.importorskip("paddle")
 pytest.importorskip("greenlet")
 
-from paddle_flexckpt.testing.simulation import training
-from paddle_flexckpt.testing.simulation.cluster import Cluster
-from paddle_flexckpt.testing.simulation.scenario import Case, Scenario
+from tests.simulated import training
+from tests.simulated.cluster import Cluster
+from tests.simulated.scenario import Case, Scenario
 from tests.simulation import campaign
 from tests.simulation.campaign import run_seeds
 

@@ -18,15 +18,15 @@ pytest.importorskip("greenlet")
 from paddle_flexckpt.engine import verification
 from paddle_flexckpt.media import lease, retrying
 from paddle_flexckpt.native.verify import Verification
-from paddle_flexckpt.testing.simulation.cluster import Cluster, simulate
-from paddle_flexckpt.testing.simulation.drawing import draw
-from paddle_flexckpt.testing.simulation.faults import phase_of
-from paddle_flexckpt.testing.simulation.habits import HABITS
-from paddle_flexckpt.testing.simulation.object_store import Fate
-from paddle_flexckpt.testing.simulation.scenario import DAY, KINDS, MOMENTS, Case, Fault, Scenario
-from paddle_flexckpt.testing.simulation.tasks import Process, StuckError
-from paddle_flexckpt.testing.simulation.world import ROOT
 from tests.saved import data_file, short
+from tests.simulated.cluster import Cluster, simulate
+from tests.simulated.drawing import draw
+from tests.simulated.faults import phase_of
+from tests.simulated.habits import HABITS
+from tests.simulated.object_store import Fate
+from tests.simulated.scenario import DAY, KINDS, MOMENTS, Case, Fault, Scenario
+from tests.simulated.tasks import Process, StuckError
+from tests.simulated.world import ROOT
 from tests.simulation.mistakes import make
 from tests.simulation.run import FOUND
 

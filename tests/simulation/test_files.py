@@ -7,12 +7,12 @@ from random import Random
 
 import pytest
 
-from paddle_flexckpt.testing.simulation.contents import Content
-from paddle_flexckpt.testing.simulation.files import FileSystem
-from paddle_flexckpt.testing.simulation.inodes import Directory
-from paddle_flexckpt.testing.simulation.trees import fill, tree_of
 from tests.crash.file_system import Call
 from tests.crash.power_loss import Disk
+from tests.simulated.contents import Content
+from tests.simulated.files import FileSystem
+from tests.simulated.inodes import Directory
+from tests.simulated.trees import fill, tree_of
 
 # A few names and bytes, so that the states are few enough to be compared as sets.
 DURABLE = {"old": b"0123", "d": None, "d/kept": b"ab"}

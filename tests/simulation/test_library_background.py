@@ -21,11 +21,11 @@ from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.live import shared_saves
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
-from paddle_flexckpt.testing.simulation import training
-from paddle_flexckpt.testing.simulation.network import End
-from paddle_flexckpt.testing.simulation.tasks import Process
-from paddle_flexckpt.testing.simulation.trees import fill, tree_of
 from tests.saved import short
+from tests.simulated import training
+from tests.simulated.network import End
+from tests.simulated.tasks import Process
+from tests.simulated.trees import fill, tree_of
 from tests.simulation.ranks import (
     ROOT,
     Ranks,

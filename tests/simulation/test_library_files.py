@@ -27,12 +27,12 @@ from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
-from paddle_flexckpt.testing.simulation.modules import process_state, simulated
-from paddle_flexckpt.testing.simulation.processes import Processes
-from paddle_flexckpt.testing.simulation.sockets import Sockets
-from paddle_flexckpt.testing.simulation.tasks import Process
-from paddle_flexckpt.testing.simulation.threads import Threads
-from paddle_flexckpt.testing.simulation.trees import fill, tree_of
+from tests.simulated.modules import process_state, simulated
+from tests.simulated.processes import Processes
+from tests.simulated.sockets import Sockets
+from tests.simulated.tasks import Process
+from tests.simulated.threads import Threads
+from tests.simulated.trees import fill, tree_of
 from tests.simulation.test_system import World
 
 RUN = "/run/a"

@@ -38,9 +38,9 @@ from paddle_flexckpt.manager import (
 )
 from paddle_flexckpt.parallel import uninstall
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
-from paddle_flexckpt.testing.simulation.training import versions_in
-from paddle_flexckpt.testing.simulation.trees import fill, tree_of
 from tests.saved import data_file
+from tests.simulated.training import versions_in
+from tests.simulated.trees import fill, tree_of
 from tests.simulation.ranks import (
     DEAD,
     ROOT,

@@ -25,8 +25,8 @@ from paddle_flexckpt.native import row_files
 from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
-from paddle_flexckpt.testing.simulation.object_store import ServerError
-from paddle_flexckpt.testing.simulation.trees import tree_of
+from tests.simulated.object_store import ServerError
+from tests.simulated.trees import tree_of
 from tests.simulation.store_world import store_world
 from tests.simulation.test_library_files import Library
 

@@ -26,9 +26,9 @@ from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
-from paddle_flexckpt.testing.simulation.calls import LateError
-from paddle_flexckpt.testing.simulation.training import ChannelCommunicator, Store
-from paddle_flexckpt.testing.simulation.trees import Tree, fill, tree_of
+from tests.simulated.calls import LateError
+from tests.simulated.training import ChannelCommunicator, Store
+from tests.simulated.trees import Tree, fill, tree_of
 from tests.simulation.test_library_files import Library
 
 RUN = "/run/a"

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("s3fs")
 pytest.importorskip("greenlet")
 
-from paddle_flexckpt.testing.simulation.scenario import Case, Fault, Scenario
+from tests.simulated.scenario import Case, Fault, Scenario
 from tests.simulation.mistakes import MISTAKES, make
 from tests.simulation.store_world import seeds_until_broken
 
@@ -70,7 +70,7 @@ def test_a_few_seeds_find_some(name):
 
 def test_errors_of_a_rank_that_are_not_the_librarys_own_are_seen():
     pytest.importorskip("paddle")
-    from paddle_flexckpt.testing.simulation.cluster import simulate
+    from tests.simulated.cluster import simulate
 
     fault = Fault("io_error", 999.0, "rank:1", "data", amount=5.0)
     case = Case(Scenario(1, (3,), steps=1, step_seconds=1000.0), (fault,))
@@ -112,7 +112,7 @@ MEETINGS: dict[str, tuple[dict[str, Any], tuple[Fault, ...]]] = {
 @pytest.mark.parametrize("name", MEETINGS)
 def test_a_meeting_finds(name):
     pytest.importorskip("paddle")
-    from paddle_flexckpt.testing.simulation.cluster import simulate
+    from tests.simulated.cluster import simulate
 
     options, faults = MEETINGS[name]
     options = {"steps": 2, "step_seconds": 1000.0, **options}

@@ -7,8 +7,8 @@ import inspect
 from collections.abc import Iterator
 from types import ModuleType
 
-from paddle_flexckpt.testing.simulation.modules import library_modules, process_state, simulated
-from paddle_flexckpt.testing.simulation.scheduler import Scheduler
+from tests.simulated.modules import library_modules, process_state, simulated
+from tests.simulated.scheduler import Scheduler
 
 # What a run depends on besides its seed.
 REPLACED = frozenset(

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("greenlet")
 
-from paddle_flexckpt.testing.simulation.scenario import KINDS, Case
+from tests.simulated.scenario import KINDS, Case
 from tests.simulation.campaign import Totals, simulate_one
 from tests.simulation.neighbours import draw_neighbour, known
 

@@ -12,13 +12,13 @@ from paddle_flexckpt.ranks import host_channel
 from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome
 from paddle_flexckpt.ranks.presence import address_of, open_presence
 from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
-from paddle_flexckpt.testing.simulation.modules import process_state, simulated
-from paddle_flexckpt.testing.simulation.network import BUFFER_BYTES, Network
-from paddle_flexckpt.testing.simulation.processes import Processes
-from paddle_flexckpt.testing.simulation.scheduler import Node, Scheduler
-from paddle_flexckpt.testing.simulation.sockets import Sockets
-from paddle_flexckpt.testing.simulation.tasks import Process
-from paddle_flexckpt.testing.simulation.threads import Namespace, Threads
+from tests.simulated.modules import process_state, simulated
+from tests.simulated.network import BUFFER_BYTES, Network
+from tests.simulated.processes import Processes
+from tests.simulated.scheduler import Node, Scheduler
+from tests.simulated.sockets import Sockets
+from tests.simulated.tasks import Process
+from tests.simulated.threads import Namespace, Threads
 
 
 class Store:

@@ -12,10 +12,10 @@ pytest.importorskip("greenlet")
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.media import remote
-from paddle_flexckpt.testing.simulation import object_store
-from paddle_flexckpt.testing.simulation.object_store import Fate, ServerError
-from paddle_flexckpt.testing.simulation.tasks import Process
 from tests.saved import short, short_names
+from tests.simulated import object_store
+from tests.simulated.object_store import Fate, ServerError
+from tests.simulated.tasks import Process
 from tests.simulation.store_world import FAULTS, PART_BYTES, StoreWorld, compete, store_world
 
 URL = "s3://bucket/run"

@@ -12,10 +12,10 @@ pytest.importorskip("greenlet")
 
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.planning.matching import ShardMatcher
-from paddle_flexckpt.testing.simulation import remembered
-from paddle_flexckpt.testing.simulation.cluster import simulate
-from paddle_flexckpt.testing.simulation.remembered import Memory, remembering
-from paddle_flexckpt.testing.simulation.scenario import Case, Scenario
+from tests.simulated import remembered
+from tests.simulated.cluster import simulate
+from tests.simulated.remembered import Memory, remembering
+from tests.simulated.scenario import Case, Scenario
 
 CASES = [
     Case(Scenario(3, (2,), steps=2)),

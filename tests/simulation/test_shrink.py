@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paddle_flexckpt.testing.simulation.drawing import draw
-from paddle_flexckpt.testing.simulation.scenario import Case, Fault, Scenario
-from paddle_flexckpt.testing.simulation.shrink import shrink
-from paddle_flexckpt.testing.simulation.story import clock, fingerprint, timeline
+from tests.simulated.drawing import draw
+from tests.simulated.scenario import Case, Fault, Scenario
+from tests.simulated.shrink import shrink
+from tests.simulated.story import clock, fingerprint, timeline
 
 
 def test_only_what_matters_is_left() -> None:

@@ -18,17 +18,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from paddle_flexckpt.testing.simulation.calls import LateError, ShortWrite
-from paddle_flexckpt.testing.simulation.files import FileSystem
-from paddle_flexckpt.testing.simulation.modules import library_modules
-from paddle_flexckpt.testing.simulation.network import Network
-from paddle_flexckpt.testing.simulation.scheduler import Node, Scheduler
-from paddle_flexckpt.testing.simulation.sockets import Sockets
-from paddle_flexckpt.testing.simulation.system import System
-from paddle_flexckpt.testing.simulation.tasks import Killed, Process
-from paddle_flexckpt.testing.simulation.threads import Namespace
-from paddle_flexckpt.testing.simulation.trees import tree_of
 from tests.ramdisk import memory_directory
+from tests.simulated.calls import LateError, ShortWrite
+from tests.simulated.files import FileSystem
+from tests.simulated.modules import library_modules
+from tests.simulated.network import Network
+from tests.simulated.scheduler import Node, Scheduler
+from tests.simulated.sockets import Sockets
+from tests.simulated.system import System
+from tests.simulated.tasks import Killed, Process
+from tests.simulated.threads import Namespace
+from tests.simulated.trees import tree_of
 from tests.simulation.call_programs import Player, program_of
 
 
