@@ -49,6 +49,7 @@ class SharedSave:
         self._before: list[str] = []
         # Whether there is something here that this rank may remove: not from the commit on.
         self._is_removable = False
+        self._is_committing = False
         self._partitions: PartitionWriter | None = None
 
     @property
@@ -128,7 +129,8 @@ class SharedSave:
         Raises:
             CheckpointError: The coordinator could not commit.
         """
-        self._is_removable = False  # the coordinator alone knows whether it has committed
+        # The coordinator alone knows whether it has committed.
+        self._is_removable, self._is_committing = False, True
         if self._partitions is None:
             self._save.commit(received, self._context)
         else:
@@ -140,8 +142,14 @@ class SharedSave:
             self.directory.commit_manifest(self.names, manifest, is_checked=True)
 
     def discard(self) -> None:
-        """Remove what all ranks wrote, unless the save may exist: the task of the coordinator, which has the lock."""
-        if self.is_coordinator and self.lock is not None and self._is_removable:
+        """Remove what all ranks wrote, unless the save may exist: the task of the coordinator, which has the lock.
+
+        If the commit failed because somebody else has the right to save by now, the marker has gone, and nobody else
+        looks for this rank's files.
+        """
+        if self._is_committing:
+            self.directory.discard_late(self.names, [self._comm.rank])
+        elif self.is_coordinator and self.lock is not None:
             count = self._partitions.count if self._partitions else 0
             self.directory.discard(self.names, self._comm.ranks, count)
 
