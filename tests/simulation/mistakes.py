@@ -105,12 +105,6 @@ MISTAKES = {
             can_show=lambda case: case.scenario.jobs > 1,
         ),
         Mistake(
-            "removes-by-name",
-            "who could not write an object removes what has its name",
-            {"media.remote_files:RemoteOutputFile.abort": wrong.removes_by_name},
-            "store",
-        ),
-        Mistake(
             "commits-over-another",
             "a manifest is put in place without the condition that nobody else has put one there",
             {"media.s3:S3Medium.publish": wrong.publishes_whatever},

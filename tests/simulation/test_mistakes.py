@@ -133,10 +133,8 @@ def test_a_meeting_finds(name):
         "lease-at-once",
         "lease-checked-once",
         "lease-not-checked",
-        "names-believed",
         "no-lock",
         "old-first",
-        "removes-by-name",
     ],
 )
 def test_an_object_store_finds_mistakes_and_nothing_else(name, record_property):

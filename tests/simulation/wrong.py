@@ -122,16 +122,6 @@ def overwrites(right: Any) -> Any:
     return lambda self, unique_id, names, overwrite=True: right(self, unique_id, names)
 
 
-def removes_by_name(right: Any) -> Any:
-    def abort(self: Any) -> None:
-        right(self)
-        if self._exclusive:
-            with contextlib.suppress(OSError):
-                self._medium.remove(self._name)
-
-    return abort
-
-
 def publishes_whatever(right: Any) -> Any:
     return lambda self, name, data, replaced, before: self.put(name, data, before=before)
 
