@@ -1,7 +1,7 @@
 """Make a table of bounds, a table of all rows and a plot of what the benchmarks have written.
 
 python -m benchmarks.report bench-output            # bench-output/table.md and plots
-python -m benchmarks.report bench-output --docs     # the same into docs/
+python -m benchmarks.report bench-output --docs     # into docs/ and benchmarks/results/ too
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any
 
 from benchmarks.harness import Row, lines, number
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, FULL = DOCS / "benchmarks.md", DOCS / "benchmarks-table.md"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+PAGE, FULL = DOCS / "benchmarks.md", RESULTS / "table.md"
 HEAD = """# All rows of the benchmarks
 
-`python -m benchmarks.report` writes this file; [benchmarks.md](benchmarks.md) explains it."""
+`python -m benchmarks.report bench-output --docs` writes this file. [docs/benchmarks.md](../../docs/benchmarks.md)
+explains it."""
 # Files that are made with the results, so that no link leads to nothing before.
-LINKS = """[benchmarks-table.md](benchmarks-table.md) has a line for each case.
+LINKS = """[benchmarks/results/table.md](../benchmarks/results/table.md) has a line for each case.
 
 ![seconds of saves and loads on two ranks, as multiples of this library's](benchmarks-compare.svg)"""
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -33,7 +35,7 @@ PEERS = ("raw", "memcpy", "Paddle", "Paddle safetensors", "DCP", "safetensors", 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="where the results are")
-    parser.add_argument("--docs", action="store_true", help="write into docs/ too")
+    parser.add_argument("--docs", action="store_true", help="write into docs/ and benchmarks/results/ too")
     options = parser.parse_args(argv)
     found = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.directory.glob("*.json"))
@@ -48,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         page = PAGE.read_text(encoding="utf-8")
         before, after = page.partition(BEGIN)[0], page.partition(END)[2]
         PAGE.write_text(f"{before}{BEGIN}\n\n{short}\n\n{LINKS}\n\n{END}{after}", encoding="utf-8")
+        RESULTS.mkdir(exist_ok=True)
         FULL.write_text(f"{HEAD}\n\n{full}\n", encoding="utf-8")
         plot(results, DOCS)
 
