@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> None:
     }
     results = {name: result for name, result in found.items() if "rows" in result}
     why = reasons(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
-    short, full = summary(results, why), table(results, why)
+    short, full = summary(results), table(results, why)
     (options.directory / "table.md").write_text(f"{short}\n\n{full}\n", encoding="utf-8")
     print(short)
     plot(results, options.directory)
@@ -60,22 +60,20 @@ def rows_of(results: Mapping[str, Any]) -> dict[str, list[Row]]:
     return {name: [Row(**row) for row in result["rows"]] for name, result in results.items()}
 
 
-def summary(results: Mapping[str, Any], why: Mapping[str, str]) -> str:
-    """Return a line for each bound, with the case that keeps it least."""
+def summary(results: Mapping[str, Any]) -> str:
+    """Return a line for each bound, with the case that keeps it least; the page has the reasons."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in (row for rows in rows_of(results).values() for row in rows if row.bound):
         groups.setdefault((row.what.partition(":")[0], row.bound), []).append(row)
-    text = ["| bound | | cases kept | least | spread | where | | |", "|---|---|---|---|---|---|---|---|"]
+    text = ["| bound | cases kept | least | where | |", "|---|---|---|---|---|"]
     for (what, bound), rows in groups.items():
         worst = min(rows, key=lambda row: row.reach)
         kept = sum(bool(row.passes) for row in rows)
         unit = f" {worst.unit}" if worst.unit else ""
-        spread = f"{number(worst.least)} to {number(worst.most)}" if worst.turns > 1 else ""
-        reason = "" if kept == len(rows) else reason_of(worst, why)
-        verdict = "pass" if kept == len(rows) else "FAIL"
-        where, remark = worst.what.partition(": ")[2], "; ".join(filter(None, (worst.note, reason)))
+        remark = "; ".join(filter(None, ("" if kept == len(rows) else "FAIL", worst.note)))
+        where = worst.what.partition(": ")[2]
         middle = number(worst.median) + unit
-        cells = (what, bound + unit, f"{kept} of {len(rows)}", middle, spread, where, verdict, remark)
+        cells = (f"{what} {bound}{unit}", f"{kept}/{len(rows)}", middle, where, remark)
         text.append("| " + " | ".join(cells) + " |")
     judged = [row.passes for rows in groups.values() for row in rows]
     told = [f"{sum(judged)} of {len(judged)} bounded rows keep their bound."]
