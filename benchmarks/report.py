@@ -1,7 +1,7 @@
 """Make a table of bounds, a table of all rows and a plot of what the benchmarks have written.
 
 python -m benchmarks.report bench-output            # bench-output/table.md and plots
-python -m benchmarks.report bench-output --docs     # the same into docs/
+python -m benchmarks.report bench-output --docs     # into docs/ and benchmarks/results/ too
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any
 
 from benchmarks.harness import Row, lines, number
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-PAGE, FULL = DOCS / "benchmarks.md", DOCS / "benchmarks-table.md"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS, RESULTS = ROOT / "docs", ROOT / "benchmarks" / "results"
+PAGE, FULL = DOCS / "benchmarks.md", RESULTS / "table.md"
 HEAD = """# All rows of the benchmarks
 
-`python -m benchmarks.report` writes this file; [benchmarks.md](benchmarks.md) explains it."""
+`python -m benchmarks.report bench-output --docs` writes this file. [docs/benchmarks.md](../../docs/benchmarks.md)
+explains it."""
 # Files that are made with the results, so that no link leads to nothing before.
-LINKS = """[benchmarks-table.md](benchmarks-table.md) has a line for each case.
+LINKS = """[benchmarks/results/table.md](../benchmarks/results/table.md) has a line for each case.
 
 ![seconds of saves and loads on two ranks, as multiples of this library's](benchmarks-compare.svg)"""
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -33,14 +35,14 @@ PEERS = ("raw", "memcpy", "Paddle", "Paddle safetensors", "DCP", "safetensors", 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("directory", type=Path, help="where the results are")
-    parser.add_argument("--docs", action="store_true", help="write into docs/ too")
+    parser.add_argument("--docs", action="store_true", help="write into docs/ and benchmarks/results/ too")
     options = parser.parse_args(argv)
     found = {
         path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(options.directory.glob("*.json"))
     }
     results = {name: result for name, result in found.items() if "rows" in result}
     why = reasons(PAGE.read_text(encoding="utf-8")) if PAGE.exists() else {}
-    short, full = summary(results, why), table(results, why)
+    short, full = summary(results), table(results, why)
     (options.directory / "table.md").write_text(f"{short}\n\n{full}\n", encoding="utf-8")
     print(short)
     plot(results, options.directory)
@@ -48,6 +50,7 @@ def main(argv: list[str] | None = None) -> None:
         page = PAGE.read_text(encoding="utf-8")
         before, after = page.partition(BEGIN)[0], page.partition(END)[2]
         PAGE.write_text(f"{before}{BEGIN}\n\n{short}\n\n{LINKS}\n\n{END}{after}", encoding="utf-8")
+        RESULTS.mkdir(exist_ok=True)
         FULL.write_text(f"{HEAD}\n\n{full}\n", encoding="utf-8")
         plot(results, DOCS)
 
@@ -57,22 +60,20 @@ def rows_of(results: Mapping[str, Any]) -> dict[str, list[Row]]:
     return {name: [Row(**row) for row in result["rows"]] for name, result in results.items()}
 
 
-def summary(results: Mapping[str, Any], why: Mapping[str, str]) -> str:
-    """Return a line for each bound, with the case that keeps it least."""
+def summary(results: Mapping[str, Any]) -> str:
+    """Return a line for each bound, with the case that keeps it least; the page has the reasons."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in (row for rows in rows_of(results).values() for row in rows if row.bound):
         groups.setdefault((row.what.partition(":")[0], row.bound), []).append(row)
-    text = ["| bound | | cases kept | least | spread | where | | |", "|---|---|---|---|---|---|---|---|"]
+    text = ["| bound | cases kept | least | where | |", "|---|---|---|---|---|"]
     for (what, bound), rows in groups.items():
         worst = min(rows, key=lambda row: row.reach)
         kept = sum(bool(row.passes) for row in rows)
         unit = f" {worst.unit}" if worst.unit else ""
-        spread = f"{number(worst.least)} to {number(worst.most)}" if worst.turns > 1 else ""
-        reason = "" if kept == len(rows) else reason_of(worst, why)
-        verdict = "pass" if kept == len(rows) else "FAIL"
-        where, remark = worst.what.partition(": ")[2], "; ".join(filter(None, (worst.note, reason)))
+        remark = "; ".join(filter(None, ("" if kept == len(rows) else "FAIL", worst.note)))
+        where = worst.what.partition(": ")[2]
         middle = number(worst.median) + unit
-        cells = (what, bound + unit, f"{kept} of {len(rows)}", middle, spread, where, verdict, remark)
+        cells = (f"{what} {bound}{unit}", f"{kept}/{len(rows)}", middle, where, remark)
         text.append("| " + " | ".join(cells) + " |")
     judged = [row.passes for rows in groups.values() for row in rows]
     told = [f"{sum(judged)} of {len(judged)} bounded rows keep their bound."]

@@ -19,7 +19,7 @@ from paddle_flexckpt.cli.main import build_parser
 ROOT = Path(__file__).resolve().parents[1]
 #: What documents link to, besides each other.
 COPIED = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "docs", "patches", "examples")
-LINKED = ("paddle_flexckpt/testing/cpu_world/__init__.py",)
+LINKED = ("benchmarks/results/table.md", "paddle_flexckpt/testing/cpu_world/__init__.py")
 #: Names that are public in a module of their own: what functions of the package take and return.
 MORE = {
     "Options": [

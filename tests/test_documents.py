@@ -31,6 +31,7 @@ _EXAMPLE = "needs PaddleNLP; `make test-trainer` launches a script like it under
 #: By document and a part of the block, the reason why it is not run.
 NOT_RUN = {
     ("docs/design.md", "all have written"): "a drawing",
+    ("docs/design.md", "worlds of worker processes"): "a drawing",
     ("README.md", "make demo "): "CI runs `make test`; tests/test_demo.py runs what `make demo` does",
     ("README.md", "pip install -e"): "needs a package index; CI and tests/test_typing.py install so",
     ("README.md", "--save_checkpoint_format"): _TRAINER,

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
     *ROOT.glob("*.md"),
     *ROOT.glob("docs/*.md"),
+    *ROOT.glob("benchmarks/*/*.md"),
     *ROOT.glob("patches/*.md"),
     *ROOT.glob("examples/*/*.md"),
 ]

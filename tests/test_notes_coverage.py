@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "notes_coverage.md"
+PAGE = TESTS / "notes_coverage.md"
 NO_TEST = ("Outside a checkpoint: ", "Cannot run here: ")
 #: Sections of the notes: every one has a row.
 SECTIONS = {

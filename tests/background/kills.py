@@ -1,6 +1,6 @@
 """Saves of which one process is killed or stopped at a random moment: a trainer, or a writer.
 
-    python -m tests.background.kills [--seed SEED] [--first NUMBER] [--count COUNT]
+    python -m tests.background.kills [--seed SEED] [--first NUMBER] [--count COUNT] [--record]
 
 Each rank is a process that saves over a checkpoint of version 1, with a writer of its own if the save is asynchronous.
 The victim, of the rank that commits or of another, is killed or stopped at one of its calls, or right before or after
@@ -38,6 +38,7 @@ from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import SOLO, load_shards, shards
 from tests.background.kill_jobs import Job, draw
 from tests.background.killed_ranks import Trainer
+from tests.campaigns import recording
 from tests.ramdisk import memory_directory
 
 UNKNOWN = "it is not known what became of the save"
@@ -238,19 +239,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="number of the first job (default %(default)s)")
     parser.add_argument("--count", type=int, default=200, help="jobs (default %(default)s)")
+    parser.add_argument("--record", action="store_true", help="add the totals to tests/campaigns.json")
     options = parser.parse_args(arguments)
     logging.getLogger("paddle_flexckpt").setLevel(logging.ERROR)
     found: Counter[str] = Counter()
-    for number, job in enumerate(
-        islice(draw(options.seed), options.first, options.first + options.count), options.first
-    ):
-        with memory_directory() as path:
-            try:
-                found[check(job, path)] += 1
-            except AssertionError as error:
-                found["violations"] += 1
-                print(f"job {number}: {error}", file=sys.stderr)
-    print(json.dumps(dict(sorted(found.items())), indent=1))
+    jobs = islice(draw(options.seed), options.first, options.first + options.count)
+    with recording("tests.background.kills", options.record):
+        for number, job in enumerate(jobs, options.first):
+            with memory_directory() as path:
+                try:
+                    found[check(job, path)] += 1
+                except AssertionError as error:
+                    found["violations"] += 1
+                    print(f"job {number}: {error}", file=sys.stderr)
+        print(json.dumps(dict(sorted(found.items())), indent=1))
     return 1 if found["violations"] else 0
 
 

@@ -134,7 +134,7 @@ def test_a_layout_of_a_live_model_is_that_of_real_ranks(world, model, names):
 
 
 def test_a_load_is_rehearsed_and_what_is_not_known_is_refused(world, tmp_path):
-    example = code_block("docs/guide.md", "model=net, optimizer=optimizer")
+    example = code_block("docs/rehearsal.md", "model=net, optimizer=optimizer")
     (said,) = world(1).run(errors, folder=os.fspath(tmp_path), example=example)
     assert said["example"] == [True, "", 64]
     assert "parts of a parallel job, such as w" in said["part"] and "in one process" in said["part"]

@@ -62,8 +62,8 @@ def test_what_users_switch_on_besides(matrix, model, saved, loaded):
     assert result.ok, result.problem
 
 
-# Pairs of the working notes (docs/notes_coverage.md), which a sample need not have. With tied weights a parameter of V2
-# reaches over two ranks, unless tensor parallelism cuts it too; without, a wrong range would show nothing.
+# Pairs of the working notes (tests/notes_coverage.md), which a sample need not have. With tied weights a parameter of
+# V2 reaches over two ranks, unless tensor parallelism cuts it too; without, a wrong range would show nothing.
 NOTED = {
     "3.2": [("tied", "v2x4", "dp2"), ("untied", "v1x2", "dp2")],
     "2.3": [("tied", "tp2xv2x2", "tp4"), ("tied", "tp4", "tp2xv2x2")],

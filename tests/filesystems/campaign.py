@@ -6,7 +6,7 @@ btrfs. A reader has to find the old or the new checkpoints, bit for bit, and all
 has to go well and clean up.
 
 ``--results FILE`` keeps what was done, a line for each recording; the next run goes on from there. With ``--left-out``
-an fsync is left out, and then something has to be found.
+an fsync is left out, and then something has to be found. ``--record`` keeps the totals: see ``tests/campaigns.py``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from dataclasses import asdict
 from pathlib import Path
 from random import Random
 
+from tests.campaigns import recording
 from tests.crash.scenarios import SCENARIOS
 from tests.filesystems.device import FILE_SYSTEMS, Unavailable, why_not
 from tests.filesystems.trial import LEFT_OUT, Found, Trial, carry_out
@@ -106,7 +107,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after so long")
     parser.add_argument("--results", type=Path, help="a file of what was done")
     parser.add_argument("--keep", type=Path, help="a directory for the disks of violations")
+    parser.add_argument("--record", action="store_true", help="add the totals to tests/campaigns.json")
     options = parser.parse_args(arguments)
+    with recording("tests.filesystems.campaign", options.record):
+        return _run(options)
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Carry trials out until enough is found; return the exit status."""
     begin, campaign = time.perf_counter(), Campaign(options)
     running: dict[Future[Found], Trial] = {}
     context = multiprocessing.get_context("spawn")

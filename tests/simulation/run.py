@@ -4,7 +4,8 @@
 that in ``tests/simulation/found``, where ``test_cluster.py`` runs it. ``--mistake NAME`` puts one of the mistakes of
 ``mistakes.py`` into the library, and counts the seeds until it is found; several, or ``all``, give a table.
 ``--neighbours`` simulates cases near those in ``found``: see ``neighbours.py``. ``--store`` has savers compete for one
-object store, from seed 0 on: see ``store_world.py``.
+object store, from seed 0 on: see ``store_world.py``. ``--record`` keeps the totals of many seeds: see
+``tests/campaigns.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from tests.campaigns import recording
 from tests.simulated.cluster import simulate
 from tests.simulated.drawing import draw
 from tests.simulated.scenario import Case
@@ -75,19 +77,18 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="find a shorter case that fails alike")
     parser.add_argument("--write-test", action="store_true", help="keep the case as a regression test")
     parser.add_argument("--mistake", nargs="+", help="make this mistake, and stop at the first seed that finds it")
+    parser.add_argument("--record", action="store_true", help="add the totals to tests/campaigns.json")
     options = parser.parse_args()
     if options.mistake and options.mistake != ["all"]:
         from tests.simulation.mistakes import MISTAKES
 
         if unknown := sorted({*options.mistake} - MISTAKES.keys()):
             parser.error(f"there is no mistake {', '.join(unknown)}; there are: all, {', '.join(MISTAKES)}")
-    if options.mistake and options.seed is None and options.case is None:
-        return _mistakes(options)
-    if options.store:
-        return _compete(options)
+    if options.store or (options.seed is None and options.case is None):
+        campaign = _mistakes if options.mistake else _compete if options.store else _many
+        with recording("tests.simulation.run", options.record):
+            return campaign(options)
     with mistaken(options.mistake[0] if options.mistake else None):
-        if options.seed is None and options.case is None:
-            return _many(options)
         if options.case is not None:
             return _one(Case.from_json(options.case.read_text()), options)
         return _one((draw_neighbour if options.neighbours else draw)(options.seed), options)
