@@ -191,7 +191,7 @@ test-filesystems: $(TEST_STAMP) ## cut the power under ext4, XFS and btrfs, STAT
 	@$(BIN)/python -m tests.filesystems.campaign --states $(STATES) --jobs 2
 	@for kind in data directory manifest; do \
 		echo "[make] without the fsync of $$kind, which has to be found"; \
-		$(BIN)/python -m tests.filesystems.campaign --states 40 --jobs 2 --only "manager: one goes, 1" --left-out $$kind; \
+		$(BIN)/python -m tests.filesystems.campaign --states 40 --jobs 2 --only "manager: one goes, 1" --left-out $$kind || exit 1; \
 	done
 
 SEEDS ?= 1000
