@@ -2,6 +2,10 @@
 
 They are what a simulation is worth: one that does not find them says nothing when it finds nothing. Each replaces
 functions of today's library by such as a plausible change might have left.
+
+Four mistakes have no meaning since the names of a save's files have its token, and since a save has one decision, its
+manifest. Ranks that discard each their own files, files that are believed by their names, and a removal by name of what
+could not be written touch no other save's files. A second decision does not exist.
 """
 
 from __future__ import annotations
