@@ -56,6 +56,7 @@ def save_together(
     begin = time.perf_counter()
     outcome = Outcome(None)
     save = GroupSave(group, directory, job.names, job.committer)
+    parts, is_unknown = None, False
     try:
         if refusal:
             raise group.abort(refusal)
@@ -63,12 +64,13 @@ def save_together(
         outcome.seconds["write"] = time.perf_counter() - begin
         save.commit(parts, warnings=outcome.warnings)
     except LostCoordinatorError:
-        outcome.failure = look_for_manifest(job, directory)
+        outcome.failure, is_unknown = look_for_manifest(job, directory), True
     except CheckpointError as error:
         outcome.failure = Failure.of(error)
     group.close(b"" if outcome.failure is None else outcome.failure.encode())
     if outcome.failure is not None:
-        directory.discard_late(job.names, [job.rank])
+        # Where the coordinator has ended the save before its commit, nobody can be reading this rank's file.
+        directory.discard_late(job.names, [job.rank], parts is None and not is_unknown)
     outcome.seconds.setdefault("write", time.perf_counter() - begin)
     outcome.seconds["commit"] = time.perf_counter() - begin - outcome.seconds["write"]
     return outcome

@@ -377,14 +377,14 @@ class SaveDirectory(CheckpointDirectory):
                 written = [*map(save.data_file, ranks), *map(save.partition_file, range(partitions))]
                 self.cleaner.remove_save(save, written)
 
-    def discard_late(self, save: SaveNames, ranks: Sequence[int]) -> None:
+    def discard_late(self, save: SaveNames, ranks: Sequence[int], was_never_committed: bool = False) -> None:
         """Remove what ranks have written for a save that is over: its marker has gone, and it is not committed.
 
         Nobody else would look for these files. Those of a checkpoint that has been replaced, and may be read still,
-        stay for the next save of its id.
+        stay for the next save of its id. The caller may know that the save ``was_never_committed``.
         """
         with contextlib.suppress(OSError, CheckpointError):
-            if not self.sees(save) and not self._may_be_read(save):
+            if not self.sees(save) and (was_never_committed or not self._may_be_read(save)):
                 self.discard(save, ranks)
 
     def _may_be_read(self, save: SaveNames) -> bool:

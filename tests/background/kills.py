@@ -220,7 +220,8 @@ def _check_outcomes(job: Job, version: int, outcomes: list[str], is_struck: bool
     lost = {text for text in failures if f"rank {job.victim} is lost: it has gone" in text}
     if job.is_async:
         # Of a trainer that dies before all have handed over, the ranks tell one thing and the writers another.
-        ended = {text for text in failures if f"[rank {job.victim}] its processes have ended before" in text}
+        forms = ["its processes have ended before"] + ["a save was not handed over to its end"] * (job.mode == "waves")
+        ended = {text for text in failures if any(f"[rank {job.victim}] {form}" in text for form in forms)}
         # If it is the coordinator's, its writer goes with it, and the other writers cannot know.
         unknown = {text for text in failures if UNKNOWN in text and job.victim == job.coordinator}
         assert failures == lost | ended | unknown, "an error of another kind"

@@ -387,6 +387,19 @@ def test_what_a_late_rank_leaves_is_kept_for_those_who_read_it(saves):
     assert not [name for name in os.listdir(save.path) if save.names.owns(name)]
 
 
+@pytest.mark.parametrize("moment", ["is writing", "has written"])
+def test_a_late_rank_that_was_given_up_leaves_nothing_beside_the_next_save_of_its_id(saves, moment):
+    """It knows that its save was never committed: nobody can read its file."""
+    save = saves(2, 0, timeout=0.5).start({1: (moment, stop)})
+    save.await_stop(1)
+    given_up = save.text([0])
+    assert "has written nothing" in given_up
+    save_alone(save.path, 0)
+    save.go_on(1)
+    assert save.text([1]) == given_up
+    assert not [name for name in os.listdir(save.path) if save.names.owns(name)]
+
+
 @pytest.mark.parametrize(("rank", "numbers"), [(1, (1, 3)), (4, (0,))])
 def test_partitions_of_a_late_rank_go_with_its_other_files(tmp_path, rank, numbers):
     """Ranks write several, with numbers of their own, and their group may begin with any rank."""

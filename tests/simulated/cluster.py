@@ -375,8 +375,11 @@ class Cluster:
             kept = set(known.files) if known is not None else set()
             left = [name for name in self.world.names(directory) if f"{directory}/{name}" not in kept]
             left = [name for name in left if name != LEASE_FILE and (name != PADDLE_METADATA or not kept)]
-            if self.scenario.storage == "shared" and (self.scenario.jobs > 1 or directory in ledger.read_meanwhile):
-                # What was replaced while it was read, maybe by another job's retention, is left to the next save.
+            is_late = any(kind.startswith("stop") for kind in self.faults.struck)
+            is_read = self.scenario.jobs > 1 or directory in ledger.read_meanwhile
+            if self.scenario.storage == "shared" and (is_read or is_late):
+                # What was replaced while it was read, maybe by another job's retention, is left to the next save. So is
+                # the file of a rank that goes on later, and cannot know whether its save was committed and replaced.
                 number = self._number(kept)
                 left = [name for name in left if (save := save_of(name)) is None or save.number >= number]
             if self.scenario.jobs > 1 and "store_stale" in self.faults.struck:
