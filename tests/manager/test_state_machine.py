@@ -112,7 +112,9 @@ class Managed(RuleBasedStateMachine):
         self.known: set[Stored] = set()
         self.found_damaged: set[int] = set()
         self.uncollected = False
-        self.saved_last: int | None = None
+        # The step that was saved last and is known to be complete, and the one that was begun since.
+        self.newest: int | None = None
+        self.begun: int | None = None
 
     # -- the model -----------------------------------------------------------------------------------------------------
 
@@ -163,6 +165,11 @@ class Managed(RuleBasedStateMachine):
             self.pending = None
             self.stored[step] = stored
 
+    def collect(self) -> None:
+        """The manager looks whether the save in the background has ended."""
+        if self.pending is None and self.begun is not None:
+            self.newest, self.begun = self.begun, None
+
     def content(self, step: int, manager: fc.CheckpointManager) -> int | None:
         """The version that is restored; None if it is damaged."""
         state = empty()
@@ -180,6 +187,7 @@ class Managed(RuleBasedStateMachine):
     def save(self, step, loss, overwrite, later) -> None:
         if self.pending and self.pending[0] == step:
             self.let_go()
+        self.collect()
         stored, contents = self.new(loss, later)
         highest = max(self.stored, default=-1)
         if not self.may_save(step, overwrite):
@@ -189,6 +197,7 @@ class Managed(RuleBasedStateMachine):
             self.manager.save(step, **contents, overwrite=overwrite, blocking=True)
             self.stored[step] = stored
             self.found_damaged.discard(step)
+            self.newest = step
             self.retain(step)
             assert step in self.stored
             assert highest < 0 or max(self.stored) >= highest
@@ -197,6 +206,7 @@ class Managed(RuleBasedStateMachine):
     @rule(step=STEPS, loss=LOSSES, overwrite=st.booleans(), later=st.integers(-30, 120), at_once=st.booleans())
     def save_in_the_background(self, step, loss, overwrite, later, at_once) -> None:
         self.let_go()
+        self.collect()
         stored, contents = self.new(loss, later)
         if not self.may_save(step, overwrite):
             with pytest.raises(fc.ValidationError, match="there is a checkpoint of step"):
@@ -210,9 +220,9 @@ class Managed(RuleBasedStateMachine):
             os.kill(self.writer.pid, signal.SIGCONT)
             raise
         self.pending = step, stored, handle
-        self.saved_last = step
+        self.begun = step
         self.uncollected = True
-        self.retain(None)
+        self.retain(self.newest)
         if at_once:
             self.let_go()
 
@@ -224,16 +234,18 @@ class Managed(RuleBasedStateMachine):
     def wait(self) -> None:
         self.let_go()
         self.manager.wait()
+        self.collect()
         if self.uncollected:
-            self.retain(self.saved_last)
+            self.retain(self.newest)
         self.uncollected = False
 
     @rule(keep=KEEPS)
     def close(self, keep) -> None:
         self.let_go()
         self.manager.close()
+        self.collect()
         if self.uncollected:
-            self.retain(self.saved_last)
+            self.retain(self.newest)
         self.make(keep)
 
     # -- accidents -----------------------------------------------------------------------------------------------------
@@ -311,6 +323,7 @@ class Managed(RuleBasedStateMachine):
     @rule(which=st.one_of(st.just("latest"), st.just("best"), STEPS), fallback=st.booleans())
     def restore(self, which, fallback) -> None:
         self.let_go()
+        self.collect()
         self.uncollected = False
         state = empty()
         expected, skipped = self.what_is_restored(which, fallback)
@@ -340,7 +353,7 @@ class Managed(RuleBasedStateMachine):
             skipped |= set(unreadable)
             order = best_first(records, best.metric, best.mode)
             if not order:
-                return fc.ValidationError, set()
+                return fc.CorruptCheckpointError if unreadable else fc.ValidationError, set()
         elif which == "latest":
             order = sorted(self.stored, reverse=True)
         elif which in self.stored:

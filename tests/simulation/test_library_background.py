@@ -208,7 +208,7 @@ def lose_power_after(kind: str, fails: Callable[[str], bool], seeds: int) -> set
     return sweep.ends
 
 
-@pytest.mark.parametrize("seeds", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", [4, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", LOSSES)
 def test_what_is_said_to_be_saved_outlives_a_failed_fsync_and_the_power(kind, seeds):
     ends = lose_power_after(kind, lambda call: call == "fsync", seeds)
