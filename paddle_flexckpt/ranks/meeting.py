@@ -32,7 +32,7 @@ NOTICE_SECONDS = 60.0
 _PAUSES = (0.01, 1.0)
 # The peers' connections are few; the rest is for strangers.
 _BACKLOG = 128
-# What a rank greets another for: a token that no save has.
+# The token with which ranks greet each other; no save has it.
 _MEETING = bytes(16)
 
 

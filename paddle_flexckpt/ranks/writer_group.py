@@ -26,7 +26,7 @@ from paddle_flexckpt.ranks.presence import FIRST_LOOK_SECONDS, DeathWatch
 _GRACE_SECONDS = 2.0
 # Besides a connection to each member.
 _OTHER_FILES = 200
-# What is wrong with a coordinator that is lost.
+# The error text about a coordinator that is lost.
 UNKNOWN_OUTCOME = (
     "its background writer has ended, or has not decided within {timeout:g} s: it is not known what became of the "
     "save. Remedy: look whether the checkpoint is there"
@@ -78,7 +78,7 @@ class _Link:
 
 
 class WriterGroup(Communicator):
-    """Connect the writers of all ranks for one save. What is not for all is for the coordinator."""
+    """Connect the writers of all ranks for one save. Notes go to all members, payloads to the coordinator."""
 
     def __init__(
         self,
