@@ -1,4 +1,4 @@
-"""The glossary has each term once, words that it has replaced are not used again, and functions' docstrings begin with a verb."""
+"""The glossary has each term once, replaced words are gone, and docstrings of functions begin with a verb."""
 
 from __future__ import annotations
 
