@@ -24,7 +24,7 @@ from paddle_flexckpt.ranks.writer_group import UNKNOWN_OUTCOME, LostCoordinatorE
 
 @dataclass
 class Outcome:
-    """Describe what became of a save, for one rank.
+    """The outcome of a save on one rank.
 
     Attributes:
         failure: Why it failed; None if it is committed.

@@ -25,7 +25,7 @@ from paddle_flexckpt.report import SaveReport
 
 
 class SaveHandle:
-    """Follow an asynchronous save: under way, committed, or failed. The outcome is the same on every rank.
+    """A handle of an asynchronous save: pending, committed or failed. The outcome is the same on every rank.
 
     A failure that nobody has seen is raised by the next save. Without one it is printed when the interpreter exits, and
     the exit status is 1.
@@ -33,9 +33,9 @@ class SaveHandle:
     Attributes:
         path: The checkpoint's directory.
         unique_id: Its id there.
-        seen: Whether somebody knows how the save ended.
-        progress: How far this rank has come: ``"stage"`` while data is copied, ``"queue"`` until the writer takes it
-            up, ``"write"``, and ``"commit"`` when all of this rank is written. When the save is over it stays so.
+        seen: Whether the caller has learned how the save ended.
+        progress: How far this rank is: ``"stage"`` while data is copied, ``"queue"`` until the writer starts on it,
+            ``"write"``, and ``"commit"`` when this rank has written all. It does not change after the save is over.
     """
 
     def __init__(self, path: str, unique_id: int) -> None:
@@ -123,16 +123,16 @@ def raise_failures(handles: list[SaveHandle]) -> None:
 
 @dataclass(eq=False)
 class PendingSave:
-    """Hold one save from the moment that it has memory.
+    """One save, from the moment that it has memory.
 
     Attributes:
-        segment: Where its data is, followed by the encoded job.
-        report: What is known so far; nothing until it is handed over.
-        begin: When it was asked for, by the performance counter.
+        segment: The memory that has its data, followed by the encoded job.
+        report: The report so far; empty until the save is handed over.
+        begin: When it was requested, by the performance counter.
         lock: The coordinator's lock, until the writer has taken it over.
-        process: The process that has it; None once that has died.
-        waves: Where its data comes from, if it comes in waves.
-        refusal: Why it is not handed over after all, for the writers of other ranks.
+        process: The writer process that has it; None once that has died.
+        waves: The sender of its data, if the data goes in waves.
+        refusal: Why it is not handed over after all, for the other ranks' writers.
     """
 
     handle: SaveHandle
@@ -147,12 +147,12 @@ class PendingSave:
 
 
 class SaveSlot:
-    """Hold room for one save with a writer.
+    """A writer's room for one save.
 
     Attributes:
         timeout: Seconds that the ranks' writers wait for each other.
-        address: Where the writers of other ranks reach this one.
-        sliced: The handle of a save that is being staged in slices: only its holder can end that.
+        address: The address at which other ranks' writers reach this one.
+        sliced: The handle of a save that is being staged in slices, which only the holder of the handle can end.
     """
 
     def __init__(self, pool: StagingPool, launch: Callable[[PendingSave], None], timeout: float, address: str) -> None:
@@ -249,7 +249,7 @@ class SaveSlot:
 
 
 class PendingSaves:
-    """Hold the pending saves, at most so many, and those that failed unseen. All methods are safe for threads."""
+    """The pending saves, up to a bound, and those that failed unseen. All methods are safe for threads."""
 
     def __init__(self, limit: int) -> None:
         """Args: limit: how many saves may be pending."""

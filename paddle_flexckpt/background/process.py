@@ -41,12 +41,12 @@ _MAX_WORDS_BYTES = 4000
 
 
 class WriterProcess:
-    """Start a writer process and listen to it. It outlives this one while it has saves to write, and ends itself.
+    """A writer process, and a listener to it. It outlives this process while it has saves to write, then ends itself.
 
     Attributes:
         pid: Its process id.
-        address: Where the writers of other ranks reach it, and the secret by which it knows them.
-        is_finishing: Whether its end is wanted.
+        address: The address at which other ranks' writers reach it, and the secret by which it knows them.
+        is_finishing: Whether it has been asked to end.
     """
 
     def __init__(

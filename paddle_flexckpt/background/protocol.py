@@ -28,17 +28,17 @@ _MAX_MESSAGE_BYTES = 16 << 20
 
 @dataclass(frozen=True, eq=False)
 class WriteJob:
-    """Describe one rank's share of one save, for its writer.
+    """One rank's share of one save, for its writer.
 
     Attributes:
         path: The checkpoint's directory, as the user gave it.
-        storage: What opens it in another process.
-        lock: What the coordinator's writer needs, beside a descriptor, to take the lock over; None on other ranks.
-        names: What the save calls its files.
+        storage: What opens the directory in another process.
+        lock: The data by which the coordinator's writer takes the lock over, beside a descriptor; None on others.
+        names: The names of the save's files.
         items: This rank's rows of the write plan, in the order of their byte offsets.
         coordinator: The one of ``ranks`` that commits.
         timeout: Seconds to wait for the other ranks.
-        addresses: For each of ``ranks`` the address of its writer, with its secret; empty for one rank alone.
+        addresses: The address of the writer of each of ``ranks``, with its secret; empty for one rank alone.
     """
 
     path: str
@@ -96,7 +96,7 @@ class WriteJob:
 
 
 class Channel:
-    """Send and receive messages: one end of the connection.
+    """One end of the connection between the training process and its writer.
 
     Attributes:
         connection: The socket.

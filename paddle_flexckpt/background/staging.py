@@ -25,13 +25,13 @@ LockPages = Callable[[np.ndarray], Union[Callable[[], None], None]]
 
 
 class Segment:
-    """Map one piece of memory that two processes share.
+    """A piece of memory that two processes share.
 
     Attributes:
-        number: What the two processes call it.
+        number: Its number, in both processes.
         descriptor: Its memfd.
-        nbytes: How much of it is mapped here, in bytes.
-        text: From where to where the text lies that :meth:`fill` has put there.
+        nbytes: Bytes of it that are mapped here.
+        text: The begin and end of the text that :meth:`fill` has put there.
     """
 
     def __init__(self, number: int, descriptor: int) -> None:
@@ -134,7 +134,7 @@ def _check_memory(more: int) -> None:
 
 
 class StagingPool:
-    """Hold the segments of one training process."""
+    """The segments of one training process."""
 
     def __init__(self) -> None:
         """Make an empty pool."""

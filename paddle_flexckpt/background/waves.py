@@ -32,7 +32,7 @@ def buckets_of(space: np.ndarray) -> list[np.ndarray]:
 
 
 class WaveSender:
-    """Fill buckets, in the training process."""
+    """The training process's end of the buckets: it fills them."""
 
     def __init__(self, space: np.ndarray) -> None:
         """Take the memory; :attr:`theirs` is the writer's end of the connection."""
@@ -93,7 +93,7 @@ class WaveSender:
 
 
 class WaveReceiver:
-    """Read items from buckets, in the writer."""
+    """The writer's end of the buckets: it reads items from them."""
 
     def __init__(self, connection: socket.socket, space: np.ndarray) -> None:
         """Take the writer's end of the connection, and the memory."""

@@ -48,10 +48,10 @@ _WRITERS: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
 
 
 class BackgroundWriter:
-    """Save while training goes on, for the rank and in the process that makes the writer.
+    """A writer that saves while training goes on, for the rank and in the process that makes it.
 
-    The first save starts a process, which stays, and takes memory for a copy of the rank's state, which later saves use
-    again. A context manager: leaving it waits for the pending saves.
+    The first save starts a process and allocates memory for a copy of the rank's state; later saves use both again.
+    A context manager: leaving it waits for the pending saves.
 
     Attributes:
         max_pending: Saves that may be pending at the same time.

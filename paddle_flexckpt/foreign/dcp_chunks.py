@@ -38,7 +38,7 @@ _UNMADE = "load it in torch and save it by torch.distributed.checkpoint without 
 
 
 class PlacedChunks(NamedTuple):
-    """Place the archives of chunks, file by file and in the order of their bytes.
+    """The places of chunks' archives, file by file and in the order of their bytes.
 
     Attributes:
         catalog: A row for each chunk; ``byte_offset`` is where its archive begins, not its elements.
@@ -102,7 +102,7 @@ def _others(metadata: DcpMetadata) -> tuple[str, ...]:
 
 
 class _Item(NamedTuple):
-    """Describe a chunk: its tensor's name and entry, where it begins and its shape, and its stretch of the file."""
+    """A chunk: its tensor's name and entry, where it begins and its shape, and its stretch of the file."""
 
     key: str
     entry: TensorEntry
@@ -163,7 +163,7 @@ def _items_by_file(metadata: DcpMetadata, where: str) -> dict[str, list[_Item]]:
 
 
 class _Column:
-    """Collect numbers one by one and in arrays."""
+    """A column of numbers, which come one by one and in arrays."""
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
@@ -187,7 +187,7 @@ class _Column:
 
 
 class _Join:
-    """Join the chunks of tensors with their places."""
+    """A join of the chunks of tensors with their places."""
 
     def __init__(self, metadata: DcpMetadata) -> None:
         self._metadata = metadata

@@ -23,7 +23,7 @@ _DONE = b"ub"
 
 
 class DcpChunk(NamedTuple):
-    """Place a box of a tensor: its first element, its shape, its file, and the stretch of that where its archive is."""
+    """A box of a tensor: its first element, its shape, its file, and the stretch of that where its archive is."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -33,7 +33,7 @@ class DcpChunk(NamedTuple):
 
 
 class DcpTensor(NamedTuple):
-    """Describe a tensor: its key, the name of its element type, its shape, its chunks."""
+    """A tensor: its key, the name of its element type, its shape, its chunks."""
 
     key: str
     dtype: str
@@ -60,7 +60,7 @@ def _in_pieces(codes: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class _Writer:
-    """Yield operations, and count what they put into the reader's memo."""
+    """A generator of operations, which counts the values that they put into the reader's memo."""
 
     def __init__(self) -> None:
         self._memo = 0

@@ -54,7 +54,7 @@ _CONVERT = "convert it in DeepSpeed (python -m deepspeed.checkpoint.ds_to_univer
 
 
 class _Row(NamedTuple):
-    """Describe a shard: its file, key, element type, the tensor's shape, the box or flat range, its first byte."""
+    """A shard: its file, key, element type, the tensor's shape, the box or flat range, its first byte."""
 
     file: DeepSpeedFile
     key: str

@@ -21,14 +21,14 @@ _MOST_PICKLE_BYTES = 64 << 20
 
 
 class Progress(NamedTuple):
-    """Hold the steps that an optimizer has taken, and its betas; none where they are not told."""
+    """The number of steps that an optimizer has taken, and its betas; None where they are not in the file."""
 
     steps: float
     betas: tuple[float, ...] = ()
 
 
 class DeepSpeedFile(NamedTuple):
-    """Hold a file: its name, rank, bytes, what was pickled, where tensors begin, and those that are one number."""
+    """A file: its name, rank, bytes, the pickled object, where tensors begin, and those that are one number."""
 
     name: str
     rank: int

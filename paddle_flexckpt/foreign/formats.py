@@ -87,7 +87,7 @@ _MOST_DIRECTORIES = 20
 
 
 class SourceDirectory(CheckpointDirectory):
-    """Read a directory of checkpoints, whoever wrote them, or one file that is a source by itself.
+    """A directory of checkpoints of any program, or one file that is a source by itself.
 
     Attributes:
         backend: Its files.
@@ -196,7 +196,7 @@ def open_destination(location: Location) -> Backend:
 
 
 class ForeignSource(NamedTuple):
-    """Tell which program has written a checkpoint, and read its manifest, for an id (None takes the highest)."""
+    """The program that wrote a checkpoint, and the reader of its manifest for an id (None takes the highest)."""
 
     origin: Origin
     read: Callable[[int | None], Manifest]

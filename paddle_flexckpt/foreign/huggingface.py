@@ -47,7 +47,7 @@ PADDLE_FORMAT = "np"
 
 
 class TensorFile(NamedTuple):
-    """Describe a safetensors file: its name, bytes, tensors by name, ``__metadata__``, and a hash of its header."""
+    """A safetensors file: its name, bytes, tensors by name, ``__metadata__``, and a hash of its header."""
 
     name: str
     size: int
@@ -66,7 +66,7 @@ class TensorFile(NamedTuple):
 
 
 class TensorIndex(NamedTuple):
-    """Hold an index: the file of each tensor (None if it does not say that), what else it says, and a hash of it."""
+    """An index: the file of each tensor (None if it has none), its other contents, and a hash of it."""
 
     files: Mapping[str, str] | None
     settings: Mapping[str, Any]
@@ -74,7 +74,7 @@ class TensorIndex(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Describe whole tensors: their files by name, the file's name of each tensor, and a hash of the index."""
+    """Whole tensors: their files by name, the file's name of each tensor, and a hash of the index."""
 
     files: Mapping[str, TensorFile]
     where: Mapping[str, str]
@@ -82,7 +82,7 @@ class Weights(NamedTuple):
 
 
 class StoredShard(NamedTuple):
-    """Place a file's tensor: its key in the catalog, its name in the file, and, if it is a part, where it begins."""
+    """A tensor in a file: its key in the catalog, its name in the file, and, if it is a part, where it begins."""
 
     key: str
     tensor: str

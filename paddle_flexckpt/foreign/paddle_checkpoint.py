@@ -46,7 +46,7 @@ EMA_DIRECTORY = "ema_state"
 
 
 class _Stretch(NamedTuple):
-    """Locate a tensor in its file: its element type's name and shape there, and its first byte."""
+    """A tensor's place in its file: its element type's name and shape there, and its first byte."""
 
     dtype: str
     shape: tuple[int, ...]

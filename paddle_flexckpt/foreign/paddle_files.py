@@ -51,7 +51,7 @@ _ARRAY_END = b"tb"
 
 
 class StateFile:
-    """Make what stands around the arrays of a ``.distcp`` file.
+    """The bytes around the arrays of a ``.distcp`` file.
 
     Attributes:
         nbytes: Bytes of the whole file.
@@ -116,7 +116,7 @@ def _dtype(name: str) -> bytes:
 
 
 class _Said(dict[Any, bytes]):
-    """Give the opcodes of an instance's fields by what they say; most instances say what others have said before."""
+    """The opcodes of an instance's fields, by the fields' values; most instances repeat the values of others."""
 
     def __init__(self, memo: Memo, fields: Callable[[Any], dict[str, bytes]]) -> None:
         super().__init__()

@@ -33,7 +33,7 @@ _BEGINS = tuple(begin + text("")[:1] for begin in (UNFRAMED, BEGIN))
 
 
 class PaddleMetadata(Companion):
-    """Make the file for Paddle's own loader."""
+    """The companion file for Paddle's own loader."""
 
     name = PADDLE_METADATA
     # Of so many it takes seconds, and the rows have to be at hand: a manifest in one file has no more.

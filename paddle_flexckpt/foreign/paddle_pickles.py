@@ -39,7 +39,7 @@ _MASTER_STATE = re.compile(r"_fp32_master_\d+")
 
 
 class Stretch(NamedTuple):
-    """Locate a tensor in its file: its element type's name and shape there, its first byte, its strides in elements."""
+    """A tensor's place in its file: its element type's name and shape there, first byte, and strides in elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Stretch(NamedTuple):
 
 
 class _StateFile(NamedTuple):
-    """Describe a file: its tensors by key, the parameters' names by structured name, its bytes, and a hash."""
+    """A file: its tensors by key, the parameters' names by structured name, its bytes, and a hash."""
 
     tensors: Mapping[str, Stretch]
     names: Mapping[str, str]

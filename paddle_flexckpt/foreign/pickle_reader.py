@@ -75,11 +75,11 @@ def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle", voca
 
 
 class _NotKeptError(Exception):
-    """Tell that a run of records was read at once, and the pickle needs something of it that was not kept."""
+    """An error of a run of records that was read at once, if the pickle later needs something not kept of it."""
 
 
 class _Machine:
-    """Hold a stack, the starts of its open sequences, and the memo."""
+    """The state of the pickle machine: a stack, the starts of its open sequences, and the memo."""
 
     def __init__(self, data: memoryview, file: str, vocabulary: Vocabulary, runs: Runs | None = None) -> None:
         self._data, self._file, self._vocabulary, self._runs = data, file, vocabulary, runs

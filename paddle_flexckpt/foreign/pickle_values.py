@@ -26,7 +26,7 @@ _MAX_EXTENT = 1 << 60
 
 @dataclass(frozen=True)
 class Symbol:
-    """Stand for a name of the table, which may be called with arguments, or made and filled with a dict; inert."""
+    """A name of the table. A pickle may call it with arguments, or make it and fill it with a dict; nothing runs."""
 
     name: str
     call: Callable[[tuple[Any, ...]], Any] | None = None
@@ -35,16 +35,16 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Say what the pickles of one program may name.
+    """The names that the pickles of one program may use.
 
     Attributes:
-        names: (module, name) as a pickle writes it -> what it stands for here.
-        records: The classes of what is made, of which tuples may be.
-        keys: Those of them that may be keys of dicts.
-        persistent: Makes what a persistent id stands for; None if there is no such thing.
-        is_ordered: Whether OrderedDicts are dicts here: their attributes, and dicts in tuples (of hooks), are left out.
-        runs: Makes what reads runs of equal records at once, into other objects that stand for several; None: the
-            machine reads them one by one.
+        names: (module, name) as a pickle writes it -> the value that it stands for here.
+        records: The classes of the records, tuples among them.
+        keys: The classes of records that may be keys of dicts.
+        persistent: Makes the value of a persistent id; None if the program has no such ids.
+        is_ordered: Whether OrderedDicts become dicts; their attributes, and dicts in tuples (of hooks), are left out.
+        runs: Makes a reader of runs of equal records, which become objects that stand for several; None: the machine
+            reads them one by one.
     """
 
     names: Mapping[tuple[str, str], Symbol]
@@ -56,12 +56,12 @@ class Vocabulary:
 
 
 class Place(NamedTuple):
-    """Say where the machine is in a pickle.
+    """A position of the machine in a pickle.
 
     Attributes:
-        position: The place of the next operation.
-        frame_end: Where the frame ends that it is in; a smaller number if it is in none.
-        seam: What ends a batch of elements here and begins the next of the same list or dict; empty if nothing does.
+        position: The position of the next operation.
+        frame_end: The end of the frame that it is in; a smaller number if it is in none.
+        seam: The operations that end a batch of elements and begin the next of the same list or dict; empty if none do.
     """
 
     position: int
@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Hold what stands for a run of records on the stack, how many containers it needs, where it and its frame end."""
+    """The object that stands for a run of records, how many containers it needs, and the ends of run and frame."""
 
     values: list[Any]
     containers: int
@@ -79,7 +79,7 @@ class Batch(NamedTuple):
 
 
 class Runs(Protocol):
-    """Read the records that follow one of the same class, as the machine would."""
+    """A reader of the records that follow one of the same class, equivalent to the machine."""
 
     def read(self, data: memoryview, place: Place, name: str, fields: tuple[str, ...], memo: list[Any]) -> Batch | None:
         """Return the records from a place on, with the memo extended; None leaves them to the machine."""
@@ -89,7 +89,7 @@ class Runs(Protocol):
 
 
 class Unkept:
-    """Stand in the memo for an object of a run: the run knows it, or nothing is expected to refer to it."""
+    """A place in the memo of an object of a run: the run knows the object, or nothing is expected to refer to it."""
 
 
 UNKEPT = Unkept()
@@ -97,17 +97,17 @@ UNKEPT = Unkept()
 
 @dataclass(frozen=True)
 class Arguments:
-    """Hold a tuple of what is not data by itself (bytes, element types, names); inert."""
+    """A tuple of values that are not data by themselves (bytes, element types, names); inert."""
 
     items: tuple[Any, ...]
 
 
 class Unfinished:
-    """Hold what a name has made and the state that follows in the pickle will finish; inert.
+    """An object that a name has made and that the state which follows in the pickle will finish; inert.
 
     Attributes:
-        name: What is being made.
-        finish: Makes it of its state.
+        name: The name of what is being made.
+        finish: Makes the object from its state.
         memo: Its place in the memo, or -1.
     """
 

@@ -63,7 +63,7 @@ def long_bytes(length: int) -> bytes:
 
 
 class Memo(dict[bytes, bytes]):
-    """Give the opcodes that put a value on the stack: its own the first time, later its number in the reader's memo."""
+    """The opcodes that put a value on the stack: its own the first time, later its number in the reader's memo."""
 
     def __missing__(self, code: bytes) -> bytes:
         self[code] = b"j" + struct.pack("<I", len(self))

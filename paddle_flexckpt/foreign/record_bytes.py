@@ -40,13 +40,13 @@ _SIZE_END = np.frombuffer(b"\x85\x94R\x94", dtype=np.uint8)
 
 
 class Window(NamedTuple):
-    """Hold bytes of a pickle without the headers of its frames, which mean nothing but must not be inside an operation.
+    """Bytes of a pickle without the headers of its frames, which mean nothing but must not be inside an operation.
 
     Attributes:
         text: The bytes.
-        begin: Where in the pickle they begin.
-        cuts: Where in them a frame begins.
-        frame_ends: Where in the pickle the first frame ends, and each of those that begin in the bytes.
+        begin: The position in the pickle where they begin.
+        cuts: The positions in them where a frame begins.
+        frame_ends: The ends, in the pickle, of the first frame and of each frame that begins in the bytes.
     """
 
     text: bytes
@@ -90,13 +90,13 @@ class Window(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Hold an operand of each record that is a torch.Size, a reference, or nothing.
+    """An operand of each record: a torch.Size, a reference, or nothing.
 
     Attributes:
-        is_new: bool ``[n]``, whether it stands here.
-        axes: int64 ``[n]``, of those that do: how many numbers they have.
-        values: int64 ``[axes, n]``, these.
-        refers: int64 ``[n]``, the place in the memo that it refers to, or -1.
+        is_new: bool ``[n]``, whether the size is written out here.
+        axes: int64 ``[n]``, the number of axes of each size that is written out.
+        values: int64 ``[axes, n]``, the numbers of these sizes.
+        refers: int64 ``[n]``, the place in the memo that the operand refers to, or -1.
     """
 
     is_new: np.ndarray
@@ -106,7 +106,7 @@ class Sizes(NamedTuple):
 
 
 class RecordBytes:
-    """Hold the bytes in which the records are."""
+    """The bytes of the records."""
 
     def __init__(self, text: bytes) -> None:
         """Take the bytes."""

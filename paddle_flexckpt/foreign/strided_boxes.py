@@ -15,7 +15,7 @@ MOST_BOXES = 1 << 17
 
 
 class StoredBox(NamedTuple):
-    """Place a box of an array: where it begins in the array, its shape, and its first element in the storage."""
+    """A box of an array: where it begins in the array, its shape, and its first element in the storage."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class BoxBudget:
-    """Count the boxes that a file's arrays are cut into."""
+    """A count of the boxes that a file's arrays are cut into, with a bound."""
 
     def __init__(self) -> None:
         """Begin with none."""

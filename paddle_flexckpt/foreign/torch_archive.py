@@ -20,7 +20,7 @@ from paddle_flexckpt.foreign.zip_directory import STORED, Read, ZipMember, damag
 
 
 class Archive(NamedTuple):
-    """Hold an archive: what its members' names begin with, the members, what was pickled, and the members read."""
+    """An archive: the prefix of its members' names, the members, the pickled object, and the members read."""
 
     start: str
     members: Mapping[str, ZipMember]

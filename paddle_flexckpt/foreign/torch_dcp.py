@@ -51,7 +51,7 @@ _MOST_LAYOUTS = 256
 
 
 class _Item(NamedTuple):
-    """Describe a chunk: its tensor's name and element type, its shape, and its stretch of the file."""
+    """A chunk: its tensor's name and element type, its shape, and its stretch of the file."""
 
     key: str
     dtype: str
@@ -61,7 +61,7 @@ class _Item(NamedTuple):
 
 
 class _Located(NamedTuple):
-    """Say where in its archive a chunk's first element is, its strides, whether it is one box, and its layout."""
+    """A chunk's place: its first element in its archive, its strides, whether it is one box, and its layout."""
 
     begin: int
     strides: tuple[int, ...]
@@ -140,7 +140,7 @@ def _alike(chunks: Catalog, lengths: np.ndarray) -> list[np.ndarray]:
 
 
 class _Locator:
-    """Find where the elements of a file's chunks are."""
+    """A search for the elements of a file's chunks."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ _OPTIONAL = frozenset({"index", "transform_descriptors"})
 
 
 class _TextNumbers(dict[bytes, int]):
-    """Number texts: a new one becomes the last. UnicodeDecodeError if it is none."""
+    """Numbers of texts: a new text gets the next one. UnicodeDecodeError if it is not valid."""
 
     def __init__(self, texts: list[str]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class _TextNumbers(dict[bytes, int]):
 
 
 class RecordTables:
-    """Hold the texts and sizes of all records of a pickle, each by a number.
+    """The texts and sizes of all records of a pickle, each with a number.
 
     Attributes:
         texts: The texts by their numbers.
@@ -104,7 +104,7 @@ class RecordTables:
 
 
 class ChunkColumns(NamedTuple):
-    """Stand for records of chunks: int64 ``[n]`` each, numbers of sizes."""
+    """The columns of chunks' records: int64 ``[n]`` each, numbers of sizes."""
 
     tables: RecordTables
     offsets: np.ndarray
@@ -112,7 +112,7 @@ class ChunkColumns(NamedTuple):
 
 
 class IndexColumns:
-    """Stand for records of items' names: the numbers of texts, and of sizes or -1 for none."""
+    """The columns of items' names: the numbers of texts, and of sizes or -1 for none."""
 
     __slots__ = ("offset", "tables", "text")
 
@@ -121,7 +121,7 @@ class IndexColumns:
 
 
 class PlaceColumns(NamedTuple):
-    """Stand for records of items' places: the numbers of files' names, first bytes, and numbers of bytes."""
+    """The columns of items' places: the numbers of files' names, first bytes, and numbers of bytes."""
 
     file: np.ndarray
     begin: np.ndarray
@@ -129,7 +129,7 @@ class PlaceColumns(NamedTuple):
 
 
 class _Template(NamedTuple):
-    """Say what the records of a run have in common.
+    """The common form of the records of a run.
 
     Attributes:
         head: The bytes that each element begins with.
@@ -145,7 +145,7 @@ class _Template(NamedTuple):
 
 
 class RecordRuns:
-    """Read the runs of records of one pickle."""
+    """A reader of the runs of records of one pickle."""
 
     def __init__(self) -> None:
         """Begin; nothing is known of the order of fields yet."""
@@ -239,7 +239,7 @@ class RecordRuns:
 
 
 class _Reader:
-    """Take the first element of a run apart."""
+    """A reader of the first element of a run."""
 
     def __init__(self, text: bytes, memo: Sequence[Any], size: bytes | None) -> None:
         self._text, self._memo, self._size, self._at = text, memo, size, 0
@@ -321,11 +321,11 @@ class _Reader:
 
 
 class _Slot:
-    """Hold a value of each element that is in the memo, or refers to it.
+    """A value of each element that is in the memo, or refers to it.
 
     Attributes:
         is_text: Whether it is a text; or a size.
-        is_new: Whether it stands here.
+        is_new: Whether it is written out here.
         refers: The place that it refers to, or -1.
         places: The place that it has, if it is new.
         numbers: The number of the text or size; -1 for none.
@@ -339,10 +339,10 @@ class _Slot:
 
 
 class _Elements:
-    """Read the elements of a run, as far as they are sound.
+    """The elements of a run, up to the first that does not fit.
 
     Attributes:
-        ends: Where each ends.
+        ends: The end of each.
         memo: int64 ``[n + 1]``, how long the memo is before each, and after the last.
         kept: The values that are texts and sizes.
     """

@@ -32,7 +32,7 @@ _STORAGE_TYPES = {dtype: name for name, dtype in TYPED_STORAGES.items()}
 
 
 class TensorArchive(NamedTuple):
-    """Describe the archive of a tensor; :func:`head_of` and :func:`tail_of` are its bytes around the elements.
+    """The archive of a tensor; :func:`head_of` and :func:`tail_of` are its bytes around the elements.
 
     Attributes:
         dtype: The name of its element type.
@@ -83,7 +83,7 @@ def _around(dtype: str, shape: tuple[int, ...], checksum: int) -> tuple[bytes, b
 
 
 class _Zip:
-    """Make the bytes of an archive as torch's writer does: members are aligned, their sizes and checksums follow them.
+    """The bytes of an archive as torch's writer makes them: members are aligned, their sizes and checksums follow them.
 
     Attributes:
         written: The bytes so far, but for those of members that are not at hand.

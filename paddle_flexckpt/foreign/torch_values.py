@@ -40,14 +40,14 @@ UNTYPED = "bytes"
 
 
 class Chunk(NamedTuple):
-    """Hold a chunk of a tensor: its first element, and its shape."""
+    """A chunk of a tensor: its first element, and its shape."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 class TensorEntry(NamedTuple):
-    """Describe a tensor: the name of its element type, its shape, its chunks."""
+    """A tensor: the name of its element type, its shape, its chunks."""
 
     dtype: str
     size: tuple[int, ...]
@@ -55,24 +55,24 @@ class TensorEntry(NamedTuple):
 
 
 class BytesEntry(NamedTuple):
-    """Stand for an entry that is no tensor."""
+    """An entry that is not a tensor."""
 
 
 class Properties(NamedTuple):
-    """Hold what matters of a tensor's properties."""
+    """The properties of a tensor that matter here."""
 
     dtype: str
 
 
 class ItemIndex(NamedTuple):
-    """Name an item: a tensor's chunk by its first element, or another entry."""
+    """The index of an item: a tensor's chunk by its first element, or another entry."""
 
     fqn: str
     offset: tuple[int, ...] | None = None
 
 
 class ItemPlace(NamedTuple):
-    """Say where an item's bytes are, and what was done to them."""
+    """The place of an item's bytes, and the transforms applied to them."""
 
     relative_path: str
     offset: int
@@ -81,7 +81,7 @@ class ItemPlace(NamedTuple):
 
 
 class DcpMetadata(NamedTuple):
-    """Hold ``.metadata``: the entries by name, and the place of each item; the last field is Megatron-Core's."""
+    """The contents of ``.metadata``: entries by name, and the place of each item; the last field is Megatron-Core's."""
 
     state_dict_metadata: Mapping[str, TensorEntry | BytesEntry]
     storage_data: Mapping[ItemIndex | IndexColumns, ItemPlace | PlaceColumns]
@@ -93,7 +93,7 @@ class DcpMetadata(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """Name a storage of an archive: its element type, its member under ``data/``, its number of elements."""
+    """A storage of an archive: its element type, its member under ``data/``, its number of elements."""
 
     dtype: str
     member: str
@@ -101,7 +101,7 @@ class Storage(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """Place a tensor's elements in their storage; strides and offset are in elements."""
+    """A tensor's elements in their storage; strides and offset are in elements."""
 
     storage: Storage
     dtype: str

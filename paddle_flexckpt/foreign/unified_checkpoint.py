@@ -52,7 +52,7 @@ _RESUME = "resume once in PaddleNLP under the strategy it was saved under, and s
 
 
 class _RankFile(NamedTuple):
-    """Describe a file of a rank's states: the place (``tp``, ``pp``, ``shard``, ``moe``) in its name, its number."""
+    """A file of a rank's states: the place (``tp``, ``pp``, ``shard``, ``moe``) in its name, its number."""
 
     file: TensorFile
     at: Mapping[str, int]

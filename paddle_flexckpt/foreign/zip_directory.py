@@ -31,7 +31,7 @@ _AT_ONCE = 4096
 
 
 class ZipMember(NamedTuple):
-    """Describe a member: its name, compression method (0 is none), bytes in the archive, and place of its header."""
+    """A member: its name, compression method (0 is none), bytes in the archive, and place of its header."""
 
     name: str
     method: int
@@ -59,9 +59,9 @@ def read_directory(read: Read, size: int, where: str) -> list[ZipMember]:
 
 
 class Layout:
-    """Find the archives of the same size whose members are where those of a known one are.
+    """The layout of one archive, to find others of the same size whose members are at the same places.
 
-    They have the same directory, headers and texts, but for checksums, which nothing here looks at.
+    These have the same directory, headers and texts except for checksums, which are not looked at here.
     """
 
     def __init__(self, read: Read, size: int, where: str, found: Sequence[ZipMember], texts: Sequence[ZipMember]):

@@ -25,7 +25,7 @@ DEVICE_BACKENDS = frozenset(("nccl", "bkcl", "xccl", "flagcx"))
 
 
 class PaddleCommunicator(Communicator):
-    """Connect the members of a Paddle process group.
+    """A connection of the members of a Paddle process group.
 
     Attributes:
         group: The group, of paddle.distributed.

@@ -24,11 +24,11 @@ _LINE = np.dtype([("row", "<u4"), ("start", "<i8"), ("stop", "<i8")])
 
 
 class Deal(NamedTuple):
-    """Hold what a planner deals to one rank, by rows of that rank's own catalog.
+    """The rows that a planner deals to one rank, counted in that rank's own catalog.
 
     Attributes:
-        written: What it writes, each with the number of its tensor's order, or -1.
-        compared: What it compares, in the order of the planner's lines.
+        written: The rows that it writes, each with the number of its tensor's order, or -1.
+        compared: The rows that it compares, in the order of the planner's lines.
         orders: The orders.
     """
 

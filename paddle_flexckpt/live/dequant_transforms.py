@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 
 
 class RestOfTransform:
-    """Do what a transform does, but for some of its tensors."""
+    """A transform that leaves some of its tensors out."""
 
     def __init__(self, transform: Any, without: Collection[str]) -> None:
         """Take the transform, and the names of those that are made elsewhere."""

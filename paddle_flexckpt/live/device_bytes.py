@@ -35,10 +35,10 @@ _Copy = tuple[DeviceMemory, int, np.ndarray]
 
 
 class DeviceBytes:
-    """Read spans of device tensors in their order.
+    """Spans of device tensors, read in their order.
 
-    An array is valid until ``BATCH_BYTES`` more, or ``BATCH_BLOCKS`` more arrays, have been asked for: so much the
-    writer of a data file keeps. A context manager: at its end nothing is running, and the memory is given back.
+    An array is valid until ``BATCH_BYTES`` more bytes, or ``BATCH_BLOCKS`` more arrays, have been requested: the writer
+    of a data file holds no more. A context manager: leaving it ends all copies and frees the memory.
     """
 
     def __init__(self, spans: Iterable[Span], device: str, nbytes: int) -> None:

@@ -29,7 +29,7 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Lay out the pieces that go from one rank to another.
+    """The layout of the pieces that go from one rank to another.
 
     Attributes:
         pieces: In the order in which both ranks have them.
@@ -69,7 +69,7 @@ class Message:
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Hold what all ranks send to each other, in columns; the same on every rank.
+    """The messages between all ranks, in columns. They are the same on every rank.
 
     Attributes:
         sender: int64 ``[n]``, position of the sender in the group.
@@ -102,7 +102,7 @@ class Traffic:
 
 
 class _Side:
-    """Cut the messages that one rank sends, or those that it receives, into rounds."""
+    """The messages that one rank sends, or those that it receives, cut into rounds."""
 
     def __init__(self, messages: Mapping[int, Message], quota: Mapping[int, int], here: int, size: int) -> None:
         self._messages, self._quota, self._here, self._size = messages, quota, here, size
@@ -130,14 +130,14 @@ class _Side:
 
 
 class DeviceExchange:
-    """Carry out one rank's part of an exchange between devices.
+    """One rank's part in an exchange between devices.
 
-    1. Every rank makes one, which takes all the device memory that it needs for its buffers, and tells the others what
-       it will have :attr:`sent`.
-    2. Every rank calls :meth:`run` with all that.
+    1. Every rank makes one, which allocates all device memory that its buffers need, and the ranks gather each other's
+       :attr:`sent`.
+    2. Every rank calls :meth:`run` with what was gathered.
 
     Attributes:
-        sent: What the other ranks have to know: an int64 table of positions in the group and bytes sent there.
+        sent: An int64 table for the other ranks: positions in the group, and the bytes that this rank sends there.
     """
 
     def __init__(self, group: Any, plan: ExchangePlan, source: Catalog) -> None:

@@ -80,13 +80,13 @@ def current_device(device: str) -> Iterator[None]:
 
 
 class DeviceMemory:
-    """Reach the elements of one device tensor; see :class:`~paddle_flexckpt.engine.copies.DeviceStorage`.
+    """The elements of one device tensor; see :class:`~paddle_flexckpt.engine.copies.DeviceStorage`.
 
     Attributes:
         dtype: The elements' type on the host.
         device: Name of the device, such as ``gpu:0``.
         size: Number of elements.
-        has_views: Whether its elements can be seen as integers; without that they are reached in contiguous runs.
+        has_views: Whether its elements can be viewed as integers; if not, they are accessed in contiguous runs.
     """
 
     def __init__(self, tensor: Any, dtype: np.dtype | None = None) -> None:

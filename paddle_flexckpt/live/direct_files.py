@@ -36,12 +36,12 @@ _MASTER = f".{MASTER_STATE}"
 
 
 class _Part(NamedTuple):
-    """Hold what a rank keeps of a partition.
+    """A rank's part of a partition.
 
     Attributes:
-        rows: Those of the keys that it may need.
+        rows: The rows of the keys that it may need.
         numbers: int64 per key of these rows, its number among all keys of the checkpoint.
-        names: All keys of the partition, where this rank answers for it; else None.
+        names: All keys of the partition, if this rank is responsible for it; else None.
         digest: Of all rows but their files' names, likewise.
     """
 
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
 
 
 class DirectFiles(Files):
-    """Read a checkpoint, of which this rank sees all files, with other ranks that do the same.
+    """The files of a checkpoint, all of which this and the other ranks can read.
 
     Where its manifest has partitions, ``manifest`` and ``catalog`` have the rows of some keys. Keys of such a
     checkpoint are numbered in the order of its partitions; the manifest says how many each has.

@@ -58,14 +58,14 @@ _MOST_KEYS = 5
 
 @dataclass(frozen=True, eq=False)
 class RowReads:
-    """Hold what ranks read for each other, as rows of an exchange, and what one rank does of it.
+    """The sections that ranks read for each other, as rows of an exchange, and one rank's part in it.
 
     Attributes:
         rows: A section for each, with the rank that reads it.
         item: int64 per row, the stored shard that it is read from.
         start: int64 per row, its first element in that.
         round: int64 per row, the round in which its reader reads and sends it.
-        exchange: What this rank copies, sends and receives.
+        exchange: The copies, sends and receives of this rank.
     """
 
     rows: Catalog
@@ -83,12 +83,12 @@ class RowReads:
 
 @dataclass(frozen=True, eq=False)
 class PlannedReads:
-    """Hold how ranks read, and what one of them reads.
+    """A plan of the reads of all ranks, and the reads of one of them.
 
     Attributes:
         comm_method: As of :class:`LoadReport`.
         comm_reason: Likewise.
-        reads: For itself alone, or for others too.
+        reads: The rank's reads, for itself alone or for others too.
     """
 
     comm_method: str
@@ -102,7 +102,7 @@ class PlannedReads:
 
 
 class FilePeers(Peers):
-    """Read the files of a checkpoint for all ranks, each of which receives what it does not read itself.
+    """The files of a checkpoint, of which each rank reads a part and receives the rest.
 
     Attributes:
         files: The checkpoint.

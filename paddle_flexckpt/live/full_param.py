@@ -31,13 +31,13 @@ _OWN = "each rank asks for its own tensors"
 
 @dataclass(frozen=True)
 class FullOptions(StatementOptions):
-    """Hold the options of :func:`full_param`.
+    """The options of :func:`full_param`.
 
     Attributes:
-        num_splits: In so many parts the names are divided, sorted, each of about as many names.
-        shard_idx: The part that this rank asks for, from 0.
-        memory_growth_threshold: Bytes of whole tensors that this rank takes at a time; a larger tensor comes alone.
-        check_replicas: Whether replicas of one shard are compared; without that, one of them is taken.
+        num_splits: The number of parts, of about as many names each, into which the sorted names are divided.
+        shard_idx: The part that this rank requests, from 0.
+        memory_growth_threshold: Bytes of whole tensors that this rank receives at a time; a larger tensor comes alone.
+        check_replicas: Whether replicas of one shard are compared; if not, one of them is used.
     """
 
     num_splits: int = field(default=1, metadata=rule(own=_OWN))

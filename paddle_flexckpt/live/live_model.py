@@ -23,12 +23,12 @@ from paddle_flexckpt.ranks.communicator import Communicator
 
 
 class ModelState(Protocol):
-    """Say where the tensors of a model come from.
+    """The source of a model's tensors.
 
     Attributes:
         catalog: The shards of all sources.
         said: What ranks told each other when it was described.
-        is_compared: Whether nothing has to be compared any more; the same on every rank.
+        is_compared: Whether replicas have been compared already; the same on every rank.
     """
 
     catalog: Catalog
@@ -57,7 +57,7 @@ class ModelState(Protocol):
 
 
 class LiveModel:
-    """Give tensors of all ranks' memory."""
+    """A model's tensors in the memory of all ranks."""
 
     def __init__(
         self,

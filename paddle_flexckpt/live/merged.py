@@ -90,11 +90,11 @@ def load_merged_state_dict(
 
 @dataclass(frozen=True)
 class MergeOptions(FileOptions, ModelOptions):
-    """Hold the options of :func:`merge_sharded_state_dict`.
+    """The options of :func:`merge_sharded_state_dict`.
 
     Attributes:
-        safetensor_prefix: What the names of the files start with.
-        skip_postfix_list: Keys that end so are left out, such as ``["moment1_0", "beta1_pow_acc_0"]``.
+        safetensor_prefix: The beginning of the files' names.
+        skip_postfix_list: Endings of keys to leave out, such as ``["moment1_0", "beta1_pow_acc_0"]``.
     """
 
     safetensor_prefix: str = PREFIX
@@ -180,7 +180,7 @@ def merge_sharded_state_dict(
 
 
 class _StoredModel:
-    """Give tensors of a checkpoint, of which each rank reads what it writes."""
+    """A model's tensors in a checkpoint, of which each rank reads what it writes."""
 
     is_compared = True
 

@@ -24,12 +24,12 @@ LOOKED_AT = 8
 
 
 class ModelFiles:
-    """Write one rank's parts; a thread flushes one file, or writes what was received, while others are written.
+    """One rank's parts of a model's files. A thread flushes a file, or writes received bytes, beside other writes.
 
     Attributes:
         names: All tensors, in the order in which they stand in the files.
         files: By tensor, the file that has it.
-        is_shared: Whether a file has many writers.
+        is_shared: Whether several ranks write one file.
     """
 
     def __init__(

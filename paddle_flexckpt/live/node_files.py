@@ -36,14 +36,14 @@ DamagedCopies = Mapping[int, frozenset[tuple[str, int]]]
 
 
 class Found(NamedTuple):
-    """Describe a checkpoint, and which ranks can read what of it.
+    """A checkpoint, and the files of it that each rank can read.
 
     Attributes:
         manifest: Of all nodes.
         seen: bool ``[ranks, files]``, the data files that each rank can read, by position in the group.
         wrong: By name, what is wrong with files that are there and cannot be read.
-        everywhere: Whether every rank has the manifest and all of the files: then a load as from shared storage does.
-        damaged: What an earlier try of this load has found to be damaged.
+        everywhere: Whether every rank has the manifest and all files, so that it can load as from shared storage.
+        damaged: The damage that an earlier try of this load has found.
     """
 
     manifest: Manifest

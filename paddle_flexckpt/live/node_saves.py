@@ -40,15 +40,15 @@ _TOKEN = re.compile(r"\d+\.[0-9a-f]{32}\.node", re.ASCII)
 
 @dataclass(eq=False)
 class NodeSave:
-    """Carry out one save to the directories of several nodes.
+    """One save to the directories of several nodes.
 
     Attributes:
-        names: What the save calls its files, the same on every rank.
+        names: The names of the save's files, the same on every rank.
         nodes: By node, the positions of its ranks, in rising order. The first of them commits there.
-        node_names: By node, what manifests and errors call it.
+        node_names: By node, its name in manifests and errors.
         published: Tokens of earlier saves that a node has published, and that no node has replaced.
         aborted: Tokens of earlier saves that were prepared, and that no node has published.
-        copies: On how many nodes each data file is to be.
+        copies: The number of nodes that get each data file.
     """
 
     comm: Communicator

@@ -29,12 +29,12 @@ TURN_BYTES = 4 << 20
 
 @dataclass(frozen=True, eq=False)
 class OwnedPieces:
-    """Say which tensors are written so, and what of them this rank writes.
+    """The tensors that ranks write from their own memory, and the pieces of them that this rank writes.
 
     Attributes:
         targets: Whole tensors, file by file in the order of their bytes, each with the rank whose file has it.
         whole: bool per target, the same on every rank: whether ranks write it from their own memory.
-        pieces: This rank's, sorted by target and by place in it.
+        pieces: This rank's pieces, sorted by target and by place in it.
     """
 
     targets: Catalog

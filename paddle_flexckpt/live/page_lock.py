@@ -21,7 +21,7 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class _Backend(NamedTuple):
-    """Name a library, its function that locks (address, bytes, flags...; 0 is success), and the one that unlocks."""
+    """A library: its name, its function that locks (address, bytes, flags...; 0 is success), and one that unlocks."""
 
     library: str
     lock: str

@@ -82,14 +82,14 @@ def decode_parts(
 
 
 class PartitionWriter:
-    """Write one rank's share of the partitions of a save's manifest. Every rank makes the same calls, in this order.
+    """One rank's share of the partitions of a save's manifest. Every rank makes the same calls, in this order.
 
-    1. :meth:`send`: when its data file is durable, a rank tells the writers of partitions its rows.
-    2. :meth:`write`: when all data files are durable, it writes its partitions, and describes them to the coordinator.
+    1. :meth:`send`: when its data file is durable, a rank sends its rows to the writers of partitions.
+    2. :meth:`write`: when all data files are durable, it writes its partitions and sends the coordinator a description.
     3. :meth:`manifest`: the coordinator puts the descriptions together.
 
     Attributes:
-        count: How many partitions there are.
+        count: The number of partitions.
     """
 
     def __init__(self, comm: Communicator, directory: SaveDirectory, names: SaveNames, count: int) -> None:

@@ -42,13 +42,13 @@ from paddle_flexckpt.ranks.communicator import Communicator
 
 @dataclass(frozen=True)
 class ReshardOptions(TransferOptions):
-    """Hold the options of a reshard.
+    """The options of a reshard.
 
     Attributes:
-        offload: Let tensor data of devices go through host memory and sockets, not through the backend's collectives;
-            it takes no device memory then. Without a device it makes no difference.
-        check_replicas: What is asked of the replicas of one source shard, as in :func:`save_state_dict`. Where they may
-            differ, every rank is given the values of one rank, even if it holds others itself.
+        offload: Send tensor data of devices through host memory and sockets, not through the backend's collectives. The
+            reshard then needs no device memory. Without a device the option makes no difference.
+        check_replicas: How the replicas of one source shard are compared, as in :func:`save_state_dict`. Where they may
+            differ, every rank gets the values of one rank, even if it holds others itself.
     """
 
     offload: bool = False
@@ -58,11 +58,11 @@ class ReshardOptions(TransferOptions):
 
 
 class Peers(Source):
-    """Fill targets from what all ranks hold together.
+    """A source that fills targets from the shards of all ranks together.
 
     Attributes:
         catalog: One row per shard, with the rank that holds it.
-        rows: What an exchange takes its pieces from; known when it is planned.
+        rows: The rows that an exchange reads its pieces from; known when it is planned.
         replicas: As of :class:`LoadReport`.
     """
 
@@ -259,11 +259,11 @@ def _on_devices(flags: Iterable[bytes]) -> bool:
 
 
 class MemoryPeers(Peers):
-    """Read shards in the ranks' memory.
+    """The shards in the ranks' memory.
 
     Attributes:
-        readable: The shards, of whose replicas any may be read; known when replicas are compared.
-        check: What looks at this rank's rows that are read, before they are, or raises.
+        readable: The shards any replica of which may be read; known when replicas are compared.
+        check: A check of the rows that this rank is about to read, which raises if they are wrong.
     """
 
     readable: Layout | None

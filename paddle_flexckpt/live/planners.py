@@ -39,17 +39,17 @@ _COUNT = struct.Struct("<Q")
 
 
 class RankSummary(NamedTuple):
-    """Hold what a rank tells all others of a save before it is planned.
+    """A rank's message to all others before a save is planned.
 
     Attributes:
-        own: Fingerprint of its part of what the plan is made of.
-        names: What the save is called, as JSON: of the rank that knows it.
-        place: For the place of its directory.
-        message: What the destination of the others has to know of it.
-        rows: How many shards it has.
-        policies: Bits of the policies of replicas that they have.
-        any_device: Whether some are on a device.
-        shards: All of them (:func:`encode_shards`), if they are few and there are other ranks; else nothing.
+        own: Fingerprint of its part of the plan's inputs.
+        names: The save's names as JSON, from the rank that knows them.
+        place: The place of its directory.
+        message: The message of its destination to the destinations of the others.
+        rows: The number of its shards.
+        policies: Bits of the replica policies of its shards.
+        any_device: Whether some shards are on a device.
+        shards: All shards (:func:`encode_shards`), if they are few and there are other ranks; else nothing.
     """
 
     own: bytes
@@ -129,13 +129,13 @@ def _to_each(work: Callable[[], Told]) -> tuple[None, bytes, dict[int, bytes]]:
 
 
 class Planners:
-    """Plan one save together. Every rank makes the same calls, in the order of the methods.
+    """The planning of one save by all ranks. Every rank makes the same calls, in the order of the methods.
 
     Attributes:
         rows: The shards of the keys that this rank plans.
         groups: Their replica groups.
         overlaps: Pairs of rows that share elements and are no replicas; none where planning is spread.
-        before: int64 ``[number of ranks]``, how many rows all ranks before each own.
+        before: int64 ``[number of ranks]``, the number of rows that all ranks before each own.
         is_spread: Whether a key is planned by one rank alone.
         any_device: Whether any rank has shards on a device.
         comm: The ranks.

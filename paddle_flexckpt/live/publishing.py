@@ -48,14 +48,14 @@ BATCH_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class ModelOptions(ProgressOptions, StatementOptions):
-    """Hold the options of calls by which all ranks write a model's files.
+    """The options of calls by which all ranks write a model's files.
 
     Attributes:
         coordinator_rank: The rank, counted within the group, that writes index and configuration.
-        config: What ``config.json`` is to hold, or the path of such a file, on the coordinator's machine; None writes
+        config: The contents of ``config.json``, or the path of such a file on the coordinator's machine; None writes
             none.
-        prefix: Only keys that start with this and a dot, which are taken off; after the statements.
-        max_file_bytes: Bytes of tensors in one file, about; a larger tensor has a file for itself.
+        prefix: Write only keys that start with this and a dot, which are removed; applied after the statements.
+        max_file_bytes: About the most bytes of tensors in one file; a larger tensor has a file for itself.
     """
 
     coordinator_rank: int = 0
@@ -95,11 +95,11 @@ class ModelOptions(ProgressOptions, StatementOptions):
 
 @dataclass(frozen=True)
 class PublishOptions(ModelOptions):
-    """Hold the options of publishing.
+    """The options of publishing.
 
     Attributes:
         offload: As in ``reshard_sharded_state_dict``.
-        check_replicas: Whether replicas of one shard are compared; without that, one of them is written.
+        check_replicas: Whether replicas of one shard are compared; if not, one of them is written.
     """
 
     offload: bool = False
@@ -160,9 +160,9 @@ def publish(
 
 
 class Publication:
-    """Write a model's files by all ranks. Leaving the context by an error removes what this rank has written.
+    """A write of a model's files by all ranks. Leaving the context by an error removes what this rank has written.
 
-    But where the model may be there, and this rank cannot know that it is not, its files stay: they may be part of it.
+    But where this rank cannot rule out that the model was published, its files stay, as they may be part of the model.
     """
 
     _output: OutputDirectory

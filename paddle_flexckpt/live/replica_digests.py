@@ -34,7 +34,7 @@ DIGEST = np.dtype([("of_device", "u1"), ("digest", "<u8")])
 
 
 class Digests:
-    """Take the digests of stretches of one rank's shards; begin at once with what can be hashed beside a write.
+    """The digests of stretches of one rank's shards. Hashing that can run beside a write begins at once.
 
     A context manager: leaving it waits for the thread.
 

@@ -39,12 +39,12 @@ _warned: set[str] = set()
 
 
 class Replicas:
-    """Handle the replicas of one call: what is asked of them, how they compare, and which rank's values count.
+    """The replicas of one call: how they are to be compared, how they compare, and which rank's values count.
 
     Attributes:
         compares: Whether they are compared.
         held: This rank's tensors by row.
-        comes_first: Whether a save has to compare before it plans: what differs is then written by one rank alone.
+        comes_first: Whether a save has to compare before it plans; one rank alone then writes replicas that differ.
     """
 
     def __init__(
@@ -291,7 +291,7 @@ class Replicas:
 
 
 class _Distance(NamedTuple):
-    """Say how far apart replicas are: at most, as a part of the largest value, and whether all was compared."""
+    """The distance of replicas: at most, as a part of the largest value, and whether all was compared."""
 
     difference: float
     part: float

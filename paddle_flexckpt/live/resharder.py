@@ -112,10 +112,10 @@ def plan_reshard(
 
 
 class ReshardPlan:
-    """Move live state between two layouts as often as one likes; made by :func:`plan_reshard`.
+    """A plan to move live state between two layouts as often as one likes; made by :func:`plan_reshard`.
 
-    While nothing has changed but values, a run plans, gathers and checks nothing: ranks tell each other in 64 bytes
-    that this is so, and move the data. Replicas are compared as ever, which is one more collective.
+    While nothing but values has changed, a run plans, gathers and checks nothing: ranks confirm this to each other in
+    64 bytes and move the data. Replicas are compared in every run, by one more collective.
     """
 
     def __init__(
@@ -245,13 +245,13 @@ def gather_memory(
 
 
 class GatheredState:
-    """Hold what all ranks have in memory, described once, to fill targets from it as often as wanted.
+    """All ranks' state in memory, described once, to fill targets from as often as wanted.
 
     Attributes:
         catalog: The shards of all ranks, each rank's in a virtual file.
-        tensors: This rank's.
-        checked: What checks of the shards found out.
-        said: What ranks told each other besides, as of :func:`gather_memory`.
+        tensors: This rank's tensors.
+        checked: The results of the checks of the shards.
+        said: The other messages that ranks gathered, as of :func:`gather_memory`.
     """
 
     def __init__(

@@ -23,7 +23,7 @@ ROUNDS_HELD = 2
 
 
 class HeldRows:
-    """Give the storages of source rows that are there all the time."""
+    """The storages of source rows that are there all the time."""
 
     def __init__(self, storage: Storage) -> None:
         """Args: storage: gives the storage of a row."""
@@ -44,7 +44,7 @@ class HeldRows:
 
 
 class RowsReadAhead(HeldRows):
-    """Read the source rows of each round in a thread, ahead of the thread that sends them and the one that copies."""
+    """The source rows of each round, read by a thread ahead of the thread that sends them and the one that copies."""
 
     def __init__(self, count: int, read: Callable[[int], Storage]) -> None:
         """Read nothing before somebody asks for the first round: a rank first connects to those that wait for it.
@@ -117,7 +117,7 @@ class RowsReadAhead(HeldRows):
 
 
 class _Cut:
-    """Cut pieces into rounds, in each of which they keep their order."""
+    """Pieces cut into rounds, in each of which they keep their order."""
 
     def __init__(self, pieces: Pieces, round_of_row: np.ndarray) -> None:
         number = round_of_row[pieces.source]
@@ -132,12 +132,12 @@ class _Cut:
 
 
 class Rounds:
-    """Cut one rank's part of an exchange into rounds.
+    """One rank's part of an exchange, cut into rounds.
 
     Attributes:
-        count: Rounds in which this rank needs rows of its own.
+        count: The number of rounds in which this rank needs rows of its own.
         peers: The ranks that it sends to, and those that it receives from.
-        bytes_copied: Bytes that it has copied to its own targets.
+        bytes_copied: The bytes that it has copied to its own targets.
     """
 
     def __init__(self, plan: ExchangePlan, round_of_row: np.ndarray) -> None:

@@ -36,9 +36,9 @@ _TENSORS_AT_ONCE = 1024
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """Say what one rank writes of a save, and which replicas it compares, for itself and as a planner.
+    """A plan of one rank's part in a save: what it writes, and which replicas it compares, also as a planner.
 
-    It has no tensors and no names of files, and follows from what ranks described (and from ``differing``).
+    It has no tensors and no names of files. It follows from the ranks' descriptions (and from ``differing``).
 
     Attributes:
         is_spread: Whether each key is planned by one rank alone.
@@ -46,17 +46,17 @@ class SavePlan:
         groups: Their replica groups.
         differing: bool ``[number of groups]``, where replicas had to be compared first: whether they differ. Else None.
         first_row: Where every rank plans all keys: the row of :attr:`shards` that is the first of this rank's.
-        turn: Says which two ranks compare what is written; each save by this plan has another.
-        all_items: What all ranks write of the shards.
-        compared: What this rank compares, as a planner, in this turn; rows are those of the shards.
+        turn: A number that chooses the two ranks that compare what is written; each save by this plan has another.
+        all_items: The items of the shards that all ranks write.
+        compared: The rows of the shards that this rank compares, as a planner, in this turn.
         by_device: Whether digests have to be those that devices can take, as some ranks have no other.
-        file: What this rank writes, in the order of its file; rows are its state's.
-        lines: Of what this rank takes digests in this turn, by the position of the planner that compares them; rows are
-            its state's.
-        counts: What of the report is this rank's: keys planned, items written, bytes written, bytes and shards owned.
-        partitions: In how many partitions ranks write the manifest, where planning is spread; else 0.
-        origin: Fingerprint of what all ranks made it of, and of its turn; nothing where no later save may use it.
-        messages: What ranks have told each other for the destination, the same as long as what they described is.
+        file: The items that this rank writes, in the order of its file; rows are its state's.
+        lines: By the position of the planner that compares them, the rows of this rank's state that it takes digests of
+            in this turn.
+        counts: This rank's part of the report: keys planned, items written, bytes written, bytes and shards owned.
+        partitions: The number of partitions in which ranks write the manifest, where planning is spread; else 0.
+        origin: Fingerprint of the plan's inputs on all ranks, and of its turn; empty where no later save may use it.
+        messages: The gathered messages for the destination. They are the same as long as the ranks' descriptions are.
     """
 
     is_spread: bool
@@ -149,12 +149,12 @@ def report_of(told: Sequence[bytes], own: SavePlan, writing: str) -> dict[str, A
 
 
 class Written(NamedTuple):
-    """Hold what ranks have to know of what one of them has written.
+    """A rank's messages to others about what it has written.
 
     Attributes:
-        told: What all have to know.
-        checksums: Block checksums, at least of what is compared.
-        rows: By position of a rank, what that one alone has to know.
+        told: The message to all ranks.
+        checksums: Block checksums, at least of the items that are compared.
+        rows: By position of a rank, the message to that rank alone.
     """
 
     told: bytes
@@ -163,13 +163,14 @@ class Written(NamedTuple):
 
 
 class Share:
-    """Hold what one rank writes of a save.
+    """One rank's share of a save.
 
     Attributes:
         items: Its items, all of one file.
-        step: Training step to record, if known.
-        devices: Those that some of the tensors are on.
-        partitions: In how many partitions ranks write the manifest if they can meet when their data is written; else 0.
+        step: The training step to record, if known.
+        devices: The devices that some of the tensors are on.
+        partitions: The number of partitions in which ranks write the manifest, if they can communicate when their
+            data is written; else 0.
     """
 
     def __init__(

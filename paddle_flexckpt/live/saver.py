@@ -161,10 +161,10 @@ def save_state_dict(
 
 
 class Save:
-    """Save the shards of all ranks. Every rank makes one and calls :meth:`run`.
+    """A save of the shards of all ranks. Every rank makes one and calls :meth:`run`.
 
     Attributes:
-        destination: Where the save goes; known when this rank's shards are described.
+        destination: The destination; known when this rank's shards are described.
         state: This rank's shards; likewise.
     """
 

@@ -29,11 +29,11 @@ from paddle_flexckpt.report import SaveReport
 
 
 class SharedSave:
-    """Carry out one save to a directory that all ranks share; the coordinator commits.
+    """One save to a directory that all ranks share. The coordinator commits it.
 
     Attributes:
         directory: The directory.
-        names: What the save calls its files: from :meth:`begin` on for the coordinator, from :meth:`agree` on for all.
+        names: The names of the save's files: the coordinator has them from :meth:`begin` on, all from :meth:`agree` on.
         lock: The coordinator's right to save here.
     """
 
@@ -164,7 +164,7 @@ class SharedSave:
 
 
 class BackgroundSave(SharedSave):
-    """Stage one save in memory, and hand it over to this rank's background writer.
+    """One save that is staged in memory and handed over to this rank's background writer.
 
     The writers of all ranks carry it out as a group (``background/outcome.py``).
     """

@@ -37,7 +37,7 @@ def receive_exactly(connection: socket.socket, view: memoryview) -> None:
 
 
 class SharedSender:
-    """Send bytes to a process of this machine."""
+    """A sender of bytes to a process of this machine."""
 
     def __init__(self, connection: socket.socket, ranks: int) -> None:
         """Make the memory and hand it over; ``connection``: a socket of this machine. ``ranks``: members in all."""
@@ -78,7 +78,7 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """Receive what a :class:`SharedSender` sends."""
+    """A receiver of what a :class:`SharedSender` sends."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Take the memory that the sender hands over.

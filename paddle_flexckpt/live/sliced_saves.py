@@ -17,13 +17,13 @@ from paddle_flexckpt.undo import Undo
 
 
 class OpenSave(NamedTuple):
-    """Carry on a save that is agreed and planned, of which nothing is staged yet.
+    """A save that is agreed and planned, of which nothing is staged yet.
 
     Attributes:
         stage_slice: Stages the next slice of this rank's share; returns whether there is more.
-        hand_over: Stages what is left and hands the save over; is given the handle, and how many seconds the caller
-            spent elsewhere since it began.
-        give_up: Takes back what has been begun, on all ranks: it raises CheckpointError.
+        hand_over: Stages the rest and hands the save over; its arguments are the handle, and the seconds that the
+            caller spent elsewhere since the save began.
+        give_up: Undoes what has been begun, on all ranks, and raises CheckpointError.
     """
 
     stage_slice: Callable[[], bool]
@@ -32,9 +32,9 @@ class OpenSave(NamedTuple):
 
 
 class SlicedSave(SaveHandle):
-    """Stage an asynchronous save in slices, then follow it as any other.
+    """An asynchronous save that is staged in slices, then followed as any other.
 
-    The checkpoint is the state of the call. Tensors of more than 64 KiB, or of more than a slice, must not change
+    The checkpoint has the state at the call. Tensors of more than 64 KiB, or of more than a slice, must not change
     before :meth:`finish_staging` has returned.
     """
 

@@ -33,10 +33,10 @@ def blocks_of(items: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class Staging:
-    """Copy items, end to end, into a segment.
+    """A segment, and the items that are copied into it end to end.
 
-    With a device whose copies can go on beside other work, a slice is begun on a stream of its own, and there when
-    :meth:`finish` returns. The other copies are done when the call returns that makes them.
+    If the device can copy beside other work, the copy of a slice runs on a stream of its own and is complete when
+    :meth:`finish` returns. Other copies are complete when the call that makes them returns.
     """
 
     def __init__(self, sources: Iterable[Source], space: np.ndarray, device: str | None) -> None:

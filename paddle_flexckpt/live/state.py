@@ -37,10 +37,10 @@ _ODD = re.compile("slice@|[\ud800-\udfff]")
 
 @dataclass(frozen=True, eq=False)
 class LocalState:
-    """Hold one rank's shards, and the catalog that has a row for each.
+    """One rank's shards, with a catalog row for each.
 
     Attributes:
-        weights: The ShardedWeight of each row; None where a tensor was given, of which every rank holds all.
+        weights: The ShardedWeight of each row; None for a plain tensor, which every rank holds all of.
         tensors: The live tensor of each row.
         catalog: The catalog.
     """
@@ -55,9 +55,9 @@ class LocalState:
 
 
 class _Row(NamedTuple):
-    """Describe one shard of a state.
+    """One shard of a state.
 
-    ``weight`` is None of a tensor that every rank holds all of, ``flat`` where the shard is the whole box.
+    ``weight`` is None for a plain tensor, all of which each rank holds; ``flat`` is None if the shard is the whole box.
     """
 
     key: str

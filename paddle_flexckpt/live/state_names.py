@@ -58,11 +58,11 @@ def keys_by_name(state: Mapping[str, Any]) -> dict[str, dict[Any, list[str]]]:
 
 
 class StateNames(NamedTuple):
-    """Hold what a state dict tells of the states in it.
+    """The names of the states in a state dict, and problems with them.
 
     Attributes:
         names: As ``state_names`` of a catalog.
-        problems: States that belong to one of several parameters, and parts of states that look like wholes.
+        problems: States that may belong to any of several parameters, and parts of states that look like whole ones.
     """
 
     names: dict[str, tuple[str, ...]]

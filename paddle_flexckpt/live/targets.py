@@ -89,7 +89,7 @@ def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str], dict[
 
 
 class TargetTensors(Memory):
-    """Reach the tensors of a rank's targets."""
+    """The tensors of a rank's targets, as memory."""
 
     def __init__(self, state: LocalState, rank: int, addresses: np.ndarray, devices: list[str]) -> None:
         """Take the targets of a rank, the addresses of those that are filled as they stand, and their devices."""
@@ -154,7 +154,7 @@ class TargetTensors(Memory):
 
 
 class _Addresses:
-    """Show the addresses of a tensor, for numpy, which does not read them."""
+    """The addresses of a tensor as an array for numpy, which does not read them."""
 
     def __init__(self, tensor: Any) -> None:
         size = dtype_of(dtype_name(tensor)).itemsize

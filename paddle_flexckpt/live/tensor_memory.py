@@ -168,7 +168,7 @@ def strided_memory(tensor: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Span:
-    """Hold the memory of one shard: addresses ``[begin, end)``, what is how in it, which target (None: source)."""
+    """The memory of one shard: addresses ``[begin, end)``, its layout there, and its target (None: a source)."""
 
     begin: int
     end: int

@@ -40,7 +40,7 @@ def open_storage(tensor: Any) -> AnyStorage:
 
 
 class HostTensor:
-    """Show the elements of one tensor as a contiguous 1-D numpy array on the host.
+    """The elements of one tensor as a contiguous 1-D numpy array on the host.
 
     Attributes:
         array: The elements in row-major order. While ``staged`` is false it *is* the tensor's memory.

@@ -59,7 +59,7 @@ _REASON = "load_transform: every rank makes what it needs"
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """Describe a tensor that a transform makes: its name, what it is, and the names of its sources."""
+    """A tensor that a transform makes: its name, its description, and the names of its sources."""
 
     key: str
     shape: tuple[int, ...]
@@ -133,9 +133,9 @@ def _ask(transform: Any, name: str, *arguments: Any) -> Any:
 
 
 class TransformedFiles(Files):
-    """Read a checkpoint of which a transform makes other tensors; each rank makes those that it needs, whole.
+    """The files of a checkpoint, whose tensors a transform turns into others. Each rank makes those it needs, whole.
 
-    The sources are known under their logical tensors' names alone.
+    The sources are reachable under their logical tensors' names only.
     """
 
     _made: MadeTensors
@@ -172,13 +172,13 @@ class TransformedFiles(Files):
 
 
 class MadeTensors(InputFile):
-    """Make tensors when they are read, as a file of all of them, one after the other; threads may read.
+    """Tensors that are made when they are read, as a file of all of them, one after the other. Threads may read it.
 
     Attributes:
         digest: The same for the same tensors.
         file: The file's number in the catalog.
-        bytes_given: What has been read of it.
-        bytes_read: What has been read of the checkpoint for that.
+        bytes_given: The bytes that have been read of this file.
+        bytes_read: The bytes that have been read of the checkpoint for them.
         touched: Whether targets may have been written, for errors.
     """
 
@@ -337,7 +337,7 @@ class MadeTensors(InputFile):
 
 
 class _Overlay(Backend):
-    """Show a directory with one file more, which is made when it is read. Nothing is written to it."""
+    """A directory with one more file, which is made when it is read. Nothing is written to it."""
 
     def __init__(self, inner: Backend, made: MadeTensors) -> None:
         self._inner, self._made = inner, made

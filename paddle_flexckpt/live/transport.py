@@ -42,9 +42,9 @@ _PLACE = struct.Struct("<HB")
 
 
 class Transport(ABC):
-    """Move byte streams between the members of a group.
+    """A connection that moves byte streams between the members of a group.
 
-    One exchange is: 1. every member calls :meth:`address` and they exchange the answers; 2. every member calls
+    One exchange is: 1. every member calls :meth:`address`, and they gather each other's; 2. every member calls
     :meth:`exchange` or :meth:`exchange_rounds` once; 3. :meth:`close`.
     """
 
@@ -90,11 +90,11 @@ class Transport(ABC):
 
 
 class SocketTransport(Transport):
-    """Move byte streams through host sockets, and between ranks on one machine through shared memory.
+    """A transport through host sockets, and between ranks on one machine through shared memory.
 
-    In step k of a round every rank sends to the rank k places after it and receives from the one k places before it; a
-    thread sends while the caller receives. So every stream has its receiver ready, and no ring of sends can wait for
-    itself: of all streams that are not through, the one of the lowest round and step has both its ends waiting for it.
+    In step k of a round every rank sends to the rank k places after it and receives from the one k places before it. A
+    thread sends while the caller receives. So no ring of sends can deadlock: of all unfinished streams, the one of the
+    lowest round and step has both its ends ready.
     """
 
     def __init__(self, ranks: tuple[int, ...], position: int, stall_seconds: float = STALL_SECONDS) -> None:

@@ -38,10 +38,10 @@ Kind = Literal["files", "directories", "any"]
 
 
 class InputFile(ABC):
-    """Read a file.
+    """A file that is read.
 
     Attributes:
-        size: Its bytes.
+        size: Its size in bytes.
     """
 
     size: int
@@ -103,7 +103,7 @@ class InputFile(ABC):
 
 
 class OutputFile(ABC):
-    """Write a new file. Leaving its context finishes it; leaving by an exception aborts it."""
+    """A new file that is written. Leaving its context finishes it; leaving by an exception aborts it."""
 
     @abstractmethod
     def write(self, data: Buffer) -> None:
@@ -145,10 +145,10 @@ class OutputFile(ABC):
 
 
 class Lock:
-    """Hold a right until it is released; this one holds nothing.
+    """A lock that is held until it is released. This class locks nothing; subclasses do.
 
-    It is for media without locks, and for callers who keep savers apart themselves, as are the next two classes.
-    ``local_locks.py`` has the locks of the kernel, ``lease.py`` those of media without locks.
+    This class and the next two serve media without locks, and callers who keep savers apart themselves.
+    ``local_locks.py`` has the kernel's locks, ``lease.py`` leases for media without locks.
     """
 
     def release(self) -> None:
@@ -162,7 +162,7 @@ class Lock:
 
 
 class SaveLock(Lock):
-    """Hold the right to save to a directory; this one asks nobody."""
+    """The right to save to a directory. This class grants it to everybody."""
 
     def handover(self) -> tuple[dict[str, Any], int | None]:
         """Return what :meth:`Locks.adopt` needs in another process: JSON-safe values, and a descriptor to be sent."""
@@ -173,7 +173,7 @@ class SaveLock(Lock):
 
 
 class Locks:
-    """Hand out the locks of one directory: to one saver at a time, and to readers of a file or one who removes it."""
+    """The locks of one directory: one for savers, and one for each file, shared by readers, exclusive for removal."""
 
     def take(self) -> SaveLock:
         """Take the right to save here.
@@ -233,13 +233,13 @@ class Locks:
 
 
 class Backend(ABC):
-    """Reach the files of one directory.
+    """The files of one directory, through one kind of storage.
 
     Attributes:
         path: The directory as the caller named it; of a URL, without what is secret.
-        locks: Who may save, read and remove.
+        locks: The locks of savers, readers and removers.
         has_path: Whether other programs of this machine can open the files by their paths.
-        replaces: Whether a file can take the place of another at once; otherwise :func:`publish` refuses to.
+        replaces: Whether one file can replace another atomically; otherwise :func:`publish` refuses to replace any.
         at_once: How many requests about several files may be under way at a time.
     """
 

@@ -49,7 +49,7 @@ _READS = 10
 
 @dataclass(frozen=True)
 class Claim:
-    """Name the holder of a lease, as its file does; the counter rises with every renewal."""
+    """The contents of a lease's file: its holder, and a counter that rises with every renewal."""
 
     token: str
     host: str
@@ -84,7 +84,7 @@ def check_lease_seconds(seconds: object) -> float:
 
 
 class LeaseLock(SaveLock):
-    """Hold a lease, and renew it in a thread of its own."""
+    """A lease on a directory, renewed by a thread of its own."""
 
     def __init__(self, backend: Backend, claim: Claim, renewed_at: float) -> None:
         """Hold a lease.
@@ -236,11 +236,11 @@ class LeaseLock(SaveLock):
 
 @dataclass
 class Conditions:
-    """Know of a store whether, of two that create a file at a time, one fails for certain.
+    """A store's support for conditional creates: whether, of two concurrent ones, one is certain to fail.
 
     Attributes:
-        are_taken: Tells whether the store takes the condition that there be no such file.
-        are_kept: Whether it keeps it too, as some do not; None until a saver has tried.
+        are_taken: A call that returns whether the store accepts the condition that there be no such file.
+        are_kept: Whether it also enforces it, as some stores do not; None until a saver has tried.
     """
 
     are_taken: Callable[[], bool]
@@ -248,7 +248,7 @@ class Conditions:
 
 
 class LeaseLocks(Locks):
-    """Let savers of a directory exclude each other by a lease; there is nothing for readers."""
+    """Locks by a lease, which excludes savers of a directory from each other. Readers have no lock."""
 
     def __init__(self, backend: Backend, seconds: float, conditions: Conditions | None = None) -> None:
         """Take nothing yet; ``conditions`` is shared by the directories of one store."""

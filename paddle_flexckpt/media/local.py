@@ -37,7 +37,7 @@ _TRIES = 5
 
 
 class LocalInputFile(InputFile):
-    """Read a file with ``preadv``."""
+    """A file that is read with ``preadv``."""
 
     def __init__(self, descriptor: int, path: str) -> None:
         """Args: descriptor: of the file; it is closed with this. path: for errors."""
@@ -86,7 +86,7 @@ class LocalInputFile(InputFile):
 
 
 class LocalOutputFile(OutputFile):
-    """Write a file from its beginning to its end."""
+    """A file that is written from its beginning to its end."""
 
     def __init__(self, path: str, mode: Mode = "new") -> None:
         """Begin the file; under another name if it is to replace what is there."""
@@ -150,7 +150,7 @@ class LocalOutputFile(OutputFile):
 
 
 class OutputParts:
-    """Write parts of a file, with ``pwrite``, as other processes of this machine do; leaving the context closes it."""
+    """A file that this and other processes of the machine write in parts. Leaving the context closes it."""
 
     def __init__(self, path: str) -> None:
         """Open the file; who comes first makes it."""
@@ -202,7 +202,7 @@ class OutputParts:
 
 
 class LocalBackend(Backend):
-    """Reach a directory of a local or mounted file system."""
+    """A directory of a local or mounted file system."""
 
     has_path = True
 

@@ -25,7 +25,7 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL
 
 
 class Flock(Lock):
-    """Hold a lock of a descriptor: the kernel frees it with its last holder."""
+    """A lock of a descriptor. The kernel releases it with its last holder."""
 
     def __init__(self, descriptor: int) -> None:
         """Args: descriptor: of the file or directory, with the lock; it is closed with this."""
@@ -66,7 +66,7 @@ class Flock(Lock):
 
 
 class DirectoryLock(Flock, SaveLock):
-    """Hold the right to save by ``flock`` of the directory itself: no file is needed."""
+    """The right to save, by ``flock`` of the directory itself. It needs no file."""
 
     @classmethod
     def take(cls, path: str) -> DirectoryLock:
@@ -97,7 +97,7 @@ class DirectoryLock(Flock, SaveLock):
 
 
 class LocalLocks(LeaseLocks):
-    """Hand out ``flock`` locks of one directory, or a lease where its file system has none."""
+    """``flock`` locks of one directory, or a lease where its file system has none."""
 
     def __init__(self, backend: Backend, enabled: bool, lease_seconds: float, identity: list[int] | None) -> None:
         """Take nothing yet; arguments as of :class:`LocalBackend`."""

@@ -57,14 +57,14 @@ def commit_of(protocol: str, file_system: Any) -> Commit | None:
 
 
 class Listing(NamedTuple):
-    """Name what is in a directory."""
+    """The contents of a directory."""
 
     files: list[str]
     directories: list[str]
 
 
 class Upload:
-    """Write a file in chunks through fsspec's own stream. Where that fails, so does the file."""
+    """A file that is written in chunks through fsspec's own stream. If the stream fails, so does the file."""
 
     def __init__(self, medium: Medium, name: str, part_bytes: int) -> None:
         """Open the stream."""
@@ -102,12 +102,12 @@ class Upload:
 
 
 class Medium:
-    """Ask an fsspec file system for the files of one directory; the name "" stands for the directory itself.
+    """The files of one directory of an fsspec file system. The name "" stands for the directory itself.
 
     Attributes:
         file_system: fsspec's.
         pid: The process that may use it.
-        budget: What may be under way at a time, of a file that is written and for one who reads.
+        budget: The limits of concurrent requests, for each file that is written and for each reader.
     """
 
     def __init__(

@@ -25,12 +25,12 @@ SMALL_GAP_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class Budget:
-    """Say how many requests, and how many of their bytes, may be under way at a time.
+    """Limits of concurrent requests and of their bytes.
 
     Attributes:
-        requests: Requests under way.
-        bytes: Bytes that are on their way, or have arrived and are not read yet. One request is made whatever its size,
-            and one more for bytes that are read out of turn.
+        requests: The most requests under way.
+        bytes: The most bytes that are requested and not read yet. One request is made whatever its size, and one more
+            for bytes that are read out of turn.
     """
 
     requests: int = 16
@@ -38,7 +38,7 @@ class Budget:
 
 
 class Wanted(NamedTuple):
-    """Name byte ranges in the order in which they will be read: number of the file, first byte, first one beyond."""
+    """Byte ranges in the order in which they will be read: the file's number, the first byte, the first one beyond."""
 
     file: np.ndarray
     begin: np.ndarray
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """Name the requests that bring ranges, in the order of need, and how many bytes of them nobody wants."""
+    """The requests that bring ranges, in the order of need, and how many of their bytes no range includes."""
 
     file: np.ndarray
     begin: np.ndarray
@@ -134,7 +134,7 @@ def _most_at_a_time(
 
 
 class _Request:
-    """Hold the bytes of one request, from when it is made until they have been read."""
+    """The bytes of one request, from the request until they have been read."""
 
     __slots__ = ("arrived", "begin", "end", "file", "future")
 
@@ -154,9 +154,10 @@ ReadBytes = Callable[[int, int, int, threading.Event], bytes]
 
 
 class ReadAhead:
-    """Bring announced ranges in their order, as far ahead of their reader as the budget lets it.
+    """A reader of announced ranges: it requests them in order, as far ahead of its caller as the budget allows.
 
-    What the reader asks for earlier than announced comes at once, and takes the place of what it has passed over.
+    A range that the caller reads before its turn is requested at once. Ranges that it skipped are
+    dropped when their memory is needed.
     """
 
     def __init__(self, read: ReadBytes, requests: Requests, budget: Budget) -> None:

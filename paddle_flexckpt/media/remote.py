@@ -41,7 +41,7 @@ def count_sends(sizes: np.ndarray, part_bytes: int = PART_BYTES) -> np.ndarray:
 
 
 class FsspecBackend(Backend):
-    """Reach a directory of a remote file system or object store."""
+    """A directory of a remote file system or object store."""
 
     def __init__(
         self,

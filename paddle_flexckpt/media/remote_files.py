@@ -25,7 +25,7 @@ GAP_BYTES = 256 << 10
 
 
 class Windows:
-    """Keep bytes of several files that were read ahead; bounded, the longest unused go first."""
+    """Bytes of several files that were read ahead. The memory is bounded: the least recently used are dropped first."""
 
     def __init__(self, most_bytes: int = WINDOWS_BYTES) -> None:
         """Args: most_bytes: of all windows; one is kept whatever its size."""
@@ -54,10 +54,10 @@ class Windows:
 
 
 class RemoteInputFile(InputFile):
-    """Read a file by requests for byte ranges.
+    """A file that is read by requests for byte ranges.
 
-    What was announced comes from a :class:`ReadAhead`. Else a request asks for what is wanted. Where reads follow each
-    other it asks for twice as much each time, up to a bound, so that no more is read ahead than has been read.
+    Announced ranges come from a :class:`ReadAhead`. Other reads make a request each. Where reads follow each other,
+    each request is twice as long as the one before, up to a bound, so that no more is read ahead than has been read.
     """
 
     def __init__(self, medium: Medium, name: str, windows: Windows) -> None:
@@ -139,9 +139,9 @@ class RemoteInputFile(InputFile):
 
 
 class RemoteOutputFile(OutputFile):
-    """Send a file in chunks; as a whole if it is not longer than one, or is written in one piece.
+    """A file that is sent in chunks, or as a whole if it fits into one chunk or is written in one piece.
 
-    Where files can be seen to grow, one that replaces another grows under a name of its own, and is renamed.
+    Where a file is visible while it grows, one that replaces another is written under a name of its own and renamed.
     """
 
     def __init__(

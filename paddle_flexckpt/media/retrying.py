@@ -142,7 +142,7 @@ def pause_seconds(attempt: int) -> float:
 
 
 class Retrier:
-    """Make requests, again where that may help, and give their errors one form: OSErrors that name the file."""
+    """A maker of requests: it retries where that may help, and turns errors into OSErrors that name the file."""
 
     def __init__(self, retries: int, secrets: Secrets) -> None:
         """Args: retries: tries after the first one. secrets: what errors must not show."""

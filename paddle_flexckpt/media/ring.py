@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class BufferRing(Generic[T]):
-    """Fill buffers in threads of its own, in order, while the caller uses those that are full.
+    """A ring of buffers that threads fill, in order, while the caller uses the full ones.
 
-    A context manager: at its end the threads have ended, whatever happened.
+    A context manager: leaving it ends the threads, also after an error.
     """
 
     def __init__(

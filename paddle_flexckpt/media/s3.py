@@ -35,7 +35,7 @@ def s3_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class S3Upload(Upload):
-    """Send an object in chunks, which S3 calls parts; it appears when they are put together."""
+    """An object that is sent in chunks, which S3 calls parts. It appears when they are put together."""
 
     def __init__(self, medium: S3Medium, name: str, exclusive: bool) -> None:
         """Begin an upload."""
@@ -144,7 +144,7 @@ class S3Upload(Upload):
 
 
 class S3Medium(Medium):
-    """Ask an S3 store for the objects of one directory."""
+    """The objects of one directory of an S3 store."""
 
     def __init__(self, *arguments: Any) -> None:
         """Wrap s3fs."""

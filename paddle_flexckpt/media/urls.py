@@ -85,7 +85,7 @@ def has_password(url: str) -> bool:
 
 
 class Secrets:
-    """Hide what errors and reports must not show."""
+    """The parts of a URL and of storage options that errors and reports must not show."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         """Args: url: of a storage. options: how it is reached."""

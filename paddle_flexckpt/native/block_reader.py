@@ -36,13 +36,13 @@ KEPT_BLOCKS = 16
 
 
 class Portions:
-    """Hold stretches that are each of one block, and what is looked up once for all portions of them.
+    """Stretches that are each of one block, with what is looked up once for all of them.
 
     Attributes:
         parts: The stretches.
         rows: int64 per stretch, the row that serves.
-        quick: bool per stretch: whether it may be read along with others, straight to its memory.
-        hashed: bool per stretch: whether it is a whole block, and compared with its checksum.
+        quick: bool per stretch: whether it may be read directly to its memory, in one request with others.
+        hashed: bool per stretch: whether it is a whole block, which is compared with its checksum.
         expected: That checksum, per stretch.
         edges: The first stretch of each portion, and the number of stretches.
         runs: Where the stretches are in files.
@@ -75,7 +75,7 @@ class Portions:
 
 @dataclass
 class _KeptBlock:
-    """Hold a verified block: its memory, as long as the longest block, its bytes, and those no target needed."""
+    """A verified block: a buffer as long as the longest block, the block's bytes, and those no target needed."""
 
     memory: np.ndarray
     length: int
@@ -83,11 +83,11 @@ class _KeptBlock:
 
 
 class BlockReader:
-    """Choose for every read the replica that serves it, and compare whole blocks with their checksums.
+    """A reader that chooses a replica for every read and compares whole blocks with their checksums.
 
     Attributes:
-        files: Reads the rows' bytes.
-        choice: Says which row serves an item.
+        files: The reader of the rows' bytes.
+        choice: The choice of the row that serves an item.
         count: What has been read.
     """
 

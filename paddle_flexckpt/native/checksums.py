@@ -51,7 +51,7 @@ def hash_blocks(blocks: Iterable[np.ndarray | memoryview | bytes]) -> list[int]:
 
 
 class HashThread:
-    """Hash in one thread, so that reading and writing need not wait for it; all three let other threads run."""
+    """A thread that hashes while others read and write: all three release the interpreter's lock."""
 
     def __init__(self) -> None:
         """Start nothing yet."""
@@ -72,7 +72,7 @@ class HashThread:
 
 @dataclass(frozen=True, eq=False)
 class Checksums:
-    """Hold the checksums of the items of a catalog, in row order.
+    """The checksums of a catalog's items, in row order.
 
     Attributes:
         values: uint64 ``[total blocks]``.

@@ -30,14 +30,15 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class BegunSave(NamedTuple):
-    """Describe a save by its marker.
+    """A save that has begun, as its marker describes it.
 
     Attributes:
         marker: The marker's name.
-        save: What its files are known by.
+        save: The identity that its files' names have.
         token: Its save token.
-        nodes: To how many nodes' directories it goes.
-        prepared: Files that say that it is complete here and perhaps published elsewhere; none if it is here.
+        nodes: The number of nodes' directories that it goes to.
+        prepared: Files which record that the save is complete here and may be published elsewhere; none once it is
+            published here.
     """
 
     marker: str
@@ -69,7 +70,7 @@ def find_begun(directory: CheckpointDirectory, names: Sequence[str] | None = Non
 
 
 class Cleaner:
-    """Remove what saves have left in one directory. The caller has the right to save there."""
+    """A cleaner of one directory: it removes what saves have left. The caller holds the right to save there."""
 
     def __init__(self, directory: CheckpointDirectory, companion: CompanionFile) -> None:
         """Take the directory, which need not exist, and its companion."""

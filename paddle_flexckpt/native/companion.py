@@ -16,11 +16,11 @@ from paddle_flexckpt.native.names import MANIFEST, is_message, marked_by, save_o
 
 
 class Companion(ABC):
-    """Make the file beside the manifests, of a name of its own, that tells another program's loader what is here.
+    """A companion file: it stands beside the manifests and describes the directory to another program's loader.
 
     Attributes:
         name: Its name.
-        most_rows: It refuses checkpoints of more shards: one process would need all of their rows, and seconds.
+        most_rows: The most shards that it supports: one process needs the rows of all of them, and seconds of time.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Companion(ABC):
 
 
 class CompanionFile:
-    """Keep the companion of one directory of checkpoints up to date.
+    """The companion of one directory of checkpoints, kept up to date.
 
     Attributes:
         name: Its name.

@@ -22,7 +22,7 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class CheckpointDirectory:
-    """Read one directory of this library's checkpoints, told apart by their ids.
+    """A directory of this library's checkpoints, each known by its id.
 
     Attributes:
         backend: Its files.
@@ -160,7 +160,7 @@ def number_of(manifest: Manifest) -> int:
 
 
 class LockedManifest:
-    """Keep a checkpoint while it is read: its manifest, and the lock, which leaving the context releases."""
+    """A checkpoint's manifest, and the lock on the checkpoint. Leaving the context releases the lock."""
 
     def __init__(
         self, directory: CheckpointDirectory, unique_id: int | None = None, keys: Sequence[str] | None = None

@@ -21,7 +21,7 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class GroupSave:
-    """Carry out one save. Every member of the group makes the same calls, in the order of the methods.
+    """One save by a group. Every member makes the same calls, in the order of the methods.
 
     A member calls :meth:`write` in a step in which what it returns is sent; after that step :meth:`commit`. After an
     error that all have got from such a step, :meth:`discard` removes what was written.

@@ -22,7 +22,7 @@ from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 
 @dataclass(frozen=True)
 class DataFileHeader:
-    """Hold what the header of a data file says.
+    """The contents of a data file's header.
 
     Attributes:
         info: Its ``__metadata__`` without ``shards``.

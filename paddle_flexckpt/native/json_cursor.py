@@ -27,9 +27,9 @@ _TEXT = re.compile(rb'(?:[^"\\\x00-\x1f]+|\\[^\x00-\x1f])*')
 
 
 class JsonCursor:
-    """Hold a place in a JSON text; every method reads on from there.
+    """A position in a JSON text, from which every method reads on.
 
-    All methods raise ValueError, with what is wrong, if something else stands there.
+    A method raises ValueError if the text does not have there what the method reads.
     """
 
     def __init__(self, text: bytes) -> None:

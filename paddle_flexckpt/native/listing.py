@@ -18,7 +18,7 @@ from paddle_flexckpt.native.directory import CheckpointDirectory
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Describe one checkpoint that has been committed.
+    """A summary of one committed checkpoint.
 
     Attributes:
         path: Its directory.

@@ -50,7 +50,7 @@ NATIVE = "native"
 
 @dataclass(frozen=True)
 class SaveInfo:
-    """Tell which save files are of; :class:`Manifest` says what the attributes are."""
+    """The save that files belong to. :class:`Manifest` describes the attributes."""
 
     save_token: str
     unique_id: int
@@ -60,7 +60,7 @@ class SaveInfo:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """Describe what a checkpoint (or one rank's part of it) consists of.
+    """The description of a checkpoint, or of one rank's part of it.
 
     Attributes:
         catalog: One row per stored item; ``byte_offset`` counts from the start of the file.

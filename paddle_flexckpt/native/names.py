@@ -33,11 +33,11 @@ _MOST_SAVES = 16**_NUMBER_DIGITS - 1
 
 
 class SaveId(NamedTuple):
-    """Tell one save from others, by the names of its files.
+    """The identity of a save, as the names of its files have it.
 
     Attributes:
         unique_id: The checkpoint's id.
-        number: Of two saves in a directory the later one has the higher number.
+        number: The save's number: a later save in the same directory has a higher one.
         token: Its save token; empty for a save of an older version.
     """
 
@@ -48,7 +48,7 @@ class SaveId(NamedTuple):
 
 @dataclass(frozen=True)
 class SaveNames:
-    """Name the files of one save.
+    """The names of one save's files.
 
     Attributes:
         unique_id: The checkpoint's id.

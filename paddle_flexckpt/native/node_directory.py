@@ -30,13 +30,13 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class NodeSaves(NamedTuple):
-    """Hold the saves of which one node knows.
+    """The saves that one node knows of.
 
     Attributes:
-        published: Tokens of those that are checkpoints.
-        begun: Of those whose marker is here, the number of nodes by token.
-        prepared: Of those of the latter that are prepared here, and not published here, the nodes' names by token;
-            none if they cannot be read.
+        published: Tokens of the saves that are checkpoints.
+        begun: The number of nodes, by token, of the saves whose marker is here.
+        prepared: The nodes' names, by token, of those begun saves that are prepared but not published here; none
+            if they cannot be read.
     """
 
     published: list[str]
@@ -45,7 +45,7 @@ class NodeSaves(NamedTuple):
 
 
 class NodeDirectory(SaveDirectory):
-    """Save into one node's directory of checkpoints."""
+    """One node's directory of checkpoints, for saving into it."""
 
     def tokens(self) -> dict[int, str]:
         """Return the save tokens of the checkpoints whose manifest is here, by id; leave damaged manifests out."""

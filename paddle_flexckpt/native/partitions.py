@@ -28,14 +28,14 @@ _COUNTS = ("nbytes", "rows", "keys", "data_bytes")
 
 @dataclass(frozen=True)
 class Partition:
-    """Describe one partition file.
+    """One partition file of a manifest.
 
     Attributes:
         file: Its name.
         digest: xxh3-128 of its bytes.
         nbytes: Its size.
-        rows: Rows in it.
-        keys: Keys that have these rows.
+        rows: The number of rows in it.
+        keys: The number of keys that have these rows.
         data_bytes: Bytes of the shards that the rows describe.
     """
 

@@ -19,7 +19,7 @@ MOST_THREADS = 4
 
 
 class ReadThreads:
-    """Hold the threads of one reader; they are started when they are first needed, and end when it closes."""
+    """The threads of one reader. They are started when first needed and end when the reader closes."""
 
     def __init__(self, several: bool = True) -> None:
         """Start nothing yet. ``several``: whether there are more threads than the caller's, up to one a processor."""
@@ -73,7 +73,7 @@ def _processors() -> int:
 
 
 class SpareMemory:
-    """Hand out memory of one size to threads: as many buffers as there are at work at a time."""
+    """Buffers of one size for threads: as many as there are threads at work."""
 
     def __init__(self, nbytes: int) -> None:
         """Take none yet."""

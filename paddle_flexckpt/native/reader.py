@@ -37,7 +37,7 @@ MIN_PREAD_BYTES = 16 << 10
 
 
 class FileReader(BlockReader):
-    """Read items of one checkpoint. Each file is opened when first needed and stays open until the reader closes."""
+    """A reader of one checkpoint's items. A file is opened when first needed and stays open until the reader closes."""
 
     def __init__(
         self, directory: Location, manifest: Manifest, verify: bool | VerifyMode = "read", use_replicas: bool = True

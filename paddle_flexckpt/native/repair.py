@@ -42,7 +42,7 @@ from paddle_flexckpt.native.verify import REMEDY
 
 
 class RebuiltManifest(NamedTuple):
-    """Hold a manifest that is not written yet, and the names of the id's data files that belong to other saves."""
+    """A manifest that is not written yet, and the names of the id's data files that belong to other saves."""
 
     manifest: Manifest
     left_out: list[str]
@@ -50,7 +50,7 @@ class RebuiltManifest(NamedTuple):
 
 @dataclass(frozen=True)
 class _DataFile:
-    """Describe one data file: the rank in its name, its name, bytes and header, and where its first tensor begins."""
+    """One data file: the rank in its name, its name, bytes and header, and where its first tensor begins."""
 
     rank: int
     name: str

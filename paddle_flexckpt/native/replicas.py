@@ -33,7 +33,7 @@ def remedy_of_copies(manifest: Manifest, file: str) -> str:
 
 
 class StoredReplicas:
-    """Tell which items of a checkpoint are the same bytes."""
+    """The groups of a checkpoint's items that have the same bytes."""
 
     def __init__(self, manifest: Manifest) -> None:
         """Look at nothing yet: as long as nothing is damaged, nobody asks."""
@@ -60,10 +60,10 @@ class StoredReplicas:
 
 
 class ReplicaChoice:
-    """Choose the replica that an item is read from, by what has turned out to be damaged.
+    """The choice of the replica that an item is read from, given the damage known so far.
 
     Attributes:
-        damaged: Rows of which something is known to be damaged.
+        damaged: Rows that are known to have damage.
     """
 
     def __init__(self, backend: Backend, manifest: Manifest, allowed: bool) -> None:

@@ -33,13 +33,13 @@ MAP_SPAN_BYTES = 8 << 20
 
 @dataclass
 class ReadCount:
-    """Count what has been read; threads add under the lock.
+    """Counts of what has been read. Threads add to them under the lock.
 
     Attributes:
         bytes_read: Bytes of tensors copied out of files.
         bytes_verified: Bytes of these that were compared with their checksum (whole blocks).
-        bytes_extra: Bytes of these that no target needed: the rest of blocks that were read whole to be verified, what
-            was read of damaged blocks before a replica served instead, and gaps between ranges that share a request.
+        bytes_extra: Bytes of these that no target needed: the rest of blocks that were read whole to be verified,
+            damaged blocks that a replica then replaced, and gaps between ranges that share a request.
         reads: Number of ``pread`` calls and mapped copies.
         files: Names of the files opened.
     """
@@ -61,7 +61,7 @@ class ReadCount:
 
 
 class DamagedCopy(Exception):
-    """Tell what is wrong with a stretch of a row; caught where another copy may be read instead."""
+    """An error in a stretch of a row. It is caught where another copy may be read instead."""
 
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -69,7 +69,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Runs(NamedTuple):
-    """Hold stretches of files: the number of each run's first one and that of all, and the file and bytes of each."""
+    """Runs of stretches in files: each run's first stretch and the number of all, and each run's file and bytes."""
 
     first: list[int]
     file: list[int]
@@ -78,7 +78,7 @@ class Runs(NamedTuple):
 
 
 class RowFiles:
-    """Read rows of a manifest from the files that hold them. Nothing is verified but the files' size and save token.
+    """The rows of a manifest in their files. Of a file only its size and its save token are checked.
 
     Attributes:
         count: What has been read.

@@ -30,7 +30,7 @@ _ITEMSIZE = {dtype.safetensors: dtype.itemsize // dtype.trailing for dtype in DT
 
 
 class StoredTensor(NamedTuple):
-    """Describe a tensor of a safetensors file.
+    """A tensor of a safetensors file.
 
     Attributes:
         code: Its element type's code.
@@ -50,7 +50,7 @@ _Entry = tuple[str, "list[int]", int, int]
 
 
 class Header(NamedTuple):
-    """Hold what a header says: its tensors by name, ``__metadata__``, and its text."""
+    """A header's contents: its tensors by name, ``__metadata__``, and its text."""
 
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]

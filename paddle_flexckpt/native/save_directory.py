@@ -53,15 +53,15 @@ _TRIES = 10
 
 
 class CleanUpError(CheckpointError):
-    """Signal that a checkpoint is complete, and that files which it does not need could not be removed."""
+    """An error of a clean-up: the checkpoint is complete, but files that it does not need could not be removed."""
 
 
 class SaveDirectory(CheckpointDirectory):
-    """Save checkpoints into one directory.
+    """A directory of checkpoints, for saving into it.
 
     Attributes:
         companion: The file for another program's loader.
-        cleaner: Removes what saves have left.
+        cleaner: The cleaner that removes what saves have left.
     """
 
     def __init__(self, location: Location, companion: Companion) -> None:

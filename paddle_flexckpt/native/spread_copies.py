@@ -15,7 +15,7 @@ from paddle_flexckpt.native.stretches import AlikeCopies, reach
 
 @dataclass(frozen=True, eq=False)
 class BlockGroup:
-    """Name consecutive blocks of an item, and the copies that want something of them.
+    """Consecutive blocks of an item, and the copies that need bytes of them.
 
     Attributes:
         item: Row of the manifest's catalog.
@@ -31,9 +31,9 @@ class BlockGroup:
 
 
 class SpreadCopies:
-    """Hold ascending copies of one form, and what of each lies in a group of blocks.
+    """Ascending copies of one form, and the elements of each that lie in a group of blocks.
 
-    That is the same for all items of which the copy takes the same place, so it is found once.
+    All items that the copy reads at the same place have these in common, so they are computed once.
     """
 
     def __init__(self, copies: AlikeCopies, block_bytes: int) -> None:

@@ -25,7 +25,7 @@ RUNS_AT_ONCE = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Stretches(Columns):
-    """Hold contiguous bytes of items, and the contiguous memory where they go; all columns are int64 ``[n]``.
+    """Contiguous bytes of items, and the contiguous memory where they go. All columns are int64 ``[n]``.
 
     Attributes:
         item: Row of the manifest's catalog.
@@ -65,10 +65,10 @@ class Stretches(Columns):
 
 @dataclass(frozen=True, eq=False)
 class AlikeCopies:
-    """Hold strided copies of one form, each from an item to memory of its own.
+    """Strided copies of one form, each from an item to memory of its own.
 
     Attributes:
-        copy: The form; both its bases are 0.
+        copy: The form, with both bases 0.
         dtype: Of the elements, on both sides.
         item: int64 ``[n]``, row of the manifest's catalog.
         position: int64 ``[n]``, byte of the copy's first element, counted from the item's start.

@@ -30,16 +30,16 @@ REMEDY = "restore the file from a copy, or load another checkpoint"
 
 @dataclass
 class Verification:
-    """Hold what was found.
+    """The result of a verification.
 
     Attributes:
         problems: All of them, in the order of the files.
         bytes_read: Bytes read, headers included.
         bytes_verified: Bytes of tensors that have their checksum.
         missing: Names of the files that are missing.
-        tokens: Save tokens of files that seem to be of another save, by name.
+        tokens: Save tokens, by name, of files that seem to be of another save.
         lost_files: Files that a load refuses as a whole, by number.
-        lost_blocks: Blocks of an item that do not have their checksums, by row.
+        lost_blocks: By row, the item's blocks that differ from their checksums.
         recoverable: Whether a load can read everything nonetheless: with ``verify="full"``, and from replicas.
     """
 
@@ -108,7 +108,7 @@ def _serving_files(
 
 
 class _Note(NamedTuple):
-    """Hold a problem, the items of which a load misses bytes, and which of their blocks; no blocks stand for all."""
+    """A problem, the items that a load misses bytes of, and their blocks; no blocks stand for all."""
 
     problem: Problem
     rows: list[int]
@@ -117,7 +117,7 @@ class _Note(NamedTuple):
 
 @dataclass
 class _Stretch:
-    """Note blocks of one item with the same fault: its first byte, the first beyond, and what the first block is."""
+    """Blocks of one item with the same fault: its first byte, the first beyond, and what the first block is."""
 
     what: str
     first: int
@@ -127,7 +127,7 @@ class _Stretch:
 
 
 class _FileVerifier:
-    """Compare one data file with the manifest."""
+    """A comparison of one data file with the manifest."""
 
     def __init__(
         self,

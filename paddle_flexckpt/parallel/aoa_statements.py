@@ -186,7 +186,7 @@ def _without_rule(key: str, owner: _Owner, weight: Any) -> str:
 
 @dataclass(frozen=True)
 class _Owner:
-    """Hold a parameter or buffer in the tree of layers."""
+    """A parameter or buffer in the tree of layers."""
 
     path: str  # of its layer in the tree, with the dot
     name: str  # in the layer
@@ -273,7 +273,7 @@ def _hf_name(key: str, hf_names: Any) -> str:
 
 @dataclass(frozen=True)
 class _Rename:
-    """Hold the statement of one parameter."""
+    """The statement of one parameter."""
 
     key: str  # the model's name
     hf: str  # the checkpoint's name; empty where the template does not ask for it

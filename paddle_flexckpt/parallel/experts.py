@@ -23,7 +23,7 @@ _CORRECTION_BIAS = "e_score_correction_bias"
 
 
 class ExpertParallelMixin:
-    """Mark a layer whose experts are spread over a process group; ``install()`` gives it to Paddle's ``MoELayer`` too.
+    """A layer whose experts are spread over a process group. ``install()`` adds this to Paddle's ``MoELayer`` too.
 
     A layer of your own adopts it as its first base class::
 
@@ -37,11 +37,11 @@ class ExpertParallelMixin:
 
     Its state is then named ``experts.{number in the whole layer}.{...}``, with the number
     ``rank in the group * experts per rank + index in the list``. A list with a slot for every expert of the whole
-    layer, in which those of other ranks are None, is understood as well. What is inside an expert describes itself
-    (tensor-parallel layers do); what is outside the lists, gate and ``e_score_correction_bias`` among it, is the same
-    on every rank of the group.
+    layer, in which those of other ranks are None, works too. The layers inside an expert describe themselves (as
+    tensor-parallel layers do). Parameters outside the lists, such as the gate and ``e_score_correction_bias``, are the
+    same on every rank of the group.
 
-    Where lists or group have other names, override :meth:`_get_expert_lists` and :meth:`_get_expert_group`. Experts
+    For other names of lists or group, override :meth:`_get_expert_lists` and :meth:`_get_expert_group`. Experts
     that are one stacked parameter ``[experts on this rank, ...]`` need no mixin but a rule: ``_get_shard_rules()``
     returns ``{"weight": 0}`` and ``_get_shard_group()`` the group.
     """
@@ -82,7 +82,7 @@ class ExpertParallelMixin:
 
 
 class MoELayerMixin:
-    """Describe ``paddle.incubate``'s MoELayer, on top of :class:`ExpertParallelMixin`."""
+    """The description of ``paddle.incubate``'s MoELayer, on top of :class:`ExpertParallelMixin`."""
 
     def _get_expert_group(self: Any) -> Any:
         return self.group

@@ -25,10 +25,10 @@ _MODEL_NAMES = ("_layers", "_layer")
 
 
 class LayerMixin:
-    """Describe a ``paddle.nn.Layer``.
+    """The description of a ``paddle.nn.Layer``.
 
     The protocol: 1. a layer's own parameters and persistable buffers are described by its shard rules; 2. every
-    sub-layer describes itself under its name; 3. names of one and the same (tied) parameter learn of each other. A
+    sub-layer describes itself under its name; 3. the names of one tied parameter are linked to each other. A
     layer whose parameters are split overrides :meth:`_get_shard_rules`, and :meth:`_get_shard_group` if the group is
     not its ``model_parallel_group`` or fleet's.
     """
@@ -189,21 +189,21 @@ def note_tied(sharded: ShardedStateDict) -> None:
 
 
 class VocabParallelMixin:
-    """Split a VocabParallelEmbedding by its vocabulary."""
+    """A VocabParallelEmbedding, split by its vocabulary."""
 
     def _get_shard_rules(self) -> dict[str, int]:
         return {"weight": 0}
 
 
 class ColumnParallelMixin:
-    """Split a ColumnParallelLinear or ColumnSequenceParallelLinear by its outputs, and with them the bias."""
+    """A ColumnParallelLinear or ColumnSequenceParallelLinear, split by its outputs, as its bias is."""
 
     def _get_shard_rules(self) -> dict[str, int]:
         return {"weight": 1, "bias": 0}
 
 
 class RowParallelMixin:
-    """Split a RowParallelLinear or RowSequenceParallelLinear by its inputs."""
+    """A RowParallelLinear or RowSequenceParallelLinear, split by its inputs."""
 
     def _get_shard_rules(self) -> dict[str, int]:
         return {"weight": 0}  # the bias is added after the sum, so every rank has all of it
@@ -213,9 +213,9 @@ class RowParallelMixin:
 
 
 class WrapperMixin:
-    """Describe DataParallel, GroupShardedStage2, MixPrecisionLayer and the wrappers of fleet (MetaParallelBase).
+    """A wrapper: DataParallel, GroupShardedStage2, MixPrecisionLayer, or one of fleet (MetaParallelBase).
 
-    They add nothing to a checkpoint, least of all a prefix to its keys.
+    Wrappers add nothing to a checkpoint, and no prefix to its keys.
     """
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
@@ -229,12 +229,12 @@ class WrapperMixin:
 
 
 class Stage3OffloadMixin:
-    """Keep offloaded masters and parameters of GroupShardedStage3 equal.
+    """A GroupShardedStage3 with offload, whose masters and parameters are made equal.
 
     Stage 3 with offload keeps a float32 master of every slice, and of every parameter that is too small to be sliced.
-    A slice's master *is* the slice from the end of a backward on, and what a forward leaves there in the parameter's
-    own dtype is a copy of it: so the slice is described by its master. A small parameter is a copy of its master too,
-    in memory of the device.
+    From the end of a backward on, a slice's master *is* the slice; a forward leaves a copy of it there in the
+    parameter's own dtype. So the slice is described by its master. A small parameter is a copy of its master too, in
+    memory of the device.
     """
 
     def _update_params(self: Any) -> Any:

@@ -52,10 +52,11 @@ _HISTORY = "y_0"
 
 
 class OverInstance:
-    """Define a method that no attribute which Paddle sets on an instance hides.
+    """A method that no attribute of an instance hides if Paddle has set the attribute.
 
     Stage 3 of Paddle 3.2 and later sets a ``sharded_state_dict`` of its own on every optimizer that it is given, before
-    or after ``install()``. It is kept there, and seen again after ``uninstall()``. One that a user sets is respected.
+    or after ``install()``. That attribute stays, and is in effect again after ``uninstall()``. One that a user sets is
+    respected.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -81,7 +82,7 @@ class OverInstance:
 
 
 class OptimizerMixin:
-    """Describe an optimizer."""
+    """The description of an optimizer."""
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
@@ -123,7 +124,7 @@ class OptimizerMixin:
 
 
 class MixPrecisionMixin:
-    """Describe a MixPrecisionOptimizer, which passes on what it does not have; stage 3 sets its attributes on it."""
+    """A MixPrecisionOptimizer, which forwards attributes that it does not have. Stage 3 sets its attributes on it."""
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
@@ -134,7 +135,7 @@ class MixPrecisionMixin:
 
 
 class LookAheadMixin:
-    """Describe LookAhead: the optimizer inside, the slow weights, and the number of steps that says when they mix."""
+    """A LookAhead: the inner optimizer, the slow weights, and the number of steps, which decides when they mix."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; the number of steps is under :data:`LOOKAHEAD_STEP`."""
@@ -151,7 +152,7 @@ class LookAheadMixin:
 
 
 class LBFGSMixin:
-    """Describe LBFGS, which keeps its history in lists, of all parameters laid end to end: it is extra state."""
+    """An LBFGS. Its history, in lists over all parameters laid end to end, is extra state."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Raise ValueError: the lists have the length of the steps so far, which a fresh job cannot know."""

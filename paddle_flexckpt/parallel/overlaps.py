@@ -12,7 +12,7 @@ from paddle_flexckpt.overlaps import note_overlap
 
 
 class GatherOverlapMixin:
-    """Serve sharding V2, which gathers its buffers while the next forward runs."""
+    """The overlap of sharding V2, which gathers its buffers while the next forward runs."""
 
     def _set_all_gather_overlap_forward(self: Any, *arguments: Any, **named: Any) -> None:
         note_overlap(self)
@@ -20,7 +20,7 @@ class GatherOverlapMixin:
 
 
 class BroadcastOverlapMixin:
-    """Serve sharding V1 and stage 2, which broadcast parameters while the next forward runs."""
+    """The overlap of sharding V1 and stage 2, which broadcast parameters while the next forward runs."""
 
     def _set_broadcast_overlap(self: Any, *arguments: Any, **named: Any) -> None:
         note_overlap(self)
@@ -28,7 +28,7 @@ class BroadcastOverlapMixin:
 
 
 class StorageOverlapMixin:
-    """Serve semi-automatic sharding with tensor fusion, which gathers its buffers while the next forward runs."""
+    """The overlap of semi-automatic sharding with tensor fusion, which gathers its buffers during the next forward."""
 
     def _enable_sharding_overlap(self: Any, *arguments: Any, **named: Any) -> None:
         note_overlap(self)

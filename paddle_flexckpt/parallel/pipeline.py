@@ -34,7 +34,7 @@ _REMEDY = (
 
 
 class PipelineLayerMixin:
-    """Describe a PipelineLayer."""
+    """The description of a PipelineLayer."""
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
         """Describe the parameters and persistable buffers of this stage, each layer by its own sharded_state_dict().
@@ -85,7 +85,7 @@ class PipelineLayerMixin:
 
 @dataclass(frozen=True)
 class _Shard:
-    """Hold a described parameter, before it has its name."""
+    """A described parameter that has no name yet."""
 
     weight: Any
     key: str  # the numbered one
@@ -214,7 +214,7 @@ def _by_paddle_name(mapping: Mapping[str, str], applied_later: bool, shard: _Sha
 
 @dataclass(frozen=True)
 class _Position:
-    """Hold a layer of this stage and where it stands in the description."""
+    """A layer of this stage and its position in the pipeline's description."""
 
     index: int  # in the list of LayerDescs
     layer: Any

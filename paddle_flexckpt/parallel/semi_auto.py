@@ -42,7 +42,7 @@ _HOME = "paddle.distributed.auto_parallel.api"
 
 
 class ShardOptimizerMixin:
-    """Describe the optimizer that ``dist.shard_optimizer`` returns."""
+    """The description of the optimizer that ``dist.shard_optimizer`` returns."""
 
     def state_dict(self: Any) -> dict[str, Any]:
         """Return Paddle's state dict; asking for it changes nothing.
@@ -86,7 +86,7 @@ class ShardOptimizerMixin:
 
 
 class DistModelMixin:
-    """Describe the DistModel that ``dist.to_static`` returns."""
+    """The description of the DistModel that ``dist.to_static`` returns."""
 
     def state_dict(self: Any, *args: Any, **options: Any) -> dict[str, Any]:
         """Do as Paddle does; parameters know their raw names, which tell whose states there are."""
@@ -202,11 +202,11 @@ def _slice_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Map
 
 
 class ScalerMixin:
-    """Mend gradient scalers of Paddle before 3.1.1.
+    """A repair of gradient scalers of Paddle before 3.1.1.
 
-    ``dist.shard_scaler`` sets a method on the scaler that unscales every gradient that is defined. One that has no
-    memory (``clear_grad(set_to_zero=False)`` leaves such, and so do the parameters of other pipeline stages in a
-    resumed job) gets arbitrary memory, which is taken for a gradient from then on, or the process crashes.
+    ``dist.shard_scaler`` sets a method on the scaler that unscales every gradient that is defined. A gradient without
+    memory (as ``clear_grad(set_to_zero=False)`` leaves it, or the parameters of other pipeline stages in a resumed job)
+    then gets arbitrary memory and counts as a gradient from then on, or the process crashes.
     """
 
     @OverInstance

@@ -26,7 +26,7 @@ from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 
 class ShardingV1Mixin:
-    """Describe a DygraphShardingOptimizer: whole states on the rank that owns the parameter."""
+    """A DygraphShardingOptimizer: whole states on the rank that owns the parameter."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns.
@@ -81,7 +81,7 @@ def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
 
 
 class ShardingV2Mixin:
-    """Describe a DygraphShardingOptimizerV2: flattened ranges of states."""
+    """A DygraphShardingOptimizerV2: flattened ranges of states."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter.
@@ -109,10 +109,10 @@ class ShardingV2Mixin:
 
 
 class MuonShardingMixin:
-    """Describe a MuonShardingOptimizer: whole states of the matrices that a rank owns, flattened ranges of the rest.
+    """A MuonShardingOptimizer: whole states of the matrices that a rank owns, flattened ranges of the rest.
 
-    Muon needs whole matrices. So each of them, or each stack of experts, is stepped by one rank of its group; there is
-    a group for every color. All others are in buffers, as under V2, and stepped as by AdamW.
+    Muon needs whole matrices. So one rank of a group updates each matrix, or each stack of experts; every color has a
+    group. All other parameters are in buffers, as under V2, and are updated as by AdamW.
     """
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
@@ -176,7 +176,7 @@ def _owned_range(view: Any) -> slice:
 
 
 class ShardingStage2Mixin:
-    """Describe a GroupShardedOptimizerStage2: whole states on the rank that owns the parameter."""
+    """A GroupShardedOptimizerStage2: whole states on the rank that owns the parameter."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""

@@ -235,7 +235,7 @@ def _slice_of_gathered(optimizer: Any, parameter: str) -> Any:
 
 @dataclass
 class StateTables:
-    """Hold an optimizer's tables, named as Paddle's are, by names of parameters in place of names of buffers."""
+    """An optimizer's tables, named as Paddle's are, keyed by parameter names in place of buffer names."""
 
     _multi_precision: bool  # whether the master weights are in use
     _name: str | None
@@ -266,7 +266,7 @@ class StateTables:
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """Describe what this rank's piece of a buffer has of one parameter."""
+    """The range of one parameter in this rank's piece of a buffer."""
 
     elements: slice  # the range of the parameter
     begin: int  # where the piece holds it

@@ -19,7 +19,7 @@ _PREDICTED = "_flexckpt_predicted_ranges"
 
 @dataclass(frozen=True)
 class FusedPiece:
-    """Hold what one rank steps of one parameter: a range, never empty, of its flattened local value."""
+    """The part of one parameter that one rank updates: a range, never empty, of its flattened local value."""
 
     parameter: Any  # the live one; whole on every rank of the axis "dp"
     buffer: int  # the number of the buffer that it lies in
@@ -127,7 +127,7 @@ def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece], parameters
 
 
 class TensorFusionMixin:
-    """Serve semi-automatic optimizers that can fuse."""
+    """A semi-automatic optimizer that can fuse tensors."""
 
     def _tensor_fusion(self: Any, params_grads: list[Any]) -> Any:
         """Do as Paddle does, after a look whether states that exist are those of the buffers to be made.

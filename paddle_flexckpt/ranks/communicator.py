@@ -14,14 +14,14 @@ Result = TypeVar("Result")
 
 
 class Communicator(ABC):
-    """Connect the ranks that take part in one call.
+    """A connection of the ranks that take part in one call.
 
     Attributes:
         ranks: Global ranks of the members, in the group's order.
         position: This rank's place in ``ranks``.
         collectives: Number of collectives so far.
-        refusal: Why this rank cannot do what it was asked for; its first step tells all others.
-        plans: What calls have planned for these ranks, for later calls.
+        refusal: Why this rank cannot take part; its first step reports it to all others.
+        plans: Plans of earlier calls for these ranks, for later calls.
     """
 
     refusal: ValidationError | None = None
@@ -169,7 +169,7 @@ def _present(values: Iterable[bytes | None]) -> dict[int, bytes]:
 
 
 class SoloCommunicator(Communicator):
-    """Stand for one rank alone: a process without a distributed environment, or a rank that saves for itself."""
+    """A rank alone: a process without a distributed environment, or a rank that saves for itself."""
 
     def __init__(self, rank: int = 0) -> None:
         """Args: rank: the rank's global number."""

@@ -31,7 +31,7 @@ def encode(exchange: int, payloads: Sequence[bytes | memoryview]) -> list[memory
 
 
 class Leaving:
-    """Send messages one after the other, as much at a time as the connection takes."""
+    """Messages on their way out of one connection, each sent as fast as the connection accepts it."""
 
     def __init__(self, message: Sequence[memoryview] = ()) -> None:
         """Args: message: the parts of the first one, if there is one already."""
@@ -55,11 +55,11 @@ class Leaving:
 
 
 class Arriving:
-    """Receive a message.
+    """A message on its way in.
 
     Attributes:
-        exchange: The number in its head; -1 until that has come.
-        payloads: They are there when the message is done.
+        exchange: The number of the exchange in its header; -1 until the header has arrived.
+        payloads: Its payloads, once the message is complete.
     """
 
     def __init__(self, exchanges: Sequence[int], count: int) -> None:

@@ -43,10 +43,10 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class GroupListener:
-    """Serve those who connect to a process, while it waits for something.
+    """A listener that serves those who connect to a process, while the process waits for something.
 
     Attributes:
-        selector: What the process waits for. Others may register sockets of theirs, with data.
+        selector: The selector that the process waits on. Others may register sockets of theirs, with data.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:

@@ -35,7 +35,7 @@ PATIENCE_SECONDS = 1800.0
 
 
 class HostChannel:
-    """Connect the ranks of a group by host sockets.
+    """A connection of a group's ranks by host sockets.
 
     Attributes:
         ranks: Global ranks of the members, in the group's order.

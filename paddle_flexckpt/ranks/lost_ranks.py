@@ -36,7 +36,7 @@ EVERY_RANK = (
 
 
 class KeyValueStore(Protocol):
-    """Describe what is used of Paddle's TCPStore."""
+    """The part of Paddle's TCPStore that this package uses."""
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter, which starts at 0; return what it is then."""
@@ -86,12 +86,12 @@ def presence_of(store: KeyValueStore, rank: int) -> tuple[str, int] | None:
 
 
 class Missing(NamedTuple):
-    """Say why an exchange failed.
+    """The ranks that made an exchange fail.
 
     Attributes:
-        lost: Ranks that have gone.
-        silent: Ranks that live but take no part.
-        unknown: Ranks that had not made a call before: nobody knows where to look for them.
+        lost: Ranks that have died.
+        silent: Ranks that are alive but take no part.
+        unknown: Ranks that had not made a call before, so that their address is not known.
     """
 
     lost: list[int]

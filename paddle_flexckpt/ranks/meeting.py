@@ -37,7 +37,7 @@ _MEETING = bytes(16)
 
 
 class Meeting:
-    """Take one rank's part in a meeting. A context: what it opened, it closes, but the connections if all came.
+    """One rank's part in a meeting. Leaving its context closes what it opened, except the connections if all were made.
 
     Attributes:
         targets: Connections, which do not block, to the ranks that this one was to connect to.

@@ -44,7 +44,7 @@ def split_address(address: str) -> tuple[tuple[str, int], bytes]:
 
 
 class DeathWatch:
-    """Look now and then which members of a group have gone: those whose process does not answer any more."""
+    """A watch that checks now and then which members of a group have died: their processes do not answer any more."""
 
     def __init__(self, addresses: Sequence[str]) -> None:
         """Args: addresses: presences of the members, in the group's order."""

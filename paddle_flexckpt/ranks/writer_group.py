@@ -34,11 +34,11 @@ UNKNOWN_OUTCOME = (
 
 
 class LostCoordinatorError(LostRankError):
-    """Tell that the coordinator's writer has gone or is silent: whether the save is committed, its manifest tells."""
+    """An error of a lost coordinator: its writer died or is silent, so only the manifest shows the outcome."""
 
 
 class _Link:
-    """Connect a member and the coordinator: messages leave one after the other, and arrive so."""
+    """A connection between a member and the coordinator, with the messages that leave and arrive by it."""
 
     def __init__(self, connection: socket.socket, position: int) -> None:
         """Args: connection: to the other end. position: the place of that in the group."""
@@ -78,7 +78,7 @@ class _Link:
 
 
 class WriterGroup(Communicator):
-    """Connect the writers of all ranks for one save. What is not for all is for the coordinator."""
+    """A connection of the writers of all ranks for one save. Messages that are not for all go to the coordinator."""
 
     def __init__(
         self,
