@@ -20,10 +20,10 @@ from paddle_flexckpt.engine.copies import AnyStorage, Storage, copy_values
 from paddle_flexckpt.live.device_memory import DeviceMemory, current_device
 from paddle_flexckpt.planning import ExchangePlan, Pieces
 
-# Bytes of one round, to send and to receive. With the values of one piece, gathered on their way, three times that is
-# all the device memory that an exchange takes: less than 64 MiB, at any size of the state.
+# Bytes to send and to receive in one round. With the values of one piece, gathered on the way, an exchange uses three
+# times that of device memory: less than 64 MiB, whatever the size of the state.
 ROUND_BYTES = 16 << 20
-# Every piece and every round starts at a multiple of this: the widest element, and what devices like to read at.
+# Every piece and every round starts at a multiple of this: the widest element, and an alignment that devices prefer.
 ALIGNMENT = 16
 
 
@@ -83,7 +83,7 @@ class Traffic:
 
     @classmethod
     def of(cls, sent: Sequence[bytes]) -> Traffic:
-        """Put together what every rank's :attr:`DeviceExchange.sent` says."""
+        """Collect the :attr:`DeviceExchange.sent` of all ranks."""
         rows = [np.frombuffer(each, dtype=np.int64).reshape(-1, 2) for each in sent]
         sender = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
         receiver, nbytes = np.concatenate(rows).T
@@ -93,7 +93,7 @@ class Traffic:
         """Return int64 ``[n]``, the bytes of each message that go in one round.
 
         No rank sends or receives more than ``round_bytes`` in a round (or ``ALIGNMENT`` for each peer, if that is
-        more). A rank's room is shared by the peers that it has to do with, not by all ranks.
+        more). A rank divides its bytes among the peers that it exchanges with, not among all ranks.
         """
         busiest = np.maximum(
             np.bincount(self.sender, minlength=1)[self.sender], np.bincount(self.receiver, minlength=1)[self.receiver]
@@ -119,7 +119,7 @@ class _Side:
         return sizes
 
     def parts(self, number: int) -> Iterator[tuple[Pieces, int, int, int, int]]:
-        """Yield what a round has: pieces, number of the piece, first element, end element, byte of the round."""
+        """Yield the parts of a round: pieces, number of the piece, first element, end element, byte of the round."""
         offset = 0
         for position, nbytes in enumerate(self.sizes(number)):
             if position != self._here and nbytes:
@@ -161,7 +161,7 @@ class DeviceExchange:
         """Carry out the exchange of this rank, at position ``here``, in the traffic of all ranks.
 
         Raises:
-            Exception: What failed on this rank: after the last round, or at once where it is the collective itself.
+            Exception: This rank's own failure: after the last round, or at once if a collective failed.
         """
         import paddle
         import paddle.distributed as dist
@@ -194,13 +194,13 @@ class DeviceExchange:
                         self._unpack(incoming, number, receive, target)
                     except Exception as error:  # raised after the last round
                         failure = error
-            # The buffers must not be freed while a stream, of the backend maybe, still has to do with them.
+            # The buffers must not be freed while a stream, maybe the backend's, still uses them.
             paddle.device.synchronize(self._device)
         if failure is not None:
             raise failure
 
     def _pack(self, side: _Side, number: int, source: Storage, buffer: Any) -> None:
-        """Gather what is sent in a round."""
+        """Gather what this rank sends in a round."""
         views: dict[np.dtype, DeviceMemory] = {}
         for pieces, piece, start, stop, at in side.parts(number):
             storage = source(int(pieces.source[piece]))
@@ -213,7 +213,7 @@ class DeviceExchange:
                 position += part.size
 
     def _unpack(self, side: _Side, number: int, buffer: Any, target: Storage) -> None:
-        """Put what was received in a round where it belongs."""
+        """Put what this rank has received in a round into place."""
         views: dict[np.dtype, DeviceMemory] = {}
         for pieces, piece, start, stop, at in side.parts(number):
             dtype = dtype_of(self._source.dtype_name(int(pieces.source[piece]))).numpy
@@ -250,7 +250,7 @@ def _buffer(messages: Mapping[int, Message]) -> Any:
 
 
 def _group_device() -> str:
-    """Return the device on which this rank's collectives work, whatever the current device is."""
+    """Return the device of this rank's collectives, whatever the current device is."""
     import paddle
 
     environment = paddle.distributed.ParallelEnv()
