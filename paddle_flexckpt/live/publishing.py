@@ -289,7 +289,7 @@ class Publication:
         self._files.begin(self._own, removes_all=self._leads)
 
     def _write_owned(self) -> tuple[None, bytes]:
-        """Write this rank's part of the tensors that ranks write from memory; return the number of steps that follow."""
+        """Write this rank's part of the tensors that ranks write from memory; return the number of following steps."""
         if self._state.is_compared:
             self._begin()
         targets, comm, files = self._targets(), self._comm, self._files
@@ -317,7 +317,7 @@ class Publication:
         return replace(builder.build(), rank=np.asarray(ranks, dtype=np.int32))
 
     def _batches_of(self, names: Collection[str]) -> Iterator[list[tuple[str, Box]]]:
-        """Yield the parts of some tensors that this rank receives and writes at a time, in the order of files' bytes."""
+        """Yield the parts of some tensors that this rank receives and writes at a time, in the order of file bytes."""
         batch: list[tuple[str, Box]] = []
         left = BATCH_BYTES
         for name in (name for file in self._own for name in file.names if name in names):

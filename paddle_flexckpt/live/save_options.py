@@ -21,11 +21,11 @@ from paddle_flexckpt.engine.options import ProgressOptions, Storage, rule
 ReplicaPolicy = Literal["equal", "all", "close", "first"]
 CheckReplicas = Union[bool, ReplicaPolicy, Mapping[Union[str, "re.Pattern[str]"], ReplicaPolicy]]
 
-# In an array of policies. Where ranks describe a shard in different ways, the highest counts.
+# In an array of policies. If ranks give a shard different policies, the highest counts.
 EQUAL, ALL, CLOSE, FIRST = range(4)
 _CODES: dict[Any, int] = {"equal": EQUAL, "all": ALL, "close": CLOSE, "first": FIRST}
 _DEFAULT = "*"
-# A slice has some elements of any dtype, and is worth a call.
+# A slice holds at least one element of any dtype, and is large enough to be worth a call.
 _LEAST_SLICE = 4096
 
 
@@ -44,7 +44,7 @@ class ReplicaPolicies:
         """Take the argument of a public call.
 
         Raises:
-            ValidationError: It is none of the values that it can have.
+            ValidationError: It has an invalid value.
         """
         self.compares = check_replicas is not False
         if isinstance(check_replicas, bool):
@@ -74,7 +74,7 @@ class ReplicaPolicies:
         self.agreed = [self.compares, self._default, patterns]
 
     def of(self, keys: Sequence[str], weights: Sequence[Any]) -> np.ndarray:
-        """Return the policy of each shard by its key, uint8 ``[n]``; of what is no ShardedWeight, None does."""
+        """Return the policy of each shard by its key, uint8 ``[n]``; a plain tensor is None in ``weights``."""
         policies = np.full(len(keys), self._default, dtype=np.uint8)
         if self._default == CLOSE:
             policies[[row for row, key in enumerate(keys) if key.startswith(EXTRA_STATE)]] = EQUAL
@@ -171,5 +171,5 @@ class SaveOptions(ProgressOptions):
 
 
 def _is_least(nbytes: object, least: int) -> bool:
-    """Return whether this is a number of bytes, and not too few."""
+    """Return whether this is a number of bytes, and large enough."""
     return type(nbytes) is int and nbytes >= least

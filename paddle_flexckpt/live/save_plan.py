@@ -1,4 +1,4 @@
-"""What planning a save gives, and what one rank writes by it.
+"""The result of planning a save, and one rank's share of it.
 
 Tested in tests/live/test_saver.py and tests/distributed/test_save_load.py.
 """
@@ -30,7 +30,7 @@ from paddle_flexckpt.planning.comparison import Comparison, Lines
 from paddle_flexckpt.planning.write_plan import Items, WritePlan
 from paddle_flexckpt.progress import Meter, ProgressCallback
 
-# Host tensors whose memory is looked up in one call.
+# The most host tensors whose memory is looked up in one call.
 _TENSORS_AT_ONCE = 1024
 
 
@@ -90,10 +90,11 @@ class SavePlan:
         return names + sum([column.nbytes for column in columns]) + sum(map(len, self.messages))
 
     def next_turn(self, replicas: Replicas) -> tuple[SavePlan, dict[int, Deal]]:
-        """Plan what the next save by this plan compares.
+        """Plan the comparison of the next save by this plan.
 
         Returns:
-            The plan of that save, where this rank has still to know its lines; and what it deals as a planner.
+            The plan of that save, to which this rank's lines have still to be added; and the lines that it deals as a
+            planner.
         """
         if not self.origin or not (self.is_spread or len(self.compared)):
             return self, {}
@@ -109,7 +110,7 @@ class SavePlan:
 
     @property
     def written(self) -> Lines:
-        """Return what this rank writes, as stretches of its shards."""
+        """Return the written items, as stretches of this rank's shards."""
         source, start = self.file.source, self.file.source_start
         return Lines(source, start, start + self.file.catalog.size)
 
@@ -120,7 +121,7 @@ class SavePlan:
         return int(self.shards.number[np.argmax(rows)])
 
     def told(self, planned: float, written: float) -> bytes:
-        """Return what all ranks have to know of this one for the report; the seconds of planning, and of writing."""
+        """Return this rank's message to all for the report; with the seconds of planning, and of writing."""
         return np.asarray((self.counts, (planned, written)), dtype=_TOLD).tobytes()
 
 
@@ -128,9 +129,9 @@ _TOLD = np.dtype([("counts", "<i8", 5), ("seconds", "<f8", 2)])
 
 
 def report_of(told: Sequence[bytes], own: SavePlan, writing: str) -> dict[str, Any]:
-    """Return the fields of the report that say how much is saved, and in how many seconds, of what all ranks told.
+    """Return the fields of the report on how much is saved, and in how many seconds, from all ranks' messages.
 
-    ``writing`` is what the second phase is called.
+    ``writing`` is the name of the second phase.
     """
     found = np.frombuffer(b"".join(told), dtype=_TOLD)
     counts, (planned, written) = found["counts"], found["seconds"].T.tolist()
@@ -182,7 +183,7 @@ class Share:
         devices: Sequence[str],
         progress: ProgressCallback | None = None,
     ) -> None:
-        """Take a rank's items of a plan, the name of its data file, its tensors, and who is told of progress."""
+        """Take a rank's items of a plan, the name of its data file, its tensors, and the reporter of progress."""
         self._progress, self.partitions = progress, plan.partitions
         self.items = replace(plan.file.catalog, files=(file,))
         self.step, self.devices = step, devices
@@ -191,7 +192,7 @@ class Share:
         self._stops = self._starts + self.items.byte_length
 
     def written(self) -> dict[str, Any]:
-        """Return the step, and what counts this rank's items: how they are written."""
+        """Return the step, which counts this rank's items as they are written."""
         nbytes = int(self.items.byte_length.sum())
         return {"step": self.step, "meter": Meter(self._progress, "write", nbytes, len(self.items))}
 
@@ -199,8 +200,8 @@ class Share:
     def data(self) -> Iterator[Iterator[np.ndarray]]:
         """Give the items' bytes for the duration of a block: uint8 arrays, as ``write_data_file`` wants them.
 
-        What is written of a device tensor, and no more, crosses to the host in steps of whole blocks, ahead of the
-        caller; a strided host view is copied when it is asked for.
+        Only the written part of a device tensor crosses to the host, in steps of whole blocks, ahead of the caller. A
+        strided host view is copied when it is requested.
         """
         if not self.devices:
             yield chain.from_iterable(self._data(None))
@@ -233,7 +234,7 @@ class Share:
             yield ready
 
     def sources(self) -> Iterator[Source]:
-        """Yield where each item's bytes are: in host memory, which may be a copy, or on a device."""
+        """Yield the place of each item's bytes: in host memory, which may be a copy, or on a device."""
         for group in self._groups():
             for tensor, start, stop, memory in zip(*group, host_bytes(*group, bool(self.devices))):
                 if memory is not None:
@@ -246,8 +247,8 @@ class Share:
     def digests(self, staged: np.ndarray | None = None) -> np.ndarray:
         """Return a digest of each item, to notice any change of its bytes.
 
-        ``staged`` has the copies of all items: that of one that was in host memory is looked at instead of its tensor.
-        A device looks at its own memory; whether somebody has written there, and taken it back, says Paddle's counter.
+        ``staged`` has the copies of all items: for an item in host memory, its copy is digested instead of its tensor.
+        A device digests its own memory; Paddle's counter shows writes there that were undone again.
         """
         sizes, some = self.items.size, np.flatnonzero(self.items.size)
         tensors = [self._tensors[row] for row in self._rows.tolist()]

@@ -53,7 +53,7 @@ class SlicedSave(SaveHandle):
         return self._save is None
 
     def stage_next(self) -> bool:
-        """Stage one slice more: at most ``slice_bytes``. Call it between micro-steps; ranks do not wait for each other.
+        """Stage one more slice: at most ``slice_bytes``. Call it between micro-steps; ranks do not wait for each other.
 
         Returns:
             Whether there is more to stage.
@@ -65,7 +65,7 @@ class SlicedSave(SaveHandle):
             self._left = time.perf_counter()
 
     def finish_staging(self) -> SlicedSave:
-        """Stage what is left, wait until all is there, and hand the save over. Every rank calls this; one collective.
+        """Stage the rest, wait until all of it is there, and hand the save over. Every rank calls this; one collective.
 
         Returns:
             The handle itself, which ``wait()`` and ``result()`` serve from now on.
@@ -85,10 +85,10 @@ class SlicedSave(SaveHandle):
         return self
 
     def finish_before(self, optimizer: Any) -> Undo:
-        """Have the next ``optimizer.step()`` call :meth:`finish_staging` first. Nothing else of it is changed.
+        """Have the next ``optimizer.step()`` call :meth:`finish_staging` first. The step is not changed otherwise.
 
         Returns:
-            What takes the hook back before that: ``put_back()``. So does the end of the staging, whoever calls it.
+            An object whose ``put_back()`` removes the hook before that. The end of the staging removes it too.
         """
         self._hook.put_back()
         step = optimizer.step
@@ -102,9 +102,9 @@ class SlicedSave(SaveHandle):
         return self._hook
 
     def give_up(self) -> None:
-        """Do not save after all. Every rank calls this in place of :meth:`finish_staging`; one collective.
+        """Cancel the save. Every rank calls this in place of :meth:`finish_staging`; one collective.
 
-        Where others call :meth:`finish_staging`, that raises, and nothing is saved either.
+        If other ranks call :meth:`finish_staging`, that raises, and nothing is saved either.
         """
         save = self._close()
         self.seen = True
@@ -120,7 +120,7 @@ class SlicedSave(SaveHandle):
         """Wait as :meth:`SaveHandle.wait` does.
 
         Raises:
-            ValidationError: Not all is staged: the save would never be over.
+            ValidationError: Not all is staged, so that the save would never end.
         """
         if self._save is not None and timeout != 0:
             raise ValidationError(
