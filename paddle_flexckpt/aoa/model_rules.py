@@ -12,7 +12,7 @@ Some families' rules are made from names of tensors (:mod:`~paddle_flexckpt.aoa.
 
 In statements ``{NAME}`` is the value of a parameter. ``{NAME*TEXT}`` is TEXT, repeated that many times and separated by
 commas, with the numbers from 0 for ``#``. ``to_hf`` is the list of statements of the way back, or ``"invert"``, or the
-name of the block whose way back this is.
+name of a block with the same way back.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""All ranks' shards of some keys: as messages of the ranks that own them, and as a table of the rank that plans them.
+"""All ranks' shards of some keys: as messages of the ranks that own them, and as a table for the rank that plans them.
 
-A message has as few bytes as it can, and messages of thousands of ranks become one table without a step for each row.
+Messages are small, and messages of thousands of ranks become one table without a step for each row.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _NAMES = tuple(DTYPES)
 
 @dataclass(frozen=True, eq=False)
 class KeyRows:
-    """Hold all shards of some keys: those of the first rank, in the order of its state, then those of the next.
+    """All shards of some keys: those of the first rank, in the order of its state, then those of the next.
 
     Attributes:
         catalog: The shards, keys in the order in which they occur.
         place: int64 ``[n]``, the position in the group of the rank that owns each.
         row: int64 ``[n]``, which row of that rank's own catalog each is.
         number: int64 ``[n]``, which row each is of the catalog of all keys.
-        flags: int64 ``[n]``, what its owner says of it besides.
-        contradictions: What ranks contradict each other in (the order of a tensor's elements, whose state it is), with
-            the number of a row of the rank that does.
+        flags: int64 ``[n]``, its owner's flags.
+        contradictions: Contradictions between ranks (about the order of a tensor's elements, or whose state it is),
+            each with the number of a row of the rank that contradicts an earlier one.
     """
 
     catalog: Catalog
@@ -58,8 +58,8 @@ def encode_rows(catalog: Catalog, flags: np.ndarray, part: np.ndarray) -> dict[i
 
     Args:
         catalog: Its shards.
-        flags: int64 ``[n]``, what :class:`KeyRows` has of each.
-        part: int64 ``[number of keys]``, to whom each key goes.
+        flags: int64 ``[n]``, as in :class:`KeyRows`.
+        part: int64 ``[number of keys]``, the receiver of each key.
 
     Returns:
         A message for each of them, in rising order.
@@ -99,7 +99,7 @@ def encode_rows(catalog: Catalog, flags: np.ndarray, part: np.ndarray) -> dict[i
 
 
 def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.ndarray) -> KeyRows:
-    """Return the table of what ranks have encoded for this one.
+    """Return the table of all ranks' messages to this one.
 
     Args:
         messages: By position of the rank in the group, rising.
@@ -183,7 +183,7 @@ def _merged(
     keys: Sequence[str],
     before: np.ndarray,
 ) -> tuple[dict[int, Order], tuple[tuple[int, Problem], ...]]:
-    """Return the order of each key from what ranks say (place, key, order), and their contradictions."""
+    """Return the order of each key from the ranks' (place, key, order), and their contradictions."""
     columns = np.asarray(said, dtype=np.int64).reshape(-1, 3)
     _, first = np.unique(columns[:, 1] * len(table) + columns[:, 2], return_index=True)
     merged: dict[int, Order] = {}

@@ -1,4 +1,4 @@
-"""flexckpt bench: how fast a medium is, for rehearsals. Tested in tests/cli/test_bench.py."""
+"""flexckpt bench: measure the speed of a medium, for rehearsals. Tested in tests/cli/test_bench.py."""
 
 from __future__ import annotations
 

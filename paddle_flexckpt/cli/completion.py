@@ -1,4 +1,4 @@
-"""flexckpt completion: what a shell needs to complete commands and options. Tested in tests/cli/test_completion.py."""
+"""flexckpt completion: a script for completion in a shell. Tested in tests/cli/test_completion.py."""
 
 from __future__ import annotations
 

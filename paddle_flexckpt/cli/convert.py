@@ -118,10 +118,10 @@ def _convert(options: argparse.Namespace) -> str:
 
 
 def _statements(options: argparse.Namespace) -> Any:
-    """Return the AOA statements: those that were given, or those of the family of models.
+    """Return the AOA statements: the given ones, or those of the family of models.
 
     Raises:
-        ValidationError: It is not clear which are meant.
+        ValidationError: The options are ambiguous.
     """
     if options.model is None:
         if options.set:

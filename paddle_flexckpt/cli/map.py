@@ -1,4 +1,4 @@
-"""flexckpt map: which rank has which part of each tensor, and which would need it. Tested in tests/cli/test_map.py."""
+"""flexckpt map: the ranks that have, or would need, each part of each tensor. Tested in tests/cli/test_map.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paddle_flexckpt.engine.holders import HoldersReport, Part, find_holders
 from paddle_flexckpt.pages.holders import holders_page
 from paddle_flexckpt.pages.pictures import holders_picture
 
-# Ranges of ranks, and files, in one line of the text; all are in the JSON.
+# The most ranges of ranks, and files, in one line of the text; all are in the JSON.
 _RANGES = 4
 
 
@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
 
 
 def _map(options: argparse.Namespace) -> str:
-    """Return for each tensor a line for each part, and one line for all."""
+    """Return a line for each part of each tensor, and a summary."""
     for name in ("aoa", "model", "cut", "weights"):
         if getattr(options, name) and options.to is None:
             raise ValidationError([f"--{name} describes the job that --to names. Remedy: give --to STRATEGY"])
@@ -63,7 +63,7 @@ def _map(options: argparse.Namespace) -> str:
 
 
 def seconds_of(path: str) -> dict[str, list[float]]:
-    """Return seconds by phase and rank, of a report of a save, or of the reports of all ranks.
+    """Return seconds by phase and rank from the report of a save, or from the reports of all ranks.
 
     Raises:
         ValidationError: The file holds neither.

@@ -36,7 +36,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> Outcome:
-    """Do what the options ask for. The code is 1 if ``--check NAME`` finds a patch that is neither in nor fits."""
+    """Run the command. The code is 1 if ``--check NAME`` finds a patch that is neither applied nor fits."""
     patches = read_patches()
     names = list(dict.fromkeys(options.check or options.apply or options.revert or patches))
     unknown = [name for name in names if name not in patches]
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> Outcome:
     every = list(patches.values())
     if options.check is not None:
         results = [(patch, *check_patch(roots[patch.package], every, patch)) for patch in chosen]
-        # Without names most patches are for other versions, and nobody asks how their files differ.
+        # Without names most patches are for other versions: how their files differ is of no interest.
         lines = [
             f"{patch.name}: {status}" + (f"\n  {reason}" if reason and options.check else "")
             for patch, status, reason in results

@@ -1,4 +1,4 @@
-"""flexckpt rehearse: what a load or a save of a job would do, without ranks. Tested in tests/cli/test_rehearse.py."""
+"""flexckpt rehearse: predict a load or a save of a job, without its ranks. Tested in tests/cli/test_rehearse.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal, rehearse_save
 from paddle_flexckpt.planning.job_layout import JobLayout
 
-# Lines of the table, and keys of a list; all are in the JSON.
+# The most lines of the table, and keys of a list; all are in the JSON.
 _LINES, _KEYS = 16, 3
 
 
@@ -83,7 +83,7 @@ def add_command(commands: Any) -> None:
 
 
 def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add ``--to``, and what else describes the layout of a job."""
+    """Add ``--to`` and the other options that describe the layout of a job."""
     parser.add_argument(
         "--to",
         required=required,
@@ -109,7 +109,7 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 
 def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[JobLayout, list[str]]:
-    """Return the layout of the job that :func:`add_layout` describes, and what it takes for granted."""
+    """Return the layout of the job from the options of :func:`add_layout`, and its assumptions."""
     return layout_of(
         options.source,
         options.to,
@@ -123,7 +123,7 @@ def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[
 
 
 def _rehearse(options: argparse.Namespace) -> Outcome:
-    """Return a table of the ranks and what is noticed, or the job's error; code 1 where it would fail."""
+    """Return a table of the ranks and remarks, or the job's error; code 1 if it would fail."""
     config = None if options.aoa is None else aoa_config(options.aoa)
     rate, request = _speed(options)
     loading = {
@@ -175,7 +175,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
 
 
 def _speed(options: argparse.Namespace) -> tuple[float | None, float]:
-    """Return the bytes that one rank reads, or writes, in a second while all do, and what a request adds."""
+    """Return one rank's bytes per second while all ranks read or write, and the seconds that a request adds."""
     if options.gbps is not None and not options.gbps > 0:
         raise ValidationError([f"--gbps takes a positive number; got {options.gbps}"])
     if options.ranks_per_node < 1:
@@ -190,7 +190,7 @@ def _speed(options: argparse.Namespace) -> tuple[float | None, float]:
 
 
 def _lines(report: RehearsalReport) -> list[str]:
-    """Return a table of the ranks, those that read the most first, and a line for whatever else is to be known."""
+    """Return a table of the ranks, those that read the most first, and a line for each remark."""
     rows: list[tuple[str, ...]] = [("ranks", "needed", "read", "amplification", "requests", "files", "memory")]
     order = sorted(report.ranks, key=lambda each: -each.bytes_read)
     rows += [_columns(each) for each in order[:_LINES]]
@@ -228,7 +228,7 @@ def _save_lines(report: SaveRehearsal) -> list[str]:
 
 
 def _aligned(rows: list[tuple[str, ...]], count: int, what: str) -> list[str]:
-    """Return the lines of a table, and one that says how many of so many are not in it."""
+    """Return the lines of a table, and one with the number of lines left out."""
     lines, more = table(rows, right=range(1, len(rows[0]))), count - len(rows) + 1
     return [*lines, f"... and {more} more, which {what} less; --json has all"] if more else lines
 

@@ -1,4 +1,4 @@
-"""Say how a semi-automatic job is parallel: a mesh of ranks, and how its tensors are placed on it.
+"""The parallelism of a semi-automatic job: a mesh of ranks, and the placements of its tensors.
 
 Tested in tests/planning/test_meshes.py.
 """
@@ -23,7 +23,7 @@ _CONTEXT = "cannot read a mesh"
 
 
 class Placement(NamedTuple):
-    """Say what one axis of a mesh does to a tensor; by default each of its ranks has all that there is.
+    """A tensor's placement on one axis of a mesh; by default each rank has all of the tensor.
 
     Attributes:
         cut: The axis of the tensor that it cuts.
@@ -43,16 +43,16 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Hold a mesh of ranks, ``0`` to ``ranks - 1`` in row-major order, and how tensors are placed on it.
+    """A mesh of ranks, ``0`` to ``ranks - 1`` in row-major order, with the placements of tensors.
 
     Attributes:
         shape: Its extents.
         axes: Names of its axes.
         placements: Globs of names, and the placements of tensors of these names; the first that fits counts. Others
-            are cut by an axis called tp or mp as tensor parallelism cuts them, stand by layer along one called pp, and
-            are whole along all others.
+            are cut by an axis called tp or mp as tensor parallelism cuts them, are placed by layer along one called pp,
+            and are whole along all others.
         sharding: How the optimizer's states are spread, one of :data:`MESH_STAGES`; empty: as their parameters.
-        sharding_axis: The axis over which they are.
+        sharding_axis: The axis over which states are spread.
     """
 
     shape: tuple[int, ...]
@@ -110,7 +110,7 @@ class Mesh:
         return math.prod(self.shape)
 
     def place(self, rank: Any) -> tuple[Any, ...]:
-        """Return where a rank stands on each axis, or many ranks do, as arrays."""
+        """Return the place of a rank on each axis, or of many ranks, as arrays."""
         place = []
         for extent in reversed(self.shape):
             rank, index = divmod(rank, extent)
@@ -123,15 +123,15 @@ def _joined(placed: Placements) -> str:
 
 
 def is_mesh(text: str) -> bool:
-    """Return whether a strategy's text is that of a mesh."""
+    """Return whether a text describes a mesh."""
     return text.lstrip().startswith("mesh")
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Return the mesh that a text such as ``"mesh=2x4:dp,mp;sharding=stage1:dp;*.q_proj.weight=R,S1"`` says.
+    """Return the mesh of a text such as ``"mesh=2x4:dp,mp;sharding=stage1:dp;*.q_proj.weight=R,S1"``.
 
     Raises:
-        ValidationError: An entry is none, or is there twice, or they do not fit together.
+        ValidationError: An entry is malformed or there twice, or entries do not fit together.
     """
     said: dict[str, Any] = {"placements": {}}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
@@ -153,13 +153,13 @@ def parse_mesh(text: str) -> Mesh:
 
 
 def mesh_of(said: Mapping[str, Any]) -> Mesh:
-    """Return the mesh that a mapping says, as of a JSON file.
+    """Return the mesh of a mapping, as a JSON file has it.
 
     Its keys are ``mesh`` (``shape`` and ``dim_names``, as of ``dist.ProcessMesh``), ``sharding`` (``"stage1:dp"``) and
     ``placements``: globs of names, and for each a list such as ``["Replicate()", "Shard(dim=1)"]``, or its text.
 
     Raises:
-        ValidationError: It says something else.
+        ValidationError: The mapping is something else.
     """
     problems: list[Problem | str] = [
         Problem("unknown entry of a mesh", key=name, expected="mesh, sharding, placements")
@@ -186,10 +186,10 @@ def mesh_of(said: Mapping[str, Any]) -> Mesh:
 
 
 def parse_placements(glob: str, said: str | Sequence[str]) -> Placements:
-    """Return the placements that a text such as ``"R,S1"`` or a list of their own texts in Paddle says.
+    """Return the placements of a text such as ``"R,S1"``, or of a list of Paddle's texts for placements.
 
     Raises:
-        ValidationError: One is none; a Partial is none either.
+        ValidationError: One is malformed, or a Partial.
     """
     found, problems = [], []
     for each in said.split(",") if isinstance(said, str) else said:
