@@ -286,7 +286,7 @@ class BackgroundSave(SharedSave):
         return checksums
 
     def hand_over(self, report: SaveReport, begin: float, handle: SaveHandle | None = None) -> SaveHandle:
-        """Hand the save over, and the lock with it. From now on a failure is its outcome: the ranks do not meet again."""
+        """Hand the save over, and the lock with it. From now on a failure is its outcome: ranks do not meet again."""
         lock, self.lock = self.lock, None
         return self._slot.hand_over(report, begin, lock, handle)
 

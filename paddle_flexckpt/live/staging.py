@@ -63,7 +63,7 @@ class Staging:
             position += count
 
     def advance(self, nbytes: int) -> None:
-        """Copy so many more bytes, or the rest; they may still be on their way when this returns."""
+        """Begin to copy so many more bytes, or the rest; they may still be on their way when this returns."""
         with self._side_stream():
             self._copy(nbytes, wait=self._device is None)
 

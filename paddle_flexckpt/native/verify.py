@@ -1,4 +1,4 @@
-"""Verify every byte of a checkpoint's data files against its manifest; find all that is wrong, not the first only.
+"""Verify every byte of a checkpoint's data files against its manifest; find all problems, not only the first.
 
 Each file is read once, block by block, in the order of its bytes.
 """
@@ -58,8 +58,8 @@ def verify_files(
 ) -> Verification:
     """Read data files of a checkpoint (None: all) once and compare them with its manifest.
 
-    Compared are sizes, save tokens, headers (with the bytes that the manifest says they have), the checksum of every
-    block, and whether items follow each other without gaps. One block is in memory at a time. ``meter`` is told of the
+    It compares sizes, save tokens, headers (with the bytes that follow from the manifest) and the checksum of every
+    block, and checks that items follow each other without gaps. One block is in memory at a time. ``meter`` counts the
     bytes of tensors.
     """
     found = Verification()
@@ -175,7 +175,7 @@ class _FileVerifier:
         self._notes.append((problem, row, blocks))
 
     def verify(self) -> list[_Note]:
-        """Find all that is wrong with the file."""
+        """Find all problems of the file."""
         usable = self._verify()
         if not usable:
             self._found.lost_files.add(self._file)
@@ -187,7 +187,7 @@ class _FileVerifier:
         return notes
 
     def _verify(self) -> bool:
-        """Find all that is wrong; return whether a load takes the file for the one that was written."""
+        """Find all problems; return whether a load accepts the file as the one that was written."""
         try:
             opened = self._backend.open(self._name)
         except FileNotFoundError:
@@ -217,7 +217,7 @@ class _FileVerifier:
             verified = self._found.bytes_verified
             self._check_items(opened)
             if other is not None and verified == self._found.bytes_verified:
-                # That it has another step, and that none of its blocks fits, is one problem.
+                # Another step and blocks that all differ are one problem.
                 del self._notes[before:]
                 self._problem(_OTHER_TOKEN, None, (0, max(size, expected)), self._manifest.save_token, other)
                 self._found.tokens[self._name] = other
@@ -251,13 +251,13 @@ class _FileVerifier:
             )
 
     def _check_header(self, file: InputFile) -> str | None:
-        """Compare the header with the manifest; return its save token if that is another."""
+        """Compare the header with the manifest; return its save token if that differs."""
         manifest = self._manifest
         items = manifest.catalog.take(self._rows)
         begin = int(items.byte_offset.min(initial=manifest.file_bytes[self._file]))
         expected = encode_header(replace(items, byte_offset=items.byte_offset - begin), manifest.info)
         try:
-            # The header's length may be what is damaged: compare where it should stand.
+            # The header's length may be the damaged part, so the token is looked for at its expected place.
             start = file.read(0, len(expected))
             self._found.bytes_read += len(start)
             if start == expected and len(start) == begin:
