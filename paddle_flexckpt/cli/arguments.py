@@ -51,7 +51,7 @@ def add_cut(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="GLOB=AXIS",
-        help="along which axis tensor parallelism cuts these tensors, or none; may be given several times, and the "
+        help="the axis along which tensor parallelism cuts these tensors, or none; may be given several times, and the "
         "first that fits counts; by default as they were cut at the save",
     )
 

@@ -117,11 +117,11 @@ def add_command(commands: Any) -> None:
     )
     add_checkpoint(repair, required_id=True)
     repair.add_argument("--overwrite", action="store_true", help="replace the manifest that is there")
-    repair.add_argument("--save-token", metavar="TOKEN", help="the save to take, where the files are of several")
+    repair.add_argument("--save-token", metavar="TOKEN", help="the save to rebuild, if the files are of several saves")
     repair.add_argument(
         "--fewer-files",
         action="store_true",
-        help="go without files that are missing: what is made is marked as partial, and the exit status is 1",
+        help="rebuild without missing files: the checkpoint is marked as partial, and the exit status is 1",
     )
 
     export = commands.add_parser(

@@ -35,7 +35,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("source", metavar="SRC", help="directory or URL of a checkpoint, or a file that is one")
     parser.add_argument("output", metavar="DST", help="directory or URL to write to; nothing else may be there")
     parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", help="id of SRC; by default the highest")
-    parser.add_argument("--format", choices=tuple(TARGETS), default="native", help="what to write (default: native)")
+    parser.add_argument("--format", choices=tuple(TARGETS), default="native", help="format to write (default: native)")
     parser.add_argument(
         "--to",
         metavar="STRATEGY",
@@ -84,7 +84,7 @@ def add_command(commands: Any) -> None:
         dest="memory_bytes",
         metavar="BYTES",
         default=MEMORY_BYTES,
-        help="the most memory to take, about (default: 256MiB)",
+        help="the most memory to use, about (default: 256MiB)",
     )
     parser.add_argument(
         "--verify",

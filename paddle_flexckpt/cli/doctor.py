@@ -37,7 +37,7 @@ def add_command(commands: Any) -> None:
     """Add the parser of the command."""
     doctor = commands.add_parser(
         "doctor",
-        help="say what is installed, whether it is supported, and which defects of it can be mended",
+        help="list the installed packages, whether they are supported, and the patches for their defects",
         description="Lists the versions of Python and of the packages that matter, and the patches that fit what is "
         "installed. The exit status is 1 if something needed is missing, or a version is not supported.",
         epilog="example: flexckpt doctor",

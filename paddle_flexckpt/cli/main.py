@@ -33,8 +33,8 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flexckpt",
         description="Inspect and transform flexible checkpoints.",
-        epilog="exit status: 0 where all is well; 1 where the command failed, or what it looked at is not sound, or "
-        "differs; 2 of wrong usage; 130 after Ctrl-C. Example: flexckpt inspect run/step_00000100",
+        epilog="exit status: 0 on success; 1 if the command failed, or found a problem or a difference; 2 for wrong "
+        "usage; 130 after Ctrl-C. Example: flexckpt inspect run/step_00000100",
     )
     parser.add_argument("--version", action="version", version=f"flexckpt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -23,9 +23,9 @@ def add_command(commands: Any) -> None:
     """Add the parser of the command."""
     parser = commands.add_parser(
         "map",
-        help="say which rank has which part of each tensor, and which would need it under another layout",
-        description="Says which rank and file has which part of each tensor, and with --to also which rank of another "
-        "job would need which. Only the manifest is read.",
+        help="list the ranks that have each part of a tensor, and those that would need it under another layout",
+        description="Lists the rank and file of each part of each tensor, and with --to also the ranks of another job "
+        "that would need it. Only the manifest is read.",
         epilog="example: flexckpt map run/step_100 'layers.0.*' --to tp=4,pp=2",
     )
     add_checkpoint(parser)

@@ -50,7 +50,7 @@ def add_command(commands: Any) -> None:
         "--by",
         choices=_GROUPS,
         default="role",
-        help="what is summed up: parameters and each kind of state (default), layers, dtypes, or the ranks that saved",
+        help="the groups: parameters and each kind of state (default), layers, dtypes, or the ranks that saved",
     )
 
     for parser, run in ((listing, _list), (usage, _usage)):

@@ -36,10 +36,10 @@ def add_command(commands: Any) -> None:
     """Add the parser of the command."""
     parser = commands.add_parser(
         "rehearse",
-        help="say whether a checkpoint loads under another layout, and what each rank would read, or would save",
-        description="Says whether a checkpoint loads under another layout, or why not, in the words of the job, and "
-        "what each rank would read and hold; with --save what that job would write. Only the manifest is "
-        "read, and whether the files are there. The exit status is 0 where it loads, and 1 where it does not.",
+        help="predict whether a checkpoint loads under another layout, and what each rank would read, or would save",
+        description="Predicts whether a checkpoint loads under another layout, or with which error the job fails, and "
+        "what each rank would read and hold; with --save what that job would write. Reads the manifest alone, and "
+        "checks that the files exist. The exit status is 0 if it loads, and 1 if it does not.",
         epilog="example: flexckpt rehearse run/step_100 --to tp=4,pp=2,sharding=v2:8 --gbps 2",
     )
     add_checkpoint(parser)
@@ -50,32 +50,33 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--dtype", choices=("raise", "cast"), default="raise", help="as in load_state_dict")
     parser.add_argument("--master-weights", choices=("exact", "convert"), default="exact", help="as in load_state_dict")
     parser.add_argument(
-        "--gbps", type=float, metavar="N", help="gigabytes a second that one rank reads while all do: to estimate time"
+        "--gbps",
+        type=float,
+        metavar="N",
+        help="gigabytes per second that one rank reads while all read, to estimate time",
     )
     parser.add_argument(
         "--probe",
         metavar="PATH",
-        help="the directory that all ranks of a node share, which is measured now, or the file to which `flexckpt "
-        "bench --json` has printed what it gave: to estimate time",
+        help="to estimate time: a directory that all ranks of a node share, which is measured now, or a file with the "
+        "output of `flexckpt bench --json`",
     )
     parser.add_argument(
         "--ranks-per-node",
         type=int,
         default=1,
         metavar="N",
-        help="with --probe: ranks that share what was measured (1)",
+        help="with --probe: ranks that share the measured speed (1)",
     )
     parser.add_argument(
-        "--cooperative", action="store_true", help="say also what ranks read and exchange if one reads for all"
+        "--cooperative", action="store_true", help="also show what ranks read and exchange if one reads for all"
     )
     parser.add_argument(
         "--object-store",
         action="store_true",
         help="count requests as if the checkpoint were in an object store; with --save, those that send data files",
     )
-    parser.add_argument(
-        "--save", action="store_true", help="say what the job would save, instead of whether and how it loads"
-    )
+    parser.add_argument("--save", action="store_true", help="predict what the job would save, instead of a load")
     parser.add_argument("--save-replicas", action="store_true", help="with --save: as in save_state_dict")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, with all ranks")
     add_html(parser)
@@ -95,7 +96,7 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
         "--model",
         metavar="OTHER",
-        help="a checkpoint of the job's model, or its config.json (of a family that there are model rules for), if it "
+        help="a checkpoint of the job's model, or its config.json (of a family with model rules), if it "
         "is not what CHECKPOINT holds",
     )
     parser.add_argument(

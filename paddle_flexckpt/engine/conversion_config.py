@@ -1,4 +1,4 @@
-"""What a conversion takes from a model's configuration, and says of what it does not take.
+"""A conversion's use of a model's configuration, and its notes about the rest.
 
 Tested in tests/engine/test_conversion.py.
 """
@@ -18,7 +18,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.planning.strategy import Strategy
 
-# What lies beside the weights of a model, and is needed to use it.
+# Files beside a model's weights that are needed to use it.
 _BESIDE = re.compile(
     r".*tokeni[sz]er.*|vocab\..*|merges\.txt|spiece\.model|sentencepiece.*|special_tokens_map\.json|added_tokens\.json|"
     r"generation_config\.json|chat_template\..*|.*processor_config\.json"
@@ -30,8 +30,8 @@ def read_config(given: str | os.PathLike[str] | None, directory: SourceDirectory
     """Return the text of a model's configuration; None if there is none.
 
     Args:
-        given: The path of a file; None: it may be in the checkpoint's directory.
-        directory: The checkpoint's.
+        given: The path of a file; None: that in the checkpoint's directory, if there is one.
+        directory: The checkpoint's directory.
 
     Raises:
         ValidationError: It cannot be read, or is no JSON object.
@@ -61,7 +61,7 @@ def notes_of(
     strategy: Strategy | Mesh | None,
     directory: SourceDirectory,
 ) -> list[str]:
-    """Return what a configuration says and the tensors do not, or what is not done that it asks for."""
+    """Return notes on differences between a configuration and the tensors, and on files that are not copied."""
     said: dict[str, Any] = json.loads(config) if config is not None else {}
     notes = [*_of_dtype(said, dtype), *_of_heads(said, strategy), *_of_files(directory)]
     if dequantizes and said.get("quantization_config"):
