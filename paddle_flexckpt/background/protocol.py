@@ -1,6 +1,6 @@
-"""Protocol: what the training process and its writer say to each other.
+"""Protocol: the messages between the training process and its writer.
 
-Messages are JSON and descriptors over a Unix socket. What is large lies in shared memory: the data, and behind it the
+Messages are JSON and descriptors over a Unix socket. Large objects are in shared memory: the data, and behind it the
 job that describes it. So a message has a few hundred bytes, a save is handed over in one piece, and handing it over
 never waits for the writer.
 """
@@ -21,7 +21,7 @@ from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.native.names import SaveNames
 
 _HEAD_BYTES = 8
-# A message's descriptors: a segment, a lock, and the connection of waves.
+# The most descriptors of a message: a segment, a lock, and the connection of waves.
 _MAX_DESCRIPTORS = 3
 _MAX_MESSAGE_BYTES = 16 << 20
 
@@ -103,11 +103,11 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Args: connection: a connected Unix stream socket, which is the channel's own from now on."""
+        """Args: connection: a connected Unix stream socket, which this channel closes."""
         self.connection = close_in_forks(connection)
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send one message; the other end gets descriptors of its own for what the given ones stand for.
+        """Send one message; the other end gets its own duplicates of the descriptors.
 
         Raises:
             ConnectionError: The other end is gone.
@@ -129,7 +129,7 @@ class Channel:
         """Return the next message and its descriptors; None at the end: the other end has closed, or its process ended.
 
         Raises:
-            ValueError: What came is not a message, or this process cannot have more descriptors.
+            ValueError: The data is not a message, or this process cannot have more descriptors.
         """
         try:
             head, descriptors, flags, _ = socket.recv_fds(self.connection, _HEAD_BYTES, _MAX_DESCRIPTORS)
@@ -156,11 +156,11 @@ class Channel:
         return bytes(data)
 
     def end(self) -> None:
-        """Tell the other end that nothing more will be sent; what comes can still be received."""
+        """Tell the other end that nothing more will be sent; its messages can still be received."""
         try:
             self.connection.shutdown(socket.SHUT_WR)
         except OSError:
-            # The other end has gone first.
+            # The other end has closed first.
             return
 
     def close(self) -> None:

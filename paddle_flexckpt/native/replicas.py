@@ -110,7 +110,7 @@ class ReplicaChoice:
             reported.setdefault((other, row), f"{self._describe(other, error)}; read from {self._where(row)} instead")
 
     def error(self, failures: list[tuple[int, Exception]], touched: bool) -> Exception:
-        """Return the error of an item without a readable copy, given all rows tried; ``touched``: targets may be changed."""
+        """Return the error when none of an item's rows tried can be read; ``touched``: targets may be changed."""
         if len(failures) == 1 and not isinstance(failures[0][1], DamagedCopy):
             return failures[0][1]
         text = "; nor can its replica be read: ".join(self._describe(row, error) for row, error in failures)

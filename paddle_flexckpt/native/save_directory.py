@@ -224,7 +224,7 @@ class SaveDirectory(CheckpointDirectory):
         return describe_partition(name, data, rows)
 
     def write_partitions(self, save: SaveNames, manifest: Manifest) -> Manifest:
-        """Write the rows of a manifest in partitions, if they are too many for one file; return the manifest to publish."""
+        """Write the rows of a manifest in partitions, if there are too many for one file; return the final manifest."""
         count = count_partitions(len(manifest.catalog))
         written = [
             self.write_partition(save, number, count, rows)
