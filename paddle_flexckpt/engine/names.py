@@ -1,4 +1,4 @@
-"""Names of one state in two worlds: what a target is called here, and what the source may call it.
+"""Names of one state on two sides: the target's name here, and its possible names in the source.
 
 A ``sharded_state_dict()`` has structured names everywhere: ``a.weight``, ``a.weight.moment1_0``, ``a.weight.w_0`` (the
 master weight). A plain ``state_dict()`` names an optimizer's states after the parameter's own, *raw* name, which Paddle
@@ -57,11 +57,11 @@ HINT = "give the names by AOA statements (plain_state_statements() makes them)"
 
 
 class RawState(NamedTuple):
-    """Hold a state of an optimizer under a raw name, taken apart.
+    """A state of an optimizer under a raw name, taken apart.
 
     Attributes:
         parameter: The parameter's raw name, without ``.dist``.
-        state: What a structured name ends with: ``moment1_0``, or ``w_0`` for the master weight.
+        state: The end of its structured name: ``moment1_0``, or ``w_0`` for the master weight.
     """
 
     parameter: str
@@ -128,7 +128,7 @@ def bare(name: str) -> str:
 
 
 class NameIndex:
-    """Find keys of a source by their canonical forms."""
+    """An index of a source's keys by their canonical forms."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class NameIndex:
 
 @dataclass(frozen=True)
 class Unresolved:
-    """Describe a target that the source does not have under its own name.
+    """A target that the source does not have under its own name.
 
     Attributes:
         key: Its name.
@@ -185,7 +185,7 @@ class Unresolved:
 
 
 class Source(NamedTuple):
-    """Hold what a search has to know of a source: its keys, the global shape of each, and ``state_names``."""
+    """The source of a search: its keys, the global shape of each, and ``state_names``."""
 
     shapes: Mapping[str, tuple[int, ...]]
     state_names: Mapping[str, Sequence[str]]
@@ -193,15 +193,15 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class CompatibleNames:
-    """Hold what a search found.
+    """The result of a search.
 
     Attributes:
         names: The source's keys by target.
-        by_raw_name: Those of them that only a raw name led to.
-        taken: Targets that remain without a key, as the one that would do is another target's: that target.
+        by_raw_name: Those found only by a raw name.
+        taken: By target without a key: the other target that has the matching key.
         lost_by_raw_name: Targets without a key, of which this side or the source has only a raw name.
-        of_others: Targets without a key, of whose raw name the source says that it is another parameter's state: that.
-        problems: What is ambiguous.
+        of_others: By target without a key: the state of another parameter that has its raw name in the source.
+        problems: Ambiguous names.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -267,7 +267,7 @@ def find_compatible(
 
 
 class _Indexes:
-    """Find the keys of a source for targets: by structured names, and by raw ones where these have to do."""
+    """A search for targets in a source: by structured names, and by raw names if necessary."""
 
     def __init__(self, targets: Sequence[Unresolved], source: Source) -> None:
         parameters = {bare(name) for target in targets for name in _named_parameters(target)}
