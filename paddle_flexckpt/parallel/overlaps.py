@@ -1,4 +1,4 @@
-"""Learn of optimizers whose overlap is switched on: their steps leave parameters stale until the next forward.
+"""Register optimizers whose overlap is switched on: their steps leave parameters stale until the next forward.
 
 Tested in tests/distributed/test_overlaps.py.
 """
@@ -36,13 +36,13 @@ class StorageOverlapMixin:
 
 
 def overlap_mixins(owner: type) -> tuple[type, ...]:
-    """Return the mixins for what a class of Paddle's can overlap, in this version of Paddle."""
+    """Return the mixins for the overlaps of a class of Paddle's, in this version of Paddle."""
     kinds = (GatherOverlapMixin, BroadcastOverlapMixin, StorageOverlapMixin)
     return tuple(kind for kind in kinds if any(name in vars(owner) for name in vars(kind) if not name.startswith("__")))
 
 
 def note_earlier(owners: list[type]) -> None:
-    """Note optimizers of these classes that were there before their classes had the mixins."""
+    """Register optimizers of these classes that existed before their classes had the mixins."""
     found = [each for each in gc.get_referrers(*owners) if type(each) in owners]
     for optimizer in sorted(found, key=_first_name):  # in the same order on all ranks
         note_overlap(optimizer)
