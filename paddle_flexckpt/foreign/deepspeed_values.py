@@ -1,4 +1,4 @@
-"""Make what pickles of DeepSpeed's files may name: tensors' places, shapes, slices of flat buffers, numpy's arrays.
+"""Values for the names in pickles of DeepSpeed's files: tensors' places, shapes, slices of flat buffers, arrays.
 
 As in ``pickle_values.py`` nothing is looked up: each name stands for a function here, which makes plain data.
 

@@ -1,4 +1,4 @@
-"""Make what a foreign pickle may name: arrays, numpy's numbers, three metadata classes.
+"""Values for the names that a foreign pickle may use: arrays, numpy's numbers, three metadata classes.
 
 Nothing is looked up or imported by the names in a pickle. Each name in the table stands for a function of this module,
 which checks its arguments and makes plain data of them.
@@ -18,7 +18,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import LocalTensorIndex, LocalTensorMetadata, Metadata, UnsafePickleError
 
-# Elements of such types are their bytes: no objects, no text, no records, no other byte order than the machines have.
+# Elements of such types are plain bytes: no objects, no text, no records, no other byte order than the machine's.
 ELEMENT_TYPES = frozenset("b1 i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8 c16".split())
 _MAX_AXES = 64
 _MAX_EXTENT = 1 << 60
@@ -82,10 +82,10 @@ class Runs(Protocol):
     """A reader of the records that follow one of the same class, equivalent to the machine."""
 
     def read(self, data: memoryview, place: Place, name: str, fields: tuple[str, ...], memo: list[Any]) -> Batch | None:
-        """Return the records from a place on, with the memo extended; None leaves them to the machine."""
+        """Return the records from a place on, and extend the memo; None leaves them to the machine."""
 
     def value(self, place: int) -> Any:
-        """Return what a run has put at a place of the memo, where :class:`Unkept` stands; None if it is not known."""
+        """Return the value of a run at a place of the memo that has :class:`Unkept`; None if it is not known."""
 
 
 class Unkept:
@@ -111,7 +111,7 @@ class Unfinished:
         memo: Its place in the memo, or -1.
     """
 
-    # A file can ask for very many.
+    # A file can have very many.
     __slots__ = ("finish", "memo", "name")
 
     def __init__(self, name: str, finish: Callable[[Any], Any]) -> None:
@@ -129,7 +129,7 @@ def is_flat(value: tuple[Any, ...]) -> bool:
 
 
 def is_named_array(value: tuple[Any, ...]) -> bool:
-    """Return whether a tuple is what ``paddle.save`` makes of a tensor inside a list or dict: its name, its array."""
+    """Return whether a tuple is a tensor inside a list or dict as ``paddle.save`` stores it: its name, its array."""
     return len(value) == 2 and type(value[0]) is str and type(value[1]) is np.ndarray
 
 
@@ -141,7 +141,7 @@ def describe(value: Any) -> str:
 
 
 def refused(what: str, got: object) -> UnsafePickleError:
-    """Return the error that names what was got instead."""
+    """Return the error that names the value that was found instead."""
     return UnsafePickleError(f"{what}: got {_short(got)}")
 
 
@@ -224,7 +224,7 @@ def _scalar(arguments: tuple[Any, ...]) -> Any:
 
 
 def _encode(arguments: tuple[Any, ...]) -> Any:
-    # How protocol 2 writes bytes.
+    # The form in which protocol 2 writes bytes.
     if len(arguments) != 2 or type(arguments[0]) is not str or not _is(arguments[1], "latin1", "latin-1"):
         raise UnsafePickleError("_codecs.encode with other arguments than text and 'latin1'")
     try:
@@ -234,7 +234,7 @@ def _encode(arguments: tuple[Any, ...]) -> Any:
 
 
 def _no_bytes(arguments: tuple[Any, ...]) -> Any:
-    # How protocol 2 writes no bytes.
+    # The form in which protocol 2 writes no bytes.
     if arguments:
         raise UnsafePickleError("bytes with arguments")
     return memoryview(b"")
@@ -256,7 +256,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check that takes None too."""
+    """Return a check that accepts None too."""
     return lambda value: value is None or check(value)
 
 
@@ -315,7 +315,7 @@ _FIELDS: dict[type, dict[str, Callable[[Any], bool]]] = {
 def make_record(
     name: str, cls: Callable[..., Any], checks: Mapping[str, Callable[[Any], bool]], required: frozenset[str]
 ) -> Callable[[], Unfinished]:
-    """Return what makes a record of the dict of its fields, each of which is checked."""
+    """Return a function that makes a record from the dict of its fields, each of which it checks."""
 
     def finish(state: Any) -> Any:
         if type(state) is not dict:
@@ -342,7 +342,7 @@ def _record(cls: type) -> Callable[[], Unfinished]:
 NDARRAY = Symbol("numpy.ndarray")
 
 
-# There are names of numpy 1 and numpy 2.
+# These are names of numpy 1 and numpy 2.
 _NAMES = MappingProxyType(
     {
         ("numpy", "ndarray"): NDARRAY,
