@@ -92,7 +92,7 @@ def read_deepspeed_manifest(backend: Backend) -> Manifest:
         if cut:
             raise ValidationError(
                 f"{backend.where(cut[0])} is of a model that is cut among ranks (tensor or pipeline parallelism), and "
-                f"the files do not tell how. Remedy: {_CONVERT}"
+                f"the files do not record how. Remedy: {_CONVERT}"
             )
         chosen = [match[0] for match in matches]
         files = dict(zip(chosen, map_files(backend, lambda name: _load(backend, name), chosen)))
@@ -181,7 +181,7 @@ def _first_stages(
         flats = _field(backend, file, state, "single_partition_of_fp32_groups", list)
         if type(state.get("param_slice_mappings")) is not list:
             raise ValidationError(
-                f"{backend.where(file.name)} does not tell which slices are which parameters' (param_slice_mappings), "
+                f"{backend.where(file.name)} does not have the parameters of its slices (param_slice_mappings), "
                 f"as older releases do not. Remedy: {_CONVERT}"
             )
         base = _field(backend, file, state, "base_optimizer_state", dict)

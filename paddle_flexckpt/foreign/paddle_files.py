@@ -115,7 +115,7 @@ def _dtype(name: str) -> bytes:
     return made + sequence([integer(3), text(order), NONE, NONE, NONE, _MINUS_ONE, _MINUS_ONE, integer(0)]) + b"b"
 
 
-class _Said(dict[Any, bytes]):
+class _FieldCodes(dict[Any, bytes]):
     """The opcodes of an instance's fields, by the fields' values; most instances repeat the values of others."""
 
     def __init__(self, memo: Memo, fields: Callable[[Any], dict[str, bytes]]) -> None:
@@ -159,7 +159,7 @@ def encode_metadata(catalog: Catalog, flat_mapping: bool = False) -> bytes:
         return {**box, "dtype": text(catalog.dtype_name(row)), "global_shape": whole, **place}
 
     memo = Memo()
-    shards, indices = _Said(memo, shard_of), _Said(memo, index_of)
+    shards, indices = _FieldCodes(memo, shard_of), _FieldCodes(memo, index_of)
     keys, files = (list(map(text, names)) for names in (catalog.keys, catalog.files))
     key, file, last = catalog.key.tolist(), catalog.file.tolist(), -1
     codes = [UNFRAMED, memo[named(_CLASSES, "Metadata")], NEW, memo[text("state_dict_metadata")], b"}("]

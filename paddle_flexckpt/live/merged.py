@@ -218,7 +218,7 @@ class _StoredModel:
         return no_pieces(targets)
 
     def storage(self, row: int) -> AnyStorage:
-        raise RuntimeError("what is in files is in no rank's memory")
+        raise RuntimeError("tensors in files are in no rank's memory")
 
     def fill(self, describe: Callable[[], Targets]) -> int:
         def work() -> tuple[None, bytes]:

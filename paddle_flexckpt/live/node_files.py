@@ -143,7 +143,7 @@ def find_checkpoint(
     unread = max((each["newest"] for each in said if "problem" in each), default=0)
     if unread > max(owners)[0]:
         raise CorruptCheckpointError(
-            f"{context}: which save of id {chosen} is the newest cannot be told: {'; '.join(problems)}. Remedy: look "
+            f"{context}: it is not known which save of id {chosen} is the newest: {'; '.join(problems)}. Remedy: look "
             "into the storage of that node, and load again; without that node an older one is loaded"
         )
     if problems and comm.position == 0:

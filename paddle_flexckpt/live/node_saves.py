@@ -269,7 +269,7 @@ def meet_nodes(
     strays = [comm.ranks[position] for position in committers if seen[position]["committer"] != position]
     if strays:
         raise CheckpointError(
-            f"{context}: which ranks share a directory cannot be told, as not all that see the one of ranks {strays} "
+            f"{context}: it is not known which ranks share a directory, as not all that see the one of ranks {strays} "
             "see each other's files. Remedy: try again; if it stays so, the file system shows new files too late"
         )
     saves = [seen[committer]["save"] for committer in committers]

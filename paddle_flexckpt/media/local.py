@@ -328,12 +328,12 @@ def sync_path(path: str) -> None:
         except OSError as error:
             if error.errno not in _NO_DURABLE_NAMES or not os.path.isdir(path):
                 raise
-            _tell_of_names(path, os.stat(path).st_dev, error)
+            _warn_of_names(path, os.stat(path).st_dev, error)
         finally:
             os.close(descriptor)
 
 
-def _tell_of_names(path: str, device: int, error: OSError) -> None:
+def _warn_of_names(path: str, device: int, error: OSError) -> None:
     """Warn once for each device that names may not be durable there."""
     if device not in _WARNED:
         _WARNED.add(device)

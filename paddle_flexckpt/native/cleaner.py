@@ -205,4 +205,4 @@ class Cleaner:
             self._backend.remove_unfinished(lambda name: save_of(name) in saves)
         except OSError as error:
             # Not every store lets everybody list them; leaving them only costs storage.
-            logger.warning(f"what a dead save had begun to send could not be looked for: {error}")
+            logger.warning(f"unfinished uploads of dead saves could not be looked for: {error}")

@@ -123,7 +123,7 @@ def _descriptions(items: Catalog) -> list[tuple[str, str]]:
 def _table(name: str, cursor: JsonCursor) -> dict[str, Any]:
     value = cursor.value()
     if not isinstance(value, dict):
-        raise ValueError(f"what it has for {name[:80]!r} is not an object")
+        raise ValueError(f"its entry for {name[:80]!r} is not an object")
     return value
 
 

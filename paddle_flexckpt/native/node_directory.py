@@ -99,7 +99,7 @@ class NodeDirectory(SaveDirectory):
                     if Manifest.decode(data, where).save_token != begun.token:
                         raise CorruptCheckpointError(f"{where} is of another save")
                 except CorruptCheckpointError as error:
-                    logger.warning(f"what was prepared here of id {begun.save.unique_id} is left alone: {error}")
+                    logger.warning(f"the save prepared here of id {begun.save.unique_id} stays unpublished: {error}")
                     continue
                 replaced = self.publish(SaveNames(begun.save.unique_id, begun.token), data)
                 if replaced is not None:
