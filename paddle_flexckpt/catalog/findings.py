@@ -38,7 +38,7 @@ class Layout(NamedTuple):
     Attributes:
         findings: What is wrong with them.
         groups: Their replica groups, if they could be found.
-        coverage: What is covered, likewise.
+        coverage: Their coverage, likewise.
     """
 
     findings: list[Finding]

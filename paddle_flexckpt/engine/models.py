@@ -131,7 +131,7 @@ def layout_for(
     Args:
         strategy: The job's.
         infos: As of :func:`model_of`, as are those that follow.
-        stored: The shards of the checkpoint, but for those of tensors that statements make.
+        stored: The shards of the checkpoint, except those of tensors that statements make.
         cuts: See there.
         states: See there.
 

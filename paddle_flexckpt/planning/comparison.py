@@ -26,7 +26,7 @@ class Lines:
     Attributes:
         row: int64 ``[n]``, the shard: a row of its rank's table.
         start: int64 ``[n]``, the stretch's first element in that shard's own storage.
-        stop: int64 ``[n]``, the element behind its last.
+        stop: int64 ``[n]``, the element after its last.
     """
 
     row: np.ndarray

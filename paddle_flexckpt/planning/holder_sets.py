@@ -126,7 +126,7 @@ def least_peak(sets: HolderSets, amount: np.ndarray, load: np.ndarray) -> int:
     Args:
         sets: The sets.
         amount: int64 ``[s]``, bytes on each line.
-        load: int64 per rank, what it gets.
+        load: int64 per rank, its bytes.
     """
     if not len(sets):
         return 0

@@ -61,7 +61,7 @@ def plan_write(
 
     Args:
         catalog: The validated shards of all ranks.
-        file_name: Gives the data file's name for a rank.
+        file_name: Returns the data file's name for a rank.
         save_replicas: Write every shard that every rank holds, replicas included.
         min_split_bytes: Smallest shard that may be split among its replicas, in bytes.
         groups: The catalog's replica groups, if the caller has them already. Shards in none of them are not written:
