@@ -98,10 +98,10 @@ def _check_quantized(config: Mapping[str, Any], family: str, variant: str) -> No
 
     A variant that dequantizes has the name of the method in configurations.
     """
-    said = config.get("quantization_config")
-    if not said:
+    quantization = config.get("quantization_config")
+    if not quantization:
         return
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if variant == method:
         return
     variants = describe_model_rules(family)["variants"]

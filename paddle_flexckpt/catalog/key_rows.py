@@ -108,7 +108,7 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
     """
     keys: dict[str, int] = {}
     numbers: list[int] = []
-    said: list[tuple[int, int, int]] = []
+    orders_by_rank: list[tuple[int, int, int]] = []
     table_of_orders: dict[tuple[Any, ...], int] = {}
     state_names: list[dict[str, tuple[str, ...]]] = []
     bodies: dict[tuple[int, int], list[tuple[int, int, int, bytes]]] = {}
@@ -123,7 +123,7 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
         numbers += own
         if orders:
             number_of = [table_of_orders.setdefault(tuple(each), len(table_of_orders)) for each in orders[1]]
-            said += [(place, key, number_of[each]) for key, each in zip(own, orders[0]) if each >= 0]
+            orders_by_rank += [(place, key, number_of[each]) for key, each in zip(own, orders[0]) if each >= 0]
     most = max((axes for axes, _ in bodies), default=1)
     tables = [_table(axes, word, most, some) for (axes, word), some in bodies.items()]
     table = np.concatenate(tables) if tables else np.zeros((0, 2 + _SINGLE + 3 * most), dtype=np.int64)
@@ -139,7 +139,7 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
     known = tuple(names[each] for each in occurs.tolist())
     boxes = table[:, 2 + _SINGLE :].reshape(len(table), 3, most)
     orders, contradictions = _merged(
-        said, [Order.decode([*each]) for each in table_of_orders], renumbered, known, before
+        orders_by_rank, [Order.decode([*each]) for each in table_of_orders], renumbered, known, before
     )
     names_of_states, problems = merged_state_names(state_names)
     contradictions += tuple((0, problem) for problem in problems.values())
@@ -177,14 +177,14 @@ def _table(axes: int, word: int, most: int, bodies: Sequence[tuple[int, int, int
 
 
 def _merged(
-    said: Sequence[tuple[int, int, int]],
+    orders_by_rank: Sequence[tuple[int, int, int]],
     table: Sequence[Order],
     renumbered: np.ndarray,
     keys: Sequence[str],
     before: np.ndarray,
 ) -> tuple[dict[int, Order], tuple[tuple[int, Problem], ...]]:
     """Return the order of each key from the ranks' (place, key, order), and their contradictions."""
-    columns = np.asarray(said, dtype=np.int64).reshape(-1, 3)
+    columns = np.asarray(orders_by_rank, dtype=np.int64).reshape(-1, 3)
     _, first = np.unique(columns[:, 1] * len(table) + columns[:, 2], return_index=True)
     merged: dict[int, Order] = {}
     problems: list[tuple[int, Problem]] = []

@@ -72,11 +72,11 @@ def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None
         ranks: Numbers of the ranks; by default they are counted.
     """
     if len(set(heads)) != 1:
-        said = _objects(heads)
-        if said and len({json.dumps({**each, "context": ""}, sort_keys=True) for each in said}) == 1:
+        views = _objects(heads)
+        if views and len({json.dumps({**each, "context": ""}, sort_keys=True) for each in views}) == 1:
             return
-        if said:
-            context = said[0].get("context", context)
+        if views:
+            context = views[0].get("context", context)
         check_calls(heads, context, ranks)
         seen = "; ".join(sorted(set(_differences(heads))))
         remedy = (
@@ -102,8 +102,8 @@ def _call_of(head: bytes) -> str:
     if head[:2] in _BRIEF:
         return _BRIEF[head[:2]]
     try:
-        said = json.loads(head)
-        return str(said["call"])
+        views = json.loads(head)
+        return str(views["call"])
     except (ValueError, KeyError, TypeError):
         return "a later step of a call"
 
@@ -111,21 +111,21 @@ def _call_of(head: bytes) -> str:
 def _objects(heads: Sequence[bytes]) -> list[dict[str, Any]]:
     """Return every rank's view if all are JSON objects; else an empty list."""
     try:
-        said = [json.loads(head) for head in heads]
+        views = [json.loads(head) for head in heads]
     except ValueError:
         return []
-    return said if all(isinstance(each, dict) for each in said) else []
+    return views if all(isinstance(each, dict) for each in views) else []
 
 
 def _differences(heads: Sequence[bytes]) -> list[str]:
     """Return every rank's view: of JSON objects only the members in which they differ."""
-    said = _objects(heads)
-    if not said:
+    views = _objects(heads)
+    if not views:
         return [head.decode() for head in heads]
     absent = object()
-    names = dict.fromkeys(name for each in said for name in each)
-    differ = [name for name in names if any(each.get(name, absent) != said[0].get(name, absent) for each in said)]
-    return [json.dumps({name: each[name] for name in differ if name in each}) for each in said]
+    names = dict.fromkeys(name for each in views for name in each)
+    differ = [name for name in names if any(each.get(name, absent) != views[0].get(name, absent) for each in views)]
+    return [json.dumps({name: each[name] for name in differ if name in each}) for each in views]
 
 
 def check_heads(answers: list[bytes], context: str, ranks: Sequence[int] | None = None) -> list[tuple[bytes, ...]]:

@@ -66,8 +66,8 @@ class Codes:
     @cached_property
     def _quantization(self) -> Mapping[str, Any]:
         settings = self._settings()
-        said: Any = next((settings[name] for name in _QUANTIZATION if settings.get(name)), {})
-        return said if isinstance(said, Mapping) else {"quant_method": str(said)}
+        setting: Any = next((settings[name] for name in _QUANTIZATION if settings.get(name)), {})
+        return setting if isinstance(setting, Mapping) else {"quant_method": str(setting)}
 
     def scales(self, key: str) -> list[str]:
         """Return the keys beside a key of the source that show it to be codes, the strongest evidence first."""
@@ -173,8 +173,8 @@ class Codes:
         """Return the extents of a block with one scale; zeros if shapes leave it open, None if they do not fit."""
         if len(codes) != len(scales) or not codes:
             return None
-        said = self._quantization.get("weight_block_size")
-        sizes = tuple(n for n in said if type(n) is int and n > 0) if isinstance(said, list) else ()
+        setting = self._quantization.get("weight_block_size")
+        sizes = tuple(n for n in setting if type(n) is int and n > 0) if isinstance(setting, list) else ()
         if len(sizes) == len(codes) and all(-(-e // n) == count for e, n, count in zip(codes, sizes, scales)):
             return sizes
         block = [extent if count == 1 else 1 if count == extent else 0 for extent, count in zip(codes, scales)]

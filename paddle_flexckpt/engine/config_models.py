@@ -108,13 +108,13 @@ def _rules(family: str, sizes: _Sizes, variant: str) -> dict[str, list[str]]:
         ValidationError: There is no such variant.
     """
     known = describe_model_rules(family)["parameters"]
-    said: dict[str, Callable[[], Any]] = {
+    getters: dict[str, Callable[[], Any]] = {
         "num_heads": lambda: sizes["num_attention_heads"],
         "num_key_value_groups": lambda: sizes.get("num_key_value_heads", sizes["num_attention_heads"]),
         "num_experts": lambda: sizes.experts,
         "num_layers": lambda: sizes["num_hidden_layers"],
     }
-    given = {name: say() for name, say in said.items() if name in known}
+    given = {name: getter() for name, getter in getters.items() if name in known}
     if not sizes.experts:
         given.pop("num_experts", None)
     try:

@@ -270,8 +270,8 @@ class _Conversion:
         times = []
         if manifest.foreign and backend.has_path:  # whose files have no checksums
             times = [os.stat(backend.where(name)).st_mtime_ns for name in manifest.catalog.files]
-        said = [__version__, agreed, xxhash.xxh3_128_hexdigest(manifest.encode()), times]
-        text = json.dumps(said, sort_keys=True, default=repr).encode()
+        details = [__version__, agreed, xxhash.xxh3_128_hexdigest(manifest.encode()), times]
+        text = json.dumps(details, sort_keys=True, default=repr).encode()
         return xxhash.xxh3_128_hexdigest(text + (self._config or b""))
 
     def run(self, begin: float) -> ConvertReport:
@@ -331,14 +331,14 @@ class _Conversion:
         meter = self._options.meter("write", sum(file.data_bytes for file in files), len(files))
         with source.closing:
             arrays: Iterator[np.ndarray] = iter(())
-            said: dict[str, Any] = {}
+            details: dict[str, Any] = {}
             if bands:
                 memory = WholeTensors()
                 casting = replace(CHOSEN, dtype="raise" if self._options.dtype is None else "cast")
                 transfer = Transfer(Solo(), source, lambda: self._targets(memory, bands), casting)
                 task = transfer.prepare()
                 arrays = (memory.take(row)[1] for row in source.fill(task))
-                said["maybe_fused"] = task.resolution.report()["maybe_fused"]
+                details["maybe_fused"] = task.resolution.report()["maybe_fused"]
             for number, file, count in zip(numbers, files, counts):
                 records[number] = self._target.write(number, _told(itertools.islice(arrays, count), meter))
                 notes.note(file.name, records[number])
@@ -346,12 +346,12 @@ class _Conversion:
             meter.finish()
             next(arrays, None)  # the end of what fills them
             if bands:
-                said.update(reads_of(source.reader))
-        if said.get("maybe_fused"):
-            logger.warning(order_warning(self._directory.path, said["maybe_fused"]))
-        if said.get("replicas_used"):
-            logger.warning(replica_warning(self._directory.path, said["replicas_used"]))
-        return said
+                details.update(reads_of(source.reader))
+        if details.get("maybe_fused"):
+            logger.warning(order_warning(self._directory.path, details["maybe_fused"]))
+        if details.get("replicas_used"):
+            logger.warning(replica_warning(self._directory.path, details["replicas_used"]))
+        return details
 
     def _targets(self, memory: WholeTensors, bands: Sequence[tuple[str, Box]]) -> Targets:
         names = {key: name for name, key in self._keys.items()}
@@ -416,5 +416,5 @@ def _stored(keys: Mapping[str, str], source: Catalog, mapping: TensorMapping | N
     names = {key: name for name, key in _copied(keys, mapping).items()}
     chosen = np.asarray([key in names for key in source.keys], dtype=bool)
     kept = source.take(chosen[source.key]).compact()
-    known = {names[key]: said for key, said in source.state_names.items() if key in names}
+    known = {names[key]: details for key, details in source.state_names.items() if key in names}
     return replace(kept, keys=tuple(names[key] for key in kept.keys), state_names=known)

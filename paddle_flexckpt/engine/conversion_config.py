@@ -62,9 +62,9 @@ def notes_of(
     directory: SourceDirectory,
 ) -> list[str]:
     """Return notes on differences between a configuration and the tensors, and on files that are not copied."""
-    said: dict[str, Any] = json.loads(config) if config is not None else {}
-    notes = [*_of_dtype(said, dtype), *_of_heads(said, strategy), *_of_files(directory)]
-    if dequantizes and said.get("quantization_config"):
+    known: dict[str, Any] = json.loads(config) if config is not None else {}
+    notes = [*_of_dtype(known, dtype), *_of_heads(known, strategy), *_of_files(directory)]
+    if dequantizes and known.get("quantization_config"):
         notes.append(
             f"{CONFIG_FILE} was copied as it is, and has a quantization_config; statements dequantize: take it out "
             "where all weights are dequantized"
@@ -72,18 +72,18 @@ def notes_of(
     return notes
 
 
-def _of_dtype(said: dict[str, Any], dtype: str | None) -> Iterator[str]:
-    named = [str(said[name]) for name in ("torch_dtype", "dtype") if name in said]
+def _of_dtype(known: dict[str, Any], dtype: str | None) -> Iterator[str]:
+    named = [str(known[name]) for name in ("torch_dtype", "dtype") if name in known]
     if dtype is not None and any(name.rpartition(".")[2] != dtype for name in named):
         yield f"{CONFIG_FILE} was copied as it is, and says {named[0]}; the tensors are {dtype}"
 
 
-def _of_heads(said: dict[str, Any], strategy: Strategy | Mesh | None) -> Iterator[str]:
+def _of_heads(known: dict[str, Any], strategy: Strategy | Mesh | None) -> Iterator[str]:
     ranks = strategy.tp if isinstance(strategy, Strategy) else 1
-    name = next((name for name in _HEADS if type(said.get(name)) is int), None)
-    if name is not None and said[name] % ranks:
+    name = next((name for name in _HEADS if type(known.get(name)) is int), None)
+    if name is not None and known[name] % ranks:
         yield (
-            f"tp={ranks} cuts inside of heads: {CONFIG_FILE} has {name}={said[name]}, which that does not divide. A "
+            f"tp={ranks} cuts inside of heads: {CONFIG_FILE} has {name}={known[name]}, which that does not divide. A "
             "load puts any parts together again; the model's ranks have to hold the same parts, or repeat whole heads"
         )
 

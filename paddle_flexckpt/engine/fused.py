@@ -146,12 +146,12 @@ def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -
 
 def _alike(one: Order, other: Order) -> bool:
     """Return whether two rules may be the same: along one axis, and with the same statement if both have one."""
-    said = [
+    stated = [
         {part for part in re.split(r"\s*,\s*", re.sub(r"\s*=\s*", "=", order.statement).strip()) if "axis=" not in part}
         for order in (one, other)
         if order.statement is not None
     ]
-    return one.axis == other.axis and all(each == said[0] for each in said)
+    return one.axis == other.axis and all(each == stated[0] for each in stated)
 
 
 def mending_statements(others: Iterable[FusedMismatch], keys: Collection[str]) -> tuple[str, ...]:

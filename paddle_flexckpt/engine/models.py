@@ -73,9 +73,9 @@ def layout_of(
     """
     parsed = read_strategy(strategy)
     if is_config(model):
-        said = read_config_model(str(model), variant)
-        layout, notes = noted_layout(parsed, _of_config(said, cuts, states))
-        return layout, [said.note, *notes]
+        content = read_config_model(str(model), variant)
+        layout, notes = noted_layout(parsed, _of_config(content, cuts, states))
+        return layout, [content.note, *notes]
     chosen = (path, unique_id) if model is None else (model, None)
     stored = without_extra_state(SourceDirectory(chosen[0]).read_manifest(chosen[1]).catalog)
     mapping = whole_mapping(aoa_config, stored) if model is None and aoa_config is not None else None
@@ -101,11 +101,11 @@ def _read_file(path: str) -> dict[str, Any]:
     try:
         text = Path(path).read_text(encoding="utf-8")
         if path.endswith(".json"):
-            said = json.loads(text)
+            content = json.loads(text)
         else:
             import yaml
 
-            said = yaml.safe_load(text)
+            content = yaml.safe_load(text)
     except ModuleNotFoundError as error:
         raise ValidationError([f"reading {path!r} needs PyYAML. Remedy: pip install pyyaml, or use JSON"]) from error
     except (OSError, ValueError) as error:
@@ -114,9 +114,9 @@ def _read_file(path: str) -> dict[str, Any]:
         if type(error).__module__.partition(".")[0] != "yaml":
             raise
         raise ValidationError([f"{path!r} is not valid YAML: {error}"]) from error
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise ValidationError([f"the mesh {path!r} is no mapping: expected mesh, sharding and placements"])
-    return said
+    return content
 
 
 def layout_for(
@@ -178,19 +178,19 @@ def _tensor_degree(strategy: Strategy | Mesh) -> int:
     return strategy.tp
 
 
-def _of_config(said: ConfigModel, cuts: Sequence[tuple[str, int | None]], states: bool) -> Model:
+def _of_config(content: ConfigModel, cuts: Sequence[tuple[str, int | None]], states: bool) -> Model:
     """Return the model of a configuration, with AdamW as its optimizer and master weights for half precision."""
-    model = model_of(said.infos, CatalogBuilder(0).build(), [*cuts, *said.cuts], states)
+    model = model_of(content.infos, CatalogBuilder(0).build(), [*cuts, *content.cuts], states)
     first, last = (0,), model.layers - 1
     tensors = [
         replace(
             each,
-            layers=(0, last) if said.is_tied and each.layers == first else each.layers,
+            layers=(0, last) if content.is_tied and each.layers == first else each.layers,
             is_trained="e_score_correction_bias" not in each.name,
         )
         for each in model.tensors
     ]
-    kept = tuple(state for state in ADAMW if said.is_half or not state.is_master) if states else ()
+    kept = tuple(state for state in ADAMW if content.is_half or not state.is_master) if states else ()
     return replace(model, tensors=tuple(tensors), states=kept)
 
 

@@ -373,10 +373,10 @@ def _with_options(doc: str, options: type[Options], names: Collection[str]) -> s
     """Return a docstring with the dataclass's options added to its section ``Args``."""
     texts = []
     for cls in reversed(options.__mro__):
-        said = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")[2] if issubclass(cls, Options) else ""
-        starts = [*_ATTRIBUTE.finditer(said)]
-        ends = [*(each.start() for each in starts[1:]), len(said)]
-        texts += [said[each.start() : end].rstrip() for each, end in zip(starts, ends) if each[1] in names]
+        text = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")[2] if issubclass(cls, Options) else ""
+        starts = [*_ATTRIBUTE.finditer(text)]
+        ends = [*(each.start() for each in starts[1:]), len(text)]
+        texts += [text[each.start() : end].rstrip() for each, end in zip(starts, ends) if each[1] in names]
     head, blank, tail = doc.partition("\n\nReturns:" if "\n\nReturns:" in doc else "\n\nRaises:")
     return "\n".join([head, *texts]) + blank + tail
 
@@ -402,13 +402,13 @@ def options_of(call: Callable[..., Any]) -> type[Options]:
     return options
 
 
-def encode_options(call: Callable[..., Any], arguments: Mapping[str, Any], **said: Any) -> bytes:
+def encode_options(call: Callable[..., Any], arguments: Mapping[str, Any], **also: Any) -> bytes:
     """Return a rank's message about its call and options, as JSON.
 
     Args:
         call: The public call, declared by :func:`same_on_all_ranks`.
         arguments: Its arguments by name: ``locals()`` in its first line.
-        **said: Values for arguments without a text of their own, and other values to compare.
+        **also: Values for arguments without a text of their own, and other values to compare.
     """
     values = {name: arguments[name] for name in options_of(call).compared()}
-    return json.dumps({"call": call.__name__, **values, **said}, default=repr).encode()
+    return json.dumps({"call": call.__name__, **values, **also}, default=repr).encode()

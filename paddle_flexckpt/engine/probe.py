@@ -118,8 +118,8 @@ def read_probe(path: str | Path) -> ProbeReport:
         ValidationError: The file is something else.
     """
     try:
-        said: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        report = ProbeReport(**{each.name: said[each.name] for each in fields(ProbeReport)})
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        report = ProbeReport(**{each.name: content[each.name] for each in fields(ProbeReport)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = "Remedy: write it with `flexckpt bench DIRECTORY --json`"
         raise ValidationError([f"cannot read a probe from {str(path)!r}: {error!r}. {remedy}"]) from error

@@ -106,13 +106,13 @@ def rehearse(
     asked.check()
     directory = SourceDirectory(path)
     with LockedManifest(directory, asked.unique_id) as manifest:
-        said: dict[str, Any] = {"source": directory.path, "unique_id": manifest.unique_id, "notes": list(notes)}
-        said.update(strategy=str(layout.strategy), world_size=layout.strategy.ranks)
+        details: dict[str, Any] = {"source": directory.path, "unique_id": manifest.unique_id, "notes": list(notes)}
+        details.update(strategy=str(layout.strategy), world_size=layout.strategy.ranks)
         try:
             found = _Rehearsal(path, manifest, layout, asked, cooperative, by_source, object_store).run()
         except CheckpointError as error:
-            return RehearsalReport(**said, error=str(error))
-        report = RehearsalReport(**said, **found)
+            return RehearsalReport(**details, error=str(error))
+        report = RehearsalReport(**details, **found)
         if bytes_per_second:
             report = replace(report, seconds=_seconds(report, bytes_per_second, request_seconds))
         return report
@@ -178,10 +178,10 @@ class _Rehearsal:
                 raise self._failure(error) from error
         used = task.resolution.used(self._source, task.mapping)
         unexpected = check_unexpected(self._source.keys, used, task.mapping, self._options, self._context)
-        said = task.resolution.report()
+        details = task.resolution.report()
         names = ("missing", "aliases", "cast", "masters", "maybe_fused")
         total = sum(len(each.ranks) * each.bytes_needed for each in groups)
-        found = {name: said[name] for name in names}
+        found = {name: details[name] for name in names}
         if self._filled is not None:
             ranks, block_bytes = self._layout.strategy.ranks, self._manifest.checksums.block_bytes
             in_store = self._is_in_store()

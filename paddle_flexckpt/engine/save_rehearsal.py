@@ -122,18 +122,18 @@ def rehearse_save(
     if check_replicas not in ("equal", "all"):
         raise ValidationError([f"a save is rehearsed with check_replicas 'equal' or 'all'; got {check_replicas!r}"])
     ranks = layout.strategy.ranks
-    said: dict[str, Any] = {"strategy": str(layout.strategy), "world_size": ranks, "notes": list(notes)}
+    base: dict[str, Any] = {"strategy": str(layout.strategy), "world_size": ranks, "notes": list(notes)}
     job = _in_order(layout.catalogs(range(ranks)))
     found = inspect(job, np.arange(len(job)))
     try:
         raise_findings(found.findings, _CONTEXT)
     except CheckpointError as error:
-        return SaveRehearsal(**said, error=str(error))
+        return SaveRehearsal(**base, error=str(error))
     if found.coverage.overlaps:
         count = len(found.coverage.overlaps)
-        said["notes"].append(f"{count} pairs of shards overlap: a save compares what they share, which is not counted")
+        base["notes"].append(f"{count} pairs of shards overlap: a save compares what they share, which is not counted")
     if len(job) > SPREAD_ROWS and ranks > 1:
-        said["notes"].append(
+        base["notes"].append(
             f"beyond {SPREAD_ROWS} shards a job plans each key on one rank, and may cut elsewhere what several hold"
         )
     plan = plan_write(job, "{}".format, save_replicas, groups=found.groups)
@@ -165,7 +165,7 @@ def rehearse_save(
     owners = np.unique(job.rank)
     total = int(written.sum())
     return SaveRehearsal(
-        **said,
+        **base,
         keys=len(job.keys),
         items=len(plan.catalog),
         files=int(np.count_nonzero(columns["items"])),

@@ -86,9 +86,9 @@ def _chart(svg: Markup, label: str, rows: int, across: Sequence[str], down: Sequ
 
 
 def _svg(width: float, height: float, title: str, description: str, *content: Content) -> Markup:
-    said = (element("title", title), element("desc", description))
+    words = (element("title", title), element("desc", description))
     return element(
-        "svg", *said, *content, role="img", viewBox=f"0 0 {width:g} {height:g}", aria_label=f"{title}: {description}"
+        "svg", *words, *content, role="img", viewBox=f"0 0 {width:g} {height:g}", aria_label=f"{title}: {description}"
     )
 
 
@@ -164,8 +164,8 @@ def heat_map(
         value = int(sums[row, column])
         level = f"heat-{_level(value, most) + 1}"
         x, y = left + column * size, head + row * size
-        said = f"{_ranks(*rows[row])} to {_ranks(*across[column])}: {show(value)}"
-        cells.append(_rect(level, x, y, size, size, row * len(across) + column, element("title", said)))
+        words = f"{_ranks(*rows[row])} to {_ranks(*across[column])}: {show(value)}"
+        cells.append(_rect(level, x, y, size, size, row * len(across) + column, element("title", words)))
         if is_written:
             cells.append(_text(show(value), x + size / 2, y + size / 2, f"{level} middle centre"))
     width, height = left + size * len(across), head + size * len(rows)
@@ -180,11 +180,11 @@ def heat_map(
         for column in _ticks(len(across), size, 56)
     ]
     together = rows[0][1] > 1 or across[0][1] > 1 if rows and across else False
-    said = f"{len(values)} pairs of ranks; most {show(most)}" + (" between the ranks of one cell" if together else "")
-    svg = _svg(width + 4, height + 4, name, said, *cells, *texts)
+    words = f"{len(values)} pairs of ranks; most {show(most)}" + (" between the ranks of one cell" if together else "")
+    svg = _svg(width + 4, height + 4, name, words, *cells, *texts)
     names = [[_ranks(*each) for each in some] for some in (across, rows)]
     figure = _chart(svg, name, len(rows), names[0], names[1])
-    return element("figure", element("figcaption", element("strong", name), f": {said}."), figure, _legend(most, show))
+    return element("figure", element("figcaption", element("strong", name), f": {words}."), figure, _legend(most, show))
 
 
 def _level(value: int, most: int) -> int:

@@ -109,7 +109,7 @@ def plane(parts: Sequence[Part], shape: Sequence[int]) -> list[Area]:
     """Return rectangles, along the axes of :func:`cut_axes`; a flattened range is several."""
     axes, found = cut_axes(parts, shape), []
     for part in parts:
-        where = f"{part.where()}: {_said(part)}, {format_bytes(part.bytes)}"
+        where = f"{part.where()}: {_in_words(part)}, {format_bytes(part.bytes)}"
         for box in _boxes([part]):
             row, column = (box[axis] if axis >= 0 else (0, 1) for axis in axes)
             if row[1] and column[1]:
@@ -132,7 +132,7 @@ def _boxes(parts: Sequence[Part]) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _said(part: Part) -> str:
+def _in_words(part: Part) -> str:
     return ("rank " if len(part.ranks) == 1 else "ranks ") + format_ranks(part.ranks, _RANGES)
 
 

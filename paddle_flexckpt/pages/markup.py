@@ -51,12 +51,12 @@ def join(parts: Iterable[Content], between: str = "") -> Markup:
 
 def element(name: str, *content: Content, **attributes: Content | None) -> Markup:
     """Return an element; attributes that are None are left out, and ``class_`` is ``class``, ``a_b`` is ``a-b``."""
-    said = "".join(
+    given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{said}>{join(content)}</{name}>")
+    return Markup(f"<{name}{given}>{join(content)}</{name}>")
 
 
 def paragraph(*content: Content, **attributes: Content | None) -> Markup:

@@ -39,16 +39,16 @@ def by_rank(what: str, series: Sequence[Series]) -> Markup:
 
 
 def _who_stands_out(series: Sequence[Series]) -> Markup:
-    said: list[Content] = []
+    remarks: list[Content] = []
     for each in series:
         far = each.far()
         if far:
             ranks = ("ranks " if len(far) > 1 else "rank ") + listed(list(map(str, far)), 5)
             most = f"{each.show(each.values[far[0]])}, {each.values[far[0]] / each.median:.1f} times the median"
-            said.append(f"{each.name}: {ranks} stand{'s' * (len(far) == 1)} out; rank {far[0]} has {most}.")
-    if not said:
+            remarks.append(f"{each.name}: {ranks} stand{'s' * (len(far) == 1)} out; rank {far[0]} has {most}.")
+    if not remarks:
         return paragraph(f"No rank has more than {FAR} times the median.")
-    return element("ul", *(element("li", text) for text in said))
+    return element("ul", *(element("li", text) for text in remarks))
 
 
 def _table(what: str, series: Sequence[Series], count: int) -> Markup:

@@ -133,26 +133,26 @@ def parse_mesh(text: str) -> Mesh:
     Raises:
         ValidationError: An entry is malformed or there twice, or entries do not fit together.
     """
-    said: dict[str, Any] = {"placements": {}}
+    entries: dict[str, Any] = {"placements": {}}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         name, equals, value = (part.strip() for part in entry.partition("="))
         if not equals or not value:
             expected = "mesh=EXTENTS:AXES, sharding=STAGE:AXIS or GLOB=PLACEMENTS"
             raise ValidationError([Problem("unknown entry of a mesh", key=entry, expected=expected)], _CONTEXT)
-        known = said if name in ("mesh", "sharding") else said["placements"]
+        known = entries if name in ("mesh", "sharding") else entries["placements"]
         if name in known:
             raise ValidationError([Problem("an entry is there twice", key=entry)], _CONTEXT)
         known[name] = value
-    extents, colon, axes = said.get("mesh", "").partition(":")
+    extents, colon, axes = entries.get("mesh", "").partition(":")
     if not colon or not all(extent.strip().isdecimal() for extent in extents.split("x")):
         expected = "mesh=EXTENTS:AXES, such as mesh=2x4:dp,mp"
-        wrong = Problem("no extents and axes", key=f"mesh={said.get('mesh', '')}", expected=expected)
+        wrong = Problem("no extents and axes", key=f"mesh={entries.get('mesh', '')}", expected=expected)
         raise ValidationError([wrong], _CONTEXT)
-    said["mesh"] = {"shape": [int(extent) for extent in extents.split("x")], "dim_names": axes.split(",")}
-    return mesh_of(said)
+    entries["mesh"] = {"shape": [int(extent) for extent in extents.split("x")], "dim_names": axes.split(",")}
+    return mesh_of(entries)
 
 
-def mesh_of(said: Mapping[str, Any]) -> Mesh:
+def mesh_of(entries: Mapping[str, Any]) -> Mesh:
     """Return the mesh of a mapping, as a JSON file has it.
 
     Its keys are ``mesh`` (``shape`` and ``dim_names``, as of ``dist.ProcessMesh``), ``sharding`` (``"stage1:dp"``) and
@@ -163,10 +163,10 @@ def mesh_of(said: Mapping[str, Any]) -> Mesh:
     """
     problems: list[Problem | str] = [
         Problem("unknown entry of a mesh", key=name, expected="mesh, sharding, placements")
-        for name in said
+        for name in entries
         if name not in ("mesh", "sharding", "placements")
     ]
-    mesh, placements, sharding = said.get("mesh"), said.get("placements", {}), said.get("sharding", "")
+    mesh, placements, sharding = entries.get("mesh"), entries.get("placements", {}), entries.get("sharding", "")
     shape = mesh.get("shape") if isinstance(mesh, Mapping) else None
     names = mesh.get("dim_names") if isinstance(mesh, Mapping) else None
     if not isinstance(shape, list) or not isinstance(names, list) or any(type(each) is not int for each in shape):
@@ -185,14 +185,14 @@ def mesh_of(said: Mapping[str, Any]) -> Mesh:
     return Mesh(tuple(shape), tuple(str(name).strip() for name in names), placed, stage, axis)
 
 
-def parse_placements(glob: str, said: str | Sequence[str]) -> Placements:
+def parse_placements(glob: str, entries: str | Sequence[str]) -> Placements:
     """Return the placements of a text such as ``"R,S1"``, or of a list of Paddle's texts for placements.
 
     Raises:
         ValidationError: One is malformed, or a Partial.
     """
     found, problems = [], []
-    for each in said.split(",") if isinstance(said, str) else said:
+    for each in entries.split(",") if isinstance(entries, str) else entries:
         match = _PLACEMENT.fullmatch(str(each).strip())
         if match is not None:
             cut, only = match["cut"], match["only"]
