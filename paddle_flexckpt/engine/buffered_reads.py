@@ -131,7 +131,7 @@ class _Reading:
         self._left = iter(reads)
 
     def fill(self, buffer: np.ndarray) -> list[Full] | None:
-        """Fill a buffer and return it; None at the end."""
+        """Fill a buffer and return it with its writes; None at the end."""
         numbers = next(self._left, None)
         if numbers is None:
             return None

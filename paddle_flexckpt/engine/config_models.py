@@ -181,7 +181,7 @@ def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Shapes:
 
 
 def _attention(norms: bool, qkv_bias: str | bool, o_bias: str | bool) -> Callable[[_Sizes, str], Shapes]:
-    """Return the tensors of attention with q, k and v; ``bias`` is a bool, or the configuration's switch for it."""
+    """Return the tensors of attention with q, k and v; a bias is a bool, or the configuration's switch for it."""
 
     def shapes(sizes: _Sizes, name: str) -> Shapes:
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]

@@ -90,7 +90,7 @@ def _states_of_loaded(unused: list[str], keys: Sequence[str], used: set[str]) ->
     if not candidates or not used:
         return []
     everything = set(keys)
-    # If only an optimizer is loaded, states of other parameters are not left out.
+    # If only an optimizer is loaded, no raw name counts as a state of a loaded parameter.
     parameters = any(not is_state(key, everything) for key in used)
 
     def is_one(key: str) -> bool:
