@@ -121,8 +121,7 @@ def publish(
     Every rank of the group calls this, and sees the directory. Ranks of one machine write their shards straight into
     each other's files. Data from elsewhere, or with many short runs in a file, is sent to the rank that owns the file.
     Files are about equally large, and a rank holds at most 128 MiB of the data that it receives. The index comes last
-    (of a single file, the file): until then no reader finds a model there. Optimizer states and extra state are left
-    out.
+    (of a single file, the file): until then no reader finds a model there. Optimizer and extra states are left out.
 
     Args:
         model: A layer with ``sharded_state_dict()``, or names to shards (or plain, replicated tensors).
@@ -207,8 +206,7 @@ class Publication:
         self._closing.close()
         if kind is None:
             return
-        # After a failure that all ranks agreed on, it is known what was written; after the loss of a rank, or a signal,
-        # it is not.
+        # An agreed failure shows what was written; the loss of a rank, or a signal, does not.
         is_known = isinstance(error, CheckpointError) and not isinstance(error, LostRankError)
         if is_known or not self._may_be_there:
             self._undo()

@@ -127,8 +127,7 @@ def layout_of_model(
     The arguments are those of :func:`rehearse`. ``rehearse_save`` takes the layout too.
 
     Raises:
-        ValidationError: The model is part of a parallel job, its description lacks something, or the strategy cannot
-            cut it.
+        ValidationError: The model is part of a parallel job, it lacks information, or the strategy cannot cut it.
     """
     parsed = read_strategy(strategy)
     described, notes = describe_model(model, optimizer, states=states, cuts=cuts, seg_method=seg_method)
@@ -329,8 +328,7 @@ def _check_optimizer(optimizer: Any, strategy: Strategy | Mesh) -> None:
     """Check that Paddle can shard an optimizer as a strategy says.
 
     Raises:
-        ValidationError: It was given frozen parameters: sharding V2 accepts none, and V1 counts them when it
-            distributes parameters.
+        ValidationError: It was given frozen parameters: sharding V2 accepts none, and V1 distributes them too.
     """
     if isinstance(strategy, Mesh) or strategy.kind not in ("v1", "v2") or strategy.sharding == 1:
         return

@@ -93,8 +93,7 @@ class SavePlan:
         """Plan the comparison of the next save by this plan.
 
         Returns:
-            The plan of that save, to which this rank's lines have still to be added; and the lines that it deals as a
-            planner.
+            The plan of that save, without this rank's lines; and the lines that this rank deals as a planner.
         """
         if not self.origin or not (self.is_spread or len(self.compared)):
             return self, {}
@@ -170,8 +169,8 @@ class Share:
         items: Its items, all of one file.
         step: The training step to record, if known.
         devices: The devices that some of the tensors are on.
-        partitions: The number of partitions in which ranks write the manifest, if they can communicate when their
-            data is written; else 0.
+        partitions: The number of partitions in which ranks write the manifest, if they can communicate at the end; else
+            0.
     """
 
     def __init__(

@@ -127,8 +127,7 @@ def save_state_dict(
     """Save a distributed state to a directory that all ranks share, or to one on each node.
 
     Every rank of the group calls this with its own shards. Each distinct shard is written once; replicas share the
-    work evenly. The whole checkpoint exists once this returns on any rank; until then a reader finds the previous
-    one.
+    work evenly. The whole checkpoint exists once this returns on any rank; until then a reader finds the old one.
 
     Args:
         state_dict: Names to ShardedWeights (of this library or of Paddle) or tensors (taken as replicated), possibly
@@ -199,8 +198,8 @@ class Save:
                 raise
             self._undo.pop_all()
             with self._tidying():
-                # Plan which rank writes what: a collective only where shards overlap, replicas may differ, or planning
-                # is spread.
+                # Plan which rank writes what: a collective if shards overlap, replicas may differ, or planning is
+                # spread.
                 plan = self.plan(said) if plan is None else plan
                 share = self.share(plan)
                 if self._options.slice_bytes is not None:
@@ -256,8 +255,7 @@ class Save:
     def _tidying(self) -> Iterator[None]:
         """Remove what was written if all ranks learned of a failure: no rank can commit then.
 
-        If a rank is lost, the progress of the others is not known: the marker stays, and the next save removes the
-        rest.
+        If a rank is lost, the progress of the others is not known: the marker stays, for the next save.
         """
         try:
             yield
@@ -369,8 +367,7 @@ class Save:
             _, digests = comm.together(lambda: (None, replicas.take(first)), context)
             differing = replicas.compare(first, digests)
         plan = planners.plan(replicas, differing, options.save_replicas, int(self.destination.names.token[-8:], 16))
-        # A plan is not cached if it depends on values or on a check of them, or if its messages are never the same
-        # again.
+        # A plan is not cached if it depends on values or on a check of them, or if its messages never recur.
         if differing is not None or planners.overlaps or options.node_copies > 1:
             return plan
         return replace(plan, origin=fingerprint([each.own for each in said]), messages=[each.message for each in said])

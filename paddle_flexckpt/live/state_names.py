@@ -1,8 +1,7 @@
 """Find the parameters of the states in a plain state dict: ``optimizer.state_dict()`` uses names with Paddle's numbers.
 
 The same number means another layer in another process. But parameters know their raw names. So where the model's
-parameters are in the same state dict, they determine the structured names of the states, which a save records and a
-load compares.
+parameters are in the same state dict, they give the states' structured names, which a save records and a load compares.
 
 Tested in tests/live/test_state_names.py.
 """

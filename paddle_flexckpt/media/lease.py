@@ -127,8 +127,8 @@ class LeaseLock(SaveLock):
             write_file(self._backend, LEASE_FILE, self._claim.encode())
             now, settling = _now(), _settling_seconds(self._claim.seconds)
             if now - self._renewed_at >= self._claim.seconds:
-                # The lease may have expired. A process that took it over since the look finds this claim, if the look
-                # was just now.
+                # The lease may have expired. A process that took it over since the look finds this claim, if it is
+                # recent.
                 if now - looked >= settling:
                     raise CheckpointError(
                         "this save was stopped for so long that somebody may have taken over the right to save to "

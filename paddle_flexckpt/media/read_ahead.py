@@ -57,8 +57,7 @@ class Requests(NamedTuple):
 def plan_requests(wanted: Wanted, budget: Budget = Budget()) -> Requests:
     """Join near neighbours of a file, and cut long ranges.
 
-    Where the ranges alternate between many files, requests are shorter, so that the bytes needed at a time fit into
-    half of the budget.
+    Where the ranges alternate between many files, requests are shorter, to fit into half of the budget at a time.
     """
     return plan_for_readers(wanted, np.zeros(len(wanted.file), dtype=np.int64), budget)[0]
 

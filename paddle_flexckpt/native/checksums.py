@@ -41,8 +41,7 @@ def verify_mode(value: bool | str) -> VerifyMode:
     raise ValidationError(f"verify has to be 'read', 'full' or 'off' (True and False: 'read' and 'off'); got {value!r}")
 
 
-# Returns the checksum of one block, which has to be contiguous. There is no function around it, as a block may be
-# small.
+# Returns the checksum of one block, which has to be contiguous. Not wrapped, as a block may be small.
 hash_block: Callable[[np.ndarray | memoryview | bytes], int] = xxhash.xxh3_64_intdigest
 
 

@@ -37,8 +37,7 @@ class BegunSave(NamedTuple):
         save: The identity that its files' names have.
         token: Its save token.
         nodes: The number of nodes' directories that it goes to.
-        prepared: Files which record that the save is complete here and may be published elsewhere; none once it is
-            published here.
+        prepared: Files which record that it is complete here and perhaps published elsewhere; none once it is here.
     """
 
     marker: str

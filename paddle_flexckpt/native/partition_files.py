@@ -47,8 +47,7 @@ def encode_partition(rows: Manifest, number: int, count: int) -> bytes:
     """Return the bytes of partition ``number`` of ``count``.
 
     Raises:
-        ValueError: A row belongs to another partition, or is not in the data file of its rank: readers would not find
-            it.
+        ValueError: A row belongs to another partition, or is not in its rank's data file: readers would miss it.
     """
     catalog = rows.catalog
     if len(catalog) and (partition_of(catalog.keys, count) != number).any():

@@ -186,8 +186,7 @@ def _is_whole(tensor: Any, expert_ranks: frozenset[int]) -> bool:
 def _unmarked(tensors: list[Any]) -> Iterator[None]:
     """Remove the mark is_distributed for the time of a with statement.
 
-    The experts describe themselves, by methods that their classes may override, so there is no other way to inform
-    them.
+    The experts describe themselves, by methods that their classes may override, so there is no other way.
     """
     try:
         for tensor in tensors:

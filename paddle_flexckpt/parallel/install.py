@@ -167,8 +167,7 @@ def init_optimizer_state(
 ) -> ShardedStateDict:
     """Create the state that the first step would create, so that a fresh job can load all of it.
 
-    ``optimizer.sharded_state_dict()`` does this too; with a catalog the result has only the states that a checkpoint
-    can fill.
+    ``optimizer.sharded_state_dict()`` does this too; with a catalog the result has only a checkpoint's states.
 
     Args:
         optimizer: An optimizer of any kind that ``install()`` serves; it is in effect from then on.

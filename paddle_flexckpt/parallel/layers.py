@@ -73,8 +73,7 @@ def describe_layer(layer: Any, prefix: str) -> ShardedStateDict:
     """Return a layer's description; each value in it, in whatever shape, is the parameter itself or a view of it.
 
     Raises:
-        ValueError: A layer with a ``sharded_state_dict`` of its own returns a copy: values loaded into it would be
-            lost.
+        ValueError: A layer with a ``sharded_state_dict`` of its own returns a copy: values in it would be lost.
     """
     sharded: ShardedStateDict = layer.sharded_state_dict(structured_name_prefix=prefix)
     if not str(getattr(layer.sharded_state_dict, "__module__", "")).startswith("paddle_flexckpt."):

@@ -55,7 +55,7 @@ class OverInstance:
     """A method that no attribute of an instance hides if Paddle has set the attribute.
 
     Stage 3 of Paddle 3.2 and later sets a ``sharded_state_dict`` of its own on every optimizer that it is given, before
-    or after ``install()``. That attribute stays, and is in effect again after ``uninstall()``. One that a user sets is
+    or after ``install()``. That attribute stays, and is in effect again after ``uninstall()``. A user's own is
     respected.
     """
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-# The attribute of an optimizer with the ranges that its states were created for, until its first step has confirmed
-# them.
+# The attribute of an optimizer with the ranges that its states were created for, until its first step.
 _PREDICTED = "_flexckpt_predicted_ranges"
 
 

@@ -27,8 +27,7 @@ logger = logging.getLogger("paddle_flexckpt")
 
 # A rank that has waited for so long logs the ranks that it waits for.
 NOTICE_SECONDS = 60.0
-# How often the store is asked for absent ranks: the shortest pause, and the longest, as one rank may be minutes late
-# and all share the store.
+# How often the store is asked for absent ranks: the shortest pause, and the longest, as one may be minutes late.
 _PAUSES = (0.01, 1.0)
 # The peers' connections are few; the other places are for strangers.
 _BACKLOG = 128
@@ -78,8 +77,7 @@ class Meeting:
         if error[0] is not None:
             for connection in (*self.targets.values(), *self.sources.values()):
                 connection.close()
-            # Ranks that this one has not connected to would wait for it. If the store cannot be reached, they find out
-            # themselves.
+            # Ranks that this one has not connected to would wait for it. Without the store, they find out themselves.
             with contextlib.suppress(Exception):
                 self._store.add(f"{self._prefix}/failed", 1)
 
