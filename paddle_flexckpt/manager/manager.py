@@ -189,7 +189,7 @@ class CheckpointManager:
 
     @property
     def should_stop(self) -> bool:
-        """Return whether a rank had received a preemption signal at the last :meth:`should_save`; communicate nothing."""
+        """Return whether a rank had got a preemption signal at the last :meth:`should_save`; communicate nothing."""
         return self._schedule.should_stop
 
     @same_on_all_ranks()
