@@ -64,7 +64,7 @@ class Meter:
         """Call the callback for the first time; None makes a meter that does nothing."""
         self._callback = callback
         self._phase, self._bytes_total, self._items_total = phase, bytes_total, items_total
-        self._bytes_done = self._items_done = self._told = 0
+        self._bytes_done = self._items_done = self._last = 0
         self._step = max(1, min(bytes_total // STEPS, MOST_STEP_BYTES))
         self._lock = threading.RLock()
         if callback is not None:
@@ -88,7 +88,7 @@ class Meter:
         with self._lock:
             self._bytes_done = min(max(self._bytes_done, bytes_done), self._bytes_total)
             self._items_done = min(max(self._items_done, items_done), self._items_total)
-            if self._bytes_done - self._told >= self._step and self._bytes_done < self._bytes_total:
+            if self._bytes_done - self._last >= self._step and self._bytes_done < self._bytes_total:
                 self._tell()
 
     def finish(self) -> None:
@@ -103,7 +103,7 @@ class Meter:
         callback = self._callback
         if callback is None:  # it raised in another thread
             return
-        self._told = self._bytes_done
+        self._last = self._bytes_done
         progress = Progress(self._phase, self._bytes_done, self._bytes_total, self._items_done, self._items_total)
         try:
             callback(progress)

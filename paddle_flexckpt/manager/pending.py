@@ -119,7 +119,7 @@ class PendingSteps:
             return None, bytes(_state(handle) for _, handle in self._saves)
 
         _, answers = self._comm.together(look, context)
-        states = [{said % _DOUBTFUL for said in column} for column in zip(*answers)]
+        states = [{each % _DOUBTFUL for each in column} for column in zip(*answers)]
         for (step, handle), seen, column in zip(self._saves, states, zip(*answers)):
             if seen == {_ENDED}:
                 self._reports[step] = handle.result()

@@ -1,4 +1,4 @@
-"""Find the parameters of a library's model that fuse several side by side on every rank.
+"""The parameters of a library's model that fuse several side by side on every rank.
 
 ``_get_tensor_parallel_mappings`` of PaddleNLP's models says how a whole parameter is split: ``is_naive_2fuse`` gives
 every rank its parts of two that are fused, ``is_naive_3fuse`` of three. A plain split (grouped q, k and v too) is
@@ -26,7 +26,7 @@ _TARGET = re.compile(r"layers\.(?:\$LAYER_ID|\d+)\.(?P<path>.+)\.(?:weight|bias)
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """Name a linear layer whose outputs are fused: its name, or the end of it, and the statement of its FusedAxis."""
+    """A linear layer whose outputs are fused: its name, or the end of it, and the statement of its FusedAxis."""
 
     path: str
     statement: str | None
@@ -64,7 +64,7 @@ def _fused_by_statements(model: Any) -> list[FusedLayer]:
     These are from Hugging Face's weights. PaddleFleet gives some models theirs as attributes of their own, which go
     before what their class says.
     """
-    # Other libraries' models need not answer at all.
+    # The method of other libraries' models may fail.
     method = getattr(model, "_gen_aoa_config", None) if _is_of(model, "paddleformers.", "paddlefleet.") else None
     if method is None:
         return []
@@ -94,13 +94,13 @@ def _qkv(config: Any, groups: int) -> str:
 
 
 def _mappings(model: Any, config: Any) -> Mapping[str, Any]:
-    """Return what the model says of how whole parameters are split; nothing where it does not."""
+    """Return the model's own functions that split whole parameters; empty if it has none."""
     method = getattr(type(model), "_get_tensor_parallel_mappings", None)
     if method is None or config is None or not _is_of(model, "paddlenlp."):
         return {}
     try:
         found: Mapping[str, Any] = method(config, is_split=True)
-    except NotImplementedError:  # a model that knows no tensor parallelism
+    except NotImplementedError:  # a model without tensor parallelism
         return {}
     return found
 

@@ -1,4 +1,4 @@
-"""Put rules for a library's models into effect, and describe models. Tested in tests/trainer/test_model_rules.py."""
+"""Installing the rules for a library's models, and describing models. Tested in tests/trainer/test_model_rules.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paddle_flexckpt.undo import Undo
 
 LIBRARIES = ("paddlenlp", "paddleformers", "paddlefleet")
 _installed: dict[str, Undo] = {}
-# Wrappers that have nothing of their own: the names are those of the model inside.
+# Wrappers without a name of their own in the keys, which are those of the model inside.
 _ADAPTERS = ("LoRAModel", "LoKrModel", "VeRAModel")
 
 
@@ -53,7 +53,7 @@ def install_model_rules(library: str) -> None:
 
 
 def uninstall_model_rules(library: str) -> None:
-    """Take back what :func:`install_model_rules` gave; the library's classes are as before.
+    """Undo :func:`install_model_rules`; the library's classes are as before.
 
     Raises:
         ValueError: There is no such library.

@@ -33,13 +33,13 @@ _HAND_WRITTEN = {"from_hf": "_gen_aoa_config", "to_hf": "_gen_inv_aoa_config"}
 _MODULAR = {"from_hf": "gen_aoa_statements", "to_hf": "gen_inv_aoa_statements"}
 _TABLE = "_get_name_mappings"
 _CONTEXT_MODULE = "paddle.distributed.flex_checkpoint.aoa.generation"
-# What only a layer's method takes; that of a whole model takes the configuration.
+# The argument of a layer's method; that of a whole model takes the configuration.
 _OF_A_LAYER = "structured_name_prefix"
 _CONTEXT = "cannot tell the AOA statements of the model"
 
 
 class _Protocol(NamedTuple):
-    """Tell by which method a model says its statements.
+    """The method by which a model gives its statements.
 
     Attributes:
         name: The method; the same on every rank.
@@ -136,9 +136,9 @@ def export_config_of(model: Any, *, process_group: Any = None) -> dict[str, Any]
 
 
 def _check_equal(chosen: list[bytes], comm: Communicator) -> None:
-    """Raise the same error on every rank where the model of one says its statements by another method.
+    """Raise the same error on every rank if the models of two ranks give their statements by different methods.
 
-    Modular generation may be a collective: ranks that did not take part in it would be waited for.
+    Modular generation may be a collective, which would wait for ranks that do not take part.
     """
     for rank, other in zip(comm.ranks, chosen):
         if other != chosen[0]:
@@ -162,8 +162,8 @@ def _of_all_ranks(own: list[str], is_reverse: bool, comm: Communicator) -> list[
         return None, zlib.compress(json.dumps([own, is_reverse]).encode(), 1)
 
     _, answers = comm.together(tell, _CONTEXT)
-    told = {rank: json.loads(zlib.decompress(answer)) for rank, answer in zip(comm.ranks, answers)}
-    directions = {rank: reverse for rank, (_, reverse) in told.items()}
+    gathered = {rank: json.loads(zlib.decompress(answer)) for rank, answer in zip(comm.ranks, answers)}
+    directions = {rank: reverse for rank, (_, reverse) in gathered.items()}
     different = next((rank for rank, reverse in directions.items() if reverse != directions[comm.ranks[0]]), None)
     if different is not None:
         raise ValidationError(
@@ -176,11 +176,11 @@ def _of_all_ranks(own: list[str], is_reverse: bool, comm: Communicator) -> list[
             ),
             _CONTEXT,
         )
-    return united_statements({rank: statements for rank, (statements, _) in told.items()})
+    return united_statements({rank: statements for rank, (statements, _) in gathered.items()})
 
 
 def _protocol_of(model: Any, direction: str, config: Any) -> _Protocol:
-    """Return how a model says its statements, the first way that it has."""
+    """Return the first method by which a model can give its statements."""
     other = "from_hf"
     ways = [_hand_written(model, direction, config)]
     if direction != other:

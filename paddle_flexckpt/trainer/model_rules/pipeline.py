@@ -1,4 +1,4 @@
-"""Find the names that pipelines of model libraries have without a pipeline.
+"""The names that parameters of a library's pipelines have in the model without a pipeline.
 
 ``add_sequential_layer(layer, name_prefix)`` of PaddleNLP's PipelinePretrainedModel says what the names of each layer
 begin with. A weight that two stages share is known to Paddle under a property of both layers, ``embedding_weight``; a
@@ -27,7 +27,7 @@ _SHARED_ATTRIBUTES = {
 
 
 def register_shared_attribute(layer_class: str, attribute: str, name: str) -> None:
-    """Say what an attribute stands for by which the stages of a pipeline share a weight.
+    """Register the parameter behind an attribute by which the stages of a pipeline share a weight.
 
     Args:
         layer_class: Name of the class of a layer that has it.
@@ -38,13 +38,13 @@ def register_shared_attribute(layer_class: str, attribute: str, name: str) -> No
 
 
 class PipelineNames(Mapping[str, str]):
-    """Hold names in the model without a pipeline, by ``{index in the list of LayerDescs}.{name in the layer}``.
+    """The names in the model without a pipeline, by ``{index in the list of LayerDescs}.{name in the layer}``.
 
-    There is one for every name that begins with the index of a layer; which of them are parameters is not known here.
+    Every key that begins with the index of a layer has a name, whether it is a parameter or not.
     """
 
     def __init__(self, prefixes: Mapping[str, str], shared: Mapping[str, str]) -> None:
-        """Take what names begin with, by index, and the names of shared weights, by numbered name."""
+        """Take the prefixes of names, by index, and the names of shared weights, by numbered name."""
         self._prefixes, self._shared = prefixes, shared
 
     def __getitem__(self, key: str) -> str:
