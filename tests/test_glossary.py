@@ -1,4 +1,4 @@
-"""The glossary has each term once, replaced words are gone, and docstrings of functions begin with a verb."""
+"""The glossary has each term once, replaced words are gone, and docstrings of functions alone begin with a verb."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_words_that_were_replaced_are_gone(word):
     assert found == []
 
 
-def first_words() -> Iterator[tuple[str, str]]:
-    """Yield the place and the first word of each docstring of the package's functions."""
+def first_words(*kinds: type[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]) -> Iterator[tuple[str, str]]:
+    """Yield the place and the first word of each docstring of the package's functions or classes."""
     for path in sorted((ROOT / "paddle_flexckpt").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if isinstance(node, kinds):
                 text = ast.get_docstring(node)
                 # A constructor may have its arguments alone.
                 if text and not (node.name == "__init__" and text.startswith("Args:")):
@@ -54,6 +54,13 @@ def first_words() -> Iterator[tuple[str, str]]:
 
 
 def test_docstrings_of_functions_begin_with_a_verb():
-    words = list(first_words())
+    words = list(first_words(ast.FunctionDef, ast.AsyncFunctionDef))
     assert len(words) > 3000
     assert [each for each in words if each[1] in NO_VERBS or not each[1][:1].isupper()] == []
+
+
+def test_docstrings_of_classes_begin_with_no_verb():
+    verbs = {word for _, word in first_words(ast.FunctionDef, ast.AsyncFunctionDef)}
+    words = list(first_words(ast.ClassDef))
+    assert len(words) > 500
+    assert [each for each in words if each[1] in verbs] == []

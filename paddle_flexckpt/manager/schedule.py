@@ -27,7 +27,7 @@ _STRUCT_BYTES = 1024
 
 
 class PreemptionSignals:
-    """Signal handlers that only set a flag; the loop saves between two steps.
+    """Handlers of preemption signals, which only set a flag; the loop saves between two steps.
 
     A previous handler that is a Python function is called as well, except for Python's own handler of SIGINT, which
     raises KeyboardInterrupt. Without signals no handler is installed. A fork of the process has the previous handlers,

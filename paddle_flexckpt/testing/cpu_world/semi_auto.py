@@ -191,7 +191,7 @@ def _labelled(local: Any, shape: Sequence[int], mesh: Any, placements: Sequence[
 
 
 class _ShardTensor:
-    """A replacement of ``shard_tensor`` for tensors that upstream cannot cut (S12, S14): make a replica and reshard it."""
+    """A replacement of ``shard_tensor`` for tensors that upstream cannot cut (S12, S14): it reshards a replica."""
 
     def __init__(self, native: Any, reshard: _Reshard) -> None:
         self.native, self._reshard = native, reshard
