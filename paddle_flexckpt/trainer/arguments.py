@@ -70,7 +70,7 @@ class FlexTrainingArguments:
     flex_slice_bytes: Optional[int] = _flag(  # noqa: UP045
         None,
         "With flex_async_save: bytes to copy after each micro-step of the next step (gradient_accumulation_steps); "
-        "the save itself copies none, and the rest is copied before the optimizer's step.",
+        "the save itself copies small tensors only, and the rest is copied before the optimizer's step.",
     )
     flex_staging_bytes: Optional[int] = _flag(  # noqa: UP045
         None,

@@ -23,9 +23,9 @@ _ADAPTERS = ("LoRAModel", "LoKrModel", "VeRAModel")
 
 
 def install_model_rules(library: str) -> None:
-    """Make ``sharded_state_dict()`` of a library's models right: split heads, fused parameters, pipelines, experts.
+    """Make ``sharded_state_dict()`` of a library's models correct: split heads, fused parameters, pipelines, experts.
 
-    Calling it again does nothing. It calls ``paddle_flexckpt.install()``.
+    A second call does nothing. It calls ``paddle_flexckpt.install()``.
 
     Args:
         library: ``"paddlenlp"``, ``"paddleformers"`` or ``"paddlefleet"``.

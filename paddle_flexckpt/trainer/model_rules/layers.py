@@ -103,9 +103,9 @@ VOCABULARY_HEADS = (
 def vocabulary_axes(layer: Any) -> dict[str, int | FusedAxis]:
     """Return the axis of the vocabulary in a head's own parameters.
 
-    It is told by the shape, ``[hidden, vocabulary part]`` or, tied or transposed, ``[vocabulary part, hidden]``. Where
-    both axes have the extent of a part, the head's ``transpose_y``, the parameter's ``split_axis`` or whether the
-    configuration ties the embeddings decides, the first of them that is there.
+    The shape is ``[hidden, vocabulary part]`` or, tied or transposed, ``[vocabulary part, hidden]``. If both axes have
+    the extent of a part, the first of these that exists decides: the head's ``transpose_y``, the parameter's
+    ``split_axis``, the configuration's tied embeddings.
 
     Raises:
         ValueError: The shape fits neither.

@@ -1,8 +1,8 @@
 """The names that parameters of a library's pipelines have in the model without a pipeline.
 
-``add_sequential_layer(layer, name_prefix)`` of PaddleNLP's PipelinePretrainedModel says what the names of each layer
-begin with. A weight that two stages share is known to Paddle under a property of both layers, ``embedding_weight``; a
-stage that has only one of them has to know how the other calls it. Tested in tests/trainer/test_model_rules_unit.py.
+``add_sequential_layer(layer, name_prefix)`` of PaddleNLP's PipelinePretrainedModel gives the prefix of the names of
+each layer. Paddle knows a weight that two stages share by a property of both layers, ``embedding_weight``. A stage that
+has only one of the layers needs the name in the other. Tested in tests/trainer/test_model_rules_unit.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
-# What a property by which stages share a weight stands for, by class of layer; PaddleFormers' have no family in front.
+# The parameter behind a property by which stages share a weight, by class of layer. PaddleFormers' have no family.
 _SHARED_ATTRIBUTES = {
     **{
         (f"{family}LMHeadPipe", "embedding_weight"): "weight"
@@ -63,7 +63,7 @@ class PipelineNames(Mapping[str, str]):
 def pipeline_names(pipeline: Any) -> PipelineNames:
     """Return the names of a PipelinePretrainedModel's parameters.
 
-    A stage that holds only one of the layers that share a weight has to know how the other calls it.
+    A stage that holds only one of the layers that share a weight needs the name in the other.
 
     Raises:
         ValueError: It is not known what a property stands for by which stages share a weight.
@@ -87,7 +87,7 @@ def shared_names(pipeline: Any) -> list[list[str]]:
 def with_tied_names(described: Callable[..., ShardedStateDict]) -> Callable[..., ShardedStateDict]:
     """Wrap the ``sharded_state_dict`` of PaddleFormers' pipelines: add a tied weight's names on other stages.
 
-    Without a pipeline the state of a tied weight stands under one of its names, which a stage may not have.
+    Without a pipeline the state of a tied weight has one of its names, which a stage may not have.
     """
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> ShardedStateDict:
