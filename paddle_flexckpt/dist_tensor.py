@@ -21,7 +21,7 @@ _SPLIT_FACTOR = re.compile(r"split_factor=(\d+)")
 
 @dataclass(frozen=True, eq=False)
 class LocalPart:
-    """Hold a rank's part of a DistTensor; where it holds nothing, an empty tensor of shape ``[0]`` and no place."""
+    """A rank's part of a DistTensor; if the rank has none, an empty tensor of shape ``[0]`` without a place."""
 
     tensor: Any  # the local value: dense, and with the memory and the name of the DistTensor
     shape: tuple[int, ...] | None
@@ -102,8 +102,8 @@ def local_part(key: str, tensor: Any) -> LocalPart:
 
 
 def _splits(global_shape: list[int], mesh_ndim: int, placements: Sequence[Any]) -> list[list[int]]:
-    """Return per axis of the tensor the mesh axes that split it, in the order in which they do."""
-    # dist.shard_layer() gives one Replicate per axis of the tensor, be they more or fewer than the mesh has.
+    """Return for each axis of the tensor the mesh axes that split it, the outermost split first."""
+    # dist.shard_layer() gives one Replicate per axis of the tensor, whatever the number of mesh axes.
     if any(not placement.is_replicated() for placement in placements[mesh_ndim:]):
         raise ValueError(f"{len(placements)} placements {list(placements)} for a mesh of {mesh_ndim} axes")
     ndim = len(global_shape)

@@ -1,7 +1,7 @@
-"""Close in a fork, before anything else runs there, what stands for the process that was forked.
+"""Closing inherited sockets, locks and shared memory in a fork, before anything else runs there.
 
-A copy of a socket keeps the connection when its owner has gone, one of a lock's descriptor keeps the lock, and one of
-shared memory keeps the memory. A fork has no use for any of them.
+The fork's copy of a socket keeps the connection open when the owner has ended. Likewise a copy of a lock's descriptor
+keeps the lock, and a copy of shared memory keeps the memory. A fork uses none of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _HELD: weakref.WeakKeyDictionary[Any, Callable[[Any], object]] = weakref.WeakKey
 
 
 def close_in_forks(held: Held, close: Callable[[Held], object] = operator.methodcaller("close")) -> Held:
-    """Have each fork of this process close its copy of something that lives then; return it."""
+    """Have each fork of this process close its copy of an object, as long as the object lives; return the object."""
     _HELD[held] = close
     return held
 

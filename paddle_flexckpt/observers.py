@@ -1,7 +1,7 @@
-"""Observers: functions that are told how each save, load, reshard, export, conversion and so on ended.
+"""Observers: functions that are called when a save, load, reshard, export, conversion and so on ends.
 
-The list of observers is the one thing in the package that a whole process shares on purpose: calls that a library makes
-deep inside are to be heard too. Tested in tests/test_observers.py.
+The process has one list of observers, so that they also hear of the calls that a library makes. Tested in
+tests/test_observers.py.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MEMORY = "memory"
 
 @dataclass(frozen=True)
 class Event:
-    """Say how a call ended on this rank.
+    """The end of a call on this rank.
 
     Attributes:
         call: ``"save"``, ``"load"``, ``"reshard"``, ``"export"``, ``"convert"``, ``"merge"``, ``"verify"`` or
             ``"publish"``.
-        path: The directory or URL that it was given; ``"memory"`` of a reshard.
-        time: When it ended, in seconds since 1970.
-        seconds: How long it took; of an asynchronous save, until it was committed or had failed.
-        report: What it did; None if it failed.
-        error_type: Name of the error's class; "" if it went well.
-        error: The error's text; likewise.
+        path: The directory or URL that the call was given; ``"memory"`` for a reshard.
+        time: The time of the end, in seconds since 1970.
+        seconds: The duration; of an asynchronous save, until it was committed or had failed.
+        report: The call's report; None if it failed.
+        error_type: Name of the error's class; "" if the call succeeded.
+        error: The error's text; "" if the call succeeded.
     """
 
     call: str
@@ -49,11 +49,11 @@ class Event:
 
     @property
     def ok(self) -> bool:
-        """Return whether the call went well."""
+        """Return whether the call succeeded."""
         return self.report is not None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as JSON has values, the report as its ``to_dict()``."""
+        """Return all fields as JSON values, the report as its ``to_dict()``."""
         report = None if self.report is None else self.report.to_dict()
         return {**vars(self), "report": report, "ok": self.ok}
 
@@ -62,19 +62,19 @@ Observer = Callable[[Event], object]
 
 
 class Observation:
-    """Keep an observer registered until :meth:`stop`; leaving the context calls it."""
+    """The registration of an observer, until :meth:`stop`; leaving the context calls that."""
 
     def __init__(self, callback: Observer) -> None:
         """Args: callback: the observer."""
         self._callback = callback
 
     def stop(self) -> None:
-        """Tell the observer of nothing more; to do so again is fine. What is being told now is told to its end."""
+        """Remove the observer. A call of it that has begun goes on. A second ``stop()`` does nothing."""
         with _LOCK:
             _OBSERVATIONS[:] = [each for each in _OBSERVATIONS if each is not self]
 
     def tell(self, event: Event) -> None:
-        """Call the observer. What it raises is logged, and goes no further: the call has ended already."""
+        """Call the observer. What it raises is only logged: the observed call has ended already."""
         try:
             self._callback(event)
         except Exception:
@@ -96,15 +96,15 @@ _UNDER_WAY = threading.local()
 def observe(callback: Observer) -> Observation:
     """Have a function called with an :class:`Event` whenever a call of this process ends, well or not.
 
-    Observers are called in the order in which they came, in the thread that ends the call. Of an asynchronous save
-    that is one in the background, before ``handle.result()`` returns: an observer must not wait for saves. What it
-    raises is logged with its traceback, at the level ERROR, and changes nothing: a committed checkpoint stays so.
+    Observers are called in the order of their registration, in the thread that ends the call. An asynchronous save
+    ends in a background thread, before ``handle.result()`` returns: an observer must not wait for saves. An exception
+    of an observer is logged with its traceback, at the level ERROR, and changes nothing: a committed checkpoint stays.
 
     Args:
         callback: The function.
 
     Returns:
-        What ends it: ``stop()``, or leaving it as a context manager.
+        The registration: ``stop()``, or leaving it as a context manager, ends it.
 
     Raises:
         TypeError: It cannot be called.
@@ -118,12 +118,12 @@ def observe(callback: Observer) -> Observation:
 
 
 def tell(call: str, path: object, seconds: float, outcome: Report | BaseException) -> None:
-    """Tell all observers how a call ended."""
+    """Call all observers for a call that has ended."""
     with _LOCK:
         observations = list(_OBSERVATIONS)
     if not observations:
         return
-    # A storage says itself what it is called.
+    # A storage has a path of its own.
     what = call, str(getattr(path, "path", path)), time.time(), seconds
     if isinstance(outcome, Report):
         event = Event(*what, report=outcome)
@@ -134,11 +134,11 @@ def tell(call: str, path: object, seconds: float, outcome: Report | BaseExceptio
 
 
 def observed(call: str, path: str = "") -> Callable[[Call], Call]:
-    """Declare that observers are told how a function ends: if it returns a report, or raises.
+    """Declare that observers are called when a function returns a report or raises.
 
     Args:
-        call: What it does.
-        path: The name of the argument that says where; "" for in memory.
+        call: The name of the call in events.
+        path: The name of the argument with the directory or URL; "" for a call in memory.
     """
 
     def declare(function: Call) -> Call:
@@ -176,20 +176,20 @@ def observed(call: str, path: str = "") -> Callable[[Call], Call]:
 
 
 class ScalarWriter(Protocol):
-    """Take numbers by step, as VisualDL's ``LogWriter`` does."""
+    """A writer of numbers by step, such as VisualDL's ``LogWriter``."""
 
     def add_scalar(self, tag: str, value: float, step: int) -> object:
-        """Take one."""
+        """Write one number."""
 
 
 class ScalarObserver:
-    """Write the seconds and bytes of each report with VisualDL: ``fc.observe(ScalarObserver(LogWriter("log")))``.
+    """An observer that writes seconds and bytes with VisualDL: ``fc.observe(ScalarObserver(LogWriter("log")))``.
 
     Tags are ``flexckpt/save/seconds/write``, ``flexckpt/save/total_bytes`` and so on, and ``flexckpt/save/failed``.
     """
 
     def __init__(self, writer: ScalarWriter, step: Callable[[], int] | None = None) -> None:
-        """Take the writer, and what gives the step; by default calls of each kind are counted."""
+        """Take the writer, and a function that returns the step; by default calls of each kind are counted."""
         self._writer, self._step = writer, step
         self._counts: Counter[str] = Counter()
 
@@ -203,7 +203,7 @@ class ScalarObserver:
 
 
 class PrometheusObserver:
-    """Hold what Prometheus asks for: how often calls went well or failed, and the numbers of the last report of each.
+    """An observer with metrics for Prometheus: counts of calls by outcome, and the numbers of each call's last report.
 
     ::
 
@@ -214,7 +214,7 @@ class PrometheusObserver:
     """
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
+        """Begin without events."""
         self._lock = threading.Lock()
         self._counts: Counter[tuple[str, str]] = Counter()
         self._last: dict[str, Event] = {}

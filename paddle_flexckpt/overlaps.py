@@ -1,8 +1,9 @@
-"""Finish what an optimizer's last step has left under way.
+"""Finishing the collectives that an optimizer's last step has left under way.
 
-With an overlap switched on, Paddle sends the parameters around while the next forward runs: when ``step()`` returns, a
-rank has new values of what it steps itself, and old ones of the rest. So :func:`finish_steps` comes before anything is
-described, read or loaded. Optimizers are noted when their overlap is switched on (``install()`` sees to that).
+With an overlap switched on, Paddle sends the parameters around while the next forward runs. When ``step()`` returns, a
+rank has new values of the parameters that it steps itself, and old values of the others. So :func:`finish_steps` is
+called before parameters are described, read or loaded. After ``install()``, an optimizer is noted when its overlap is
+switched on.
 Tested in tests/distributed/test_overlaps.py.
 """
 
@@ -19,12 +20,12 @@ _noted: list[weakref.ref[Any]] = []
 
 @dataclass(frozen=True)
 class Gathering:
-    """Hold what brings one buffer of stale parameters up to date.
+    """A collective that brings one buffer of stale parameters up to date.
 
     Attributes:
-        ranks: Those that have to launch it together; none where all have done so already.
-        parameters: What it brings up to date.
-        launch: Begins it, if it has not begun; returns what waits for its end.
+        ranks: The ranks that have to launch it together; empty if all of them have launched it already.
+        parameters: The parameters that it brings up to date.
+        launch: Begins the collective, if it has not begun; returns a function that waits for its end.
     """
 
     ranks: tuple[int, ...]
@@ -49,7 +50,8 @@ def finish_steps(ranks: Collection[int] | None = None) -> None:
     All ranks that shard the same parameters call this at the same place. Where nothing is under way, it does nothing.
 
     Args:
-        ranks: Those that make this call; what needs others as well is left as it is. None: whoever is needed.
+        ranks: The ranks that make this call. A buffer that needs other ranks too is left as it is. None: all ranks
+            that are needed make the call.
     """
     if _noted:
         wanted = [each for each in _unfinished() if ranks is None or set(each.ranks) <= set(ranks)]
@@ -94,7 +96,7 @@ def _buckets(optimizer: Any) -> Iterator[Gathering]:
 
 
 def _hooks(optimizer: Any) -> Iterator[Gathering]:
-    """Yield what hooks of the next forward wait for: broadcasts of sharding V1 and stage 2, on their way already."""
+    """Yield the broadcasts, already begun, for which hooks of the next forward wait: sharding V1 and stage 2."""
     helpers = getattr(optimizer, "_forward_pre_hook_remove_helper", ())
 
     def wait() -> None:
@@ -112,7 +114,7 @@ def _hooks(optimizer: Any) -> Iterator[Gathering]:
 def _storages(optimizer: Any) -> Iterator[Gathering]:
     """Yield the fused buffers of semi-automatic sharding that are not gathered."""
     if not getattr(optimizer, "enable_sharding_overlap", False):
-        return  # gathered by step() itself, which says so nowhere
+        return  # step() gathers them itself
     for storage, views in zip(optimizer.param_storage, optimizer.fuse_param_view):
         if getattr(storage, "is_sync", True):
             continue

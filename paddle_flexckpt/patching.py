@@ -1,9 +1,9 @@
 """Mend installed packages: compare, try, apply and reverse the diffs in ``patches/``.
 
 A patch fits exactly the released file that it was made from. It never searches for a place. Several patches may change
-one file, which then is the released file with all of their edits. The file itself tells which patches are in: without
-them it has to be the released one, to the byte. So no record is kept. A command that was killed between two files is
-finished by the same command, and undone by its opposite.
+one file, which then is the released file with all of their edits. No record is kept of the patches that were applied:
+without their edits the file has to be the released one, to the byte. If a command was killed between two files, the
+same command finishes the change, and its opposite undoes it.
 
 Needs the standard library alone, and imports no package that it mends.
 Tested in tests/patching/test_patching.py and tests/patching/test_paddle.py.
@@ -26,11 +26,11 @@ _HUNK = re.compile(rb"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
 
 
 class PatchError(RuntimeError):
-    """Report patches that cannot be read or do not fit. No file has been changed."""
+    """An error of patches that cannot be read or do not fit. No file has been changed."""
 
 
 class Edit(NamedTuple):
-    """Replace the lines ``old`` by ``new``, after the first ``start`` lines of a file."""
+    """A replacement of the lines ``old`` by ``new``, after the first ``start`` lines of a file."""
 
     start: int
     old: list[bytes]
@@ -39,7 +39,7 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True)
 class Patch:
-    """Hold one patch: its entry in ``index.json``, and the diff of ``NAME.patch``.
+    """One patch: its entry in ``index.json``, and the diff of ``NAME.patch``.
 
     Attributes:
         name: ``PACKAGE-VERSION-TOPIC``.
@@ -89,7 +89,7 @@ def read_patches(directory: Path | None = None) -> dict[str, Patch]:
 
 
 def read_diff(text: bytes) -> dict[str, list[Edit]]:
-    """Return the edits of each file of a unified diff. Checksums tell later whether they are the right ones."""
+    """Return the edits of each file of a unified diff. :func:`edit_file` checks them by checksums."""
     files: dict[str, list[Edit]] = {}
     edits: list[Edit] = []
     at = old_left = new_left = 0
@@ -181,8 +181,8 @@ def plan_change(
     Args:
         root: The directory that holds the package.
         patches: All patches that may be in its files.
-        chosen: Those to put in. One that is in already changes nothing.
-        reverse: Take them out instead. One that is not in changes nothing.
+        chosen: The patches to apply. One that is applied already changes nothing.
+        reverse: Revert them instead. One that is not applied changes nothing.
 
     Raises:
         PatchError: Files are not as released, or patches do not go together; it names all of them.
@@ -191,7 +191,7 @@ def plan_change(
     problems: list[str] = []
     for path in dict.fromkeys(path for patch in chosen for path in patch.files):
         file, mine = root / path, [patch for patch in chosen if path in patch.files]
-        # A link leads out of the package: to replace its target would change something else.
+        # The target of a link may be outside of the package.
         content = file.read_bytes() if file.is_file() and not file.is_symlink() else b""
         released, inside = find_patches(content, patches, path) or (b"", [])
         misfits = [patch for patch in mine if patch.files[path]["before"] != sha256(released)]
@@ -229,7 +229,7 @@ def check_patch(root: Path | None, patches: Sequence[Patch], patch: Patch) -> tu
 
 
 def write_files(contents: Mapping[Path, bytes]) -> None:
-    """Replace each file at once by a new one with the old one's permissions, and remove what was compiled from it.
+    """Replace each file atomically, with the permissions of the old one, and remove its compiled files.
 
     Raises:
         OSError: A file cannot be written. The same command finishes the change, and its opposite undoes it.
@@ -245,7 +245,7 @@ def write_files(contents: Mapping[Path, bytes]) -> None:
             os.replace(temporary, file)
         finally:
             temporary.unlink(missing_ok=True)
-        # Python may take it for current: it compares whole seconds and sizes, or nothing.
+        # Python may take a compiled file for current: it compares whole seconds and sizes, or nothing.
         for compiled in Path(importlib.util.cache_from_source(str(file))).parent.glob(f"{file.stem}.*.pyc"):
             compiled.unlink(missing_ok=True)
 

@@ -1,7 +1,7 @@
-"""Progress: how far a call has come that moves many bytes, told to its caller by the thread that moves them.
+"""Progress of a call that moves many bytes. The thread that moves them calls the caller's callback.
 
-A callback is called as bytes pass, not as time does: so the calls are the same in every run, and a call that stands
-still is silent. Tested in tests/test_progress.py.
+A callback is called after a number of bytes, not after a time. So the calls are the same in every run, and a call that
+stands still is silent. Tested in tests/test_progress.py.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 from paddle_flexckpt.catalog.errors import CheckpointError
 
-# A callback is called about so many times, and more often where that would be more than so many bytes each.
+# A callback is called about STEPS times, and more often if there would be more than MOST_STEP_BYTES between two calls.
 STEPS = 100
 MOST_STEP_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Say how far this rank has come.
+    """The progress of a call on this rank.
 
     Attributes:
-        phase: What is being done: ``"write"`` (save, export, conversion, publish), ``"read"`` (load), ``"verify"``,
+        phase: The present phase: ``"write"`` (save, export, conversion, publish), ``"read"`` (load), ``"verify"``,
             ``"digest"`` or ``"compare"``; of an asynchronous save ``"stage"``, ``"queue"``, ``"write"`` and
             ``"commit"``.
         bytes_done: Bytes of tensors that are done; never less than before, and never more than ``bytes_total``.
-        bytes_total: Bytes of tensors that there are to do on this rank.
+        bytes_total: Bytes of tensors that this rank has to do.
         items_done: Shards, tensors or files that are done.
         items_total: How many there are; 0 where they are not counted.
     """
@@ -39,7 +39,7 @@ class Progress:
 
     @property
     def fraction(self) -> float:
-        """Return which part is done, from 0 to 1; of nothing, all is."""
+        """Return the part that is done, from 0 to 1; 1 if there is nothing to do."""
         return self.bytes_done / self.bytes_total if self.bytes_total else 1.0
 
 
@@ -47,9 +47,9 @@ ProgressCallback = Callable[[Progress], object]
 
 
 class Meter:
-    """Count what is done, and call the callback where another step is complete. Threads may share it.
+    """A counter of what is done, which calls the callback after each step. Threads may share it.
 
-    The first call says that nothing is done, the last that all is::
+    At the first call nothing is done, at the last all is::
 
         meter = Meter(callback, "write", bytes_total, items_total)
         for tensor in tensors:
@@ -57,15 +57,14 @@ class Meter:
             meter.add(tensor.nbytes, items=1)
         meter.finish()
 
-    What the callback raises is raised as a CheckpointError by the method that has called it; the callback is not called
-    again.
+    If the callback raises, the method that called it raises a CheckpointError, and the callback is not called again.
     """
 
     def __init__(self, callback: ProgressCallback | None, phase: str, bytes_total: int, items_total: int = 0) -> None:
         """Call the callback for the first time; None makes a meter that does nothing."""
         self._callback = callback
         self._phase, self._bytes_total, self._items_total = phase, bytes_total, items_total
-        self._bytes_done = self._items_done = self._told = 0
+        self._bytes_done = self._items_done = self._last = 0
         self._step = max(1, min(bytes_total // STEPS, MOST_STEP_BYTES))
         self._lock = threading.RLock()
         if callback is not None:
@@ -73,27 +72,27 @@ class Meter:
 
     @property
     def is_heard(self) -> bool:
-        """Return whether somebody listens; else nothing need be counted."""
+        """Return whether there is a callback; else nothing need be counted."""
         return self._callback is not None
 
     def add(self, nbytes: int, items: int = 0) -> None:
-        """Say that so much more is done."""
+        """Count this much more as done."""
         if self._callback is not None:
             with self._lock:
                 self.reach(self._bytes_done + nbytes, self._items_done + items)
 
     def reach(self, bytes_done: int, items_done: int = 0) -> None:
-        """Say how much is done in all; less than before says nothing, and more than all is all."""
+        """Set how much is done in all; less than before changes nothing, and more than all counts as all."""
         if self._callback is None:
             return
         with self._lock:
             self._bytes_done = min(max(self._bytes_done, bytes_done), self._bytes_total)
             self._items_done = min(max(self._items_done, items_done), self._items_total)
-            if self._bytes_done - self._told >= self._step and self._bytes_done < self._bytes_total:
+            if self._bytes_done - self._last >= self._step and self._bytes_done < self._bytes_total:
                 self._tell()
 
     def finish(self) -> None:
-        """Say that all is done; to do so again says nothing."""
+        """Set all as done; a second call does nothing."""
         if self._callback is not None:
             with self._lock:
                 self._bytes_done, self._items_done = self._bytes_total, self._items_total
@@ -102,9 +101,9 @@ class Meter:
 
     def _tell(self) -> None:
         callback = self._callback
-        if callback is None:  # it has failed in another thread
+        if callback is None:  # it raised in another thread
             return
-        self._told = self._bytes_done
+        self._last = self._bytes_done
         progress = Progress(self._phase, self._bytes_done, self._bytes_total, self._items_done, self._items_total)
         try:
             callback(progress)
@@ -116,5 +115,5 @@ class Meter:
             ) from error
 
 
-#: Counts nothing.
+#: A meter that does nothing.
 SILENT = Meter(None, "", 0)

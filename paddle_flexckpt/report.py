@@ -1,4 +1,4 @@
-"""Reports: what a save, a load or something else did, as one line for people and one dict for machines.
+"""Reports of a save, a load and so on, as one line for people and one dict for machines.
 
 Tested in tests/live/test_policies.py and tests/cli/test_cli.py.
 """
@@ -18,12 +18,12 @@ from paddle_flexckpt.catalog.texts import format_bytes
 if TYPE_CHECKING:
     from paddle_flexckpt.catalog import Problem
 
-# Patterns of keys that a line shows, and keys of which patterns are looked for: of more it takes too long.
+# The most patterns of keys that a line shows, and the most keys whose patterns are counted: more would take too long.
 _PATTERNS, _KEYS = 3, 20_000
 
 
 def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
-    """Return the warning that replicas had to serve: by key, what was damaged and which file served instead."""
+    """Return the warning that replicas were read; by key, what was damaged and which file was read instead."""
     key, text = next(iter(replicas_used.items()))
     count = "a tensor was" if len(replicas_used) == 1 else f"{len(replicas_used)} tensors were"
     return (
@@ -33,7 +33,7 @@ def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
 
 
 def order_warning(source: str, keys: list[str]) -> str:
-    """Return the warning that nobody knows in which order elements of parameters and states lie that may be fused."""
+    """Return the warning that the order of elements is unknown for parameters and states that may be fused."""
     return (
         f"{source} does not say in which order the elements of {len(keys)} tensors lie that are cut along the outputs "
         "of their layer. Where one of them fuses several parameters (q, k and v; gate and up), it was taken as its "
@@ -48,7 +48,7 @@ def _tensors(count: int) -> str:
 
 
 def _of_one_rank(replicas: dict[str, str]) -> str:
-    """Return what a summary says of keys whose replicas need not be equal."""
+    """Return the part of a summary about keys whose replicas need not be equal."""
     differing = [key for key, text in replicas.items() if text != "equal"]
     if not differing:
         return ""
@@ -61,15 +61,15 @@ def _rate(count: int, seconds: float) -> str:
 
 
 class Report:
-    """Base of all reports: dataclasses whose fields say what was done.
+    """Base of all reports, which are dataclasses.
 
-    As JSON it begins with ``schema``, which names what it is: docs/schemas has a JSON Schema for each name. A new field
-    leaves the version as it is; one that goes, or means something else, makes another.
+    Its JSON begins with ``schema``: a name, for which docs/schemas has a JSON Schema, and a version. A new field leaves
+    the version as it is. The version changes if a field is removed or gets another meaning.
     """
 
-    #: The version of what :meth:`to_dict` returns.
+    #: The version of the schema of :meth:`to_dict`.
     schema_version: ClassVar[int] = 1
-    #: Properties that are part of it, besides the fields; any dataclass within may have some.
+    #: Properties that are in the dict besides the fields; any dataclass within may have some.
     derived: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
@@ -82,7 +82,7 @@ class Report:
         return {name: plain(value) for name, value in _fields_of(self)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, and which schema they have, as JSON has values: it knows no number that is not finite."""
+        """Return the schema and all fields as JSON values; a number that is not finite is text."""
         schema = {"name": self.schema_name(), "version": self.schema_version}
         return {"schema": schema, **plain(self.as_dict(), finite=True)}
 
@@ -92,7 +92,7 @@ class Report:
 
 
 def plain(value: Any, finite: bool = False) -> Any:
-    """Return a value with dataclasses as dicts; ``finite``: and ``"nan"``, ``"inf"`` and ``"-inf"`` as text."""
+    """Return a value with dataclasses as dicts; with ``finite``, NaN and infinities are text, such as ``"nan"``."""
     if is_dataclass(value):
         return {name: plain(each, finite) for name, each in _fields_of(value)}
     if isinstance(value, Mapping):
@@ -113,7 +113,7 @@ def _fields_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class SaveReport(Report):
-    """Say what a save did.
+    """The result of a save.
 
     Attributes:
         path: The checkpoint's directory.
@@ -124,15 +124,16 @@ class SaveReport(Report):
         total_bytes: Bytes of tensors that all ranks wrote.
         held_bytes: Bytes of tensors that all ranks hold, replicas counted.
         imbalance: Most loaded rank's bytes over the mean.
-        seconds: Wall time on this rank, by phase; ``total`` is all. An asynchronous save ``blocked`` the caller for
-            so long, of which ``queue`` was spent waiting for earlier saves; ``write`` and ``commit`` are the writer's.
-        replicas: Of keys whose replicas need not be equal (``check_replicas``; running statistics): ``"equal"``, or
-            that and by how much they differ, and whose values were saved. Without those that are only to be close and
-            are equal.
-        warnings: What did not go as it should have, without harm to the checkpoint.
+        seconds: Wall time on this rank, by phase; ``total`` is all. For an asynchronous save, ``blocked`` is the time
+            for which the caller was blocked, and ``queue`` the part of it spent waiting for earlier saves; ``write``
+            and ``commit`` are the writer's.
+        replicas: For keys whose replicas need not be equal (``check_replicas``; running statistics): ``"equal"``, or
+            by how much they differ and which rank's values were saved. Keys whose replicas need only be close, and are
+            equal, are left out.
+        warnings: Problems that did no harm to the checkpoint.
         rank_bytes: ``bytes_written`` of all ranks, in the order of the group.
-        rank_seconds: Of all ranks likewise, by phase: ``plan``, and ``write``, without waiting for others; of an
-            asynchronous save ``stage`` instead.
+        rank_seconds: Seconds of all ranks in the same order, by phase: ``plan`` and ``write``, without the time of
+            waiting for others; for an asynchronous save ``stage`` in place of ``write``.
     """
 
     path: str
@@ -172,10 +173,10 @@ def _patterns(keys: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class LoadReport(Report):
-    """Say what a load or a reshard did on this rank.
+    """The result of a load or a reshard on this rank.
 
     Attributes:
-        source: Where the bytes came from: a path, or ``memory``.
+        source: The source of the bytes: a path, or ``memory``.
         unique_id: The checkpoint's id, or None.
         keys: Tensors filled on this rank.
         missing: Keys that this rank asked for and the source does not have; their targets are unchanged.
@@ -184,27 +185,28 @@ class LoadReport(Report):
         cast: Keys whose values were cast, with the dtypes.
         masters: Master weights that started from their parameters, and parameters taken from their master weights.
         fused: Fused parameters and states that were saved under another degree, with the numbers of parts.
-        maybe_fused: Source keys that may be fused, for all that an old or a foreign source says, and are cut otherwise
-            than here: those in ``fused`` were taken for as many parts as shards, others were taken as they are.
-        kept: Targets of which something keeps what it had, as AOA statements say.
-        computed: Targets of which something was computed, as AOA statements say.
+        maybe_fused: Source keys whose element order is unknown (old and foreign sources) and whose sharding differs
+            from that of the targets; their values may be permuted. Keys in ``fused`` were read as one part per shard,
+            the others as they are.
+        kept: Targets that keep their values in whole or in part, by AOA statements.
+        computed: Targets that were computed in whole or in part, by AOA statements.
         bytes_needed: Bytes of the pieces that fill this rank's targets.
         bytes_read: Bytes of tensors read from files.
-        bytes_verified: Bytes of these whose checksums were compared.
-        bytes_extra: Bytes of these that no target needed: they were read so that others could be verified, or turned
-            out to be damaged.
+        bytes_verified: The part of ``bytes_read`` whose checksums were compared.
+        bytes_extra: The part of ``bytes_read`` that no target needed: it was read to verify other bytes, or it was
+            damaged.
         bytes_copied: Bytes copied within this rank's memory.
         bytes_received: Bytes received from other ranks.
         bytes_sent: Bytes sent to other ranks.
         reads: Read calls.
-        comm_method: Of files: ``"direct"`` if every rank read what it needs (and sees), ``"cooperative"`` if one rank
-            read for all that need the same.
-        comm_reason: Why.
+        comm_method: For files: ``"direct"`` if every rank read the bytes that it needs, ``"cooperative"`` if one rank
+            read for all ranks that need the same bytes.
+        comm_reason: The reason for this method.
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
         total_bytes: ``bytes_needed`` of all ranks.
-        replicas_used: By key, what was damaged of what this rank read, and which file of which rank served instead.
-        replicas: Of a reshard: as in SaveReport, of the sources.
-        partial: What the checkpoint lacks of its files, where a repair has rebuilt its manifest without them.
+        replicas_used: By key, the damage that this rank found, and the file and rank whose replica was read instead.
+        replicas: For a reshard: the ``replicas`` of its sources, as in SaveReport.
+        partial: The data files that the checkpoint lacks, if a repair has rebuilt its manifest without them.
         seconds: Wall time of the call on this rank, by phase; ``total`` is all of it.
     """
 
@@ -271,7 +273,7 @@ class LoadReport(Report):
 
 @dataclass(frozen=True)
 class ExportReport(Report):
-    """Say what an export did.
+    """The result of an export.
 
     Attributes:
         source: The checkpoint's directory.
@@ -280,15 +282,17 @@ class ExportReport(Report):
         files: Names of the files of tensors, in order.
         keys: Tensors written.
         left_out: Optimizer states and tensors of extra state that were not asked for.
-        unfed: Keys that the AOA statements would make, if the checkpoint had what they need: states, with ``states``.
+        unfed: Outputs of AOA statements that were skipped because the checkpoint lacks the inputs; empty without
+            ``states``.
         total_bytes: Bytes of tensors written.
         bytes_read: Bytes of tensors read.
-        bytes_verified: Bytes of these whose checksums were compared.
-        bytes_extra: Bytes of these that no tensor needed: they were read so that others could be verified, or turned
-            out to be damaged.
+        bytes_verified: The part of ``bytes_read`` whose checksums were compared.
+        bytes_extra: The part of ``bytes_read`` that no tensor needed: it was read to verify other bytes, or it was
+            damaged.
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
-        maybe_fused: Keys that may be fused, for all that an old or a foreign checkpoint says: written as they lie.
-        replicas_used: By key, what was damaged and which file of which rank served instead.
+        maybe_fused: Keys whose element order is unknown, as they may be fused (old and foreign checkpoints); they were
+            written as they are.
+        replicas_used: By key, the damage, and the file and rank whose replica was read instead.
         seconds: Wall time by phase; ``total`` is all of it.
     """
 
@@ -325,7 +329,7 @@ class ExportReport(Report):
 
 @dataclass(frozen=True)
 class PublishReport(Report):
-    """Say what publishing a live model did.
+    """The result of publishing a live model.
 
     Attributes:
         output: The directory written to.
@@ -334,7 +338,7 @@ class PublishReport(Report):
         left_out: Optimizer states and tensors of extra state, which are not written.
         total_bytes: Bytes of tensors that all ranks wrote.
         bytes_written: Bytes of tensors that this rank wrote.
-        bytes_received: Bytes of tensors that it received for that from other ranks.
+        bytes_received: Bytes of tensors that this rank received from other ranks to write them.
         seconds: Wall time; ``total`` is all of it.
     """
 
@@ -359,7 +363,7 @@ class PublishReport(Report):
 
 @dataclass(frozen=True)
 class VerifyReport(Report):
-    """Say what is wrong with a checkpoint.
+    """The result of verifying a checkpoint.
 
     Attributes:
         path: The checkpoint's directory.
@@ -370,9 +374,9 @@ class VerifyReport(Report):
         total_bytes: Bytes of tensors in them.
         bytes_read: Bytes read of the data files, headers included.
         bytes_verified: Bytes of tensors that have the checksum they were written with.
-        problems: All that is wrong, in the order of the files; ``offset`` and ``end`` count from the start of the file.
-        recoverable: Whether a load gives everything as it was saved nonetheless, with ``verify="full"``: what is
-            damaged has intact replicas, or no load needs it.
+        problems: All problems, in the order of the files; ``offset`` and ``end`` count from the start of the file.
+        recoverable: Whether a load with ``verify="full"`` still gives everything as it was saved: all that is damaged
+            has intact replicas, or no load needs it.
         seconds: Wall time; ``total`` is all of it.
         has_checksums: Whether there are checksums to compare; other programs write none.
     """
@@ -419,19 +423,19 @@ class VerifyReport(Report):
 
 @dataclass(frozen=True)
 class RepairReport(Report):
-    """Describe a manifest that was rebuilt from the data files.
+    """The result of rebuilding a manifest from the data files.
 
     Attributes:
         path: The checkpoint's directory.
         unique_id: Its id there.
-        save_token: That of the save whose files were taken.
+        save_token: The token of the save whose files the manifest names.
         step: Its training step, if it was recorded.
         files: Names of the data files.
         left_out: Names of data files of the same id that belong to other saves.
         keys: Tensors in them.
         items: Shards in them.
         bytes_read: Bytes of tensors read to compute their checksums anew.
-        partial: What the manifest says of data files that are missing; empty if it is that of the whole save.
+        partial: The missing data files, as the manifest names them; empty if all files of the save are there.
         seconds: Wall time; ``total`` is all of it.
     """
 

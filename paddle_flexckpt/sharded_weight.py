@@ -22,7 +22,7 @@ except ImportError:  # Paddle before 3.2 has no FlexCheckpoint of its own.
 
 @dataclass(frozen=True)
 class ShardedWeightDesc:
-    """Describe a shard without its data."""
+    """The description of a shard without its data."""
 
     key: str
     local_shape: tuple[int, ...]
@@ -33,20 +33,20 @@ class ShardedWeightDesc:
 
 @dataclass(frozen=True)
 class FusedAxis:
-    """Describe a parameter that fuses several (q, k and v; gate and up) along the axis that is split.
+    """The rule of a parameter that fuses several (q, k and v; gate and up) along the axis that is split.
 
     Every rank holds its parts of all of them side by side, so the whole tensor in rank order is another permutation for
     every degree of tensor parallelism. A save records rule and degree. Under that degree such a parameter loads as it
-    is; under any other the AOA statement ``"{key} -> {key}, {statement}"`` is applied to it and its states (or it is
-    refused, with ``fused="exact"``). A whole tensor, and a DistTensor, is in natural order: all of q, of k, of v.
+    is. Under any other the AOA statement ``"{key} -> {key}, {statement}"`` is applied to it and its states; with
+    ``fused="exact"`` that is an error. A whole tensor or a DistTensor is in natural order: all of q, of k, of v.
 
     Attributes:
         axis: The axis that is split.
         statement: Tags and attributes of the AOA statement, e.g. ``"fused_ffn"`` or ``"fused_qkv_old, num_heads=8,
             num_key_value_groups=2"``; ``axis=`` may be left out. None: no statement is known, and another degree is
             an error.
-        parts: Number of parts that lie side by side in the whole tensor, where the shard does not tell: 1 for shards
-            that are split out of the whole in natural order. None: as many as shards of this extent along the axis.
+        parts: Number of parts that lie side by side in the whole tensor: 1 for shards that are split out of the whole
+            in natural order. None: as many as there are shards of this extent along the axis.
     """
 
     axis: int
@@ -55,7 +55,7 @@ class FusedAxis:
 
 
 class ShardedWeight(_PaddleShardedWeight):
-    """Hold the part of one tensor that this rank owns.
+    """The part of one tensor that this rank owns.
 
     ``local_tensor == global_tensor[offset : offset + local_shape]``, or, if flattened, the elements
     ``[flattened_range.start, flattened_range.stop)`` of that box in row-major order.
@@ -72,13 +72,13 @@ class ShardedWeight(_PaddleShardedWeight):
             order when the key itself is not there.
         fused: The rule of a fused parameter, or None.
         raw_names: Of an optimizer's state: names that Paddle's plain ``optimizer.state_dict()`` may have for it.
-        replicas: What is asked of replicas where the caller of a save or reshard does not say (``check_replicas``):
+        replicas: How replicas are compared if the caller of a save or reshard gives no ``check_replicas``:
             ``"first"`` for running statistics; None: the default.
-        expert_ranks: Of a tensor of an expert: the ranks of which each holds other experts; else empty.
-        expert: Of such a tensor: the expert's number and how many there are in the whole layer; else None.
+        expert_ranks: For a tensor of an expert: the ranks that hold different experts; else empty.
+        expert: For such a tensor: the expert's number and how many there are in the whole layer; else None.
         split_axis: The axis that a rule splits it along, in a job of one rank too; None without a rule.
-        split_by: What splits it there: ``"tensor"`` parallelism, or a group of the layer's ``"own"``.
-        layers: Of a pipeline: the positions of its layer in the description, several where it is shared; else empty.
+        split_by: The group that splits it there: that of ``"tensor"`` parallelism, or the layer's ``"own"``.
+        layers: In a pipeline: the positions of its layer in the description, several if it is shared; else empty.
         dist_tensor: The DistTensor whose local value ``local_tensor`` is, or None.
         slice_of: ``id()`` of the live parameter whose slice ``local_tensor`` is, or None.
 
@@ -140,9 +140,9 @@ class ShardedWeight(_PaddleShardedWeight):
 
 
 class MasterSlice(ShardedWeight):
-    """Describe a half-precision parameter by its float32 master, which is all that a rank has of it between steps.
+    """The float32 master of a half-precision parameter that a rank holds only as its master between steps.
 
-    A save has of it what it has of any other: the parameter, and its master as ``.w_0``. A load takes the master.
+    A save writes the parameter and its master, as ``.w_0``. A load reads the master.
 
     Attributes:
         half: The parameter's own dtype, of Paddle.

@@ -1,4 +1,4 @@
-"""Change attributes of other libraries' classes and modules, and take the changes back exactly."""
+"""Changes to attributes of other libraries' classes and modules, which can be reverted exactly."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _MISSING = object()
 
 
 class Undo:
-    """Make changes and hold what takes them back.
+    """A record of changes, with a function for each that reverts it.
 
-    ``install()`` of whatever kind makes its changes through one of these, so that its ``uninstall()`` is exact.
+    Each ``install()`` makes its changes through an Undo, so that its ``uninstall()`` is exact.
     """
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
+        """Begin without changes."""
         self._steps: list[Callable[[], object]] = []
 
     def set(self, owner: Any, name: str, value: Any) -> None:
@@ -37,9 +37,9 @@ class Undo:
 
         Args:
             name: The name.
-            before: What it stands for now.
-            value: What it shall stand for.
-            package: Look at the modules of this package alone.
+            before: The present value.
+            value: The new value.
+            package: The package whose modules are changed; "" for all modules.
         """
         for module in list(sys.modules.values()):
             if not isinstance(module, ModuleType) or vars(module).get(name) is not before:
@@ -48,7 +48,7 @@ class Undo:
                 self.set(module, name, value)
 
     def keep_all(self, owner: Any) -> None:
-        """Note all attributes of a class, to put them back whatever happens to them."""
+        """Record all attributes of a class, to restore them whatever happens to them."""
         before = dict(vars(owner))
 
         def put_back() -> None:
@@ -61,14 +61,14 @@ class Undo:
         self._steps.append(put_back)
 
     def call(self, step: Callable[[], object]) -> None:
-        """Note a function that takes another change back."""
+        """Record a function that reverts another change."""
         self._steps.append(step)
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to take back."""
+        """Return whether there is a change to revert."""
         return bool(self._steps)
 
     def put_back(self) -> None:
-        """Take everything back, the last change first."""
+        """Revert all changes, the last one first."""
         while self._steps:
             self._steps.pop()()

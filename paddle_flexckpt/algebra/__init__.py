@@ -1,7 +1,7 @@
 """Geometry of shards: boxes, flattened ranges, box maps, strided copies and the base of tables of columns.
 
-Pure numpy. Everything a checkpoint does to data without changing it (cut, join, transpose, flatten) ends here as a
-strided copy between two pieces of memory or files.
+Pure numpy. All that a checkpoint does to data without changing it (cut, join, transpose, flatten) becomes a strided
+copy here, between two pieces of memory or files.
 """
 
 from paddle_flexckpt.algebra.box_maps import BoxMaps

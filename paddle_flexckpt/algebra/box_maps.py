@@ -20,7 +20,7 @@ NO_AXIS = -1
 
 @dataclass(frozen=True, eq=False)
 class BoxMaps(Columns):
-    """Hold box maps as columns, sorted by target; the boxes of one target are disjoint.
+    """Box maps as columns, sorted by target; the boxes of one target are disjoint.
 
     Attributes:
         targets: Names of the target tensors that the maps define; ``target`` indexes it. A name may have no rows.
@@ -30,8 +30,8 @@ class BoxMaps(Columns):
         target_offset: int64 ``[n, d]``, first element of the box in the target.
         target_shape: int64 ``[n, d]``, extents of the box along the target's axes.
         source_offset: int64 ``[n, d]``, first element of the box in the source.
-        target_axis: int64 ``[n, d]``, for every (padded) axis of the source, the (padded) axis of the target that runs
-            along it, or NO_AXIS: the box has extent 1 there. Axes of the target that none runs along have extent 1.
+        target_axis: int64 ``[n, d]``, for every (padded) axis of the source, the matching (padded) axis of the
+            target, or NO_AXIS: the box has extent 1 there. Axes of the target without a match have extent 1.
     """
 
     PADDED: ClassVar[Mapping[str, int]] = {

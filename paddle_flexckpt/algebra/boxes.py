@@ -18,7 +18,7 @@ from paddle_flexckpt.algebra.rows import all_axes
 
 @dataclass(frozen=True)
 class Box:
-    """Describe an axis-aligned part of a tensor.
+    """An axis-aligned part of a tensor.
 
     Attributes:
         offset: First index along every axis.
@@ -82,9 +82,9 @@ def subtract_boxes(box: Box, others: Iterable[Box], most: int | None = None) -> 
     """Return the part of ``box`` that none of ``others`` covers, as disjoint boxes.
 
     Args:
-        box: What is subtracted from.
-        others: What is subtracted.
-        most: How many boxes may be made on the way; None is returned where there are more.
+        box: The box to subtract from.
+        others: The boxes to subtract.
+        most: The most boxes to make on the way; with more, the result is None.
     """
     rest = [box] if box.size else []
     made = 0

@@ -9,12 +9,12 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 
 Table = TypeVar("Table", bound="Columns")
-# What marks an array of a table that is none of its columns: it does not have one entry for each row.
+# Metadata of an array that is no column of its table: it does not have one entry for each row.
 WHOLE = {"whole": True}
 
 
 def pad_left(column: np.ndarray, extra: int, fill: int) -> np.ndarray:
-    """Return a ``[n, d]`` column with that many axes more, which hold ``fill``, before its own."""
+    """Return a ``[n, d]`` column with that many more axes before its own, filled with ``fill``."""
     padded = np.empty((len(column), extra + column.shape[1]), dtype=column.dtype)
     padded[:, :extra] = fill
     padded[:, extra:] = column
@@ -23,7 +23,7 @@ def pad_left(column: np.ndarray, extra: int, fill: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class Columns:
-    """Base of tables whose columns are numpy arrays of equal length.
+    """The base of tables whose columns are numpy arrays of equal length.
 
     Every field of type ``np.ndarray`` is a column, unless its metadata is :data:`WHOLE`; the other fields belong to the
     table as a whole.
@@ -55,11 +55,11 @@ class Columns:
         return sum([getattr(self, name).nbytes for name in self.COLUMNS])
 
     def take(self: Table, rows: np.ndarray | slice) -> Table:
-        """Return the table of some rows (indices, a mask or a slice); what belongs to the whole table stays."""
+        """Return the table of some rows (indices, a mask or a slice), with the same fields of the whole table."""
         if isinstance(rows, slice):
             return replace(self, **{name: getattr(self, name)[rows] for name in self.COLUMNS})
         rows = np.asarray(rows)
-        # As `column[rows]`, which takes many times as long for columns of several axes.
+        # The same as `column[rows]`, and many times as fast for columns of several axes.
         rows = np.flatnonzero(rows) if rows.dtype == bool else rows.astype(np.int64, copy=False)
         return replace(self, **{name: getattr(self, name).take(rows, axis=0) for name in self.COLUMNS})
 
@@ -72,7 +72,7 @@ class Columns:
 
     @classmethod
     def concat(cls: type[Table], parts: Sequence[Table]) -> Table:
-        """Return one table with the rows of all, in order; what belongs to the whole table is the first one's.
+        """Return one table with the rows of all, in order; fields of the whole table come from the first.
 
         Args:
             parts: At least one table; padded columns are of equal width.

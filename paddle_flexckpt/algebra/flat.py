@@ -1,7 +1,7 @@
 """Flattened ranges: ``[start, stop)`` in the row-major order of a box, as optimizers of the ZeRO family cut tensors.
 
 A flattened range of an n-dimensional box is at most ``2 n - 1`` boxes: a head and a tail per axis and one middle part.
-So a flattened shard needs neither a gather nor an enclosing box to be moved: it is a short list of boxes, each of them
+So a flattened shard is moved without a gather and without an enclosing box: it is a short list of boxes, each
 contiguous in the flattened storage.
 """
 

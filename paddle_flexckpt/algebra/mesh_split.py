@@ -18,14 +18,14 @@ def balanced_split(total_nums: int, num_of_pieces: int) -> list[int]:
 
 
 def nested_piece(extent: int, cuts: Iterable[tuple[int, int]]) -> tuple[int, int]:
-    """Return one piece of an axis that several mesh axes split, each the piece of the one before.
+    """Return one piece of an axis that several mesh axes split, each of them the piece of the one before it.
 
     Args:
         extent: Extent of the axis.
         cuts: Per mesh axis, in the order in which they split: the number of pieces and the index of the wanted one.
 
     Returns:
-        ``(offset, size)`` of the piece. An empty piece stands at the end of what was left.
+        ``(offset, size)`` of the piece. An empty piece is at the end of the piece that it was split from.
 
     Raises:
         ValueError: The extent is negative, or an index is not one of the pieces.

@@ -1,6 +1,6 @@
 """Rows of few columns, of which there may be millions: reduce, sort and group them, column by column.
 
-What numpy does along a short last axis takes it tens of times as long as what it does along a long first one.
+numpy is tens of times slower along a short last axis than along a long first one.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 
 
 def all_axes(found: np.ndarray) -> np.ndarray:
-    """Return whether each row has it along all axes: ``found.all(axis=-1)`` of a bool column."""
+    """Return ``found.all(axis=-1)`` of a bool column."""
     return _reduce(np.logical_and, found, True, bool)
 
 
 def any_axis(found: np.ndarray) -> np.ndarray:
-    """Return whether each row has it along any axis: ``found.any(axis=-1)`` of a bool column."""
+    """Return ``found.any(axis=-1)`` of a bool column."""
     return _reduce(np.logical_or, found, False, bool)
 
 
@@ -31,7 +31,7 @@ def product_axes(values: np.ndarray) -> np.ndarray:
 
 
 def _reduce(operation: np.ufunc, table: np.ndarray, nothing: int, dtype: type) -> np.ndarray:
-    """Return the columns of a table as one; ``nothing`` is what the operation gives of none."""
+    """Reduce the columns of a table to one; ``nothing`` is the result for no columns."""
     width = table.shape[-1]
     if not width:
         return np.full(table.shape[:-1], nothing, dtype=dtype)
@@ -44,8 +44,8 @@ def _reduce(operation: np.ufunc, table: np.ndarray, nothing: int, dtype: type) -
 def lexsort_packed(columns: Sequence[np.ndarray], n: int) -> np.ndarray:
     """Sort as ``np.lexsort`` does, most significant column first.
 
-    Columns of integers are packed together, with the number of the row behind them. So values are sorted, which is
-    faster than sorting numbers of rows.
+    Columns of integers are packed into one integer with the row's number as the lowest bits: sorting values is faster
+    than sorting row numbers.
 
     Args:
         columns: Integers, ``[n]`` each.
@@ -102,6 +102,6 @@ def group_rows(
 
 
 def distinct(values: np.ndarray) -> np.ndarray:
-    """Return the distinct values, sorted: ``np.unique``, which hashes them first and takes longer."""
+    """Return the distinct values, sorted, as ``np.unique`` does, which hashes them first and is slower."""
     values = np.sort(values)
     return values[np.append(True, values[1:] != values[:-1])] if len(values) else values

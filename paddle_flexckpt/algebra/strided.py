@@ -1,6 +1,6 @@
 """Strided copies: the one form that every movement of data takes.
 
-A strided copy says: for every index below ``extents``, the element at ``source_base + index . source_strides`` goes to
+A strided copy means: for every index below ``extents``, the element at ``source_base + index . source_strides`` goes to
 ``target_base + index . target_strides``. A cut is a smaller extent, a concatenation another base, a transpose a
 permutation of strides.
 """
@@ -18,7 +18,7 @@ from paddle_flexckpt.algebra.flat import flat_range_to_boxes, strides_of_shape
 
 @dataclass(frozen=True)
 class StridedCopy:
-    """Describe one strided copy; all numbers are in elements.
+    """One strided copy; all numbers are in elements.
 
     Attributes:
         extents: Number of elements along every axis.
@@ -40,9 +40,9 @@ class StridedCopy:
         return math.prod(self.extents)
 
     def simplified(self) -> StridedCopy:
-        """Return the same copy without unit axes, and with axes joined that continue each other.
+        """Return the same copy without unit axes, with axes joined that continue each other.
 
-        The order in which elements are visited stays the same, so a stream of them means the same before and after.
+        The order of the elements stays the same.
         """
         extents: list[int] = []
         source: list[int] = []
@@ -60,7 +60,7 @@ class StridedCopy:
         return StridedCopy(tuple(extents), self.source_base, tuple(source), self.target_base, tuple(target))
 
     def in_target_order(self) -> StridedCopy:
-        """Return a copy of the same elements that visits them in the order in which they stand in the target."""
+        """Return a copy of the same elements in the order of the target."""
         axes = sorted(range(len(self.extents)), key=lambda axis: -self.target_strides[axis])
         if axes == [*range(len(axes))]:
             return self
@@ -70,7 +70,7 @@ class StridedCopy:
         return StridedCopy(extents, self.source_base, source, self.target_base, target).simplified()
 
     def target_runs(self) -> tuple[int, list[int]]:
-        """Return the length of the target's runs, all alike, and the position of each in the copy's order."""
+        """Return the length of the target's contiguous runs (all alike), and their positions in the copy's order."""
         outer = len(self.extents) - _contiguous_tail(self.extents, self.target_strides)
         if not outer:
             return self.size, [self.target_base]
@@ -108,7 +108,7 @@ class StridedCopy:
         return self.source_tail() == ndim, _contiguous_tail(self.extents, self.target_strides) == ndim
 
     def is_ascending(self) -> bool:
-        """Return whether no element stands in the source before the one that is copied before it."""
+        """Return whether the copy visits the source's elements in ascending order."""
         reach = 0
         for extent, stride in zip(reversed(self.extents), reversed(self.source_strides)):
             if stride < reach:
@@ -124,7 +124,7 @@ class StridedCopy:
         for extent, stride in zip(self.extents, self.source_strides):
             reach -= (extent - 1) * stride
             size //= extent
-            # Steps along this axis whose elements all stand before the position.
+            # Steps along this axis whose elements are all before the position.
             steps = -((reach - rest) // stride) if stride else (extent if reach < rest else 0)
             steps = min(max(steps, 0), extent)
             count += steps * size
@@ -154,7 +154,7 @@ class StridedCopy:
 
 
 def array_axes(stride: int, extent: int, shape: tuple[int, ...]) -> list[tuple[int, int, int]]:
-    """Find which axes of a row-major array one axis of a strided view of its elements runs along.
+    """Return the axes of a row-major array along which one axis of a strided view runs.
 
     An axis of a simplified copy may join axes that continue each other, so it may run along several of the array.
 
@@ -201,7 +201,7 @@ def _view(storage: np.ndarray, base: int, extents: tuple[int, ...], strides: tup
         return np.zeros(extents, dtype=storage.dtype)
     if storage.ndim != 1 or (storage.size > 1 and storage.strides[0] != storage.itemsize):
         raise ValueError(f"storage has to be flat and contiguous; got shape {storage.shape}, strides {storage.strides}")
-    # numpy checks no bounds in as_strided; one element outside would be someone else's memory.
+    # numpy does not check bounds in as_strided: an element outside would be in other memory.
     reach = [stride * (extent - 1) for extent, stride in zip(extents, strides)]
     first = base + sum(r for r in reach if r < 0)
     last = base + sum(r for r in reach if r > 0)

@@ -1,6 +1,6 @@
-"""AOA: statements that say how tensors of one model become tensors of another, compiled to box maps.
+"""AOA: statements by which tensors of one model become tensors of another, compiled to box maps.
 
-Pure numpy. ``docs/aoa.md`` describes the language. The compiler is imported when it is first asked for: most loads have
+Pure numpy. ``docs/aoa.md`` describes the language. The compiler is imported on first use: most loads have
 no statements.
 """
 

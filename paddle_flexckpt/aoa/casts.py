@@ -1,4 +1,4 @@
-"""Cast numbers, and tell which casts of a chain change nothing. Tested in tests/aoa/test_steps.py."""
+"""Cast numbers, and drop the casts of a chain that change nothing. Tested in tests/aoa/test_steps.py."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def converted(array: np.ndarray, dtype: str) -> np.ndarray:
     """
     if array.dtype == dtype_of(dtype).numpy:
         return array
-    # "Invalid" is what the processor says of signalling NaN, which are NaN all the same.
+    # The processor reports signalling NaNs as "invalid"; they are NaN before and after.
     with np.errstate(over="ignore", invalid="ignore", under="ignore"):
         return _converted(array, dtype)
 
@@ -107,7 +107,7 @@ def simplify_chain(source_dtype: str, chain: tuple[str, ...]) -> tuple[str, ...]
 
 
 def _is_transparent(before: str, between: str, after: str) -> bool:
-    """Return whether ``before -> between -> after`` gives what ``before -> after`` gives, for every number."""
+    """Return whether ``before -> between -> after`` equals ``before -> after`` for every number."""
     if before in _EXACT:
         if between not in _EXACT[before]:
             return False

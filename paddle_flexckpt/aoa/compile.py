@@ -1,4 +1,4 @@
-"""compile_program: a configuration and two catalogs to a mapping. Tested in tests/aoa/test_compile_errors.py."""
+"""compile_program: from a configuration and two catalogs to a mapping. Tested in tests/aoa/test_compile_errors.py."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def compile_program(
         source: All source shards.
         target: All target shards, of all ranks; None derives the outputs: what the statements assign and do not use
             up, and the source keys that they do not mention.
-        master_weights: ``"convert"`` lets a master weight whose source has none start from the parameter, and takes a
-            float32 parameter from the master weights of half-precision sources.
+        master_weights: With ``"convert"``, a master weight that the source lacks starts from its parameter, and a
+            float32 parameter comes from the master weight of a half-precision source.
         completion: Statements that follow those of the configuration, and are never inverted.
 
     Returns:
@@ -103,10 +103,10 @@ def run_program(
 
 
 def _carried_out(statements: Sequence[Statement], program: Program) -> Program | None:
-    """Return the program after its statements; None where the tensors do not suffice for them.
+    """Return the program after its statements; None where tensors that they read are missing.
 
-    A reverse load may want a part of what the statements read. Then the statements alone have to do: what they leave
-    open is an error.
+    A reverse load may want only a part of these tensors. Then the inverse is made from the statements alone, and
+    anything that they leave open is an error.
     """
     try:
         program.run(statements)
@@ -116,7 +116,7 @@ def _carried_out(statements: Sequence[Statement], program: Program) -> Program |
 
 
 class _Provenance(Mapping[str, str]):
-    """Hold texts by key, written when they are asked for."""
+    """Texts by key, each written when it is first asked for."""
 
     def __init__(self, origins: dict[str, Origin | str]) -> None:
         self._origins = origins
@@ -170,7 +170,7 @@ class _Compilation:
         )
 
     def _feed(self, base: str, state: str, info: TensorInfo) -> None:
-        """Emit one target key, where the program says something about it."""
+        """Emit one target key if the program assigns or removes it."""
         program, key = self._program, state_key(base, state)
         own = program.state_values.get(state, {}).get(base)
         value = program.values.get(base)
@@ -221,7 +221,7 @@ class _Compilation:
         return program.states.value(value, state, parameters_too=True)
 
     def _is_scalar(self, base: str, state: str) -> bool:
-        """Return whether a source state is one number that says nothing about single elements of its parameter."""
+        """Return whether a source state is one number for its whole parameter."""
         source = self._program.source
         info = source.states[base].get(state)
         return info is not None and int(np.prod(info.shape)) == 1 and info.shape != source.base_info(base).shape
@@ -233,7 +233,7 @@ class _Compilation:
         )
 
     def _scalar(self, value: Value, base: str, state: str) -> Value:
-        """Return a scalar state: it goes along with its parameter, and where several meet they have to agree."""
+        """Return a scalar state, which follows its parameter; those of joined parameters have to be equal."""
         states = self._program.source.states
         keys = [state_key(name, state) for name in dict.fromkeys(value.inputs) if state in states[name]]
         keys = [key for key in keys if key not in self._program.removed]
@@ -274,9 +274,9 @@ class _Compilation:
         return tuple(sorted(outputs))
 
     def _is_source_s_own(self, name: str) -> bool:
-        """Return whether a name is the source key of that name as it is, because a statement assigns it so.
+        """Return whether a statement assigns a name its own source key, unchanged.
 
-        Nobody writes ``a -> a`` but to keep a, whatever else is made of it.
+        ``a -> a`` means that a stays an output, whatever else is made of it.
         """
         value, source = self._program.values[name], self._program.source
         return name in source.states and value == Value(self._program.source_structure(source.base_info(name)), (name,))

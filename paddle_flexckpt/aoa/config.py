@@ -16,11 +16,11 @@ KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")
 
 @dataclass(frozen=True)
 class Statements:
-    """Hold what a user gave as ``aoa_config``, read and checked.
+    """A user's ``aoa_config``, read and checked.
 
     Attributes:
         statements: The program's texts.
-        reverse: Whether the inverse of the program is meant.
+        reverse: Whether to use the inverse of the program.
         is_lenient: Whether statements with placeholders are left out, with a warning, where they match nothing.
     """
 

@@ -12,7 +12,7 @@ from typing import Any
 from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
 
-# Families by what configurations call them, where that is not the family's own name.
+# Families by their name in configurations, where that differs from the family's own.
 _MODEL_TYPES = MappingProxyType(
     {
         "mistral": "llama",
@@ -22,7 +22,7 @@ _MODEL_TYPES = MappingProxyType(
         "chatglm": "chatglm2",
     }
 )
-# Where configurations have the parameters of rules; the first that is there counts.
+# Names of the rules' parameters in configurations; the first that is there counts.
 _ENTRIES = MappingProxyType(
     {
         "num_heads": ("num_attention_heads", "n_head"),
@@ -69,9 +69,9 @@ def rules_of_config(
         direction: ``"from_hf"`` or ``"to_hf"``.
         keys: Keys of the source. Where the configuration does not say whether the embeddings are tied, they are if
             no output layer is among these.
-        family: Of models, as of :func:`~paddle_flexckpt.aoa.model_rules.model_rules`; None: the configuration says it.
+        family: As in :func:`~paddle_flexckpt.aoa.model_rules.model_rules`; None: the configuration's.
         variant: Likewise.
-        **given: Parameters of the rules, which count more than the configuration.
+        **given: Parameters of the rules, which override the configuration.
 
     Returns:
         The statements.
@@ -96,12 +96,12 @@ def rules_of_config(
 def _check_quantized(config: Mapping[str, Any], family: str, variant: str) -> None:
     """Raise AoaError where rules would take quantized weights for plain numbers.
 
-    Variants that dequantize are called as configurations call the method.
+    A variant that dequantizes has the name of the method in configurations.
     """
-    said = config.get("quantization_config")
-    if not said:
+    quantization = config.get("quantization_config")
+    if not quantization:
         return
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
     if variant == method:
         return
     variants = describe_model_rules(family)["variants"]

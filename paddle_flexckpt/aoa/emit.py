@@ -22,7 +22,7 @@ _ROUNDED_TWICE = frozenset({"bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 @dataclass(frozen=True, eq=False)
 class _Lowered:
-    """Hold a structure as rows of box maps (leaf is the input slot) and what is not moved."""
+    """A structure as rows of box maps (leaf is the input slot), and its regions that are not moved."""
 
     moves: Fragments
     ndim: int
@@ -32,7 +32,7 @@ class _Lowered:
 
 
 class Emitter:
-    """Collect targets and make the columns of their box maps."""
+    """A collector of targets that makes the columns of their box maps."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, TensorInfo] = {}

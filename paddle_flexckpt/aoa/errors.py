@@ -9,18 +9,18 @@ from paddle_flexckpt.catalog import AoaError
 
 __all__ = ["AoaError", "Place", "StatementError", "describe_problem", "shorten"]
 
-# A macro may expand to hundreds of names; the ends of a line tell which it is.
+# A macro may expand to hundreds of names; the two ends of a line identify it.
 MAX_LINE = 400
 
 
 @dataclass(frozen=True)
 class Place:
-    """Tell where in a program something stands.
+    """A place in a program.
 
     Attributes:
         number: Number of the text in ``aoa_statements``, from 1.
         text: The statement as the user wrote it.
-        column: Column in it, from 1; 0 where the whole statement is meant.
+        column: Column in it, from 1; 0: the whole statement.
     """
 
     number: int
@@ -28,12 +28,12 @@ class Place:
     column: int = 0
 
     def at(self, column: int) -> Place:
-        """Return the same statement, another column."""
+        """Return the place of another column in the same statement."""
         return Place(self.number, self.text, column)
 
 
 class StatementError(ValueError):
-    """Tell what is wrong with a statement before its place is known; an unknown column is 0."""
+    """An error in a statement whose place is not known yet; an unknown column is 0."""
 
     def __init__(self, message: str, column: int = 0) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""Tell people where each target comes from, and what macros make. Tested in tests/aoa/test_language.py."""
+"""Explain where each target comes from, and what macros expand to. Tested in tests/aoa/test_language.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from paddle_flexckpt.aoa.parser import parse
 from paddle_flexckpt.aoa.rule import instantiate
 from paddle_flexckpt.catalog import Catalog
 
-# Lines per target; a target made of hundreds of heads is told by its first ones.
+# Lines per target: of hundreds of heads, the first are shown.
 MAX_LINES = 8
 
 
 @dataclass(frozen=True)
 class Expanded:
-    """Hold a statement with one combination of ids: number from 1, text, and the simple ones that macros made."""
+    """A statement with one combination of ids: its number from 1, text, and the simple statements that macros made."""
 
     number: int
     text: str
@@ -49,7 +49,7 @@ def expand_program(
 def explain(
     aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None, keys: Iterable[str] = ()
 ) -> str:
-    """Tell where each target comes from.
+    """Explain where each target comes from.
 
     Args:
         aoa_config: The statements.
@@ -58,7 +58,7 @@ def explain(
         keys: Only these targets; all by default.
 
     Returns:
-        A few lines for each target; at the end, what nothing feeds and what nothing uses.
+        A few lines for each target; then the targets that nothing feeds, and the source keys that nothing uses.
 
     Raises:
         AoaError: The statements are malformed or do not fit, or there is no such target.

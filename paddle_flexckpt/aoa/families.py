@@ -1,14 +1,14 @@
 """Make the rules of a family of models from the layers that its tensors belong to.
 
 ``families.json`` has the tensors of a small model of each family by their names in Hugging Face's files, with ``#`` for
-the numbers of layers and experts: ``[kind, shape, numbers]``. The kind is what the layer's class says:
+the numbers of layers and experts: ``[kind, shape, numbers]``. The kind follows from the layer's class:
 
 - ``linear``: the weight of a linear layer, which Paddle holds transposed;
 - ``router``: the weight of a router of experts, which some models of Paddle hold transposed;
 - ``copy``: everything else.
 
-``python tests/aoa/family_names.py`` makes the file from the classes of the library transformers, and of what is not in
-it from tables. Tested in tests/aoa/test_families.py.
+``python tests/aoa/family_names.py`` makes the file from the classes of the library transformers, and from tables of
+what transformers lacks. Tested in tests/aoa/test_families.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _PARAMETERS: Mapping[str, dict[str, Any]] = {
     },
     "dtype": {"description": "What dequantised weights are rounded to.", "type": "text", "default": "bfloat16"},
 }
-# Names in the files of a family that transformers writes otherwise, and how.
+# Names in a family's files, and what transformers calls them.
 _ALSO_CALLED = {"ernie4_5_vl_moe": ("vision_model.", "model.vision_model.")}
 # Families whose files may have the experts of a layer in MXFP4: blocks [experts, outputs, groups, 16] and scales.
 _IN_MXFP4 = frozenset({"gpt_oss"})
@@ -81,7 +81,7 @@ def family_rules(name: str) -> dict[str, Any]:
     blocks = _blocks(found, embedding, prefix, packed)
     blocks["aliases"] = _aliases(name, found)
     blocks = {block: spec for block, spec in blocks.items() if spec["aoa_statements"]}
-    # What is read again keeps its name only after it has been read for another.
+    # A name that other statements read is assigned after they have read it.
     variants = {"plain": ["tied_head", "body", "packed", "split", "experts", "head"]}
     if "fused" in blocks or "fused_experts" in blocks:
         variants["fused"] = ["tied_head", "body", "packed", "fused", "fused_experts", "head"]
@@ -109,7 +109,7 @@ def family_rules(name: str) -> dict[str, Any]:
 
 
 def _blocks(found: Mapping[str, Any], embedding: str, prefix: str, packed: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Return the blocks of statements; those that a family has no use for are empty."""
+    """Return the blocks of statements; those that a family does not need are empty."""
 
     def paddle(key: str) -> str:
         return f"{{prefix}}{key[len(prefix) :]}" if key.startswith(prefix) else key
@@ -157,7 +157,7 @@ def _blocks(found: Mapping[str, Any], embedding: str, prefix: str, packed: Seque
 
 
 def _aliases(name: str, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the block of statements that give tensors of some files their other name; the way back is by that one."""
+    """Return the block of statements that rename tensors of some files; the way back gives the new names."""
     alias, written = _ALSO_CALLED.get(name, ("", ""))
     keys = [key for key in found if alias and key.startswith(written)]
     texts = [f"{alias}{key[len(written) :]} -> {key}, optional" for key in keys]

@@ -1,7 +1,8 @@
-"""Fates of names: what an inverse has of each one, while it reads a program backwards.
+"""Fates of names: which values an inverse has, while it reads a program backwards.
 
-A name may stand for what another one stands for: ``l.$L.w`` and ``l.0.w``. Names that may do so are never mistaken for
-different ones. Tested in tests/aoa/test_invert.py.
+Two names may stand for the same key, as ``l.$L.w`` and ``l.0.w`` do. Such names are never treated as different.
+
+Tested in tests/aoa/test_invert.py.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ _STAR = Placeholder("*")
 
 
 class _Name(NamedTuple):
-    """Compare names whose placeholders are called differently: equal ``text`` means the same keys.
+    """A name that can be compared whatever its placeholders are called: equal ``text`` means the same keys.
 
     Attributes:
         text: The name.
         form: The name with every number and placeholder as ``#``.
-        slots: What stands in each ``#``; empty where runs of digits do not tell placeholders apart.
+        slots: The content of each ``#``; empty where runs of digits do not separate placeholders.
         is_pattern: Whether it may stand for several keys.
     """
 
@@ -34,7 +35,7 @@ class _Name(NamedTuple):
     is_pattern: bool
 
     def may_be(self, other: _Name) -> bool:
-        """Return whether some key may be meant by both names, which have the same form."""
+        """Return whether both names, which have the same form, may stand for one key."""
         if not (self.is_pattern or other.is_pattern):
             return self.text == other.text
         if len(self.slots) != len(other.slots):
@@ -73,42 +74,42 @@ def _read(name: str) -> _Name:
 
 
 class NameTable(Generic[T]):
-    """Map names to values, and find a value by each name that may stand for the same keys."""
+    """A map from names to values, in which any name that may stand for the same keys finds a value."""
 
     def __init__(self) -> None:
-        """Begin with nothing."""
+        """Begin empty."""
         self._items: dict[str, tuple[str, T]] = {}
         self._alike: dict[tuple[str, bool], dict[str, _Name]] = {}
 
     def put(self, name: str, item: T) -> None:
-        """Hold an item for a name, in place of the one before."""
+        """Set the item of a name."""
         own = _read(name)
         self._items[own.text] = name, item
         self._alike.setdefault((own.form, own.is_pattern), {})[own.text] = own
 
     def get(self, name: str) -> T | None:
-        """Return what is held for a name, whatever its placeholders are called."""
+        """Return the item of a name, whatever its placeholders are called."""
         found = self._items.get(_read(name).text)
         return None if found is None else found[1]
 
     def like(self, name: str) -> Iterator[T]:
-        """Yield what is held for names that may stand for a key for which this one does."""
+        """Yield the items of names that may stand for the same key as this one."""
         own = _read(name)
         if own.text in self._items:
             yield self._items[own.text][1]
-        # A million names without placeholders are not compared with each other.
+        # Names without placeholders, of which there may be a million, are not compared with each other.
         for is_pattern in (True, False) if own.is_pattern else (True,):
             for text, other in self._alike.get((own.form, is_pattern), {}).items():
                 if text != own.text and own.may_be(other):
                     yield self._items[text][1]
 
     def items(self) -> Iterator[tuple[str, T]]:
-        """Yield names and what is held for them."""
+        """Yield names and their items."""
         return iter(self._items.values())
 
 
 class _Fate(NamedTuple):
-    """Hold when it was noted, why a value cannot be had back (else empty), and of which statement's reading.
+    """When a fate was noted, why the value is lost (empty if it is not), and the place of the statement that reads it.
 
     A value that is overwritten and that no statement reads has no place.
     """
@@ -119,7 +120,7 @@ class _Fate(NamedTuple):
 
 
 class Fates:
-    """Hold the fates of names before a statement. Names that are not in it have what they have at the program's end."""
+    """The fates of names before a statement. Other names have the values of the program's end."""
 
     def __init__(self) -> None:
         """Begin at the end of a program."""
@@ -127,16 +128,16 @@ class Fates:
         self._count = 0
 
     def have(self, names: Iterable[str]) -> None:
-        """Note that the inverse has made the values of names."""
+        """Note that the inverse has made these names' values."""
         self._note(names, "", None)
 
     def overwrite(self, names: Iterable[str], place: Place) -> None:
-        """Note that a statement makes names anew: afterwards they do not tell the values before."""
+        """Note that a statement assigns names again: their earlier values are lost."""
         for name in names:
             self._note([name], f"AOA statement {place.number} overwrites {name!r}", None)
 
     def miss(self, names: Iterable[str], place: Place, why: str) -> None:
-        """Note that values which a statement reads cannot be had back."""
+        """Note that values which a statement reads are lost."""
         self._note(names, why, place)
 
     def is_had(self, name: str) -> bool:
@@ -145,18 +146,18 @@ class Fates:
         return own is not None and not own.why and not self.why_lost(name)
 
     def why_lost(self, name: str) -> str:
-        """Return why a name's value cannot be had back; nothing where it can."""
+        """Return why a name's value is lost; an empty text if it is not."""
         own = self._table.get(name)
         since = own.order if own is not None and not own.why else -1
         lost = (fate for fate in self._table.like(name) if fate.why and fate.order > since)
         return max(lost, key=lambda fate: fate.order, default=_Fate(0)).why
 
     def missed(self) -> dict[str, tuple[Place, str]]:
-        """Return the values that a statement reads and that cannot be had back: where, and why."""
+        """Return the lost values that a statement reads: where, and why."""
         return {name: (fate.place, fate.why) for name, fate in self._table.items() if fate.place is not None}
 
     def overwritten(self) -> Iterator[str]:
-        """Yield the names that are made before they are read."""
+        """Yield the names that are assigned before they are read."""
         return (name for name, fate in self._table.items() if fate.why and fate.place is None)
 
     def _note(self, names: Iterable[str], why: str, place: Place | None) -> None:

@@ -1,4 +1,4 @@
-"""Write statements the other way round: as far as statements alone tell what there was.
+"""Write the inverse of statements, as far as it follows from the statements alone.
 
 Each statement becomes one that reads its right names and undoes its attributes in reverse order. Where a destination is
 known, a load needs no such text: see :mod:`paddle_flexckpt.aoa.reverse`.
@@ -36,7 +36,7 @@ class _NotInvertible(ValueError):
 
 
 def invert(aoa_config: AoaConfig | Statements) -> dict[str, Any]:
-    """Return the configuration that undoes another: it makes the source of what the other made of it.
+    """Return the configuration that undoes another: from the other's result it makes the other's source.
 
     Returns:
         ``{"aoa_statements": [...]}``.
@@ -56,8 +56,8 @@ def inverse_texts(statements: Sequence[Statement], exact: bool) -> list[str]:
 
     Args:
         statements: A program.
-        exact: Whether statements that lose something are an error; else rounding casts are undone by the opposite cast,
-            and what was removed stays as it is in the destination (``aoa_config_reverse``).
+        exact: Whether statements that lose something are an error; else the opposite cast undoes a rounding cast, and
+            removed tensors stay as they are in the destination (``aoa_config_reverse``).
 
     Raises:
         AoaError: A statement has no inverse.
@@ -66,7 +66,7 @@ def inverse_texts(statements: Sequence[Statement], exact: bool) -> list[str]:
 
 
 def overwritten_names(statements: Sequence[Statement]) -> list[str]:
-    """Return the names that a program makes before it reads them: its result does not tell what they were."""
+    """Return the names that a program assigns before it reads them: their earlier values are lost."""
     return list(_undo(statements, exact=False)[1].overwritten())
 
 
@@ -122,7 +122,7 @@ def _undo_one(statement: Statement, number: int, exact: bool, fates: Fates) -> l
 
 
 def _names(statement: Statement) -> tuple[list[str], list[str]]:
-    """Return the names of both sides, with $LAYER_ID_OFFSET written out: on the right it is the id less 1."""
+    """Return the names of both sides, with $LAYER_ID_OFFSET written out (on the right: the id less 1)."""
     left = [name.replace("$LAYER_ID_OFFSET", "$LAYER_ID") for name in array_names(statement.left)]
     return left, [name.replace("$LAYER_ID_OFFSET", "${LAYER_ID-1}") for name in array_names(statement.right)]
 
@@ -134,9 +134,9 @@ def _keys(statement: Statement, name: str) -> list[str]:
 
 
 def _check_states(statements: Sequence[Statement]) -> list[str]:
-    """Return problems of statements about states alone, which go before what follows from the parameter.
+    """Return problems of statements about states alone, which override what follows from the parameter.
 
-    So does their inverse, wherever it stands. It is right where these parameters mean the same in the whole program.
+    Their inverse overrides too, at any place of the program. So these parameters have to mean the same throughout.
     """
     about_states: list[tuple[int, list[str], list[str]]] = []
     readers: NameTable[list[int]] = NameTable()
@@ -172,7 +172,7 @@ def _check_states(statements: Sequence[Statement]) -> list[str]:
 
 
 class _Inverse:
-    """Write the inverse of one statement, in one text or, where attributes cannot stand together, in several."""
+    """The inverse of one statement: one text or, where attributes exclude each other, several."""
 
     def __init__(
         self, statement: Statement, left: Sequence[str], right: Sequence[str], number: int, exact: bool
@@ -207,7 +207,7 @@ class _Inverse:
         for attribute in reversed(after):
             self._add(self._undone(attribute, attribute is single[0] and not any(flags)))
         if flipped:
-            # Transposed before it is cut, so that sizes="auto" finds the extents of the left names along its axis.
+            # The transpose comes before the cut, so that sizes="auto" finds the left names' extents along its axis.
             self._add([_TRANSPOSE])
         if joiner is not None:
             self._undo_joiner(joiner, flipped)
@@ -235,7 +235,7 @@ class _Inverse:
         return joiner_of(self._statement, *counts)
 
     def _add(self, attributes: Sequence[str]) -> None:
-        """Undo one more attribute, in a statement of its own where the same one stands in this one already."""
+        """Undo one more attribute, in a new statement if this one has that attribute already."""
         keys = {text.partition("=")[0] for text in self._pending}
         if any(text.partition("=")[0] in keys for text in attributes):
             self._flush(None)
@@ -259,7 +259,7 @@ class _Inverse:
         return ", ".join([" -> ".join(sides), *rest, *self._suffix])
 
     def _check_ids(self) -> None:
-        """Refuse right names that do not tell the ids: those of an inverse statement come from them."""
+        """Refuse right names that do not determine the ids, from which an inverse statement gets its own."""
         for name in self._right:
             for part in parse_name(name).parts:
                 if isinstance(part, Placeholder) and not part.is_solvable:
@@ -292,7 +292,7 @@ class _Inverse:
         self._add([f"axis={-1 - axis if flipped else axis}", *cuts])
 
     def _undone(self, attribute: Attribute, is_last: bool) -> list[str]:
-        """Return what undoes an attribute of single names; ``is_last``: nothing else happens to the name after that."""
+        """Return the inverse of an attribute of single names; ``is_last``: no later one changes the value."""
         key, value = attribute.key, attribute.value
         if key in _NEVER:
             raise _NotInvertible(_NEVER[key])

@@ -1,8 +1,8 @@
 """Macros: statements that stand for several simpler ones, expanded as text.
 
-What a macro of the in-tree language expands to is, character by character, what the in-tree engine makes of it, so that
-those who know its output find their way (``tests/aoa/test_expansion.py`` compares them and lists the exceptions). The
-names of temporaries are as in-tree too, but they are private to the statement: a parameter of the same name is safe.
+A macro of the in-tree language expands to the in-tree engine's text, character by character (the exceptions are in
+``tests/aoa/test_expansion.py``). Temporaries have the in-tree names too, but are private to the statement: a parameter
+of the same name is safe.
 Tested in tests/aoa/test_expansion.py.
 """
 
@@ -22,7 +22,7 @@ FUSED_ATTRIBUTES = frozenset({*FUSED, "axis", "num_heads", "num_key_value_groups
 def joined(statement: Statement, write: Callable[[Variable, bool], Sequence[str]]) -> str:
     """Write the statement without blanks, as the in-tree macros do.
 
-    ``write`` gives the texts, to be joined by commas, that stand for a variable (``^T`` included) on the left or not.
+    ``write`` returns the texts, to be joined by commas, of a variable (``^T`` included) on the left or not.
     """
     variables = {variable.column: variable for variable in (*statement.left, *statement.right)}
     text: list[str] = []
@@ -67,9 +67,9 @@ def expand_arrays(statement: Statement) -> str:
 
 
 def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]]) -> str:
-    """Replace every name that has a star by the keys that it stands for; none are an error.
+    """Replace every name with a star by its keys; a name without keys is an error.
 
-    ``keys`` gives the keys for a name on the left or not. The statement has no placeholders any more.
+    ``keys`` returns the keys of a name on the left or not. The statement has no placeholders any more.
     """
 
     def write(variable: Variable, is_left: bool) -> list[str]:
@@ -119,7 +119,7 @@ def expand(statement: Statement, source_parts: int = 1, target_parts: int = 1) -
 
 
 def _around(statement: Statement, tag: str) -> tuple[list[str], str, list[str]]:
-    """Return a fused statement without attributes of single variables, and these before and after it."""
+    """Return a fused statement without attributes of single variables, and the ones with these before and after."""
     position = next(i for i, attribute in enumerate(statement.attributes) if attribute.key == tag)
     others = [(i < position, a) for i, a in enumerate(statement.attributes) if a.key not in FUSED_ATTRIBUTES]
     left = [variable.name for variable in statement.left]
@@ -137,7 +137,7 @@ def _around(statement: Statement, tag: str) -> tuple[list[str], str, list[str]]:
 
 
 def expand_fused(statement: Statement, tag: str, source: int, target: int) -> tuple[str, ...]:
-    """Expand the fused layout of a tensor in ``source`` parts, to be one in ``target`` parts, to cuts and joins."""
+    """Expand a fused layout, from ``source`` parts to ``target`` parts, to cuts and joins."""
     left, right = [variable.name for variable in statement.left], [variable.name for variable in statement.right]
     if tag == "fused_qkv":
         return _qkv(statement, left, right)
@@ -158,8 +158,8 @@ def fused_statement(source: str, target: str, tags: str, keys: Collection[str]) 
     Args:
         source: Key of the parameter, or of one of its states, in the source.
         target: Its key in the destination.
-        tags: Tags and attributes; none leave it as it is.
-        keys: The keys of both sides, which tell states from parameters.
+        tags: Tags and attributes; empty: it stays as it is.
+        keys: The keys of both sides, by which states and parameters differ.
     """
     known = set(keys)
     names = (quoted(split_state(key, known)[0]) for key in (source, target))
@@ -222,7 +222,7 @@ def _part(tag: str, component: str, i: int) -> str:
 
 
 def _interleaved(counts: Sequence[tuple[str, int]], degree: int, tag: str) -> list[str]:
-    """Return the temporaries of one tensor, part by part: every part holds its share of each component."""
+    """Return the temporaries of one tensor, part by part; every part has its share of each component."""
     names = []
     for rank in range(degree):
         for component, count in counts:
@@ -237,7 +237,7 @@ def _interleaved(counts: Sequence[tuple[str, int]], degree: int, tag: str) -> li
 
 
 def _other_meaning(counts: Sequence[tuple[str, int]], degree: int) -> str:
-    """Return the remedy for num_key_value_groups= that counts query heads per key-value head; "" where it cannot."""
+    """Return the remedy if num_key_value_groups= may count query heads per key-value head; else ""."""
     numbers = dict(counts)
     heads, groups = numbers.get("Q", 0), numbers.get("K", 1)
     if heads % groups or (heads // groups) % degree or heads % degree:

@@ -1,4 +1,4 @@
-"""What a compiled program is: where every element of every target comes from. Tested in tests/aoa/test_structure.py."""
+"""A compiled program: where every element of every target comes from. Tested in tests/aoa/test_structure.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype
 
 
 class Step(Protocol):
-    """Compute values element by element, for any box of the result."""
+    """An element-wise computation, for any box of the result."""
 
     def operand_boxes(self, box: Box) -> tuple[Box, ...]:
         """Return the box of every operand that a box of the result needs."""
@@ -25,7 +25,7 @@ class Step(Protocol):
 
         Args:
             box: The box of the result.
-            operands: Arrays of the shapes and places that :meth:`operand_boxes` gave.
+            operands: Arrays, one for each of :meth:`operand_boxes`.
 
         Returns:
             Array of ``box.shape``.
@@ -34,7 +34,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Hold the global shape of a value and Paddle's name of its element type."""
+    """The global shape of a value and Paddle's name of its element type."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -47,7 +47,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class Node:
-    """Hold a computed tensor; its operands are names that the mapping defines, as target keys are."""
+    """A computed tensor; its operands are names that the mapping defines, as target keys are."""
 
     step: Step
     info: TensorInfo
@@ -56,12 +56,12 @@ class Node:
 
 @dataclass(frozen=True)
 class Region:
-    """Hold a box of a target that is not moved from a source: it is computed, or keeps what it has.
+    """A box of a target that is not moved from a source: it is computed, or keeps its values.
 
     Attributes:
         offset: First element of the box in the target.
         shape: Extents of the box along the target's axes.
-        node: Index of the node that computes it; None: the target keeps what it has.
+        node: Index of the node that computes it; None: the target keeps its values.
         node_offset: First element of the box in the node's tensor.
         target_axis: For every axis of the node's tensor, the target's axis that runs along it, or -1 (extent 1).
     """
@@ -75,20 +75,20 @@ class Region:
 
 @dataclass(frozen=True, eq=False)
 class TensorMapping:
-    """Hold a compiled program.
+    """A compiled program.
 
-    Target keys that are not in ``tensors`` come from the source key of the same name. The elements of one that is are
-    divided among the boxes of ``maps`` (moved, cast to the target's dtype if it differs) and its ``regions``.
+    Target keys that are not in ``tensors`` come from the source key of the same name. The elements of a key in
+    ``tensors`` are divided among the boxes of ``maps`` (moved, and cast to the target's dtype) and its ``regions``.
 
     Attributes:
         maps: Moves, for target keys and operands.
-        regions: What is not moved, by name of target key or operand.
+        regions: The boxes that are not moved, by target key or operand.
         nodes: Computed tensors; an operand's regions refer to nodes with smaller indices only.
         tensors: Shape and dtype of every target key that the program defines, and of every operand.
         removed: Source keys that statements declare unused.
         unfed: Target keys that are fed by nothing, though the source has a key of the same name (it was removed).
-        masters: Target keys that are fed by another kind of key (``master_weights="convert"``): a master weight by its
-            parameter, or a parameter by its master weight; with the source key.
+        masters: The source key by target key, where ``master_weights="convert"`` feeds a master weight by its
+            parameter, or a parameter by its master weight.
         outputs: Where the program was compiled without a destination: all keys of the result, each in ``tensors``.
         provenance: For target keys in ``tensors`` and ``unfed``: the statement that made it, or why nothing feeds it.
     """
@@ -123,7 +123,7 @@ class TensorMapping:
         return found
 
     def copied_keys(self, names: Iterable[str]) -> dict[str, str]:
-        """Return the names that are one source key, element by element, with that key; values may be cast."""
+        """Return the source key of each name that is one source tensor, element by element; values may be cast."""
         maps, rows, copied = self.maps, self.maps.rows_by_target, {}
         for name in names:
             if name not in self.tensors:
@@ -132,7 +132,7 @@ class TensorMapping:
             row, first = rows.get(name, slice(0, 0)), maps.width - len(shape)
             if row.stop - row.start != 1 or self.regions.get(name):
                 continue
-            # Along axes of extent 1, padding included, it makes no difference which axis runs.
+            # The match of axes of extent 1, padding included, does not matter.
             long = np.flatnonzero(maps.target_shape[row.start] > 1)
             whole = maps.target_shape[row.start, first:].tolist() == list(shape)
             straight = (maps.target_axis[row.start, long] == long).all()
@@ -141,10 +141,7 @@ class TensorMapping:
         return copied
 
     def moved_keys(self, names: Iterable[str]) -> set[str]:
-        """Return the names that are not, element by element, the source key of the same name.
-
-        Values may be cast; but a target of another dtype is not the shard that the source has.
-        """
+        """Return the names that are not, element by element, the source key of the same name, or have another dtype."""
         names = list(names)
         copied = self.copied_keys(names)
         return {name for name in names if name in self.tensors and copied.get(name) != name}

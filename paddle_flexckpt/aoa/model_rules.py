@@ -1,7 +1,7 @@
 """Rules for common models: AOA statements from Hugging Face checkpoints to Paddle models and back.
 
-For some families they are made from names of tensors (:mod:`~paddle_flexckpt.aoa.families`). For others they are data
-files in ``rules/``, one per family of models::
+Some families' rules are made from names of tensors (:mod:`~paddle_flexckpt.aoa.families`). The others are data files in
+``rules/``, one per family of models::
 
     {
       "name", "description",
@@ -10,9 +10,9 @@ files in ``rules/``, one per family of models::
       "variants": {VARIANT: {"description", "blocks": [BLOCK, ...]}}
     }
 
-In statements ``{NAME}`` is the value of a parameter, and ``{NAME*TEXT}`` is TEXT as many times as the parameter says,
-separated by commas, with the numbers from 0 for ``#``. ``to_hf`` is the list of statements of the way back, or
-``"invert"``, or the name of another block whose way back it is.
+In statements ``{NAME}`` is the value of a parameter. ``{NAME*TEXT}`` is TEXT, repeated that many times and separated by
+commas, with the numbers from 0 for ``#``. ``to_hf`` is the list of statements of the way back, or ``"invert"``, or the
+name of a block with the same way back.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.catalog.dtypes import plain_integer
 
 _DIRECTIONS = ("from_hf", "to_hf")
-# Names of parameters are in small letters, so ${LAYER_ID+1} is none.
+# Names of parameters are in small letters, so ${LAYER_ID+1} is not one.
 _PARAMETER = re.compile(r"\{([a-z_]+)\}")
 _REPEATED = re.compile(r"\{([a-z_]+)\*([^{}]*)\}")
-# Of more names only the nearest are told.
+# Of more names only the nearest are listed.
 _TOLD = 12
 _NAME = re.compile(r"[A-Za-z0-9_.]*")
 
 
 def rule_names() -> list[str]:
-    """Return names of the families of models that there are rules for, sorted."""
+    """Return the names of the families of models with rules, sorted."""
     return sorted([*_written(), *small_models()])
 
 
@@ -49,7 +49,7 @@ def _written() -> list[str]:
 
 
 def describe_model_rules(name: str) -> dict[str, Any]:
-    """Return the rules of a family of models as a file of rules has them: parameters, variants, blocks of statements.
+    """Return the rules of a family of models in the form of a file: parameters, variants, blocks of statements.
 
     Raises:
         AoaError: There are no rules of that name.
@@ -71,7 +71,7 @@ def model_rules(
         name: The family of models, one of :func:`rule_names`.
         variant: Which parameters the Paddle model fuses; ``describe_model_rules(name)["variants"]`` lists them.
         direction: ``"from_hf"`` or ``"to_hf"``.
-        **parameters: What the statements depend on; ``describe_model_rules(name)["parameters"]`` lists them. One
+        **parameters: Values in the statements; ``describe_model_rules(name)["parameters"]`` lists them. A parameter
             without a default has to be given where the variant uses it.
 
     Returns:
@@ -103,12 +103,12 @@ def model_rules(
         return {"aoa_statements": _filled(context, rules["parameters"], statements, texts)}
     written, forward = _way_back(rules["blocks"], blocks)
     inverse = invert({"aoa_statements": _filled(context, rules["parameters"], forward, texts)})["aoa_statements"]
-    # The written ones come first: they read the Paddle model's tensors, whose names may be HF's too.
+    # Written statements come first: they read the Paddle model's tensors, whose names may be HF's too.
     return {"aoa_statements": _filled(context, rules["parameters"], written, texts) + inverse}
 
 
 def _way_back(blocks: Mapping[str, Any], names: list[str]) -> tuple[list[str], list[str]]:
-    """Return the statements to HF as they are written, and those from HF that have to be inverted."""
+    """Return the written statements to HF, and the statements from HF to invert."""
     written: list[str] = []
     forward: list[str] = []
     for name in names:

@@ -1,7 +1,7 @@
-"""Names with placeholders, and the index that finds the keys which they stand for.
+"""Names with placeholders, and the index that finds their keys.
 
 Matching every pattern against every key would take patterns times keys steps. Instead keys are grouped once by their
-*form*, the name with every run of digits replaced by ``#``; a pattern has a form too and looks at one group only.
+*form*, the name with every run of digits replaced by ``#``. A pattern has a form too and is matched in one group only.
 Tested in tests/aoa/test_language.py.
 """
 
@@ -34,19 +34,19 @@ OFFSET = "LAYER_ID_OFFSET"
 
 @dataclass(frozen=True)
 class Placeholder:
-    """Stand for ``$NAME`` or ``${NAME+1}``: ``terms``, operators and numbers, apply to the id from left to right."""
+    """``$NAME`` or ``${NAME+1}``: ``terms``, operators and numbers, apply to the id from left to right."""
 
     name: str
     terms: tuple[tuple[str, int], ...] = ()
 
     def value(self, number: int) -> int:
-        """Return the number that stands in the name for an id."""
+        """Return the number in the name for an id."""
         for symbol, term in self.terms:
             number = _OPERATORS[symbol](number, term)
         return number
 
     def solve(self, number: int) -> int | None:
-        """Return the id for which :meth:`value` is the given number, or None; None too where there may be several."""
+        """Return the id for which :meth:`value` is the given number; None if there is none, or may be several."""
         for symbol, term in reversed(self.terms):
             if symbol == "+":
                 number -= term
@@ -60,13 +60,13 @@ class Placeholder:
 
     @property
     def is_solvable(self) -> bool:
-        """Return whether an id can be told from the number."""
+        """Return whether the number determines the id."""
         return all(symbol in "+-*" for symbol, _ in self.terms)
 
 
 @dataclass(frozen=True)
 class Template:
-    """Hold a name, split into literal text and placeholders in turn; their names are sorted."""
+    """A name, split into literal text and placeholders in turn; ``placeholders`` is sorted."""
 
     text: str
     parts: tuple[str | Placeholder, ...]
@@ -143,7 +143,7 @@ def _enter(table: _Table, places: tuple[int, ...], pieces: Sequence[str]) -> Non
 
 
 class KeyIndex:
-    """Find the keys that a name with placeholders or a star stands for."""
+    """An index of keys by names with placeholders or stars."""
 
     def __init__(self, keys: Iterable[str]) -> None:
         # By form: the keys, each as the pieces between and of its runs of digits.
@@ -157,11 +157,11 @@ class KeyIndex:
             self._pieces.setdefault("#".join(pieces[::2]), []).append(pieces)
 
     def add(self, names: Iterable[str], template: Template) -> None:
-        """Add names that a template was made into; the work is done when somebody asks for such names."""
+        """Add the names that a template was expanded to; they are indexed when such names are first looked up."""
         self._later.setdefault(form_of(template)[0], []).extend(names)
 
     def _open(self, form: str | None) -> None:
-        """Take in the names of a form (None: all) that were added."""
+        """Index the added names of a form (None: all)."""
         waiting = [form, None] if form is not None else list(self._later)
         for name in [name for kind in waiting for name in self._later.pop(kind, ())]:
             pieces = _DIGITS.split(name)
@@ -213,7 +213,7 @@ class KeyIndex:
         return sorted(set(found))
 
     def _starred_bindings(self, template: Template, known: Mapping[str, int] | None) -> list[tuple[int, ...]]:
-        """Return the ids of a name that has stars too: a star is a placeholder that nobody asks for."""
+        """Return the ids of a name that has stars too: a star is a placeholder whose id is not used."""
         parts: list[str | Placeholder] = []
         for part in template.parts:
             if isinstance(part, Placeholder):
@@ -235,7 +235,7 @@ class KeyIndex:
         if [(slot.name, slot.terms) for _, slot in plain] == [(name, ()) for name in names]:
             order = [i for i, _ in plain]
             found = [tuple(int(ids[i]) for i in order) for ids in candidates]
-            # 007 is no number that a placeholder would give back.
+            # A placeholder would write 007 as 7.
             if any(text[0] == "0" and len(text) > 1 for ids in candidates for text in ids):
                 found = [t for t, ids in zip(found, candidates) if all(str(n) == ids[i] for n, i in zip(t, order))]
             return found
@@ -253,7 +253,7 @@ class KeyIndex:
         """Return the keys that match a name whose stars stand for numbers, sorted by these numbers."""
         pattern = re.compile(r"(\d+)".join(re.escape(part) for part in name.split("*")))
         form, _ = form_of(parse_name(name))
-        # A star next to a digit may share a run of digits with it: then every key is looked at.
+        # A star next to a digit may share a run of digits with it: then every key is matched.
         beside = re.search(r"\d\*|\*\d|\*\*", name) is not None
         self._open(None if beside else form)
         found = []
@@ -270,7 +270,7 @@ def _shared(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _solve(names: tuple[str, ...], slots: list[tuple[Placeholder, str]]) -> tuple[int, ...] | None:
-    """Return the ids for which placeholders stand for the given texts, or None."""
+    """Return the ids for which placeholders become the given texts, or None."""
     ids: dict[str, int] = {}
     for slot, text in slots:
         number = slot.solve(int(text)) if slot.is_solvable else None
@@ -282,9 +282,9 @@ def _solve(names: tuple[str, ...], slots: list[tuple[Placeholder, str]]) -> tupl
 
 
 def form_of(template: Template) -> tuple[str | None, list[str | Placeholder]]:
-    """Return the form of the keys that a name stands for, and what stands in each of its runs of digits.
+    """Return the form of a name's keys, and the content of each run of digits.
 
-    None where a placeholder touches a digit or another placeholder: runs of digits then do not tell them apart.
+    None where a placeholder touches a digit or another placeholder: runs of digits then do not separate them.
     """
     form: list[str] = []
     slots: list[str | Placeholder] = []

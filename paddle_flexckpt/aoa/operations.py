@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 _TAG_JOINERS = frozenset({"copy", "stack", "unstack", "sum", "average", "lora_merge", "dequant"})
 MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat", "dtype", "dst_dtype", "scale"})
 _SHAPE_MODIFIERS = frozenset({"permute", "reshape", "slice", "pad", "resize", "repeat"})
-# Attributes that mean something only beside others.
+# Attributes that need others beside them.
 _PARTNERS = {
     "block": ("repeat", "dequant"),
     "sizes": ("axis",),
@@ -32,20 +32,20 @@ _PARTNERS = {
 
 
 class Value(NamedTuple):
-    """Hold what a name stands for: a structure, and the source keys, or slots of another value, of its slots."""
+    """The value of a name: a structure, and for each of its slots the source key, or the slot of another value."""
 
     structure: Structure
     inputs: tuple[Any, ...]
 
 
 class Operations:
-    """Do operations on values; what was done to a structure before is not computed again."""
+    """Operations on values, memoised by structure."""
 
     def __init__(self) -> None:
         self._memo: dict[tuple[Any, ...], Any] = {}
 
     def once(self, key: tuple[Any, ...], make: Callable[[], Result]) -> Result:
-        """Return what ``make`` gave when it was called for this key, or call it."""
+        """Return the result of ``make``, which is called once for each key."""
         if key not in self._memo:
             self._memo[key] = make()
         found: Result = self._memo[key]
@@ -108,7 +108,7 @@ def _check_partners(statement: Statement) -> None:
 
 
 def joiner_of(statement: Statement, left: int, right: int) -> Attribute | None:
-    """Return the attribute that makes right variables of left ones; None: each right one is its left one."""
+    """Return the attribute that joins or cuts left variables into right ones; None: they correspond one to one."""
     tags = [attribute for attribute in statement.attributes if attribute.key in _TAG_JOINERS]
     if len(tags) > 1:
         raise StatementError(f"{tags[0].key} and {tags[1].key} exclude each other", tags[1].column)
@@ -295,7 +295,7 @@ def _modify(
         more = statement.attributes[statement.attributes.index(attribute) + 1 :]
         is_last = not any(other.key in _SHAPE_MODIFIERS for other in more)
         if is_last and given == structure.shape and shape is not None and _is_merged(shape, given):
-            given = shape  # a marker of the split axes: here they are the source's, and the destination has them merged
+            given = shape  # "auto" marks the split axes: the source has them, and the destination has them merged
         return operations.apply(structure_ops.reshape, [value], given)
     if key == "slice":
         return operations.apply(structure_ops.slice_, [value], _slices(str(given)))

@@ -23,7 +23,7 @@ from paddle_flexckpt.aoa.errors import AoaError, Place, StatementError, describe
 TAGS = frozenset(
     {"fused_qkv", "fused_qkv_old", "fused_ffn", "copy", "stack", "unstack", "sum", "average", "lora_merge", "optional"}
 )
-# Order matters: the first pattern that fits wins. Names may hold placeholders with arithmetic, ${LAYER_ID+1}.
+# The first pattern that fits wins. Names may hold placeholders with arithmetic, ${LAYER_ID+1}.
 _NAME_START = r"[A-Za-z_*]|\\?\$(?:\{[^}\n]*\}|[A-Za-z_])"
 _NAME_NEXT = r"[A-Za-z0-9_.*]|\\?\$(?:\{[^}\n]*\}|[A-Za-z_])"
 _TOKENS = re.compile(
@@ -41,11 +41,11 @@ _TOKENS = re.compile(
     r"|(?P<SKIP>[ \t]+)"
     r"|(?P<NEWLINE>[\r\n]+)"
 )
-# A character in a quoted name by its number, and those that have to be written so.
+# The escape of a character in a quoted name, and the characters that need one.
 _ESCAPED = re.compile(r"\\x([0-9a-f]{2})")
 _TO_ESCAPE = re.compile(r'["\n]|\\(?=x[0-9a-f]{2})')
 _PLAIN_NAME = re.compile(rf"(?:{_NAME_START})(?:{_NAME_NEXT})*")
-# The value of an attribute and the name behind it: two texts that were put together with nothing between them.
+# An attribute's value with a name right behind it: two texts with nothing between them.
 _GLUED = re.compile(rf"(?P<value>[-+]?\d+(?:\.\d+)?)(?P<name>{_PLAIN_NAME.pattern})")
 _INTEGERS = frozenset({"axis", "num_heads", "num_key_value_groups", "repeat"})
 _FLOATS = frozenset({"scale"})
@@ -59,7 +59,7 @@ MAX_NAMES = 65_536
 
 
 class Token(NamedTuple):
-    """Hold a token: a named group of the pattern, its text (``$`` for ``\\$``), its column (from 1), the next one."""
+    """A token: its group in the pattern, its text (``$`` for ``\\$``), its column (from 1) and the column behind it."""
 
     kind: str
     text: str
@@ -122,7 +122,7 @@ def quoted(name: str) -> str:
 
 @dataclass(frozen=True)
 class Variable:
-    """Hold a name in a statement, without quotes and ``^T``; ``items`` is (start, stop) of ``name[start:stop]``."""
+    """A name in a statement, without quotes and ``^T``; ``items`` is (start, stop) of ``name[start:stop]``."""
 
     name: str
     transposed: bool
@@ -132,7 +132,7 @@ class Variable:
 
 @dataclass(frozen=True)
 class Attribute:
-    """Hold an attribute, whose value is a number, a text or a tuple of numbers; or a tag, whose value is True."""
+    """An attribute, whose value is a number, a text or a tuple of numbers; or a tag, whose value is True."""
 
     key: str
     value: Any
@@ -141,7 +141,7 @@ class Attribute:
 
 @dataclass(frozen=True)
 class Statement:
-    """Assign the variables on the right from those on the left; columns are counted in it."""
+    """One statement: the variables on the right are assigned from those on the left."""
 
     left: tuple[Variable, ...]
     right: tuple[Variable, ...]
@@ -172,7 +172,7 @@ def parse(text: str, number: int = 1) -> list[Statement]:
 
 
 def written(attribute: Attribute) -> str:
-    """Write an attribute as it has to stand in a statement."""
+    """Write an attribute in the form of a statement."""
     value = attribute.value
     if value is True:
         return attribute.key
@@ -269,7 +269,7 @@ class _Parser:
         )
 
     def _check_commas(self, start: int) -> None:
-        """Raise the error of a comma that is missing, where a statement that began at ``start`` has no arrow."""
+        """Raise the error of a missing comma, where a statement that began at ``start`` has no arrow."""
         first = self._tokens[start]
         if self._kind() in ("NAME", "STRING"):
             token = self._tokens[self._position]

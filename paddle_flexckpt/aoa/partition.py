@@ -40,8 +40,8 @@ def target_parts(
 ) -> int:
     """Return the number of parts of the tensor ``name`` on the right; without a destination it is in one.
 
-    Where the right name is no key of the destination, the statements that follow are searched for the key that it
-    becomes, through renames, transposes and casts.
+    If the right name is not a key of the destination, the later statements are followed through renames, transposes and
+    casts to the key that it becomes.
     """
     if side is None:
         return 1

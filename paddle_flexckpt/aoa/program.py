@@ -20,12 +20,12 @@ from paddle_flexckpt.aoa.structure import Structure, StructureError
 from paddle_flexckpt.aoa.structure_ops import source as source_structure
 
 logger = logging.getLogger("paddle_flexckpt")
-# After so many problems more of them help nobody.
+# The most problems to list.
 MAX_PROBLEMS = 100
 
 
 class _Assignment(NamedTuple):
-    """Hold values for the right names of a rule; ``state`` is None for a parameter with all its states."""
+    """The values of a rule's right names; ``state`` is None for a parameter with all its states."""
 
     names: Sequence[str]
     values: Sequence[Value]
@@ -34,17 +34,17 @@ class _Assignment(NamedTuple):
 
 
 class Program:
-    """Hold what names stand for, while rules are carried out and after.
+    """The values of names, while rules are carried out and after.
 
     Attributes:
         source: The source.
         target: The destination, or None.
-        values: Values of names, for the parameter and all its states; inputs are names of source parameters.
-        state_values: Values by state and name, where a statement is about that state alone; inputs are source keys.
+        values: Values of parameters with all their states, by name; inputs are names of source parameters.
+        state_values: Values by state and name, from statements about that state alone; inputs are source keys.
         origins: The statement that assigned a name (for a state: its whole key).
         removed: Source names that are declared unused.
         read: Names that a statement has read since they were assigned.
-        trace: Where it is a dict: what was carried out, in order, as rules without stars, their ids, and the numbers of
+        trace: None, or the rules that were carried out, in order, without stars, with their ids and the numbers of
             tensor-parallel parts on both sides.
     """
 
@@ -63,10 +63,10 @@ class Program:
         self.read: set[str] = set()
         self.trace: dict[tuple[Rule, Ids, tuple[int, int]], None] | None = None
         self._poisoned: set[str] = set()
-        # States that do not follow from a name's value, as they were made apart for a name that it was made of.
+        # States that do not follow from a name's value: a statement assigned them alone for one of its operands.
         self._apart: dict[str, frozenset[str]] = {}
         self._made_of: list[tuple[Sequence[str], Sequence[str]]] = []
-        # By identity: a side has one object for equal shapes and dtypes, and hashing these takes longer.
+        # By identity, as hashing shapes takes longer: a side has one object for equal shapes and dtypes.
         self._sources: dict[int, Structure] = {}
         self._index = KeyIndex(source.states)
         self._target_index: KeyIndex | None = None
@@ -79,7 +79,7 @@ class Program:
         """Carry out statements.
 
         Raises:
-            AoaError: Some do not fit the tensors; all that do not follow from others are listed.
+            AoaError: Some do not fit the tensors; problems that follow from others are not listed.
         """
         kinds = {id(kinds): kinds for side in self._sides for kinds in side.states.values()}.values()
         states = {*STATES, *(state for kind in kinds for state in kind if state)}
@@ -107,7 +107,7 @@ class Program:
         self._index.add([name], parse_name(name))
 
     def forget(self, names: Sequence[str]) -> None:
-        """Leave the destination's keys of these names, or patterns, without a value, whatever there is under them."""
+        """Leave the destination's keys of these names, or patterns, without a value."""
         for template in map(parse_name, names):
             for ids in self._destination_index().bindings(template):
                 name = template.formatter(template.placeholders)(ids)
@@ -115,7 +115,7 @@ class Program:
                 self.removed.add(name)
 
     def check_follows(self, name: str, state: str) -> None:
-        """Raise NotFed if a state was made apart for a name that another one was made of afterwards."""
+        """Raise NotFed if a statement assigned this state alone for an operand of ``name``."""
         if state in self._apart.get(name, ()):
             what = state or "the parameter"
             raise NotFed(
@@ -124,7 +124,7 @@ class Program:
             )
 
     def _set_apart(self) -> None:
-        """Note for the names that a statement has made which states do not follow."""
+        """Note which states do not follow from the names that a statement has assigned."""
         apart = {}
         for left, right in self._made_of:
             states = {state for state, table in self.state_values.items() if any(name in table for name in left)}
@@ -166,7 +166,7 @@ class Program:
             except StatementError as error:
                 lost = [format_name(ids) for format_name in right]
                 self._poisoned.update(lost)
-                # Statements about what could not be assigned find it, and are left out.
+                # Later statements that read these names are left out.
                 for name, template in zip(lost, rule.right):
                     self._index.add([name], template)
                 # The other instances of a rule have the same problem as its first one.
@@ -185,10 +185,10 @@ class Program:
             )
 
     def _run_plain(self, rule: Rule, bindings: Sequence[Ids]) -> bool:
-        """Carry out a rule that is the same for all ids, column by column: most are, tens of thousands of times.
+        """Carry out a rule that is the same for all ids, column by column, as most rules are.
 
         Returns:
-            False if something is wrong with some of the ids; nothing was assigned then.
+            False if some id has a problem; then nothing was assigned.
         """
         try:
             left = [list(map(template.formatter(rule.placeholders), bindings)) for template in rule.left]
@@ -256,7 +256,7 @@ class Program:
             raise ExpandedError(str(error), concrete.statement.place.text) from error
 
     def star_keys(self, name: str, is_left: bool) -> list[str]:
-        """Return the keys that a name with stars stands for."""
+        """Return the keys of a name with stars."""
         if is_left:
             return self._index.star(name)
         if self.target is None:
@@ -343,7 +343,7 @@ class Program:
             self.trace[rule, ids if rule.placeholders else (), parts] = None
 
     def _lookup(self, name: str, state: str | None, by_key: bool) -> Value | None:
-        """Return what a name stands for; ``by_key``: the statement has the name of the state itself."""
+        """Return the value of a name; ``by_key``: the statement names the state itself."""
         if state is not None:
             value = self.state_values.get(state, {}).get(name)
             if value is not None:
@@ -360,12 +360,12 @@ class Program:
         return self._find(name)
 
     def _moved(self, name: str, state: str) -> Value | None:
-        """Return what a name stands for as a state, or for PARAMETER as what is none."""
+        """Return the value of a name as a state; for PARAMETER, as a parameter."""
         value = self._lookup(name, state, True) if state != PARAMETER else self.state_values.get(state, {}).get(name)
         return value if value is not None else self._find(state_key(name, state))
 
     def _find(self, name: str) -> Value | None:
-        """Return what a name stands for as a parameter: what was assigned last, else the source key."""
+        """Return the value of a name as a parameter: the last one assigned, else the source key."""
         value = self.values.get(name)
         if value is None and name in self.source.states:
             value = Value(self.source_structure(self.source.base_info(name)), (name,))
@@ -379,7 +379,7 @@ class Program:
         return structure
 
     def _parts(self, rule: Rule, ids: Ids, left: list[Value], right: list[str]) -> tuple[int, int]:
-        """Return in how many tensor-parallel parts a fused tensor on the left, and one on the right, is cut."""
+        """Return the numbers of tensor-parallel parts of the fused tensors on the left and on the right."""
         numbers = dict(zip(rule.placeholders, ids))
         ndim = len(left[0].structure.shape)
         following = self.rules[self._position + 1 :]
@@ -389,7 +389,7 @@ class Program:
         )
 
     def _or_optional(self, right: Sequence[Template]) -> str:
-        """Return the remedy to leave a statement out; nothing where a target might then get the source's own tensor."""
+        """Return the remedy to make a statement optional; "" where a target might then get the source's own tensor."""
         if self._side_indices is None:
             self._side_indices = [KeyIndex(side.states) for side in self._sides]
         names = [template for template in right if template.text != NOTHING]

@@ -1,8 +1,8 @@
-"""Reverse a program: its box maps with their columns swapped, as ``aoa_config_reverse`` asks for.
+"""Reverse a program for ``aoa_config_reverse``: the columns of its box maps are swapped.
 
 The program is carried out from the destination to the source of a load, on names and shapes alone. Each fragment of a
-value then says which box of a destination tensor stands where in a source tensor. Seen from the other side, these are
-the fragments of the destination tensor. They have to give each of its elements, and none of it by a computation.
+value then maps a box of a destination tensor to a box of a source tensor. Swapped, these are the fragments of the
+destination tensor. They have to cover all its elements without a computation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paddle_flexckpt.aoa.states import PARAMETER, state_key
 from paddle_flexckpt.aoa.structure import Fragments, Structure, assembled
 from paddle_flexckpt.aoa.structure_values import keep
 
-# Cells of the grid of all edges of a tensor's boxes; more of them would take minutes.
+# The most cells of the grid of all edges of a tensor's boxes; more would take minutes.
 MAX_CELLS = 1 << 22
 
 
@@ -31,7 +31,7 @@ class _Lost(ValueError):
 
 
 class _Use(NamedTuple):
-    """Tell where a tensor is used: as input ``slot`` of the value of the tensor ``name``, which is as ``info`` says."""
+    """A use of a tensor: input ``slot`` of the value of the tensor ``name``, whose shape and dtype are ``info``."""
 
     structure: Structure
     slot: int
@@ -40,24 +40,24 @@ class _Use(NamedTuple):
 
 
 class Reversal:
-    """Turn a program that was carried out from the destination into one from the source."""
+    """The reversal of a program that was carried out from the destination."""
 
     def __init__(self, forward: Program, back: Program) -> None:
-        """Take a program carried out from the destination, and one without statements that gets the values."""
+        """Take a program carried out from the destination, and one without statements, to which values are assigned."""
         self._forward = forward
         self._back = back
         self._memo: dict[tuple[object, ...], tuple[Structure, tuple[int, ...]]] = {}
         self._problems: list[str] = []
 
     def run(self) -> None:
-        """Give every tensor of the destination that statements mention its value.
+        """Assign a value to every tensor of the destination that statements mention.
 
         Raises:
-            AoaError: Some cannot be had back exactly as they were moved.
+            AoaError: Some cannot be restored exactly.
         """
         forward, back = self._forward, self._back
         for state, table in forward.state_values.items():
-            # What the source has under these names was made by statements of their own, and not with the parameter.
+            # Statements about these states alone made the source's keys of these names.
             back.removed.update(state_key(name, state) for name in table)
         self._reverse(None, forward.values)
         for state, table in forward.state_values.items():
@@ -93,11 +93,11 @@ class Reversal:
                     found.append(_Use(value.structure, slot, key, info))
         for used, found in uses.items():
             if state is None and used not in values and used in back.source.states:
-                continue  # it is there under its own name
+                continue  # the source has it under its own name
             self._give(used, state, found)
         for name in values:
             if state is None and name not in uses and name in forward.source.states:
-                back.removed.add(name)  # what the source has under this name is another tensor
+                back.removed.add(name)  # the source has another tensor of this name
 
     def _give(self, used: str, state: str | None, uses: list[_Use]) -> None:
         forward, back = self._forward, self._back
@@ -118,13 +118,13 @@ class Reversal:
         table = forward.values if state is None else forward.state_values[state]
         readers = (state_key(name, state or PARAMETER) for name, value in table.items() if used in value.inputs)
         origin = forward.origins[next(readers)]
-        # What an optional statement would have made need not be in the source.
+        # The result of an optional statement need not be in the source.
         if is_there or not origin.rule.is_optional:
             message = f"has no exact inverse: {used!r} cannot be had back, as {why}"
             self._problems.append(describe_problem(message, origin.rule.place))
 
     def _keep(self, name: str) -> None:
-        """Keep what the destination has of a tensor that was removed."""
+        """Let the destination keep its values of a tensor that was removed."""
         forward, back = self._forward, self._back
         if name in forward.source.states and name not in back.values:
             back.assign(name, None, Value(keep(forward.source.base_info(name)).structure, ()), None)
@@ -133,7 +133,7 @@ class Reversal:
             back.assign(base, state, Value(keep(forward.source.infos[name]).structure, ()), None)
 
     def _structure(self, info: TensorInfo, uses: list[_Use]) -> tuple[Structure, tuple[int, ...]]:
-        """Return how a tensor is made of the tensors that it was used for, and which of these are needed."""
+        """Return the structure of a tensor over the tensors that were made of it, and which of these it needs."""
         key = (info, *((use.structure, use.slot, use.info) for use in uses))
         if key not in self._memo:
             self._memo[key] = _swapped(info, uses)
@@ -144,7 +144,7 @@ def _swapped(info: TensorInfo, uses: Sequence[_Use]) -> tuple[Structure, tuple[i
     if not uses:
         raise _Lost("the source of this reverse load has no tensor that it was used for")
     parts = [_seen_from(use.structure, use.slot, number, info) for number, use in enumerate(uses)]
-    # Exact copies first, then those that show the most of the tensor.
+    # Exact copies first, then those with the most of the tensor.
     exact = [is_exact(info.dtype, use.structure.dtype) and is_exact(info.dtype, use.info.dtype) for use in uses]
     size = [int(part.extent.prod(axis=1).sum()) for part in parts]
     order = sorted(range(len(uses)), key=lambda number: (not exact[number], -size[number], number))
@@ -161,7 +161,7 @@ def _swapped(info: TensorInfo, uses: Sequence[_Use]) -> tuple[Structure, tuple[i
 
 
 def _seen_from(structure: Structure, slot: int, number: int, info: TensorInfo) -> Fragments:
-    """Return the fragments that show one input, with the columns of the value and of the input swapped."""
+    """Return the fragments of one input, with the columns of the value and of the input swapped."""
     fragments = structure.fragments.take(structure.fragments.leaf == slot)
     rank, ndim, count = len(structure.shape), len(info.shape), len(fragments)
     first = fragments.width - ndim
@@ -178,7 +178,7 @@ def _seen_from(structure: Structure, slot: int, number: int, info: TensorInfo) -
 
 
 def _once_each(info: TensorInfo, shown: Fragments, uses: Sequence[_Use]) -> Fragments:
-    """Return fragments that show each element of a tensor exactly once: each one's first."""
+    """Return fragments with each element of a tensor exactly once: its first occurrence."""
     shape = np.asarray(info.shape, dtype=np.int64)
     if not shape.all():
         return shown.take(np.zeros(0, dtype=np.int64))

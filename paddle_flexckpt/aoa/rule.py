@@ -23,17 +23,17 @@ Ids = tuple[int, ...]
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """Hold one statement of the program.
+    """One statement of the program.
 
     Attributes:
         place: Where the user wrote it.
         statement: The statement, arrays written out.
-        left: Its left names; in the names of states, without the state.
+        left: Its left names, without states.
         right: Its right names, likewise.
         placeholders: All placeholders, sorted.
-        states: The states that it is about; None: the parameter and all of its states.
-        source_state: The state that is read, where a rename makes a state of what is none, or the other way round;
-            None: the same as is assigned.
+        states: The states that it assigns; None: the parameter and all of its states.
+        source_state: The state that is read, where a rename turns a parameter into a state, or the other way round;
+            None: the state that is assigned.
         is_lenient: Whether a pattern that matches nothing is no error.
     """
 
@@ -53,18 +53,18 @@ class Rule:
 
     @cached_property
     def asks_shapes(self) -> bool:
-        """Return whether some attribute takes the destination's shapes, or may, as a reshape does."""
+        """Return whether an attribute takes the destination's shapes, or may, as a reshape does."""
         return any(attribute.value == "auto" or attribute.key == "reshape" for attribute in self.statement.attributes)
 
     @cached_property
     def is_plain(self) -> bool:
-        """Tell whether it depends on nothing but the values of its left names, and is about no single state."""
+        """Return whether it depends on its left names' values alone, and is not about single states."""
         special = self.states is not None or self.fused or self.has_stars or self.asks_shapes or self.is_optional
         return not special and NOTHING not in (self.left[0].text, self.right[0].text)
 
     @cached_property
     def has_stars(self) -> bool:
-        """Return whether it depends on the keys that there are."""
+        """Return whether names have stars, so that it depends on the existing keys."""
         return any(template.has_star for template in (*self.left, *self.right))
 
     @cached_property
@@ -74,15 +74,15 @@ class Rule:
         return tag if tag in ("fused_ffn", "fused_qkv_old") else None
 
     def expanded(self, parts: tuple[int, int]) -> tuple[Statement, ...]:
-        """Return the simple statements that it stands for, placeholders as they are."""
+        """Return the simple statements that it expands to, with their placeholders."""
         if fused_tag(self.statement) is None and not any(variable.transposed for variable in self.statement.left):
-            return (self.statement,)  # thousands have hundreds of names, which need not be parsed again
+            return (self.statement,)  # not parsed again: thousands of rules may have hundreds of names each
         return tuple(statement for text in expand(self.statement, *parts) for statement in parse(text))
 
     def evaluate(
         self, parts: tuple[int, int], left: Sequence[Value], shapes: tuple[Shape | None, ...], operations: Operations
     ) -> list[Value]:
-        """Return values of the right names for the left ones; done once per combination of structures."""
+        """Return values of the right names for the left ones; computed once per combination of structures."""
         key = (self, parts, shapes, *(value.structure for value in left))
         results = operations.once(key, lambda: self._compute(parts, left, shapes, operations))
         inputs = concatenated(left)
@@ -117,7 +117,7 @@ class Rule:
 
 
 class Origin(NamedTuple):
-    """Name the statement that assigned a name."""
+    """The statement that assigned a name."""
 
     rule: Rule
     ids: Ids
@@ -129,7 +129,7 @@ class Origin(NamedTuple):
 
 
 class ExpandedError(StatementError):
-    """Tell what is wrong with a statement that a macro made; ``text`` is that statement."""
+    """An error in a statement that a macro made; ``text`` is that statement."""
 
     def __init__(self, message: str, text: str) -> None:
         super().__init__(message)
@@ -147,7 +147,7 @@ def make_rule(
     Args:
         statement: The statement.
         states: Last components of names that may be those of states.
-        is_parameter: Whether a name that ends like a state, such as ``block.w_0``, is a parameter's.
+        is_parameter: Returns whether a name that ends like a state, such as ``block.w_0``, is a parameter's.
         sides: The source and, if there is one, the destination.
     """
     place = statement.place
@@ -178,7 +178,7 @@ def make_rule(
 
 
 def _offset(template: Template) -> Template:
-    """Return a template of the right side, where $LAYER_ID_OFFSET is the id less 1."""
+    """Return a template for the right side, where $LAYER_ID_OFFSET is the id less 1."""
     parts = tuple(
         Placeholder(part.name, (*part.terms, ("-", 1)))
         if isinstance(part, Placeholder) and part.name == OFFSET
@@ -217,7 +217,7 @@ def _states(
 
 
 def _is_rename(statement: Statement) -> bool:
-    """Return whether a statement does nothing to one tensor but give it another name."""
+    """Return whether a statement only renames one tensor."""
     (*left, first), (*right, last) = statement.left, statement.right
     more = left or right or statement.attributes or first.transposed or last.transposed
     return not more and NOTHING not in (first.name, last.name)
@@ -230,12 +230,12 @@ def _ends(
     is_parameter: Callable[[Template], bool],
     sides: Sequence[Side],
 ) -> tuple[str, str] | None:
-    """Return the states of both names of a rename where one is a state and the other is none and has none.
+    """Return the states of both names of a rename between a state and a name that is neither a state nor has one.
 
-    The keys of a plain ``optimizer.state_dict()`` are such: its states do not have the names of states.
+    A plain ``optimizer.state_dict()`` has such keys: its states are not named as states.
 
     Returns:
-        The state that is read and the one that is assigned, PARAMETER for the name that is none; None for all others.
+        The state that is read and the one that is assigned, PARAMETER for the other name; None for all other renames.
     """
     tails = [template.text.rpartition(".")[2] for template in (left, right)]
     looks = [tail in states and tail != t.text for tail, t in zip(tails, (left, right))]
@@ -246,7 +246,7 @@ def _ends(
     (state, tail), other = ((left, tails[0]), right) if named[0] else ((right, tails[1]), left)
     has_states = any(any(side.states.get(other.text, ())) for side in sides)  # the name of PARAMETER is empty
     is_state = any(tail in side.states.get(state.text[: -len(tail) - 1], ()) for side in sides)
-    # linear_0.w_0 -> x.w_0: two parameters, unless x.w_0 is known for a state.
+    # linear_0.w_0 -> x.w_0: two parameters, unless x.w_0 is known as a state.
     if has_states or (any(parameters) and not is_state):
         return None
     return (tails[0], PARAMETER) if named[0] else (PARAMETER, tails[1])
@@ -266,7 +266,7 @@ _TEXT_PLACEHOLDER = re.compile(
 
 
 def instantiate(text: str, ids: Mapping[str, int]) -> str:
-    """Write a statement with ids in place of its placeholders."""
+    """Return a statement with ids in place of its placeholders."""
     arrow = text.find("->")
 
     def number(found: re.Match[str]) -> str:
@@ -285,7 +285,7 @@ def _parts(text: str) -> tuple[str | Placeholder, ...]:
 
 
 def without_stars(rule: Rule, ids: Mapping[str, int], keys: Callable[[str, bool], Sequence[str]]) -> Rule:
-    """Return the rule for one combination of ids, with the keys that stars stand for."""
+    """Return the rule for one combination of ids, with keys in place of stars."""
     (statement,) = parse(instantiate(rule.statement.place.text, ids))
     (statement,) = parse(expand_stars(statement, keys))
     return replace(make_rule(statement, rule.states or ()), place=rule.place)

@@ -1,4 +1,4 @@
-"""One side of a program: its keys, which of them are states of which parameter, how they are split, and their values.
+"""One side of a program: its keys, their parameters and states, how they are cut, and their values.
 
 Tested in tests/aoa/test_language.py.
 """
@@ -20,21 +20,21 @@ from paddle_flexckpt.catalog import Catalog
 
 
 class Side:
-    """Hold the tensors of a source or a destination."""
+    """The tensors of a source or a destination."""
 
     def __init__(self, catalog: Catalog, other_keys: Iterable[str] = ()) -> None:
         """Read a catalog.
 
         Args:
             catalog: All shards of the side.
-            other_keys: Keys of the other side: they help to tell states from parameters.
+            other_keys: Keys of the other side, which help to distinguish states from parameters.
         """
         self._catalog = catalog
         numbers, rows = np.unique(catalog.key, return_index=True)
         infos = _infos(catalog, rows)
         self.infos: dict[str, TensorInfo] = {catalog.keys[n]: info for n, info in zip(numbers.tolist(), infos)}
-        # State names by parameter; PARAMETER among them if the parameter itself is there. Parameters without states of
-        # equal shape and dtype, which are most, share one dict: it is never changed.
+        # State names by parameter; PARAMETER among them if the parameter itself is there. Parameters without states, of
+        # equal shape and dtype, share one dict, which is never changed.
         self.states: dict[str, dict[str, TensorInfo]] = {}
         alone = {id(info): {PARAMETER: info} for info in infos}
         everything: set[str] = set()
@@ -64,10 +64,10 @@ class Side:
         return states[min(states, key=lambda state: (-size[state], state != MASTER, state))]
 
     def parts(self, base: str, axis: int) -> tuple[int, bool]:
-        """Return in how many parts a parameter is along an axis, and whether these are equal.
+        """Return the number of parts of a parameter along an axis, and whether these are equal.
 
-        That is what the catalog says of the order of its elements; where it says nothing, in how many it is cut.
-        Flattened shards count with the box that they are a range of: sharding a state further is no cut.
+        The order of its elements gives the number; without a known order, the cuts of its shards do. A flattened shard
+        counts as its box: sharding a state further is no cut.
 
         Args:
             base: A parameter of this side, or the key of a state.
@@ -88,7 +88,7 @@ class Side:
         return 1, True
 
     def _ordered(self, key: str, axis: int) -> tuple[int, bool] | None:
-        """Return the parts of which a key's order speaks, if it does."""
+        """Return the parts in a key's order, if it has one."""
         if self._numbers is None:
             self._numbers = {name: number for number, name in enumerate(self._catalog.keys)}
         order = self._catalog.order(self._numbers[key])
@@ -105,10 +105,10 @@ class Side:
         offset, extent = catalog.offset[order, axis], catalog.shape[order, axis]
         total = catalog.global_shape[order[start], axis]
         smallest, largest = np.minimum.reduceat(extent, start), np.maximum.reduceat(extent, start)
-        # The extents tell the number of parts, so that one rank's shards do as well as those of all.
+        # The number follows from the extents, so one rank's shards suffice.
         aligned = np.logical_and.reduceat(offset % np.maximum(extent, 1) == 0, start)
         equal = (smallest == largest) & (total % largest == 0) & aligned
-        # Uneven parts are counted for the message alone.
+        # Uneven parts are counted only for the message.
         count = -(-total // largest)
         return {
             catalog.keys[key]: (number, even)
@@ -123,7 +123,7 @@ def _infos(catalog: Catalog, rows: np.ndarray) -> list[TensorInfo]:
     columns = np.column_stack([catalog.dtype[rows], catalog.ndim[rows], catalog.global_shape[rows]]).astype(np.int64)
     shared: dict[bytes, TensorInfo] = {}
     infos = []
-    # Equal rows are equal bytes, which are compared faster than anything that Python makes of them.
+    # Bytes of rows are compared faster than Python's objects.
     for row, code in zip(rows.tolist(), np.ascontiguousarray(columns).view(f"V{8 * columns.shape[1]}")[:, 0].tolist()):
         info = shared.get(code)
         if info is None:
@@ -134,11 +134,11 @@ def _infos(catalog: Catalog, rows: np.ndarray) -> list[TensorInfo]:
 
 
 class NotFed(ValueError):
-    """Name a state of a target that nothing feeds; the text says why."""
+    """An error of a target's state that nothing feeds; the text has the reason."""
 
 
 class StateView:
-    """View values of parameters as values of states."""
+    """A view of parameters' values as values of their states."""
 
     def __init__(self, source: Side, removed: Collection[str]) -> None:
         """Take the source, and the source keys that statements declare unused, as they become known."""
@@ -192,7 +192,7 @@ class StateView:
 
 
 def _without_fill(structure: Structure) -> Structure:
-    """Make new elements of a moment 0, whatever those of the parameter are."""
+    """Return the structure of a moment, whose new elements are 0 whatever the parameter's are."""
     nodes = tuple(
         replace(node, step=Constant(0, node.step.dtype)) if isinstance(node.step, Constant) else node
         for node in structure.nodes
@@ -201,9 +201,9 @@ def _without_fill(structure: Structure) -> Structure:
 
 
 def of_constants(structure: Structure, state: str, info: TensorInfo) -> Structure:
-    """Return a state of a parameter that is made of constants and of what the target has.
+    """Return a state of a parameter that is made of constants and of the target's own values.
 
-    A state of another shape (a scalar) keeps what it has.
+    A state of another shape (a scalar) keeps its value.
     """
     if state == PARAMETER:
         return structure

@@ -1,6 +1,6 @@
-"""Names of states: which keys are states of which parameter, and which are an optimizer's, or count or place something.
+"""Names of states: their parameters, and which are an optimizer's, or counters or positions.
 
-Names are all that a checkpoint tells, once it has been saved or converted again. So here is the one list of them.
+A checkpoint that was saved or converted again identifies states by their names alone. This is the one list of them.
 Tested in tests/aoa/test_language.py and tests/aoa/test_states.py.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 PARAMETER = ""
 MASTER = "w_0"
-# Names that Paddle's optimizers 3.0 to 3.3 give to what they accumulate (their `_..._acc_str`; ModelAverage's are
+# Names of the accumulators of Paddle's optimizers 3.0 to 3.3 (their `_..._acc_str`; ModelAverage's are
 # literals).
 ACCUMULATORS = (
     "_avg_squared_grad", "_avg_squared_update", "beta1_pow", "beta1_pow_acc", "beta2_pow", "beta2_pow_acc", "d",
@@ -19,7 +19,7 @@ ACCUMULATORS = (
     "momentum", "momentum_decay_pow", "mu_product", "num_accumulates", "num_updates", "old_num_accumulates", "prevs",
     "restore", "rho", "slow", "sum_1", "sum_2", "sum_3", "velocity", "y",
 )  # fmt: skip
-# A parameter may have such a name too: it is a state's only behind the name of a parameter.
+# A parameter may have such a name too: it is a state's only after the name of a parameter.
 _COMMON = frozenset({"d", "m", "restore", "slow", "sum_1", "sum_2", "sum_3", "y"})
 STATES = frozenset({MASTER, *(f"{name}_0" for name in ACCUMULATORS if name not in _COMMON)})
 # torch's optimizers: {optimizer}.state.{parameter}.exp_avg, {optimizer}.param_groups...; a state dict of an optimizer
@@ -30,12 +30,12 @@ _OF_TORCH = re.compile(
     r"square_avg|grad_avg|acc_delta|mu_product|step|state[12]|absmax[12]|qmap[12]))",
     re.DOTALL,
 )
-# Numbers that are counted, or say where something is: rounded they mean something else.
+# Counters and positions, which no cast may round.
 _COUNTER = re.compile(
     r"(?:.*[._])?(?:step|steps|epoch|iteration|position_ids|num_batches_tracked|num_updates)", re.DOTALL
 )
 _NUMBERED = re.compile(r".*_\d+")
-# What is in each name with a wrapper; see aoa/wrappers.py.
+# In each name with a wrapper; see aoa/wrappers.py.
 WRAPPED_HINT = "_layer"
 _WRAPPED = re.compile(r"((?:model|optimizer)\.)?(?:_layers?\.)+")
 

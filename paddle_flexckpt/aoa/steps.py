@@ -1,7 +1,7 @@
-"""Steps: element-wise computations with the same result bit for bit for any box of it.
+"""Steps: element-wise computations whose result is the same, bit for bit, for any box of it.
 
-Each element of a result is computed by the same scalar operations in the same order, whatever box it is in: no matrix
-products and no reductions, whose order of summation depends on the shape.
+The same scalar operations in the same order compute an element, whatever box it is in. There are no matrix products and
+no reductions, whose order of summation depends on the shape.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def _weighted_sum(operands: Sequence[np.ndarray], weights: Sequence[float]) -> n
 def _rounded(result: np.ndarray, dtype: np.dtype) -> np.ndarray:
     # Operations on 0-d arrays give scalars.
     result = np.asarray(result)
-    # Which of two NaN an operation hands on, and the sign of a new one, differ between the vector unit and the scalar
-    # code for the last few elements, and so with the place in the array: there is just one NaN here.
+    # An operation on two NaNs may return either, and the sign of a new NaN is not fixed: vector and scalar code differ,
+    # so the result would depend on the place in the array. Here all NaNs become one.
     is_nan = np.isnan(result)
     if is_nan.any():
         result = np.where(is_nan, result.dtype.type(np.nan), result)
@@ -70,7 +70,7 @@ def _rounded(result: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Constant:
-    """Give every element the same number; ``dtype`` is Paddle's name."""
+    """The same number for every element; ``dtype`` is Paddle's name."""
 
     fill: Number
     dtype: str
@@ -90,7 +90,7 @@ class Constant:
 
 
 class _Pointwise:
-    """Base of steps that compute an element from the elements at the same place."""
+    """The base of steps that compute an element from the elements at the same place."""
 
     what: ClassVar[str]
 
@@ -113,7 +113,7 @@ class _Pointwise:
 
 @dataclass(frozen=True)
 class Convert(_Pointwise):
-    """Cast to ``dtypes``, Paddle's names, one after the other."""
+    """Casts to ``dtypes``, Paddle's names, one after the other."""
 
     dtypes: tuple[str, ...]
 
@@ -136,7 +136,7 @@ class Convert(_Pointwise):
 
 @dataclass(frozen=True)
 class Scale(_Pointwise):
-    """Compute ``factor * A[i]``."""
+    """``factor * A[i]``."""
 
     what: ClassVar[str] = "scale"
     factor: float
@@ -148,7 +148,7 @@ class Scale(_Pointwise):
 
 @dataclass(frozen=True)
 class WeightedSum(_Pointwise):
-    """Compute ``w0 * A[i] + w1 * B[i] + ...``, from left to right; all weights are 1 for a plain sum."""
+    """``w0 * A[i] + w1 * B[i] + ...``, from left to right; all weights are 1 for a plain sum."""
 
     what: ClassVar[str] = "sum"
     weights: tuple[float, ...]
@@ -165,7 +165,7 @@ class WeightedSum(_Pointwise):
 
 @dataclass(frozen=True)
 class Average(_Pointwise):
-    """Compute ``(A[i] + B[i] + ...) / count``, summed from left to right."""
+    """``(A[i] + B[i] + ...) / count``, summed from left to right."""
 
     what: ClassVar[str] = "average"
     count: int
@@ -184,7 +184,7 @@ class Average(_Pointwise):
 
 @dataclass(frozen=True)
 class Same(_Pointwise):
-    """Give the first of operands that have to be equal bit for bit. ``names`` are their keys, for the message."""
+    """The first of operands that have to be equal bit for bit. ``names`` are their keys, for the message."""
 
     names: tuple[str, ...]
 
@@ -228,7 +228,7 @@ class Same(_Pointwise):
 
 @dataclass(frozen=True)
 class LoraMerge:
-    """Compute ``W[i, j] + scale * (A[i, 0] * B[0, j] + A[i, 1] * B[1, j] + ...)``, from left to right.
+    """``W[i, j] + scale * (A[i, 0] * B[0, j] + A[i, 1] * B[1, j] + ...)``, from left to right.
 
     Attributes:
         scale: Factor of the product.
@@ -275,7 +275,7 @@ class LoraMerge:
 
 @dataclass(frozen=True)
 class DequantFp8:
-    """Multiply each block of W by its scale: ``W[i, j] * S[i // b0, j // b1]``, as float32."""
+    """Each block of W times its scale: ``W[i, j] * S[i // b0, j // b1]``, as float32."""
 
     block: tuple[int, ...]
 
@@ -315,7 +315,7 @@ class DequantFp8:
 
 @dataclass(frozen=True)
 class DequantMxfp4:
-    """Compute ``fp4(nibble) * 2 ** (S - 127)`` as float32, from W uint8 ``[..., G, n]`` and S uint8 ``[..., G]``.
+    """``fp4(nibble) * 2 ** (S - 127)`` as float32, from W uint8 ``[..., G, n]`` and S uint8 ``[..., G]``.
 
     Attributes:
         group: Bytes per group, n; -1: not known yet, see :func:`bound`.
@@ -361,7 +361,7 @@ class DequantMxfp4:
 
 
 def bound(step: TypedStep, infos: Sequence[TensorInfo]) -> TypedStep:
-    """Return a step that knows the extents of its operands that tell which boxes it reads."""
+    """Return a step that knows its operands' extents, on which the boxes that it reads depend."""
     if isinstance(step, LoraMerge) and step.rank < 0 and len(infos) == 3 and infos[1].shape:
         return replace(step, rank=infos[1].shape[-1])
     if isinstance(step, DequantMxfp4) and step.group < 0 and len(infos) == 2 and infos[0].shape:

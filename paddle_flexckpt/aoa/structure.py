@@ -1,6 +1,6 @@
-"""Structures: how a value is put together from input slots, whatever keys are bound to the slots.
+"""Structures: values composed of input slots, whatever keys are bound to the slots.
 
-Thousands of layers are made by the same statement from differently named tensors of equal shapes; they share one
+One statement makes thousands of layers from tensors of equal shapes and different names; all of them share one
 structure. Operations on structures are pure, so a caller may memoise them by identity.
 """
 
@@ -17,16 +17,16 @@ from paddle_flexckpt.algebra import Columns
 from paddle_flexckpt.algebra.box_maps import NO_AXIS
 from paddle_flexckpt.aoa.mapping import Step, TensorInfo
 
-# A fragment becomes a row of box maps on every rank; beyond this many, planning would take minutes and gigabytes.
+# A fragment becomes a row of box maps on every rank; with more, planning would take minutes and gigabytes.
 MAX_FRAGMENTS = 1_000_000
 
 
 class StructureError(ValueError):
-    """Tell that an operation does not fit the value that it is applied to."""
+    """An error of an operation that does not fit its value."""
 
 
 class TypedStep(Step, Protocol):
-    """Compute a value, and know what it makes of its operands."""
+    """A computation with the shape and dtype of its result."""
 
     def result(self, infos: Sequence[TensorInfo]) -> TensorInfo:
         """Return shape and dtype of the result for operands of these shapes and dtypes.
@@ -38,16 +38,16 @@ class TypedStep(Step, Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Fragments(Columns):
-    """Hold disjoint boxes of a value, each with the box of a leaf that it shows.
+    """Disjoint boxes of a value, each with the box of a leaf that it comes from.
 
     Attributes:
         offset: int64 ``[p, n]``, first element of the box in the value of rank n.
         extent: int64 ``[p, n]``.
         leaf: int64 ``[p]``: an input slot if >= 0, else the node ``-1 - leaf``.
         leaf_offset: int64 ``[p, m]``, first element of the box in the leaf, whose axes are padded on the left to m.
-        value_axis: int64 ``[p, m]``, the value's axis that runs along the leaf's axis, or NO_AXIS: extent 1 there. No
-            two axes of a leaf have the same; an axis of the value that none has is of extent 1 in the fragment.
-        chain: int64 ``[p]``, which of the structure's chains of casts the elements undergo.
+        value_axis: int64 ``[p, m]``, the value's axis for each axis of the leaf, or NO_AXIS: extent 1 there. Axes of a
+            leaf have different ones; an axis of the value without one has extent 1 in the fragment.
+        chain: int64 ``[p]``, the index of the chain of casts that applies to the elements.
     """
 
     PADDED: ClassVar[Mapping[str, int]] = {"leaf_offset": 0, "value_axis": NO_AXIS}
@@ -70,14 +70,14 @@ class Fragments(Columns):
         """Return the parts between ``start`` and ``stop`` (int64, broadcast to ``[p, n]``); some may be empty."""
         low = np.maximum(self.offset, start)
         high = np.minimum(self.offset + self.extent, stop)
-        # A last column of zeros is what NO_AXIS (-1) picks.
+        # NO_AXIS (-1) picks the last column, of zeros.
         shift = np.zeros((len(self), low.shape[1] + 1), np.int64)
         np.subtract(low, self.offset, out=shift[:, :-1])
         moved = self.leaf_offset + shift[np.arange(len(self))[:, None], self.value_axis]
         return replace(self, offset=low, extent=np.maximum(high - low, 0), leaf_offset=moved)
 
     def with_axes(self, table: Sequence[int], offset: np.ndarray, extent: np.ndarray) -> Fragments:
-        """Return the fragments with other axes: ``table`` says what becomes of each (NO_AXIS: it is gone)."""
+        """Return the fragments with other axes: ``table`` has the new number of each (NO_AXIS: it is dropped)."""
         mapped = np.asarray([*table, NO_AXIS], np.int64)[self.value_axis]
         return replace(self, offset=offset, extent=extent, value_axis=mapped)
 
@@ -108,13 +108,12 @@ class Fragments(Columns):
 
 @dataclass(frozen=True, eq=False)
 class StructureNode:
-    """Hold a computed leaf.
+    """A computed leaf.
 
     Attributes:
-        step: How to compute it; None: the target keeps what it has.
+        step: How to compute it; None: the target keeps its values.
         info: Its shape and dtype.
-        operands: Structures of its operands. Their slots number the same inputs as those of the structure that holds
-            the node.
+        operands: Structures of its operands. Their slots number the inputs of the structure that has the node.
     """
 
     step: TypedStep | None
@@ -129,14 +128,14 @@ class StructureNode:
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Tell how a value is put together.
+    """A value, composed of input slots.
 
     Attributes:
         shape: Shape of the value.
         dtype: Paddle's name of the value's dtype, after casts.
         inputs: Shape and dtype of every input slot.
-        fragments: What the value shows where: they are disjoint and cover it. Leaf axes are padded to the largest rank
-            among the leaves.
+        fragments: The boxes of the value, disjoint and covering it. Leaf axes are padded to the largest rank among the
+            leaves.
         chains: Dtypes that elements are cast to, in order, after they leave the leaf; ``()``: none.
         nodes: Computed leaves.
     """
@@ -170,10 +169,10 @@ class Structure:
 
 @dataclass(frozen=True)
 class Derived:
-    """Hold what an operation gives.
+    """The result of an operation.
 
     Attributes:
-        structure: The new structure; inputs that it does not need are gone.
+        structure: The new structure, with only the inputs that it needs.
         slots: For every input of it, the slot in the concatenated inputs of the operation's arguments.
     """
 
@@ -181,13 +180,13 @@ class Derived:
     slots: tuple[int, ...]
 
     def then(self, following: Derived) -> Derived:
-        """Return an operation on ``self.structure``, seen from the inputs that this one started from."""
+        """Return an operation on ``self.structure`` in terms of the inputs of this one."""
         return Derived(following.structure, tuple(self.slots[slot] for slot in following.slots))
 
 
 def distinct(column: np.ndarray) -> list[int]:
     """Return the distinct values of an int64 column, ascending."""
-    # numpy's own takes longer than all the rest of an operation on a few fragments.
+    # numpy's own takes longer than the rest of an operation on a few fragments.
     return sorted(set(column.tolist())) if len(column) < 256 else np.unique(column).tolist()
 
 
@@ -227,7 +226,7 @@ def assembled(
     slots = tuple(sorted(used))
     kept_inputs = inputs if len(slots) == len(inputs) else tuple(inputs[slot] for slot in slots)
     if len(slots) != len(inputs) or len(kept) != len(nodes):
-        # A node's leaf number is negative and so counts from the end of the table, which is where nodes stand.
+        # A node's leaf number is negative and so counts from the end of the table, where the nodes are.
         table = np.zeros(len(inputs) + len(nodes), np.int64)
         table[list(slots)] = np.arange(len(slots))
         table[[-1 - index for index in kept]] = -1 - np.arange(len(kept))
@@ -269,14 +268,14 @@ def renumbered(
     inputs: tuple[TensorInfo, ...],
     memo: dict[tuple[int, int], Structure],
 ) -> Structure:
-    """Return an operand's structure over its holder's inputs: slot s becomes ``table[s + shift]``.
+    """Return an operand's structure over other inputs: slot s becomes ``table[s + shift]``.
 
     Args:
         structure: The operand's structure.
         table: int64, the new number of every slot.
         shift: Added to slots before they are looked up.
-        inputs: What the new slots are.
-        memo: What has been renumbered with the same ``table``; operands may be shared between nodes and stay so.
+        inputs: Shape and dtype of the new slots.
+        memo: Results of earlier calls with the same ``table``, so that nodes go on sharing operands.
     """
     if structure.inputs is inputs:
         return structure

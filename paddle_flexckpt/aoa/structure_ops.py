@@ -1,4 +1,4 @@
-"""Operations on structures: cut, join, permute and all the others that statements are made of.
+"""Operations on structures: cut, join, permute and all others of the language.
 
 Axes may be negative everywhere. Every function gives a :class:`~paddle_flexckpt.aoa.structure.Derived` and raises
 :class:`~paddle_flexckpt.aoa.structure.StructureError` where the operation does not fit the value.
@@ -59,7 +59,7 @@ __all__ = [
     "with_inputs",
 ]
 
-# Elements for which the target keeps what it has.
+# Elements of which the target keeps its values.
 KEEP: Literal["keep"] = "keep"
 Fill = Union[int, float, Literal["keep"]]
 
@@ -157,7 +157,7 @@ def permute(structure: Structure, axes: Sequence[int]) -> Derived:
 
 
 def pad(structure: Structure, before: Sequence[int], after: Sequence[int], fill: Fill) -> Derived:
-    """Add elements before and after the value along every axis; they hold ``fill``, or KEEP what the target has."""
+    """Add elements before and after the value along every axis; they are ``fill``, or KEEP the target's values."""
     rank = len(structure.shape)
     for name, widths in (("before", before), ("after", after)):
         if len(widths) != rank:
@@ -175,7 +175,7 @@ def pad(structure: Structure, before: Sequence[int], after: Sequence[int], fill:
         end = before[axis] + structure.shape[axis]
         for start, width in ((0, before[axis]), (end, after[axis])):
             if width:
-                # Whole along later axes, as the value is along earlier ones: so the boxes are disjoint.
+                # Whole along later axes, and like the value along earlier ones: so the boxes are disjoint.
                 offsets.append([*before[:axis], start, *[0] * (rank - axis - 1)])
                 extents.append([*structure.shape[:axis], width, *shape[axis + 1 :]])
     chains = (*structure.chains, ())
@@ -189,7 +189,7 @@ def pad(structure: Structure, before: Sequence[int], after: Sequence[int], fill:
 def resize(structure: Structure, extents: Sequence[int], fill: Fill | None) -> Derived:
     """Cut or extend the value at the end of every axis; an extent of -1 stays as it is.
 
-    New elements hold ``fill``, or KEEP what the target has; without it there must not be any.
+    New elements are ``fill``, or KEEP the target's values; without ``fill`` there must not be any.
     """
     shape = structure.shape
     if len(extents) != len(shape):
@@ -266,7 +266,7 @@ def _window(structure: Structure, starts: Sequence[int], stops: Sequence[int], d
         return unchanged(structure)
     first = np.asarray(starts, np.int64)
     fragments = structure.fragments.clipped(first, np.asarray(stops, np.int64))
-    # Empty fragments have to go before their axes do.
+    # Empty fragments are removed before their axes are.
     fragments = fragments.take(np.flatnonzero((fragments.extent > 0).all(axis=1)))
     fragments = replace(fragments, offset=fragments.offset - first)
     shape = tuple(stop - start for start, stop in zip(starts, stops))

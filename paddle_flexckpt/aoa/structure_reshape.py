@@ -12,10 +12,10 @@ from paddle_flexckpt.aoa.structure import NO_AXIS, Derived, Fragments, Structure
 
 
 def reshape(structure: Structure, shape: Sequence[int]) -> Derived:
-    """Give the elements, in row-major order, another shape.
+    """Change the shape; the elements stay in row-major order.
 
-    Axes that go over as they are, and extents 1 that come or go, cost nothing. Where axes are split or merged, a
-    fragment falls into the rows that both shapes have in common: ``[B * W, R]`` and ``[B, W, R]`` have B of them.
+    Unchanged axes, and added or removed axes of extent 1, cost nothing. Where axes are split or merged, a fragment is
+    split into the rows that both shapes have in common: ``[B * W, R]`` and ``[B, W, R]`` have B of them.
 
     Raises:
         StructureError: The number of elements differs, or there would be too many fragments.
@@ -26,7 +26,7 @@ def reshape(structure: Structure, shape: Sequence[int]) -> Derived:
     fragments = structure.fragments
     if math.prod(new):
         fragments, merged_axes = _reshaped(fragments, structure.shape, new)
-        # A single fragment was split only where it had to be.
+        # A single fragment was split only where necessary.
         for axis in reversed(merged_axes if len(structure) > 1 else ()):
             if len(fragments) > 1:
                 fragments = coalesced(fragments, axis)
@@ -63,7 +63,7 @@ def _resolved(old: tuple[int, ...], shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
-    """Return the smallest groups of (old axes, new axes) of equal product, in order; extents 1 belong to none."""
+    """Return the smallest groups of (old axes, new axes) of equal product, in order; axes of extent 1 are in none."""
     old_axes = [axis for axis, extent in enumerate(old) if extent != 1]
     new_axes = [axis for axis, extent in enumerate(new) if extent != 1]
     groups = []
@@ -86,14 +86,14 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 
 
 def _reshaped(fragments: Fragments, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Fragments, list[int]]:
-    """Return the fragments in the new shape, and the new axes along which neighbours may have arisen."""
+    """Return the fragments in the new shape, and the new axes along which fragments may now be adjacent."""
     groups = _groups(old, new)
-    # Within a group the innermost axes alone have equal strides, so that is where boxes may extend: one row at a time.
+    # Within a group only the innermost axes have equal strides, so a box extends along these: one row at a time.
     for first, second in groups:
         if len(first) > 1 or len(second) > 1:
             for axis in first[:-1]:
                 fragments = fragments.split_at_multiples(axis, 1)
-    # From here on a group is a single flat axis.
+    # From here a group is a single flat axis.
     count = len(fragments)
     offset = np.zeros((count, len(groups)), np.int64)
     extent = np.ones((count, len(groups)), np.int64)
@@ -129,7 +129,7 @@ def _reshaped(fragments: Fragments, old: tuple[int, ...], new: tuple[int, ...]) 
 def coalesced(fragments: Fragments, axis: int) -> Fragments:
     """Join the fragments that continue each other along an axis, in the value and in the leaf.
 
-    So a reshape and its inverse give the fragments that there were.
+    So a reshape and its inverse give the original fragments.
     """
     others = [other for other in range(fragments.offset.shape[1]) if other != axis]
     order = np.lexsort([fragments.offset[:, axis], *(fragments.offset[:, other] for other in others)])
@@ -155,7 +155,7 @@ def coalesced(fragments: Fragments, axis: int) -> Fragments:
     along = value_axis[rows, leaf_axis]
     distance = step[rows, leaf_axis]
     continues = (along == axis) & (distance == length[:-1])
-    # Single indices of the leaf, side by side: together they run along an axis along which none ran.
+    # Neighbouring single indices of the leaf: joined, they run along an axis.
     unused = (value_axis[:-1] != axis).all(axis=1)
     gathers = (along == NO_AXIS) & unused & (distance == 1) & (length[:-1] == 1) & (length[1:] == 1)
     joins &= continues | gathers

@@ -33,7 +33,7 @@ def source(info: TensorInfo) -> Derived:
 
 
 def computed(step: TypedStep, info: TensorInfo | None, operands: Sequence[Structure]) -> Derived:
-    """Return the result of a step, as one node; its operands tell what :func:`bound` asks for."""
+    """Return the result of a step, as one node; its operands have the extents that :func:`bound` needs."""
     infos = [operand.info for operand in operands]
     step = bound(step, infos)
     result = step.result(infos)
@@ -62,7 +62,7 @@ def constant(info: TensorInfo, fill: Number) -> Derived:
 
 
 def keep(info: TensorInfo) -> Derived:
-    """Return a value of which the target keeps what it has."""
+    """Return a value of which the target keeps its own elements."""
     return _leaf_alone(info, None)
 
 
@@ -76,14 +76,14 @@ def cast(structure: Structure, dtype: str) -> Derived:
         return unchanged(structure)
     if structure.dtype in COMPLEX and dtype not in (*COMPLEX, "bool"):
         raise StructureError(f"a cast of {structure.dtype} to {dtype} would drop the imaginary parts")
-    # Which casts may be dropped depends on the leaf's own dtype.
+    # The casts that may be dropped depend on the leaf's own dtype.
     numbers: dict[tuple[str, ...], int] = {}
     column = np.zeros(len(structure), np.int64)
     nodes = list(structure.nodes)
     for leaf in distinct(structure.fragments.leaf):
         kept = leaf < 0 and nodes[-1 - leaf].step is None
         if kept:
-            # What the target has is of the target's dtype: there is nothing to cast.
+            # The target's own values have its dtype: there is nothing to cast.
             nodes[-1 - leaf] = StructureNode(None, TensorInfo(nodes[-1 - leaf].info.shape, dtype))
         rows = np.flatnonzero(structure.fragments.leaf == leaf) if len(structure) > 1 else np.zeros(1, np.int64)
         for old in distinct(structure.fragments.chain[rows]):
@@ -99,7 +99,7 @@ def cast(structure: Structure, dtype: str) -> Derived:
 def with_inputs(structure: Structure, infos: Sequence[TensorInfo], casts: bool = False) -> Structure:
     """Apply the same moves and steps to inputs of other dtypes, as for an optimizer's states.
 
-    Numbers that were filled in take the dtype of what they were added to.
+    Filled-in numbers take the dtype of the value that they were added to.
 
     Args:
         structure: A structure.
@@ -168,7 +168,7 @@ def _rebuilt(
 
 
 def uncast(fragments: Fragments) -> Fragments:
-    """Return the same fragments with the first chain of casts, which has none."""
+    """Return the same fragments with the first chain of casts, which is empty."""
     return replace(fragments, chain=np.zeros(len(fragments), np.int64))
 
 
@@ -183,7 +183,7 @@ def fill_step(fill: Number, dtype: str) -> Constant:
 
 
 def boxes_of(offset: np.ndarray, extent: np.ndarray, leaf: int) -> Fragments:
-    """Return fragments that show a leaf of the value's own shape."""
+    """Return the fragments of a leaf of the value's own shape."""
     count, rank = offset.shape
     axes = np.broadcast_to(np.arange(rank, dtype=np.int64), (count, rank))
     return Fragments(offset, extent, np.full(count, leaf, np.int64), offset, axes, np.zeros(count, np.int64))

@@ -1,7 +1,7 @@
 """Unite the statements of ranks that hold different parts of a model. Tested in tests/aoa/test_union.py.
 
-Each rank says how its own layers and experts are made. A load needs all of it on every rank, each statement once, in
-an order that keeps that of each rank: statements are carried out from top to bottom.
+Each rank has the statements of its own layers and experts. A load needs all statements on every rank, each once, in an
+order that keeps that of each rank: statements are carried out from top to bottom.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from paddle_flexckpt.aoa.errors import AoaError, shorten
 from paddle_flexckpt.aoa.macros import array_names
 from paddle_flexckpt.aoa.parser import Statement, Variable, parse_program
 
-# What a placeholder, a star or a number stands for.
+# A placeholder, a star or a number.
 _VARYING = re.compile(r"\\?\$(?:\{[^}]*\}|[A-Z][A-Z0-9]*(?:_[A-Z][A-Z0-9]*)*)|\*|\d+")
 
 
 def united_statements(programs: Mapping[int, Sequence[str]]) -> list[str]:
     """Return one program for all ranks: each statement of each rank, once, in an order that keeps every rank's.
 
-    What only one rank has goes before the next statement that it shares with earlier ranks. A statement that a rank has
-    twice stays twice. Texts with several statements are taken apart, unless all ranks have the same.
+    A statement of one rank alone goes before the next statement that it shares with earlier ranks. A statement that a
+    rank has twice stays twice. Texts with several statements are split, unless all ranks have the same.
 
     Args:
         programs: The statements of each rank.
@@ -47,7 +47,7 @@ def united_statements(programs: Mapping[int, Sequence[str]]) -> list[str]:
 
 
 class _Table:
-    """Number the statements of all ranks; equal ones have one number, but for those that one rank has twice."""
+    """The numbered statements of all ranks; equal ones have one number, except those that one rank has twice."""
 
     def __init__(self) -> None:
         self.statements: list[Statement] = []
@@ -78,7 +78,7 @@ class _Table:
 
 
 class _Name(NamedTuple):
-    """Hold a name and what varies in it: numbers, and None for each placeholder or star."""
+    """A name and its variable parts: numbers, and None for each placeholder or star."""
 
     text: str
     form: str
@@ -89,7 +89,7 @@ class _Name(NamedTuple):
         return None in self.slots
 
     def meets(self, other: _Name) -> bool:
-        """Return whether both may stand for one name; they are of the same form."""
+        """Return whether both, which have the same form, may stand for one name."""
         return all(one is None or two is None or one == two for one, two in zip(self.slots, other.slots))
 
 
@@ -99,11 +99,11 @@ def _name(text: str) -> _Name:
 
 
 class _Uses:
-    """Tell who assigns and who reads what."""
+    """The ranks that assign and read each name."""
 
     def __init__(self, steps: Mapping[int, list[int]], statements: Sequence[Statement]) -> None:
         self._statements = statements
-        # By name and rank, the statements that assign it; by name and statement, the ranks where it reads it.
+        # By name and rank, the statements that assign it; by name and statement, the ranks where that reads it.
         self._assigned: dict[str, dict[int, list[int]]] = {}
         self._read: dict[tuple[str, int], set[int]] = {}
         for rank, numbers in steps.items():
@@ -117,7 +117,7 @@ class _Uses:
             self._forms.setdefault(each.form, []).append(each)
 
     def contradictions(self) -> Iterator[str]:
-        """Return what ranks say against each other."""
+        """Return the contradictions between ranks."""
         for name, by_rank in self._assigned.items():
             first = next(iter(by_rank))
             for rank, numbers in by_rank.items():
@@ -133,7 +133,7 @@ class _Uses:
                     yield self._unordered(text, number, min(ranks), made)
 
     def _beside(self, pattern: _Name, names: Iterable[_Name]) -> Iterator[str]:
-        """Return problems for names that a pattern stands for too, and that other ranks assign."""
+        """Return problems of names that other ranks assign and that a pattern stands for too."""
         own = self._assigned[pattern.text]
         for name in names:
             others = self._assigned[name.text]
@@ -143,7 +143,7 @@ class _Uses:
                 yield self._different(name.text, (rank, own[rank]), (other, others[other]))
 
     def _made(self, name: _Name) -> list[str]:
-        """Return the assigned names that a name which is read may be."""
+        """Return the assigned names for which a name that is read may stand."""
         if not name.is_pattern and not any(each.is_pattern for each in self._forms.get(name.form, ())):
             return [name.text] if name.text in self._assigned else []
         return [each.text for each in self._forms.get(name.form, ()) if each.meets(name)]

@@ -1,7 +1,7 @@
-"""Names inside fleet's wrappers: ``_layers.w``, as a wrapper's own methods name it, and ``w`` are one.
+"""Names inside fleet's wrappers: ``_layers.w``, as the wrapper's own methods name it, and ``w`` are the same tensor.
 
-``fleet.distributed_model(net)`` holds the model as ``_layers``, GroupSharded's stages as ``_layer``. A program is about
-the names inside, whichever of them its source, its destination and its statements use. Tested in
+``fleet.distributed_model(net)`` holds the model as ``_layers``, GroupSharded's stages as ``_layer``. A program works
+on the names inside, whichever form its source, its destination and its statements use. Tested in
 tests/aoa/test_wrappers.py.
 """
 
@@ -22,7 +22,7 @@ from paddle_flexckpt.catalog import Catalog
 
 @dataclass(frozen=True)
 class Inside:
-    """Hold a program, all names without wrappers, and what these names are outside.
+    """A program with all names inside wrappers, and the names outside.
 
     Attributes:
         config: The statements.
@@ -31,7 +31,7 @@ class Inside:
         target: The destination, or None.
         sources: Keys of the source by name, where the two differ.
         targets: Keys of the destination likewise.
-        made: Names on the right that are written with wrappers, inside and as written, if there is no destination.
+        made: Names that are written with wrappers on the right, by the name inside, if there is no destination.
     """
 
     config: Statements
@@ -63,7 +63,7 @@ class Inside:
         )
 
     def _target_key(self, mapping: TensorMapping) -> Callable[[str], str]:
-        """Return the function from a name that is made to its key: as the destination, or who wrote it, has it."""
+        """Return the function from an assigned name to its key: the destination's, or as it was written."""
         if self.target is not None:
             return lambda name: self.targets.get(name, name)
         keys = {}
@@ -79,7 +79,7 @@ class Inside:
 
 
 def go_inside(config: Statements, completion: Sequence[str], source: Catalog, target: Catalog | None) -> Inside | None:
-    """Return a program with all names as they are inside of wrappers; None where it has none, or two names were one."""
+    """Return a program with all names inside wrappers; None if there are no wrappers, or two names would become one."""
     sides = [source] if target is None else [source, target]
     texts = [*config.statements, *completion]
     if not any(WRAPPED_HINT in name for names in (texts, *(side.keys for side in sides)) for name in names):
@@ -105,7 +105,7 @@ def go_inside(config: Statements, completion: Sequence[str], source: Catalog, ta
 
 
 def _inner_text(text: str) -> str:
-    """Return a statement with its names as they are inside; one that is malformed as it is."""
+    """Return a statement with the names inside; a malformed one unchanged."""
     if WRAPPED_HINT not in text:
         return text
     try:
@@ -120,7 +120,7 @@ def _inner_text(text: str) -> str:
 
 
 def _made(texts: Sequence[str]) -> Iterator[tuple[Template, Template]]:
-    """Yield the names on the right that are written with wrappers: inside, and as they are written."""
+    """Yield the names that are written with wrappers on the right: the name inside, and as written."""
     for text in texts:
         try:
             statements = parse(text) if WRAPPED_HINT in text else []

@@ -1,7 +1,7 @@
-"""A save as the group of its writers carries it out, and what becomes of it where a writer has died.
+"""A save as the group of its writers carries it out, and its outcome if a writer has died.
 
 The writers do what ranks do in a save without ``async_save``: all write, the coordinator's commits, and after each step
-all know how it went. A writer that loses the coordinator's looks for the manifest, with which the checkpoint exists.
+all know the result. A writer that loses the coordinator's looks for the manifest, with which the checkpoint exists.
 
 Tested in tests/background/test_outcome.py and tests/background/test_ranks.py.
 """
@@ -24,7 +24,7 @@ from paddle_flexckpt.ranks.writer_group import UNKNOWN_OUTCOME, LostCoordinatorE
 
 @dataclass
 class Outcome:
-    """Describe what became of a save, for one rank.
+    """The outcome of a save on one rank.
 
     Attributes:
         failure: Why it failed; None if it is committed.
@@ -44,12 +44,12 @@ def save_together(
     write: Callable[[GroupSave], Manifest],
     refusal: str = "",
 ) -> Outcome:
-    """Carry out one rank's share of a save as a member of the group of writers; return what became of the save.
+    """Carry out one rank's share of a save as a member of the group of writers; return the outcome of the save.
 
     Args:
         job: The rank's share.
-        directory: Where the save goes.
-        group: Connects the writers; it is closed in the end.
+        directory: The directory of the save.
+        group: The group of the writers; it is closed in the end.
         write: Writes the rank's data file, and returns its part of the manifest.
         refusal: Why the rank's training process has not handed the share over, if it has not.
     """
@@ -77,7 +77,7 @@ def save_together(
 
 
 def _write(group: WriterGroup, save: GroupSave, write: Callable[[GroupSave], Manifest]) -> dict[int, bytes]:
-    """Have all members write; return what others have sent to this one, by position.
+    """Have all members write; return the messages of others to this one, by position.
 
     If a rank is lost, all files stay, as others may still write. The next save finds the marker and removes them.
     """
@@ -92,12 +92,12 @@ def _write(group: WriterGroup, save: GroupSave, write: Callable[[GroupSave], Man
 
 
 def find_outcome(job: WriteJob, directory: SaveDirectory, how: str) -> Failure | None:
-    """Return what became of a save whose writer has died on this rank, in its training process.
+    """Return the outcome of a save whose writer has died on this rank, in its training process.
 
     Args:
         job: The rank's share.
-        directory: Where the save goes.
-        how: How the writer has ended.
+        directory: The directory of the save.
+        how: The way the writer has ended.
     """
     if not job.is_coordinator:
         answer = ask_outcome(job.addresses[job.committer], bytes.fromhex(job.names.token), job.timeout)
@@ -107,17 +107,17 @@ def find_outcome(job: WriteJob, directory: SaveDirectory, how: str) -> Failure |
 
 
 def look_for_manifest(job: WriteJob, directory: SaveDirectory, how: str = "") -> Failure | None:
-    """Return what became of a save whose coordinator's writer has gone, or does not answer.
+    """Return the outcome of a save whose coordinator's writer has died, or does not answer.
 
-    ``how`` is how it has ended, if that is known.
+    ``how`` is the way it has ended, if that is known.
     """
     try:
         if directory.is_committed(job.names):
-            directory.backend.sync()  # the coordinator may not have come so far
+            directory.backend.sync()  # the coordinator may not have come to the commit yet
             return None
     except OSError as error:
         how = f"{how}: {error}" if how else str(error)
     if len(job.ranks) == 1 and directory.backend.has_path:
-        return combine([(job.rank, Failure.of(CheckpointError(how)))])  # what has ended commits nothing there
+        return combine([(job.rank, Failure.of(CheckpointError(how)))])  # a writer that has ended commits nothing there
     text = UNKNOWN_OUTCOME.format(timeout=job.timeout)
     return combine([(job.coordinator, Failure(LostRankError.__name__, (text,)))])

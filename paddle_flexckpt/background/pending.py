@@ -25,7 +25,7 @@ from paddle_flexckpt.report import SaveReport
 
 
 class SaveHandle:
-    """Follow an asynchronous save: under way, committed, or failed. The outcome is the same on every rank.
+    """A handle of an asynchronous save: pending, committed or failed. The outcome is the same on every rank.
 
     A failure that nobody has seen is raised by the next save. Without one it is printed when the interpreter exits, and
     the exit status is 1.
@@ -33,9 +33,9 @@ class SaveHandle:
     Attributes:
         path: The checkpoint's directory.
         unique_id: Its id there.
-        seen: Whether somebody knows how the save ended.
-        progress: How far this rank has come: ``"stage"`` while data is copied, ``"queue"`` until the writer takes it
-            up, ``"write"``, and ``"commit"`` when all of this rank is written. When the save is over it stays so.
+        seen: Whether the caller has learned how the save ended.
+        progress: How far this rank is: ``"stage"`` while data is copied, ``"queue"`` until the writer starts on it,
+            ``"write"``, and ``"commit"`` when this rank has written all. It does not change after the save is over.
     """
 
     def __init__(self, path: str, unique_id: int) -> None:
@@ -49,7 +49,7 @@ class SaveHandle:
         self.progress = Progress("stage", 0, 0)
 
     def done(self) -> bool:
-        """Return at once whether the save is over, committed or failed.
+        """Return whether the save is over, committed or failed, without waiting.
 
         Raises:
             CheckpointError: The handle came here by a fork.
@@ -57,7 +57,7 @@ class SaveHandle:
         return self.wait(0)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the save is over, committed or failed; return whether it is.
+        """Wait until the save is over, committed or failed; return whether it is over.
 
         Args:
             timeout: Seconds to wait at most; None: as long as it takes.
@@ -76,7 +76,7 @@ class SaveHandle:
             )
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the save is over and return what it did.
+        """Wait until the save is over and return its report.
 
         Args:
             timeout: Seconds to wait at most; None: as long as it takes.
@@ -94,11 +94,11 @@ class SaveHandle:
 
     @property
     def error(self) -> CheckpointError | None:
-        """Return why the save failed; None while it is under way and when it is committed."""
+        """Return why the save failed; None while it is pending and when it is committed."""
         return self._outcome if isinstance(self._outcome, CheckpointError) else None
 
     def finish(self, outcome: SaveReport | CheckpointError) -> None:
-        """Set how the save ended. The writer calls this, once."""
+        """Set the outcome of the save. The writer calls this, once."""
         self._outcome = outcome
         self._finished.set()
 
@@ -109,10 +109,10 @@ def describe_failure(handle: SaveHandle) -> str:
 
 
 def raise_failures(handles: list[SaveHandle]) -> None:
-    """Raise the errors of failed saves as one, of their class if they have one in common; if there are any.
+    """Raise the errors of failed saves as one, of their class if they have one in common; do nothing if there are none.
 
     Raises:
-        CheckpointError: There are.
+        CheckpointError: There are failed saves.
     """
     errors = [handle.error for handle in handles if handle.error is not None]
     if errors:
@@ -123,16 +123,16 @@ def raise_failures(handles: list[SaveHandle]) -> None:
 
 @dataclass(eq=False)
 class PendingSave:
-    """Hold one save from the moment that it has memory.
+    """One save, from the moment that it has memory.
 
     Attributes:
-        segment: Where its data is, followed by the encoded job.
-        report: What is known so far; nothing until it is handed over.
-        begin: When it was asked for, by the performance counter.
+        segment: The memory that has its data, followed by the encoded job.
+        report: The report so far; empty until the save is handed over.
+        begin: When it was requested, by the performance counter.
         lock: The coordinator's lock, until the writer has taken it over.
-        process: The process that has it; None once that has died.
-        waves: Where its data comes from, if it comes in waves.
-        refusal: Why it is not handed over after all, for the writers of other ranks.
+        process: The writer process that has it; None once that has died.
+        waves: The sender of its data, if the data goes in waves.
+        refusal: Why it is not handed over after all, for the other ranks' writers.
     """
 
     handle: SaveHandle
@@ -147,16 +147,16 @@ class PendingSave:
 
 
 class SaveSlot:
-    """Hold room for one save with a writer.
+    """A writer's room for one save.
 
     Attributes:
         timeout: Seconds that the ranks' writers wait for each other.
-        address: Where the writers of other ranks reach this one.
-        sliced: The handle of a save that is being staged in slices: only its holder can end that.
+        address: The address at which other ranks' writers reach this one.
+        sliced: The handle of a save that is being staged in slices, which only the holder of the handle can end.
     """
 
     def __init__(self, pool: StagingPool, launch: Callable[[PendingSave], None], timeout: float, address: str) -> None:
-        """Take what a writer gives: where memory comes from, what sends a save on its way, and the attributes."""
+        """Take the writer's functions for memory and for starting a save, and the attributes."""
         self.timeout = timeout
         self.address = address
         self._pool = pool
@@ -171,19 +171,19 @@ class SaveSlot:
         ``lock`` page-locks it for the device that the data comes from.
 
         Raises:
-            CheckpointError: The machine has not so much memory left.
+            CheckpointError: The machine has too little memory left.
         """
         return self._take(job, job.data_bytes, lock)[1]
 
     def stage_in_waves(
         self, job: WriteJob, nbytes: int, lock_pages: LockPages | None, lock: SaveLock | None
     ) -> WaveSender:
-        """Hand a job over whose data is to come through so much memory; :meth:`hand_over` says that all of it has.
+        """Hand a job over whose data goes through so much memory in waves; :meth:`hand_over` follows the last one.
 
-        The coordinator's lock is the save's from now on. A slot that is dropped before has the save fail.
+        The coordinator's lock belongs to the save from now on. If the slot is dropped before, the save fails.
 
         Raises:
-            CheckpointError: The machine has not so much memory left.
+            CheckpointError: The machine has too little memory left.
         """
         save, space = self._take(job, nbytes, lock_pages)
         save.lock, save.waves = lock, WaveSender(space)
@@ -195,7 +195,7 @@ class SaveSlot:
         text = job.encode()
         segment = self._pool.take(nbytes + len(text))
         self._save = PendingSave(SaveHandle(job.path, job.names.unique_id), job, segment)
-        self._save.handle.seen = True  # until it is handed over, the caller raises what goes wrong
+        self._save.handle.seen = True  # until the save is handed over, the caller raises its errors
         segment.fill(nbytes, text)
         if lock_pages is not None:
             segment.lock_pages(lock_pages)
@@ -207,16 +207,16 @@ class SaveSlot:
 
     @property
     def is_locked(self) -> bool:
-        """Return whether what is staged is page-locked."""
+        """Return whether the memory of the staged save is page-locked."""
         return self._save is not None and self._save.segment.is_locked
 
     def hand_over(
         self, report: SaveReport, begin: float, lock: SaveLock | None, handle: SaveHandle | None = None
     ) -> SaveHandle:
-        """Hand the staged job over. This does not fail: what goes wrong from now on is the outcome of the save.
+        """Hand the staged job over. This does not fail: errors from now on are the outcome of the save.
 
-        ``report`` is what is known so far, ``begin`` when the save was asked for, by the performance counter. The
-        coordinator's lock is the save's from now on. ``handle`` is that of the save, if it has one already.
+        ``report`` is the report so far, ``begin`` when the save was requested, by the performance counter. The
+        coordinator's lock belongs to the save from now on. ``handle`` is the save's handle, if it has one already.
         """
         save, self._save = self._save, None
         if save is None:
@@ -232,14 +232,14 @@ class SaveSlot:
         return save.handle
 
     def refuse(self, error: CheckpointError) -> None:
-        """Let the writers of other ranks know that what is staged here is not handed over, and why."""
+        """Inform the other ranks' writers that the staged save is not handed over here, and why."""
         if self._save is not None and self._save.waves is None:
             save, self._save = self._save, None
             save.refusal = str(error)
             self._queue(save)
 
     def drop(self) -> None:
-        """Give back what was not handed over."""
+        """Free the memory of a save that was not handed over."""
         self.sliced = None
         save, self._save = self._save, None
         if save is not None and save.waves is not None:
@@ -249,10 +249,10 @@ class SaveSlot:
 
 
 class PendingSaves:
-    """Hold the pending saves, at most so many, and those that failed unseen. All methods are safe for threads."""
+    """The pending saves, up to a bound, and those that failed unseen. All methods are safe for threads."""
 
     def __init__(self, limit: int) -> None:
-        """Args: limit: how many saves may be pending."""
+        """Args: limit: the most saves that may be pending."""
         self._limit = limit
         self._changed = threading.Condition()
         self._saves: dict[int, PendingSave] = {}
@@ -268,7 +268,7 @@ class PendingSaves:
 
     @contextlib.contextmanager
     def room(self) -> Iterator[None]:
-        """Wait until one more save may begin, and keep its place for the duration of the block."""
+        """Wait until one more save may begin, and reserve its place for the duration of the block."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._saves) + self._reserved < self._limit)
             self._reserved += 1
@@ -288,7 +288,7 @@ class PendingSaves:
             return number
 
     def take_orphans(self, process: WriterProcess) -> list[int]:
-        """Return the saves that a process had when it died. It has them no more, so they are given once."""
+        """Return, once, the saves that a process had when it died."""
         with self._changed:
             numbers = [number for number, save in self._saves.items() if save.process is process]
             for number in numbers:
@@ -305,12 +305,12 @@ class PendingSaves:
             self._changed.notify_all()
 
     def wait(self, timeout: float | None = None, which: Callable[[PendingSave], bool] = lambda save: True) -> bool:
-        """Wait until no save is pending, or none of ``which``, at most so many seconds; return whether that is so."""
+        """Wait until no save is pending, or none of ``which``, at most so many seconds; return whether that is true."""
         with self._changed:
             return self._changed.wait_for(lambda: not any(map(which, self._saves.values())), timeout)
 
     def take_failed(self) -> list[SaveHandle]:
-        """Return the saves that have failed without anybody having seen it; they count as seen from now on."""
+        """Return the saves that have failed and whose errors nobody has seen; they count as seen from now on."""
         with self._changed:
             failed = [handle for handle in self._failed if not handle.seen]
             self._failed = []

@@ -22,8 +22,8 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.ranks.presence import SECRET_BYTES, address_of, open_presence
 
-# Signals that end a job are not for the writer: it ends when it has written. Modules are found as multiprocessing's
-# processes find them: where the parent does, whatever the working directory has in it.
+# Signals that end a job are not for the writer: it ends when it has written. It finds modules as multiprocessing's
+# processes do: where the parent does, whatever is in the working directory.
 _BOOT = """
 import json, signal, sys
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
@@ -35,18 +35,18 @@ main(**options)
 """
 # The writer hashes and writes; threads of numerical libraries would only take memory.
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-# A process that has closed its end has nothing left to do.
+# A process that has closed its end has no work left.
 _END_SECONDS = 10.0
 _MAX_WORDS_BYTES = 4000
 
 
 class WriterProcess:
-    """Start a writer process and listen to it. It outlives this one while it has saves to write, and ends itself.
+    """A writer process, and a listener to it. It outlives this process while it has saves to write, then ends itself.
 
     Attributes:
         pid: Its process id.
-        address: Where the writers of other ranks reach it, and the secret by which it knows them.
-        is_finishing: Whether its end is wanted.
+        address: The address at which other ranks' writers reach it, and the secret by which it knows them.
+        is_finishing: Whether it has been asked to end.
     """
 
     def __init__(
@@ -58,16 +58,16 @@ class WriterProcess:
     ) -> None:
         """Start the process; its imports go on in the background.
 
-        The callbacks run in a thread of this object. ``on_message`` gets the number of a save and what the process says
-        of it: that it is taken up, how far it is, or what became of it. ``on_end`` gets this object and how the process
+        The callbacks run in a thread of this object. ``on_message`` gets the number of a save and the process's message
+        about it: that it has begun, its progress, or its outcome. ``on_end`` gets this object and the way the process
         ended, once.
 
         Raises:
             CheckpointError: It could not be started.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        # What it says before it dies; a file without a name, as the descriptors of this process may be somebody's pipe
-        # that is read to its end.
+        # For its last words; a file without a name, as the descriptors of this process may be a pipe that somebody
+        # reads to its end.
         self._words = os.memfd_create("paddle_flexckpt-stderr", os.MFD_CLOEXEC)
         close_in_forks(self, WriterProcess._close_words)
         options = {"path": list(map(str, sys.path)), "nice": nice, "io_class": io_class}
@@ -75,7 +75,7 @@ class WriterProcess:
             with theirs, open_presence() as presence:
                 secret = secrets.token_bytes(SECRET_BYTES)
                 self.address = address_of(presence, secret)
-                ours.sendall(secret)  # anybody can read the arguments of a process
+                ours.sendall(secret)  # all users can read the arguments of a process
                 descriptors = {"descriptor": theirs.fileno(), "presence": presence.fileno()}
                 self._process = subprocess.Popen(
                     [sys.executable, "-c", _BOOT, json.dumps({**options, **descriptors})],
@@ -111,10 +111,10 @@ class WriterProcess:
 
         Args:
             number: The save's number.
-            segment: Holds the data, followed by the encoded job.
+            segment: The memory with the data, followed by the encoded job.
             lock: The descriptor of the save's lock, if any.
-            waves: That of the connection by which the data comes, if it comes in waves.
-            refusal: Why this rank's share is not written after all: the other writers have to know.
+            waves: The descriptor of the connection by which the data comes, if it comes in waves.
+            refusal: Why this rank's share is not written after all, for the other writers.
 
         Raises:
             ConnectionError: The process has ended.
@@ -136,11 +136,11 @@ class WriterProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Return whether the process is gone; what it had is told to ``on_end`` in a moment, if it was not."""
+        """Return whether the process has ended; ``on_end`` is called in a moment, if it has not been."""
         return self._process.poll() is not None
 
     def finish(self) -> None:
-        """Let the process end when it has done all that was handed over, and wait for that; not from a callback."""
+        """Let the process end after all that was handed over, and wait for that; not from a callback."""
         self.is_finishing = True
         self._channel.end()
         self._listener.join()
@@ -151,7 +151,7 @@ class WriterProcess:
                 message = received[0]
                 self._on_message(int(message.pop("save")), message)
             how = self._end()
-        except Exception as error:  # whoever waits for this process has to be told, whatever it was
+        except Exception as error:  # after any error: callers that wait for this process need an answer
             how = f"cannot be understood ({type(error).__name__}: {error})"
             self._process.kill()
             self._process.wait()
@@ -165,7 +165,7 @@ class WriterProcess:
             os.close(words)
 
     def _end(self) -> str:
-        """Wait for the process to end; return how it did."""
+        """Wait for the process to end; return the way it ended."""
         try:
             status = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:

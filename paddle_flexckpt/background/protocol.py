@@ -1,6 +1,6 @@
-"""Protocol: what the training process and its writer say to each other.
+"""Protocol: the messages between the training process and its writer.
 
-Messages are JSON and descriptors over a Unix socket. What is large lies in shared memory: the data, and behind it the
+Messages are JSON and descriptors over a Unix socket. Large objects are in shared memory: the data, and behind it the
 job that describes it. So a message has a few hundred bytes, a save is handed over in one piece, and handing it over
 never waits for the writer.
 """
@@ -21,24 +21,24 @@ from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.native.names import SaveNames
 
 _HEAD_BYTES = 8
-# A message's descriptors: a segment, a lock, and the connection of waves.
+# The most descriptors of a message: a segment, a lock, and the connection of waves.
 _MAX_DESCRIPTORS = 3
 _MAX_MESSAGE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class WriteJob:
-    """Describe one rank's share of one save, for its writer.
+    """One rank's share of one save, for its writer.
 
     Attributes:
         path: The checkpoint's directory, as the user gave it.
-        storage: What opens it in another process.
-        lock: What the coordinator's writer needs, beside a descriptor, to take the lock over; None on other ranks.
-        names: What the save calls its files.
+        storage: What opens the directory in another process.
+        lock: The data by which the coordinator's writer takes the lock over, beside a descriptor; None on others.
+        names: The names of the save's files.
         items: This rank's rows of the write plan, in the order of their byte offsets.
         coordinator: The one of ``ranks`` that commits.
         timeout: Seconds to wait for the other ranks.
-        addresses: For each of ``ranks`` the address of its writer, with its secret; empty for one rank alone.
+        addresses: The address of the writer of each of ``ranks``, with its secret; empty for one rank alone.
     """
 
     path: str
@@ -96,18 +96,18 @@ class WriteJob:
 
 
 class Channel:
-    """Send and receive messages: one end of the connection.
+    """One end of the connection between the training process and its writer.
 
     Attributes:
         connection: The socket.
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        """Args: connection: a connected Unix stream socket, which is the channel's own from now on."""
+        """Args: connection: a connected Unix stream socket, which this channel closes."""
         self.connection = close_in_forks(connection)
 
     def send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-        """Send one message; the other end gets descriptors of its own for what the given ones stand for.
+        """Send one message; the other end gets its own duplicates of the descriptors.
 
         Raises:
             ConnectionError: The other end is gone.
@@ -129,7 +129,7 @@ class Channel:
         """Return the next message and its descriptors; None at the end: the other end has closed, or its process ended.
 
         Raises:
-            ValueError: What came is not a message, or this process cannot have more descriptors.
+            ValueError: The data is not a message, or this process cannot have more descriptors.
         """
         try:
             head, descriptors, flags, _ = socket.recv_fds(self.connection, _HEAD_BYTES, _MAX_DESCRIPTORS)
@@ -156,11 +156,11 @@ class Channel:
         return bytes(data)
 
     def end(self) -> None:
-        """Tell the other end that nothing more will be sent; what comes can still be received."""
+        """Tell the other end that nothing more will be sent; its messages can still be received."""
         try:
             self.connection.shutdown(socket.SHUT_WR)
         except OSError:
-            # The other end has gone first.
+            # The other end has closed first.
             return
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Staging: memory that the training process and its writer share, taken once and used by save after save.
+"""Staging: memory that the training process and its writer share, allocated once and used by save after save.
 
-A segment is a memfd. To take its pages from the system costs several times as much as writing them again; so segments
-are kept, and grow only when a save needs more than they have (docs/design.md, "Shared memory is touched early").
+A segment is a memfd. Its pages cost several times as much to allocate as to write again; so segments are reused, and
+grow only when a save needs more than they have (docs/design.md, "Shared memory is touched early").
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.forks import close_in_forks
 
 _HUGE_PAGE_BYTES = 2 << 20
-# Page-locks memory for a device, and returns what unlocks it; None where that cannot be done.
+# Page-locks memory for a device, and returns a function that unlocks it; None if it cannot be locked.
 LockPages = Callable[[np.ndarray], Union[Callable[[], None], None]]
 
 
 class Segment:
-    """Map one piece of memory that two processes share.
+    """A piece of memory that two processes share.
 
     Attributes:
-        number: What the two processes call it.
+        number: Its number, in both processes.
         descriptor: Its memfd.
-        nbytes: How much of it is mapped here, in bytes.
-        text: From where to where the text lies that :meth:`fill` has put there.
+        nbytes: Bytes of it that are mapped here.
+        text: The begin and end of the text that :meth:`fill` has put there.
     """
 
     def __init__(self, number: int, descriptor: int) -> None:
-        """Args: number: what to call it. descriptor: its memfd, which is the segment's own from now on."""
+        """Args: number: its number. descriptor: its memfd, which the segment closes."""
         self.number = number
         self.descriptor = descriptor
         self.nbytes, self.text = 0, (0, 0)
@@ -50,14 +50,14 @@ class Segment:
         return cls(number, os.memfd_create(f"paddle_flexckpt-{number}", os.MFD_CLOEXEC))
 
     def grow(self, nbytes: int) -> None:
-        """Make the segment at least so large; what was in it may be lost.
+        """Make the segment at least so large; its contents may be lost.
 
         Raises:
             CheckpointError: The machine has not so much memory left.
         """
         if nbytes <= self.nbytes:
             return
-        # Whole huge pages, for the kernels that have them for shared memory.
+        # Whole huge pages, for kernels that have them for shared memory.
         nbytes = -(-nbytes // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         _check_memory(nbytes - self.nbytes)
         os.ftruncate(self.descriptor, nbytes)
@@ -69,7 +69,7 @@ class Segment:
             return
         self._unlock_pages()
         mapped = mmap.mmap(self.descriptor, nbytes)
-        # A hint; kernels without huge pages in shared memory refuse it, and nothing depends on it.
+        # A hint; kernels without huge pages in shared memory refuse it, which does no harm.
         with contextlib.suppress(OSError, AttributeError):
             mapped.madvise(mmap.MADV_HUGEPAGE)
         self._memory, self.nbytes = np.frombuffer(mapped, dtype=np.uint8), nbytes
@@ -85,7 +85,7 @@ class Segment:
         return self._memory[start:stop]
 
     def fill(self, start: int, text: bytes) -> None:
-        """Put a text into the segment, as the last thing that it holds."""
+        """Append a text to the segment, after its data."""
         self.text = start, start + len(text)
         self.view(*self.text)[:] = np.frombuffer(text, dtype=np.uint8)
 
@@ -105,16 +105,16 @@ class Segment:
         self._was_asked, self._unlock = False, None
 
     def touch(self) -> None:
-        """Take all pages from the system now, so that the first save need not. Their content is lost."""
+        """Allocate all pages now, so that the first save need not. Their content is lost."""
         self._memory[:: mmap.PAGESIZE] = 0
 
     def close(self) -> None:
-        """Give the memory back, here; views that are still in use keep it."""
+        """Free the memory, here; views that are still in use keep it alive."""
         self._unlock_pages()
         self._leave_to_owner()
 
     def _leave_to_owner(self) -> None:
-        self._unlock = None  # a fork has not locked the pages
+        self._unlock = None  # the parent has locked the pages, not a fork
         self._memory, self.nbytes = np.zeros(0, dtype=np.uint8), 0
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
@@ -122,7 +122,7 @@ class Segment:
 
 
 def _check_memory(more: int) -> None:
-    """Raise CheckpointError where the machine has less memory: the kernel would not refuse, but kill a process."""
+    """Raise CheckpointError if the machine has less memory: the kernel would not refuse, but kill a process."""
     with open("/proc/meminfo", encoding="ascii") as stream:
         available = next(int(line.split()[1]) << 10 for line in stream if line.startswith("MemAvailable:"))
     if more > available:
@@ -134,7 +134,7 @@ def _check_memory(more: int) -> None:
 
 
 class StagingPool:
-    """Hold the segments of one training process."""
+    """The segments of one training process."""
 
     def __init__(self) -> None:
         """Make an empty pool."""
@@ -148,7 +148,7 @@ class StagingPool:
         return sum(segment.nbytes for segment in self._segments)
 
     def take(self, nbytes: int) -> Segment:
-        """Return a segment of at least so many bytes: the smallest free one that has them, or else the largest, grown.
+        """Return a segment of at least so many bytes: the smallest free one that fits, or else the largest, grown.
 
         Raises:
             CheckpointError: The machine has not so much memory left.
@@ -164,12 +164,12 @@ class StagingPool:
             return fitting
 
     def give_back(self, segment: Segment) -> None:
-        """Take a segment back that nobody reads any more."""
+        """Put a segment back that nobody reads any more."""
         with self._lock:
             self._free.append(segment)
 
     def close(self) -> None:
-        """Give all memory back; the pool is not used any more."""
+        """Free all memory; the pool is not used any more."""
         with self._lock:
             for segment in self._segments:
                 segment.close()

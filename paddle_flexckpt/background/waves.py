@@ -1,7 +1,7 @@
 """Waves: a share that is larger than the memory for it goes to the writer through a few buckets, used again and again.
 
-The training process fills a bucket and says how much is in it; the writer says when it has written it. At the end the
-training process says whether all ranks went well: before that the writer leaves no part.
+The training process fills a bucket and sends its size; the writer answers when it has written it. At the end the
+training process sends whether all ranks succeeded: before that the writer does not publish its part.
 
 Tested in tests/background/test_waves.py.
 """
@@ -17,8 +17,8 @@ import numpy as np
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.forks import close_in_forks
 
-# The writer keeps what it has asked for last: up to a batch of a data file, which is less than a bucket. So two are
-# being written while two are being filled.
+# The writer holds the last arrays that it has requested: up to a batch of a data file, which is less than a bucket. So
+# two buckets are being written while two are being filled.
 BUCKETS = 4
 LEAST_BYTES = 64 << 20
 _NUMBER_BYTES = 8
@@ -32,7 +32,7 @@ def buckets_of(space: np.ndarray) -> list[np.ndarray]:
 
 
 class WaveSender:
-    """Fill buckets, in the training process."""
+    """The training process's end of the buckets: it fills them."""
 
     def __init__(self, space: np.ndarray) -> None:
         """Take the memory; :attr:`theirs` is the writer's end of the connection."""
@@ -55,7 +55,7 @@ class WaveSender:
         return self._buckets[(self._count - 1) % BUCKETS]
 
     def send(self, nbytes: int) -> None:
-        """Say how much is in the bucket; more than nothing.
+        """Send the number of bytes in the bucket; more than 0.
 
         Raises:
             CheckpointError: The writer failed, or has ended.
@@ -66,7 +66,7 @@ class WaveSender:
             self._raise(_FREE)
 
     def _raise(self, word: bytes) -> None:
-        # What it had said before is still to be received.
+        # An earlier message of the writer may still be waiting.
         while word == _FREE:
             word = self._receive(1)
         text = "the background writer has ended while a save was handed over"
@@ -75,25 +75,25 @@ class WaveSender:
         raise CheckpointError(text)
 
     def _receive(self, nbytes: int) -> bytes:
-        """Return what has come, nothing at the end. A writer that ended with words unread ends it by a reset."""
+        """Return the next message, or nothing at the end. A writer that ended with unread messages causes a reset."""
         try:
             return self._ours.recv(nbytes)
         except ConnectionError:
             return b""
 
     def go(self) -> None:
-        """Say that all ranks went well. A writer that has ended meanwhile is noticed by those who watch it."""
+        """Send that all ranks succeeded. If the writer has ended meanwhile, others notice."""
         with contextlib.suppress(OSError):
             self._ours.sendall(_GO.to_bytes(_NUMBER_BYTES, "little"))
 
     def close(self) -> None:
-        """End the connection. Before :meth:`go` that means that the save has failed."""
+        """Close the connection. Before :meth:`go` that makes the save fail."""
         self.theirs.close()
         self._ours.close()
 
 
 class WaveReceiver:
-    """Read items from buckets, in the writer."""
+    """The writer's end of the buckets: it reads items from them."""
 
     def __init__(self, connection: socket.socket, space: np.ndarray) -> None:
         """Take the writer's end of the connection, and the memory."""
@@ -120,9 +120,9 @@ class WaveReceiver:
             raise CheckpointError("more data came for a save than was planned")
 
     def _next(self) -> np.ndarray:
-        # That of the time before the last is written by now.
+        # The bucket before the last is written by now.
         if self._count > 1:
-            with contextlib.suppress(OSError):  # if it has gone, no more will come
+            with contextlib.suppress(OSError):  # if the other end has died, nothing more comes
                 self._socket.sendall(_FREE)
         self._count += 1
         return self._buckets[(self._count - 1) % BUCKETS][: self._receive()]
@@ -137,9 +137,9 @@ class WaveReceiver:
 
     def fail(self, error: BaseException) -> None:
         """Tell the training process why this rank cannot write."""
-        with contextlib.suppress(OSError):  # it has gone, or has told the reason itself
+        with contextlib.suppress(OSError):  # the other end has died, or has sent the reason itself
             self._socket.sendall(_ERROR + str(error).encode())
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         self._socket.close()

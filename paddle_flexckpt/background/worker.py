@@ -45,8 +45,8 @@ _IOPRIO = {"best-effort-low": (2 << 13) | 7, "idle": 3 << 13}
 def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
     """Serve one training process.
 
-    ``descriptor`` is a connected socket, ``presence`` one that listens: other writers reach this one there. The secret
-    that they have to know comes first through the connection.
+    ``descriptor`` is a connected socket, ``presence`` one that listens, at which other writers reach this one. The
+    secret that they have to know comes first through the connection.
     """
     connection = socket.socket(fileno=descriptor)
     secret = connection.recv(SECRET_BYTES, socket.MSG_WAITALL)
@@ -79,7 +79,7 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
 
 
 def _messages(channel: Channel, listener: GroupListener) -> Iterator[tuple[dict[str, Any], list[int]]]:
-    """Yield what the training process sends, to its end; serve other writers until it comes."""
+    """Yield the messages of the training process, to their end; serve other writers while waiting."""
     while True:
         listener.await_readable(channel.connection)
         received = channel.receive()
@@ -89,13 +89,13 @@ def _messages(channel: Channel, listener: GroupListener) -> Iterator[tuple[dict[
 
 
 def _send(channel: Channel, message: dict[str, Any]) -> None:
-    # If the training process has ended, what it handed over is carried out all the same.
+    # If the training process has ended, the saves that it handed over are still carried out.
     with contextlib.suppress(ConnectionError):
         channel.send(message)
 
 
 def _tell(channel: Channel, number: int, progress: Progress) -> None:
-    # A training process that is stopped reads nothing, and the save does not depend on it.
+    # A training process that is stopped reads nothing, and the save must not depend on it.
     if channel.has_room:
         _send(channel, {"save": number, "progress": asdict(progress)})
 
@@ -118,12 +118,12 @@ def write_share(
     Args:
         job: The rank's share.
         data: The items' bytes, uint8, end to end; or the buckets of ``waves``.
-        waves: Where the data comes from, if it comes in waves.
-        tell: Gets how far it is.
+        waves: The receiver of the data, if it comes in waves.
+        tell: Gets the progress.
         save: The save.
 
     Raises:
-        CheckpointError: The share was not handed over to its end.
+        CheckpointError: The share was not handed over completely.
         OSError: The file system refused.
     """
     try:
@@ -144,7 +144,7 @@ def write_share(
 
 
 def lower_priority(nice: int, io_class: str) -> list[str]:
-    """Lower this process's priorities for the processor and for storage; return what could not be done and why."""
+    """Lower this process's priorities for the processor and for storage; return what failed and why."""
     refused = []
     try:
         os.nice(nice)
@@ -181,7 +181,7 @@ def _lower_session(nice: int) -> None:
             return
         except FileNotFoundError:
             return  # a kernel without them
-        except BlockingIOError:  # one process of the machine in a tenth of a second may do so
+        except BlockingIOError:  # only one process of the machine may do this in a tenth of a second
             if turn == _TURNS - 1:
                 raise
             time.sleep(0.1)

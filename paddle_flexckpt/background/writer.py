@@ -1,4 +1,4 @@
-"""Background writers: saves handed over to a process of their own, and what becomes of them."""
+"""Background writers: saves handed over to a process of their own, and their outcomes."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ IoClass = Literal["best-effort-low", "idle", "unchanged"]
 
 _DESCRIPTION_BYTES = 16 << 20
 
-# A save has to know of the others under way to its directory, and those may be another writer's.
+# A save has to know of the others that are pending to its directory, and those may be another writer's.
 _WRITERS: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
 
 
 class BackgroundWriter:
-    """Save while training goes on, for the rank and in the process that makes the writer.
+    """A writer that saves while training goes on, for the rank and in the process that makes it.
 
-    The first save starts a process, which stays, and takes memory for a copy of the rank's state, which later saves use
-    again. A context manager: leaving it waits for the pending saves.
+    The first save starts a process and allocates memory for a copy of the rank's state; later saves use both again.
+    A context manager: leaving it waits for the pending saves.
 
     Attributes:
         max_pending: Saves that may be pending at the same time.
@@ -66,7 +66,7 @@ class BackgroundWriter:
         Args:
             max_pending: Saves that may be pending at the same time, each with its own copy of the state in memory. One
                 more waits, in the call, until one of them is over.
-            nice: What is added to the writer's nice value: it gets the processor time that others leave.
+            nice: A number that is added to the writer's nice value: it gets the processor time that others leave.
             io_class: Its I/O priority: ``"best-effort-low"``, ``"idle"``, or ``"unchanged"``.
             timeout: Seconds that the ranks' writers wait for each other. A save fails if a rank has written nothing so
                 long after others have. If the commit takes longer, the others do not know the outcome. A rank whose
@@ -95,7 +95,7 @@ class BackgroundWriter:
         self._pool = StagingPool()
         self._saves = PendingSaves(max_pending)
         self._slots: list[SaveSlot] = []
-        # Held while the process, or which save it has, changes.
+        # Held while the process, or its list of saves, changes.
         self._lock = threading.Lock()
         self._process: WriterProcess | None = None
         self._is_closed = False
@@ -120,20 +120,20 @@ class BackgroundWriter:
 
     @property
     def staging_bytes(self) -> int:
-        """Return the bytes of memory taken for copies of the state."""
+        """Return the bytes of memory allocated for copies of the state."""
         return self._pool.nbytes
 
     def reserve(self, nbytes: int) -> None:
-        """Take the memory for the coming saves now, so that the first of them need not.
+        """Allocate the memory for the coming saves now, so that the first of them need not.
 
         Args:
-            nbytes: Bytes of tensors that this rank writes in one save, as ``bytes_written`` of a report says.
+            nbytes: Bytes of tensors that this rank writes in one save, as in ``bytes_written`` of a report.
 
         Raises:
             CheckpointError: The machine has not so much memory left.
         """
         self._check_usable()
-        # Behind the data stands its description: names and shapes.
+        # The data is followed by its description: names and shapes.
         nbytes += nbytes // 64 + _DESCRIPTION_BYTES
         segments = [self._pool.take(nbytes) for _ in range(self.max_pending - self.pending)]
         for segment in segments:
@@ -142,11 +142,11 @@ class BackgroundWriter:
 
     @contextlib.contextmanager
     def open_slot(self) -> Iterator[SaveSlot]:
-        """Wait for room for one more save, and yield it. What is not handed over is given back.
+        """Wait for room for one more save, and yield it. If nothing is handed over, the room is freed.
 
         Raises:
             CheckpointError: The writer is closed or another process's, or its process could not be started.
-            ValidationError: A save is being staged in slices: whoever asks is the one who has to end that.
+            ValidationError: A save is being staged in slices, which the caller has to end first.
         """
         self._check_usable()
         if any(slot.sliced for slot in self._slots):
@@ -165,7 +165,7 @@ class BackgroundWriter:
                 slot.drop()
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until no save is pending; return whether that is so.
+        """Wait until no save is pending; return whether that is true.
 
         Args:
             timeout: Seconds to wait at most; None: as long as it takes.
@@ -182,11 +182,11 @@ class BackgroundWriter:
         self._saves.wait(which=lambda save: _real_path(save.job.path) == place)
 
     def take_failed(self) -> list[SaveHandle]:
-        """Return the saves that failed without anybody having seen their errors; they count as seen from now on."""
+        """Return the saves that failed and whose errors nobody has seen; they count as seen from now on."""
         return self._saves.take_failed()
 
     def close(self) -> None:
-        """Wait for the pending saves, end the process, and give the memory back.
+        """Wait for the pending saves, end the process, and free the memory.
 
         Raises:
             CheckpointError: A save has failed, and nobody has seen its error yet.
@@ -203,7 +203,7 @@ class BackgroundWriter:
         if kind is None:
             self.close()
         else:
-            # Another error is on its way. Those of saves are printed when the interpreter exits.
+            # Another error is being raised. Those of saves are printed when the interpreter exits.
             self._stop()
 
     def _stop(self) -> None:
@@ -242,7 +242,7 @@ class BackgroundWriter:
             raise ValidationError(["this BackgroundWriter is closed. Remedy: make another one"])
 
     def _running(self) -> WriterProcess:
-        """Return the process, started if there is none, or none any more; the caller holds the lock."""
+        """Return the process, started if there is none (any more); the caller holds the lock."""
         if self._process is None or self._process.has_ended:
             self._process = WriterProcess(self._nice, self._io_class, self._on_message, self._on_end)
         return self._process
@@ -274,7 +274,7 @@ class BackgroundWriter:
             waves = None if save.waves is None else save.waves.theirs.fileno()
             process.submit(number, save.segment, descriptor, waves, save.refusal)
         except ConnectionError:
-            # It has died since. _on_end knows, or will know, that it had this save.
+            # It has died since. _on_end knows, or will learn, that it had this save.
             logger.debug("the background writer died while it was given a save")
 
     # The following run in the threads that listen to processes.
@@ -289,7 +289,7 @@ class BackgroundWriter:
             self._finish(number, failure, message["seconds"], message["warnings"])
 
     def _on_begun(self, number: int) -> None:
-        """Let go of a save's lock, which its process has now. Until then it is kept alive here: it may be a lease."""
+        """Release a save's lock here, as its process has it now. Until then it is held here: it may be a lease."""
         save = self._saves[number]
         if save.lock is not None:
             save.lock.detach()
@@ -306,15 +306,15 @@ class BackgroundWriter:
             logger.warning("%s while it had nothing to save; the next save starts another", how)
 
     def _finish_dead(self, number: int, how: str) -> None:
-        """Find out what becomes of a save whose process has died. The other ranks decide, so it may take time."""
+        """Find the outcome of a save whose process has died. The other ranks decide, so it may take time."""
         job = self._saves[number].job
 
         def finish() -> None:
-            logger.warning(how)  # others learn from the end of its connection alone that it has gone
+            logger.warning(how)  # only the end of the connection shows others that it has died
             try:
                 directory = open_to_save(reopen(job.storage))
                 failure = find_outcome(job, directory, how)
-            except Exception as unknown:  # whatever the storage does, somebody waits for the outcome
+            except Exception as unknown:  # after any error, as callers wait for the outcome
                 failure = Failure.of(CheckpointError(f"{how}; it is not known what became of the save: {unknown!r}"))
             self._finish(number, failure, {}, [])
 
@@ -335,12 +335,12 @@ class BackgroundWriter:
                 logger.info(outcome.summary())
         self._pool.give_back(save.segment)
         if save.lock is not None:
-            # The writer has died before it took it over.
+            # The writer has died before it took the lock over.
             save.lock.release()
-        if save.waves is not None and save.report is not None:  # else the caller still listens, and closes it
+        if save.waves is not None and save.report is not None:  # otherwise the caller still listens, and closes it
             save.waves.close()
         try:
-            if save.report is not None:  # else the call fails, and tells
+            if save.report is not None:  # otherwise the call fails, and reports it
                 tell("save", save.job.path, time.perf_counter() - save.begin, outcome)
         finally:
             self._saves.finish(number, outcome)
@@ -359,7 +359,7 @@ def await_earlier(path: str) -> None:
 
 
 def shared_writer() -> BackgroundWriter:
-    """Return the writer of ``async_save=True``: one for a process, made when it is first asked for."""
+    """Return the writer of ``async_save=True``: one for a process, made when it is first requested."""
     return _writer_of(os.getpid())
 
 
@@ -376,8 +376,8 @@ def _real_path(path: str) -> str:
 def _exit_with_status_1() -> None:
     """Make the interpreter, which is exiting, end with status 1.
 
-    What an atexit function raises does not change the status, and ``os._exit`` would skip the atexit functions that are
-    still to come. So ``_exit(1)`` becomes the last of the C library's own exit functions: the interpreter has run its
+    An error of an atexit function does not change the status, and ``os._exit`` would skip the remaining atexit
+    functions. So ``_exit(1)`` becomes the last of the C library's own exit functions: the interpreter has run its
     atexit functions and flushed its streams by then.
     """
     libc = ctypes.CDLL(None)

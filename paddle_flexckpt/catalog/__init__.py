@@ -1,6 +1,6 @@
-"""Catalogs: which shards exist, where they are and of what, as numpy columns.
+"""Catalogs: the shards of a state and their places, as numpy columns.
 
-A catalog is the only description of a state that planning knows. A directory of files has one (its manifest), and so
+A catalog is the only description of a state that planning uses. A directory of files has one (its manifest), and so
 has the memory of a running job.
 """
 

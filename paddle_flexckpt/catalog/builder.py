@@ -18,10 +18,10 @@ from paddle_flexckpt.catalog.table import NOT_FLATTENED, Catalog, order_columns
 
 
 class CatalogBuilder:
-    """Collect the shards of one rank, row by row or many at once, and make the columns of them."""
+    """A collector of one rank's shards, row by row or many at once, that makes their catalog."""
 
     def __init__(self, rank: int, file: str | None = None) -> None:
-        """Collect the shards of a rank that are in a file, if they are in any."""
+        """Begin without shards; ``file`` is the file of all of them, if they are in one."""
         self._rank = rank
         self._file = file
         self._keys: dict[str, int] = {}
@@ -50,7 +50,7 @@ class CatalogBuilder:
         Args:
             key: The tensor's name.
             dtype: Name of its element type.
-            global_shape: In elements, as is all that follows but for ``byte_offset``.
+            global_shape: In elements, like all arguments below but ``byte_offset``.
             offset: The first element of the shard's box.
             shape: The box.
             flat_range: The flattened range in the box; None: all of it.
@@ -58,8 +58,7 @@ class CatalogBuilder:
             order: The order of the whole tensor's elements, as far as it is known.
 
         Raises:
-            ValidationError: The columns could not hold the shard as it is: its shapes differ in their number of axes,
-                or its flattened range is negative.
+            ValidationError: The shapes differ in their number of axes, or the flattened range is negative.
         """
         self.add_many([key], [dtype], [global_shape], [offset], [shape], [flat_range], [order])
         self._byte_offset[-1] = int(byte_offset)

@@ -1,7 +1,7 @@
 """Suspend the cyclic garbage collector where very many objects are made, none of which is in a cycle.
 
-A pass over all objects of a process that has imported Paddle takes a tenth of a second, and making objects for some
-thousand tensors brings one about.
+A pass over all objects of a process that has imported Paddle takes a tenth of a second, and creating objects for some
+thousand tensors triggers one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Suspend the collector for the time of a with statement, or of a function that this decorates.
+    """Suspend the collector during a with statement, or a decorated function.
 
-    Of threads that do so at the same time, the first to end lets it run again.
+    If several threads do so at the same time, the first to end resumes it.
     """
     enabled = gc.isenabled()
     gc.disable()

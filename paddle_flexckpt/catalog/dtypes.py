@@ -15,7 +15,7 @@ from paddle_flexckpt.catalog.errors import OverflowingCastError, ValidationError
 
 @dataclass(frozen=True)
 class DType:
-    """Describe an element type.
+    """An element type.
 
     Attributes:
         name: Paddle's name for it, e.g. ``"bfloat16"``.
@@ -116,14 +116,14 @@ def assign(target: np.ndarray, values: np.ndarray, row: int = -1) -> None:
     if values.dtype == target.dtype or target.dtype.name not in _FLOATS | _COMPLEX:
         target[...] = values
         return
-    # A signalling NaN is told of when it is cast or looked at, and is NaN afterwards as it was before.
+    # numpy reports a signalling NaN that is cast or compared; it stays NaN.
     with np.errstate(over="ignore", invalid="ignore"):
         target[...] = to_round_once(values, target.dtype)
         check_range(values, target, row)
 
 
 def check_range(values: np.ndarray, cast: np.ndarray, row: int = -1) -> None:
-    """Raise OverflowingCastError if numbers are infinite, or infinity is no number, now that they are cast."""
+    """Raise OverflowingCastError if the cast made finite numbers infinite, or infinity NaN."""
     if not _is_narrower(values.dtype, cast.dtype) or np.isfinite(cast).all():
         return
     pair = f"a cast from {values.dtype.name} to {cast.dtype.name} met"
@@ -146,17 +146,17 @@ def check_range(values: np.ndarray, cast: np.ndarray, row: int = -1) -> None:
 
 
 def to_round_once(values: np.ndarray, target: np.dtype) -> np.ndarray:
-    """Return numbers that a cast rounds as it would round the given ones, if it rounded them once.
+    """Return numbers that a cast in two steps rounds as one step would round the given ones.
 
-    Casts to the types of ml_dtypes go by way of float32, which would round a second time. So float64 and wide integers
-    are rounded to odd before: an inexact number becomes that of its two neighbours in float32 whose last bit is 1.
+    Casts to the types of ml_dtypes go through float32, and so would round twice. So float64 and wide integers are
+    rounded to odd first: an inexact number becomes the one of its two neighbours in float32 whose last bit is 1.
     """
     if target.name not in _BY_FLOAT32 or values.dtype.kind not in "iuf" or values.dtype.itemsize < 4:
         return values
     if values.dtype == np.float32:
         return values
     if values.dtype.itemsize == 8 and values.dtype.kind in "iu":
-        # float64 is exact up to 2 ** 53. Beyond, the last 11 bits say no more than whether there are any.
+        # float64 is exact up to 2 ** 53. Beyond, the last 11 bits are reduced to one: whether any of them is set.
         rest, wide = values & 2047, (values >= 1 << 53) | (values <= -(1 << 53) if values.dtype.kind == "i" else False)
         values = np.where(wide & (rest != 0), (values - rest) | 2048, values)
     exact = values.astype(np.float64)
@@ -165,14 +165,14 @@ def to_round_once(values: np.ndarray, target: np.dtype) -> np.ndarray:
     # An inexact number with an even last bit moves to its odd neighbour on the other side of the exact value.
     inexact = np.atleast_1d((wide != exact) & ~np.isnan(exact)) & (bits & 1 == 0)
     outward = np.atleast_1d(np.abs(wide) < np.abs(exact))
-    # Near 0 the sign of a number that vanished is in its bits already: bits of magnitude count upwards for both signs.
+    # A number that became 0 kept its sign in the bits: bits of magnitude count upwards for both signs.
     moved = np.where(inexact, bits + np.where(outward, 1, -1).astype(np.int32), bits)
     return moved.astype(np.int32).view(np.float32).reshape(exact.shape)
 
 
 @functools.lru_cache(maxsize=1024)
 def _is_narrower(source: np.dtype, target: np.dtype) -> bool:
-    """Return whether a floating-point or complex type lacks numbers as large as another type's largest."""
+    """Return whether a floating-point or complex type's largest number is smaller than another type's."""
     return target.name in _FLOATS | _COMPLEX and _largest(source) > _largest(target)
 
 

@@ -1,4 +1,4 @@
-"""Problems and errors, which name key, rank, file, expected, got and remedy; and failures, errors sent as data.
+"""Problems and errors, with key, rank, file, expected, got and remedy; and failures, which are errors as data.
 
 Tested in tests/catalog/test_errors.py and tests/catalog/test_failures.py.
 """
@@ -13,13 +13,13 @@ from typing import Any
 
 from paddle_flexckpt.catalog.texts import printable
 
-# An error text with thousands of lines hides its cause; the first ones and the count tell the story.
+# Thousands of lines would hide the cause: the first ones and the count are shown.
 MAX_LISTED = 20
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Describe one thing that is wrong.
+    """One thing that is wrong.
 
     Attributes:
         what: The problem in a few words.
@@ -29,8 +29,8 @@ class Problem:
         expected: What should have been there.
         got: What was there.
         remedy: What the user can do about it.
-        offset: First byte of the file that it concerns.
-        end: The first byte beyond those.
+        offset: The first byte of the file that is concerned.
+        end: The first byte after these.
     """
 
     what: str
@@ -60,47 +60,47 @@ class Problem:
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:
-    """Return the first names as text that can be printed, and how many more there are."""
+    """Return the first names as printable text, and the number of further ones."""
     return ", ".join(map(printable, names[:most])) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def without_remedy(error: Exception) -> str:
-    """Return an error's text up to its remedy, for an error that has another one."""
+    """Return an error's text without its remedy, for an error with another remedy."""
     return str(error).partition(". Remedy: ")[0]
 
 
 class CheckpointError(RuntimeError):
-    """Base class of every error that this library raises about a checkpoint or a state."""
+    """The base class of every error that this library raises about a checkpoint or a state."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Tell that bytes of a checkpoint are not those that were written."""
+    """An error of a checkpoint whose bytes are not those that were written."""
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """Report that the storage did not let something be read now; what is stored may be whole."""
+    """An error of storage that could not be read now; the stored data may be whole."""
 
 
 class NotDurableError(CheckpointError):
-    """Report that a checkpoint is in place, and that storage has not made it durable: a loss of power may undo it."""
+    """An error of a checkpoint that is in place but not durable: a loss of power may undo it."""
 
 
 class LostRankError(CheckpointError):
-    """Tell that a rank has gone (killed, crashed, cut off) while the others were waiting for it."""
+    """The loss of a rank (killed, crashed, cut off) while the others were waiting for it."""
 
 
 class StoppedExchangeError(CheckpointError):
-    """Report that ranks could not go on sending each other data: a connection ended, mostly as another rank failed.
+    """The end of a connection by which ranks send each other data, mostly because another rank failed.
 
-    What a call raises is of the class of that rank's error, or a CheckpointError.
+    The call raises an error of the same class as that rank's, or a CheckpointError.
     """
 
 
 class OverflowingCastError(CheckpointError):
-    """Tell that a cast would have made finite numbers infinite, or no number.
+    """An error of a cast that would have made finite numbers infinite or NaN.
 
     Attributes:
-        row: The row that was being filled, as far as whoever cast it knew; -1 where it did not.
+        row: The row that was being filled; -1: unknown.
     """
 
     def __init__(self, text: str, row: int = -1) -> None:
@@ -113,11 +113,11 @@ class OverflowingCastError(CheckpointError):
 
 
 class UnsafePickleError(CorruptCheckpointError):
-    """Tell that a pickle asks for more than plain data; nothing of it has been carried out."""
+    """An error of a pickle that asks for more than plain data; nothing in it has been executed."""
 
 
 class ValidationError(CheckpointError, ValueError):
-    """Tell that what was asked for does not fit; nothing has been touched.
+    """An error of a request that does not fit; nothing has been touched.
 
     Attributes:
         problems: All problems found, as :class:`Problem` or as texts that came from another rank.
@@ -137,10 +137,10 @@ class ValidationError(CheckpointError, ValueError):
 
 
 class AoaError(ValidationError):
-    """Tell that an AOA program is malformed or does not fit the tensors; nothing has been touched."""
+    """An error of an AOA program that is malformed or does not fit the tensors; nothing has been touched."""
 
 
-# The classes that travel. An error of another class travels as the nearest of these that it is derived from.
+# The classes that are sent. An error of another class is sent as its nearest base class among these.
 _KINDS: dict[str, type[CheckpointError]] = {
     kind.__name__: kind
     for kind in (
@@ -159,7 +159,7 @@ _KINDS: dict[str, type[CheckpointError]] = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Hold what is left of an error where it is not raised: the name of its class, and each of its problems."""
+    """An error as data: the name of its class, and its problems."""
 
     kind: str
     problems: tuple[str, ...]
@@ -179,7 +179,7 @@ class Failure:
 
     @classmethod
     def decode(cls, data: bytes) -> Failure:
-        """Return the failure that :meth:`encode` made the bytes of."""
+        """Return the failure that :meth:`encode` encoded."""
         return cls.from_dict(json.loads(data))
 
     def as_dict(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class Failure:
 
     @classmethod
     def from_dict(cls, decoded: dict[str, Any]) -> Failure:
-        """Return the failure that :meth:`as_dict` made the dict of; other entries of the dict do not matter.
+        """Return the failure of which :meth:`as_dict` made a dict; other entries are ignored.
 
         Raises:
             KeyError: It is not one.
@@ -204,9 +204,9 @@ class Failure:
 
 
 def combine(failures: Sequence[tuple[int, Failure]]) -> Failure:
-    """Return one failure for all ranks that failed: each problem once, with the ranks that met it, culprits first.
+    """Return one failure for all ranks that failed: each problem once, with its ranks, causes first.
 
-    Problems that name nothing but each rank's own number in another way are one.
+    Problems that differ only in each rank's own number are one.
     """
     met: dict[str, dict[int, str]] = {}
     for rank, failure in sorted(failures, key=lambda each: each[1].kind == StoppedExchangeError.__name__):
@@ -218,7 +218,7 @@ def combine(failures: Sequence[tuple[int, Failure]]) -> Failure:
         for shared, told in met.items()
     )
     validation = {name for name, kind in _KINDS.items() if issubclass(kind, ValidationError)}
-    # A rank that was left in the middle of an exchange says little of why.
+    # A rank whose exchange was cut off knows little of the cause.
     kinds = {failure.kind for _, failure in failures} - {StoppedExchangeError.__name__} or {CheckpointError.__name__}
     if kinds <= validation:
         return Failure(kinds.pop() if len(kinds) == 1 else ValidationError.__name__, texts)

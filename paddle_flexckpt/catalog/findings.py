@@ -1,4 +1,4 @@
-"""What is wrong with a state: found by the ranks that plan its keys, told in one order and number by all of them.
+"""Findings: what is wrong with a state. The ranks that plan its keys find it, and all ranks report the same.
 
 Tested in tests/catalog/test_key_rows.py.
 """
@@ -17,11 +17,11 @@ from paddle_flexckpt.catalog.validate import MAX_ROWS, Coverage, find_shard_prob
 
 
 class Finding(NamedTuple):
-    """Tell one thing that is wrong.
+    """One thing that is wrong.
 
     Attributes:
-        stage: What is found in one stage is told only if nothing is in those before.
-        kind: Of one kind so many are told at most.
+        stage: Findings are reported only if no earlier stage has any.
+        kind: The number of findings of one kind in a report is bounded.
         number: The row that it is about, of the catalog of all keys.
         text: The problem.
     """
@@ -33,12 +33,12 @@ class Finding(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Hold what a rank finds out about the shards that it plans.
+    """The result of a rank's checks of the shards that it plans.
 
     Attributes:
         findings: What is wrong with them.
-        groups: Their replica groups, if they could be told.
-        coverage: What is covered, likewise.
+        groups: Their replica groups, if they could be found.
+        coverage: Their coverage, likewise.
     """
 
     findings: list[Finding]
@@ -47,12 +47,12 @@ class Layout(NamedTuple):
 
 
 def inspect(catalog: Catalog, number: np.ndarray, contradictions: Iterable[tuple[int, Problem]] = ()) -> Layout:
-    """Check that shards make whole tensors, as far as their descriptions tell.
+    """Check by their descriptions that shards make whole tensors.
 
     Args:
         catalog: All shards of some keys.
         number: int64 ``[n]``, rising: which row each is of the catalog of all keys.
-        contradictions: What is known to be wrong already, by number.
+        contradictions: Problems that are known already, by number.
     """
     found = [Finding(0, 0, row, str(problem)) for row, problem in contradictions]
     for kind, problems in enumerate(find_shard_problems(catalog)):
@@ -68,7 +68,7 @@ def inspect(catalog: Catalog, number: np.ndarray, contradictions: Iterable[tuple
 
 
 def raise_findings(findings: Iterable[Finding], context: str) -> None:
-    """Raise what all ranks have found, if that is anything: the first of each kind, in the order of the rows.
+    """Raise the findings of all ranks, if there are any: the first of each kind, in the order of the rows.
 
     Raises:
         ValidationError: The same, however many ranks have looked for it.

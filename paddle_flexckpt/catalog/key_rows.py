@@ -1,6 +1,6 @@
-"""All ranks' shards of some keys: as messages of the ranks that own them, and as a table of the rank that plans them.
+"""All ranks' shards of some keys: as messages of the ranks that own them, and as a table for the rank that plans them.
 
-A message has as few bytes as it can, and messages of thousands of ranks become one table without a step for each row.
+Messages are small, and messages of thousands of ranks become one table without a step for each row.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _NAMES = tuple(DTYPES)
 
 @dataclass(frozen=True, eq=False)
 class KeyRows:
-    """Hold all shards of some keys: those of the first rank, in the order of its state, then those of the next.
+    """All shards of some keys: those of the first rank, in the order of its state, then those of the next.
 
     Attributes:
         catalog: The shards, keys in the order in which they occur.
         place: int64 ``[n]``, the position in the group of the rank that owns each.
         row: int64 ``[n]``, which row of that rank's own catalog each is.
         number: int64 ``[n]``, which row each is of the catalog of all keys.
-        flags: int64 ``[n]``, what its owner says of it besides.
-        contradictions: What ranks contradict each other in (the order of a tensor's elements, whose state it is), with
-            the number of a row of the rank that does.
+        flags: int64 ``[n]``, its owner's flags.
+        contradictions: Contradictions between ranks (about the order of a tensor's elements, or whose state it is),
+            each with the number of a row of the rank that contradicts an earlier one.
     """
 
     catalog: Catalog
@@ -58,8 +58,8 @@ def encode_rows(catalog: Catalog, flags: np.ndarray, part: np.ndarray) -> dict[i
 
     Args:
         catalog: Its shards.
-        flags: int64 ``[n]``, what :class:`KeyRows` has of each.
-        part: int64 ``[number of keys]``, to whom each key goes.
+        flags: int64 ``[n]``, as in :class:`KeyRows`.
+        part: int64 ``[number of keys]``, the receiver of each key.
 
     Returns:
         A message for each of them, in rising order.
@@ -99,7 +99,7 @@ def encode_rows(catalog: Catalog, flags: np.ndarray, part: np.ndarray) -> dict[i
 
 
 def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.ndarray) -> KeyRows:
-    """Return the table of what ranks have encoded for this one.
+    """Return the table of all ranks' messages to this one.
 
     Args:
         messages: By position of the rank in the group, rising.
@@ -108,7 +108,7 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
     """
     keys: dict[str, int] = {}
     numbers: list[int] = []
-    said: list[tuple[int, int, int]] = []
+    orders_by_rank: list[tuple[int, int, int]] = []
     table_of_orders: dict[tuple[Any, ...], int] = {}
     state_names: list[dict[str, tuple[str, ...]]] = []
     bodies: dict[tuple[int, int], list[tuple[int, int, int, bytes]]] = {}
@@ -123,7 +123,7 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
         numbers += own
         if orders:
             number_of = [table_of_orders.setdefault(tuple(each), len(table_of_orders)) for each in orders[1]]
-            said += [(place, key, number_of[each]) for key, each in zip(own, orders[0]) if each >= 0]
+            orders_by_rank += [(place, key, number_of[each]) for key, each in zip(own, orders[0]) if each >= 0]
     most = max((axes for axes, _ in bodies), default=1)
     tables = [_table(axes, word, most, some) for (axes, word), some in bodies.items()]
     table = np.concatenate(tables) if tables else np.zeros((0, 2 + _SINGLE + 3 * most), dtype=np.int64)
@@ -139,7 +139,7 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
     known = tuple(names[each] for each in occurs.tolist())
     boxes = table[:, 2 + _SINGLE :].reshape(len(table), 3, most)
     orders, contradictions = _merged(
-        said, [Order.decode([*each]) for each in table_of_orders], renumbered, known, before
+        orders_by_rank, [Order.decode([*each]) for each in table_of_orders], renumbered, known, before
     )
     names_of_states, problems = merged_state_names(state_names)
     contradictions += tuple((0, problem) for problem in problems.values())
@@ -177,14 +177,14 @@ def _table(axes: int, word: int, most: int, bodies: Sequence[tuple[int, int, int
 
 
 def _merged(
-    said: Sequence[tuple[int, int, int]],
+    orders_by_rank: Sequence[tuple[int, int, int]],
     table: Sequence[Order],
     renumbered: np.ndarray,
     keys: Sequence[str],
     before: np.ndarray,
 ) -> tuple[dict[int, Order], tuple[tuple[int, Problem], ...]]:
-    """Return the order of each key from what ranks say (place, key, order), and their contradictions."""
-    columns = np.asarray(said, dtype=np.int64).reshape(-1, 3)
+    """Return the order of each key from the ranks' (place, key, order), and their contradictions."""
+    columns = np.asarray(orders_by_rank, dtype=np.int64).reshape(-1, 3)
     _, first = np.unique(columns[:, 1] * len(table) + columns[:, 2], return_index=True)
     merged: dict[int, Order] = {}
     problems: list[tuple[int, Problem]] = []

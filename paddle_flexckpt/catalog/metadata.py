@@ -1,7 +1,7 @@
 """The in-tree FlexCheckpoint's metadata classes, by name and field, and their way into a catalog.
 
-They hold one Python object per shard, so nothing here is built of them; they are accepted where the in-tree functions
-accept them.
+They hold one Python object per shard, so this library does not use them itself; it accepts them where the in-tree
+functions do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paddle_flexckpt.catalog.table import Catalog, concat
 
 @dataclass(frozen=True)
 class LocalTensorMetadata:
-    """Describe one distinct shard of a tensor."""
+    """One distinct shard of a tensor."""
 
     global_offset: tuple[int, ...]
     local_shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class LocalTensorMetadata:
 
 @dataclass(frozen=True)
 class LocalTensorIndex:
-    """Name a shard in ``Metadata.storage_metadata``."""
+    """The name of a shard in ``Metadata.storage_metadata``."""
 
     tensor_key: str
     global_offset: tuple[int, ...]
@@ -41,7 +41,7 @@ class LocalTensorIndex:
 
 @dataclass
 class Metadata:
-    """Hold all shards of a state (``state_dict_metadata``) and the file of each (``storage_metadata``)."""
+    """All shards of a state (``state_dict_metadata``) and the file of each (``storage_metadata``)."""
 
     state_dict_metadata: dict[str, list[LocalTensorMetadata]] = field(default_factory=dict)
     storage_metadata: dict[LocalTensorIndex, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ def _flat_range(value: Any) -> tuple[int, int] | None:
 
 
 def lacks_global_shapes(metadata_list: Iterable[Any]) -> bool:
-    """Return whether some shard of ``Metadata`` objects has no global shape, as older callers leave it out."""
+    """Return whether some shard of ``Metadata`` objects has no global shape, which older callers leave out."""
     shards = (shard for metadata in metadata_list for each in metadata.state_dict_metadata.values() for shard in each)
     return any(getattr(shard, "global_shape", None) is None for shard in shards)
 
@@ -67,15 +67,15 @@ def catalog_from_metadata(
     rank_of_file: Callable[[str], int],
     global_shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> Catalog:
-    """Build the catalog of what ``Metadata`` objects (ours or the in-tree ones) describe.
+    """Build a catalog from ``Metadata`` objects (ours or the in-tree ones).
 
     Args:
         metadata_list: Objects with the fields of :class:`Metadata`.
-        rank_of_file: Gives the rank that holds a file.
+        rank_of_file: Returns the rank that holds a file.
         global_shapes: Global shapes by key, for shards without one.
 
     Raises:
-        ValidationError: An index has no matching shard, or nothing says a shard's global shape.
+        ValidationError: An index has no matching shard, or a shard's global shape is not known.
     """
     known = global_shapes or {}
     builders: dict[str, CatalogBuilder] = {}

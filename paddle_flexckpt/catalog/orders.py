@@ -1,7 +1,7 @@
-"""Orders: how the elements of a whole tensor lie, where tensor-parallel ranks hold several parameters side by side.
+"""Orders of a whole tensor's elements, where tensor-parallel ranks hold several parameters side by side.
 
-Where q, k and v (gate and up) are one parameter, each of N tensor-parallel ranks holds its share of all of them. The
-whole tensor in the order of ranks is then another permutation for every N; with N = 1 it is in *natural order*.
+Where q, k and v (gate and up) are one parameter, each of N tensor-parallel ranks holds its share of all of them. Then
+the order of the whole tensor's elements is another permutation for every N; with N = 1 it is the *natural order*.
 Tested in tests/catalog/test_orders.py and tests/live/test_orders.py.
 """
 
@@ -13,17 +13,17 @@ from typing import Any
 
 from paddle_flexckpt.catalog.errors import Problem
 
-# Nobody has so many tensor-parallel ranks; a file could say anything.
+# More than any job has tensor-parallel ranks: a bound for damaged files.
 _MAX_PARTS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Order:
-    """Describe in which order the elements of a whole tensor lie along one axis.
+    """The order of a whole tensor's elements along one axis.
 
     Attributes:
-        parts: Number of parts that lie one behind the other, each with its share of everything that is fused; 1 is
-            natural order. None: the tensor is cut, and nobody says that it is fused, or that it is not.
+        parts: Number of parts, one after the other, each with its share of everything that is fused; 1: natural order.
+            None: the tensor is cut, and not known to be fused or not to be.
         axis: The axis, not negative; None where nothing is known to be fused.
         statement: Tags and attributes of the AOA statement that changes the number of parts, if one is known.
     """
@@ -34,7 +34,7 @@ class Order:
 
     @property
     def is_permuted(self) -> bool:
-        """Return whether the elements are known to lie in another order than the natural one."""
+        """Return whether the elements are known not to be in natural order."""
         return self.parts is not None and self.parts > 1
 
     @property
@@ -45,22 +45,22 @@ class Order:
         return f"{self.statement}, axis={self.axis}"
 
     def describe(self) -> str:
-        """Return it in words: ``fused_ffn along axis 1, 2 parts``."""
+        """Return a text such as ``fused_ffn along axis 1, 2 parts``."""
         if self.axis is None:
             return "natural order" if self.parts == 1 else "cut, and without a rule"
         parts = "natural order" if self.parts == 1 else f"{self.parts} parts"
         return f"{self.statement or 'fused, by no known statement'}, along axis {self.axis}, {parts}"
 
     def encode(self) -> list[Any]:
-        """Return what JSON has of it."""
+        """Return a value for JSON."""
         return [self.parts, self.axis, self.statement]
 
     @classmethod
     def decode(cls, value: Any) -> Order:
-        """Return the order that :meth:`encode` gave the value of.
+        """Return the order that :meth:`encode` encoded.
 
         Raises:
-            ValueError: The value is none.
+            ValueError: The value is not an order.
         """
         parts, axis, statement = value if isinstance(value, list) and len(value) == 3 else (0, 0, 0)
         if parts is not None and not (type(parts) is int and 1 <= parts <= _MAX_PARTS):
@@ -77,7 +77,7 @@ CUT = Order(None)
 
 
 def common_order(key: str, first: Order, second: Order) -> Order | Problem:
-    """Return what two descriptions of one tensor say together, or the problem that they contradict each other."""
+    """Return the order from two descriptions of one tensor, or the problem that they contradict each other."""
     if first == second:
         return first
     if first.axis is None and second.axis is None:

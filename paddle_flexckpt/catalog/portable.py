@@ -1,7 +1,7 @@
-"""Portable values: Python values as JSON and back, without pickle, so that reading them can run no code.
+"""Portable values: Python values as JSON and back, without pickle, so that reading cannot run code.
 
-JSON's own types stand for themselves. What it lacks is an object with the key ``$``: tuples, bytes, arrays, numbers
-that are not finite, dicts whose keys are not all text, and tensors, which are kept outside.
+JSON's own types stand for themselves. Other values are an object with the key ``$``: tuples, bytes, arrays, numbers
+that are not finite, dicts whose keys are not all text, and tensors, which are stored outside.
 
 Tested in tests/run_state/test_extra_state.py.
 """
@@ -25,17 +25,17 @@ _TAG = "$"
 def encode(value: Any, name: str, tensors: MutableMapping[str, Any] | None = None) -> bytes:
     """Return a value as JSON text: numbers, text, bytes, None, arrays, and lists, tuples and dicts of such values.
 
-    ``name`` is for errors, and for the names of Paddle tensors: these go to ``tensors`` as ``{name}.{path}``, and are
-    refused without it.
+    ``name`` is used in errors and in the names of Paddle tensors. These go to ``tensors`` as ``{name}.{path}``; without
+    ``tensors`` they are refused.
 
     Raises:
-        ValidationError: Something else is in it, or two tensors would have the same name.
+        ValidationError: There is a value of another type, or two tensors would have the same name.
     """
     return json.dumps(_pack(value, name, tensors), allow_nan=False).encode()
 
 
 def decode(data: bytes, name: str, tensors: Mapping[str, Any] | None = None) -> Any:
-    """Return the value of :func:`encode`; ``tensors`` has those that are kept outside.
+    """Return the value of :func:`encode`; ``tensors`` has the tensors that are stored outside.
 
     Raises:
         CorruptCheckpointError: The data is not what :func:`encode` makes, or a tensor is not there.
@@ -113,6 +113,6 @@ def _unpack(value: Any, tensors: Mapping[str, Any]) -> Any:
 
 
 def _is_tensor(value: Any) -> bool:
-    # Who has a tensor has imported Paddle; who has not need not.
+    # A process with a tensor has imported Paddle; others need not import it.
     paddle = sys.modules.get("paddle")
     return paddle is not None and isinstance(value, paddle.Tensor)

@@ -12,7 +12,7 @@ from paddle_flexckpt.catalog.table import Catalog
 
 @dataclass(frozen=True, eq=False)
 class ReplicaGroups:
-    """Hold the rows of a catalog, grouped by identical shard.
+    """The rows of a catalog, grouped by identical shard.
 
     Attributes:
         order: int64 ``[n]``, the rows sorted by group, then by rank.
@@ -43,7 +43,7 @@ class ReplicaGroups:
         return group
 
     def without_others(self, rows: np.ndarray) -> ReplicaGroups:
-        """Return the same groups, of which those of ``rows`` (at most one each) have that as their only member."""
+        """Return the same groups; those of ``rows`` (at most one row each) have that row as their only member."""
         only = np.full(len(self), -1, dtype=np.int64)
         only[self.of_row[rows]] = rows
         only = np.repeat(only, self.count)

@@ -22,14 +22,14 @@ from paddle_flexckpt.catalog.errors import Problem, ValidationError
 from paddle_flexckpt.catalog.orders import Order, common_order
 
 NOT_FLATTENED = -1
-# Keys with this prefix are a run's extra state (step, schedules, generators): part of a checkpoint, of no model.
+# Keys with this prefix are a run's extra state (step, schedules, generators): not part of a model.
 EXTRA_STATE = "extra_state."
 _OURS = re.compile(re.escape(EXTRA_STATE) + r"(?:common|manager|ema|(?:rng|dataloader)\.rank\d+)(?:\.|\Z)")
 
 
 @dataclass(frozen=True, eq=False)
 class Catalog(Columns):
-    """Hold shards as columns.
+    """Shards as columns.
 
     Attributes:
         keys: Distinct tensor names; ``key`` indexes it.
@@ -47,11 +47,10 @@ class Catalog(Columns):
         file: int32 ``[n]``, or -1.
         byte_offset: int64 ``[n]``, first byte of the shard in its file.
         orders: Distinct orders of elements; ``key_order`` indexes it.
-        key_order: int16 ``[number of keys]``, the order of each tensor's elements, or -1: nothing is known of it; or
-            ``[0]`` where that is so of all keys.
-        state_names: By key of an optimizer's state that is named after Paddle's own name of its parameter: the names
-            that it has after those of the parameter in the same state dict. Keys of which nothing is known are left
-            out.
+        key_order: int16 ``[number of keys]``, the order of each tensor's elements, or -1: not known; or ``[0]`` where
+            none is known.
+        state_names: The structured names of optimizer states whose keys have Paddle's own (raw) name of the
+            parameter, by key; only the known ones.
     """
 
     PADDED: ClassVar[Mapping[str, int]] = {"global_shape": 1, "offset": 0, "shape": 1}
@@ -97,7 +96,7 @@ class Catalog(Columns):
         return self.size * self.itemsize
 
     def to_arrays(self) -> dict[str, np.ndarray]:
-        """Return all columns and, as JSON in uint8 arrays, all tables of names: what files and messages hold."""
+        """Return all columns and, as JSON in uint8 arrays, all tables of names, for files and messages."""
         arrays: dict[str, np.ndarray] = {
             table: np.frombuffer(json.dumps(getattr(self, table), ensure_ascii=False).encode(), dtype=np.uint8)
             for table in _TABLES
@@ -114,10 +113,10 @@ class Catalog(Columns):
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Catalog:
-        """Return the catalog whose :meth:`to_arrays` gave the arrays; columns may be of narrower types.
+        """Return the catalog from the arrays of :meth:`to_arrays`; columns may be of narrower types.
 
         Raises:
-            ValueError: A table is not a list of names (of orders), or columns differ in length or beyond their table.
+            ValueError: A table is not a list of names (of orders), or columns differ in length or point beyond a table.
             KeyError: An array is not there.
         """
         values: dict[str, Any] = {}
@@ -149,7 +148,7 @@ class Catalog(Columns):
         return self.keys[self.key[row]]
 
     def order(self, key: int) -> Order | None:
-        """Return the order of a tensor's elements, by the number of its key; None where nothing is known of it."""
+        """Return the order of a tensor's elements, by the number of its key; None if it is not known."""
         number = int(self.key_order[key]) if len(self.key_order) else -1
         return self.orders[number] if number >= 0 else None
 
@@ -166,7 +165,7 @@ class Catalog(Columns):
         return tuple(int(x) for x in column[row, column.shape[1] - self.ndim[row] :])
 
     def describe(self, row: int) -> str:
-        """Describe one shard: ``float32 [0:4, 2:6] of [8, 8]``, with its flattened range if it has one."""
+        """Return a shard's text: ``float32 [0:4, 2:6] of [8, 8]``, with its flattened range if it has one."""
         offset, shape = self.unpadded(row, self.offset), self.unpadded(row, self.shape)
         box = ", ".join(f"{o}:{o + s}" for o, s in zip(offset, shape))
         text = f"{self.dtype_name(row)} [{box}] of {list(self.unpadded(row, self.global_shape))}"
@@ -175,9 +174,9 @@ class Catalog(Columns):
         return text
 
     def descriptions(self) -> list[bytes]:
-        """Return bytes that are equal for shards which are described alike, but for their keys and places in files.
+        """Return bytes that are equal for shards that differ at most in their keys and places in files.
 
-        So what is made of a description, such as a text, is made once for shards that are alike; most are.
+        Most shards are alike, so a text about them, say, can be made once for each description.
         """
         order = self.key_order[self.key] if len(self.key_order) else np.full(len(self), -1)
         single = (self.dtype, self.ndim, self.flat_start, self.flat_stop, order)
@@ -187,7 +186,7 @@ class Catalog(Columns):
         return [data[start : start + width] for start in range(0, len(data), width)]
 
     def compact(self) -> Catalog:
-        """Return the same rows with those keys and dtypes alone that they have; the table of files stays."""
+        """Return the same rows without unused keys and dtypes; the table of files stays."""
         used, key = np.unique(self.key, return_inverse=True)
         kinds, dtype = np.unique(self.dtype, return_inverse=True)
         tables: dict[str, Any] = {
@@ -199,7 +198,7 @@ class Catalog(Columns):
         return replace(self, key=key.astype(np.int32), dtype=dtype.astype(np.int16), **tables)
 
     def with_orders(self, orders: Mapping[str, Order]) -> Catalog:
-        """Return the same catalog with these orders, by key, and nothing known of the order of other tensors."""
+        """Return the same catalog with these orders, by key; other tensors' orders are not known."""
         by_key = {number: orders[key] for number, key in enumerate(self.keys) if key in orders}
         nothing = {"orders": (), "key_order": np.zeros(0, dtype=np.int16)}
         return replace(self, **(order_columns(by_key, len(self.keys)) or nothing))
@@ -221,7 +220,7 @@ def order_columns(by_key: Mapping[int, Order], count: int) -> dict[str, Any]:
     """Return the columns of orders from the orders by the number of their key; none where no order is known."""
     if not by_key:
         return {}
-    alike = {id(order): order for order in by_key.values()}  # few; a hash of each key's would take longer
+    alike = {id(order): order for order in by_key.values()}  # few: a hash for each key would take longer
     orders = {order: number for number, order in enumerate(dict.fromkeys(alike.values()))}
     numbers = {each: orders[order] for each, order in alike.items()}
     column = np.full(count, -1, dtype=np.int16)
@@ -253,14 +252,14 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
     for table, column in (("keys", "key"), ("dtypes", "dtype"), ("files", "file")):
         first = getattr(catalogs[0], table)
         if all(getattr(catalog, table) is first for catalog in catalogs):
-            tables[table] = first  # 100,000 files need not be numbered again for each of 1,000 partitions
+            tables[table] = first  # so 100,000 files are not numbered again for each of 1,000 partitions
             if table == "keys":
                 of_keys += [np.arange(len(first))] * len(catalogs)
             continue
         merged: dict[str, int] = {}
         parts = []
         for catalog in catalogs:
-            # The extra last entry keeps -1 ("no file") what it is.
+            # The extra last entry maps -1 ("no file") to itself.
             index = [merged.setdefault(name, len(merged)) for name in getattr(catalog, table)]
             numbers = np.asarray([*index, -1], dtype=columns[column].dtype)
             parts.append(numbers[getattr(catalog, column)])
@@ -276,7 +275,7 @@ def concat(catalogs: Sequence[Catalog]) -> Catalog:
 
 
 def _decode_state_names(value: Any) -> dict[str, tuple[str, ...]]:
-    """Return names by key, of what JSON has of them; ValueError if they are none."""
+    """Return names by key from a value of JSON; ValueError if it is something else."""
     names = {key: tuple(each) for key, each in value.items()} if isinstance(value, dict) else None
     if names is None or not all(each and set(map(type, each)) == {str} for each in names.values()):
         raise ValueError("the names of states are not lists of names by key")
@@ -286,7 +285,7 @@ def _decode_state_names(value: Any) -> dict[str, tuple[str, ...]]:
 def merged_state_names(
     tables: Iterable[Mapping[str, tuple[str, ...]]],
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, Problem]]:
-    """Return what several say of whose states keys are, together, and by key the problem that they contradict."""
+    """Return the names of states from several catalogs together, and by key the problem of a contradiction."""
     merged: dict[str, tuple[str, ...]] = {}
     problems: dict[str, Problem] = {}
     for names in tables:
@@ -307,7 +306,7 @@ def merged_state_names(
 
 
 def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], keys: Sequence[str]) -> dict[str, Any]:
-    """Return the columns of orders of several catalogs together; ``of_keys`` numbers their keys in ``keys``."""
+    """Return the columns of several catalogs' orders together; ``of_keys`` numbers their keys in ``keys``."""
     table: dict[Order, int] = {}
     merged = np.full(len(keys), -1, dtype=np.int16)
     problems = []
@@ -330,10 +329,10 @@ def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], k
 
 
 def unordered(catalog: Catalog) -> np.ndarray:
-    """Return, as bool per key, which tensors may be fused, for all that the catalog says.
+    """Return bool per key: whether the tensor may be fused without a record of it in the catalog.
 
-    These are cut along their last axis, the outputs of a linear layer, and nothing is known of their order: the catalog
-    was written before there were orders, or by another program.
+    Such a tensor is cut along its last axis, the outputs of a linear layer, and its order is not known: the catalog was
+    written before there were orders, or by another program.
     """
     count = len(catalog.keys)
     found = np.zeros(count, dtype=bool)
@@ -350,10 +349,10 @@ def unordered(catalog: Catalog) -> np.ndarray:
 
 
 def check_extra_names(keys: Iterable[str]) -> None:
-    """Refuse keys of a model's that look like a run's extra state: whoever loads the model would leave them out.
+    """Refuse a model's keys that look like a run's extra state: a load of the model would leave them out.
 
     Raises:
-        ValidationError: There are some.
+        ValidationError: There are such keys.
     """
     problems: list[Problem | str] = [
         Problem(
@@ -369,6 +368,6 @@ def check_extra_names(keys: Iterable[str]) -> None:
 
 
 def without_extra_state(catalog: Catalog) -> Catalog:
-    """Return the shards of a catalog that are no run's extra state."""
+    """Return the shards of a catalog that are not a run's extra state."""
     extra = np.asarray([key.startswith(EXTRA_STATE) for key in catalog.keys], dtype=bool)
     return catalog.take(~extra[catalog.key]) if extra.any() else catalog

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def format_bytes(count: int) -> str:
-    """Return a byte count for people: ``1.5 GiB``."""
+    """Return a byte count as text: ``1.5 GiB``."""
     value = float(count)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:
@@ -16,7 +16,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_ranks(ranks: Sequence[int], most: int | None = None) -> str:
-    """Return ranks, in rising order, for people: ``0-3, 8``; beyond so many ranges only how many."""
+    """Return ranks, in rising order, as text: ``0-3, 8``; beyond some number of ranges only their count."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and rank == ranges[-1][-1] + 1:
@@ -29,15 +29,15 @@ def format_ranks(ranks: Sequence[int], most: int | None = None) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text of one line in which a terminal finds nothing but letters: other characters as JSON escapes them.
+    """Return a text of one line, in which characters that a terminal may interpret are escaped as in JSON.
 
-    Names in a checkpoint are whatever its writer has chosen: control characters would move the cursor, or hide text.
+    A checkpoint's writer chooses its names: control characters would move the cursor, or hide text.
     """
     return text if text.isprintable() else "".join(each if each.isprintable() else _escaped(each) for each in text)
 
 
 def printable_lines(text: str) -> str:
-    """Return the same of a text of several lines; one of JSON means what it has meant."""
+    """Return :func:`printable` of each line of a text; a text of JSON keeps its meaning."""
     return "\n".join(map(printable, text.split("\n")))
 
 

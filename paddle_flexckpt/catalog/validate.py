@@ -1,7 +1,7 @@
-"""Checks of a catalog: each problem found is listed, with key, rank, file, expected and got.
+"""Checks of a catalog: every problem is listed, with key, rank, file, expected and got.
 
-Well-formed states (grids of boxes, flattened ranges that continue each other) are recognised in columns; only keys that
-are not are looked at box by box. Tested in tests/catalog/test_validate_shards.py.
+Well-formed states (grids of boxes, flattened ranges that continue each other) are recognised in columns; only other
+keys are checked box by box. Tested in tests/catalog/test_validate_shards.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from paddle_flexckpt.catalog.errors import Problem
 from paddle_flexckpt.catalog.replicas import ReplicaGroups
 from paddle_flexckpt.catalog.table import NOT_FLATTENED, Catalog
 
-# Rows looked at per kind of problem and holes named per key: enough to understand, not enough to drown.
+# Rows reported per kind of problem, and holes per key.
 MAX_ROWS = 50
 MAX_HOLES = 3
-# What is looked at of a key that is no grid, so that a file made to be slow is not: pairs of shards that share
-# elements, pairs of boxes that are compared, at most and at a time, and boxes made by looking for holes.
+# Bounds of the checks of a key that is not a grid, for files that are made to be slow: pairs of shards that share
+# elements, pairs of boxes that are compared, in all and at a time, and boxes in the search for holes.
 MAX_OVERLAPS = 100_000
 MAX_COMPARED = 1 << 22
 COMPARED_AT_ONCE = 1 << 19
@@ -38,7 +38,7 @@ def validate_shards(catalog: Catalog) -> list[Problem]:
 
 
 def find_shard_problems(catalog: Catalog) -> list[list[tuple[int, Problem]]]:
-    """Return what :func:`validate_shards` does, for each kind of problem with the rows that it is about, rising."""
+    """Return the problems of :func:`validate_shards`, for each kind with its rows, rising."""
     kinds: list[list[tuple[int, Problem]]] = []
 
     def report(bad: np.ndarray, what: str, expected: Callable[[int], str], remedy: str) -> None:
@@ -81,21 +81,21 @@ def find_shard_problems(catalog: Catalog) -> list[list[tuple[int, Problem]]]:
 
 
 def _row_problem(catalog: Catalog, row: int, what: str, expected: str, remedy: str) -> Problem:
-    """Return a problem of one shard, which tells how the shard is."""
+    """Return a problem of one shard, with its description."""
     place = catalog.key_name(row), int(catalog.rank[row]), catalog.file_name(row)
     return Problem(what, *place, expected, catalog.describe(row), remedy)
 
 
 @dataclass
 class Coverage:
-    """Hold what :func:`validate_coverage` found.
+    """The result of :func:`validate_coverage`.
 
     Attributes:
-        problems: Holes, each with the box that nobody holds, of very many the first; and what is tangled.
+        problems: Holes, each with the box that no rank holds (of many the first ones), and tangled keys.
         overlaps: Pairs of rows that share elements without being the same shard. Whether that is a problem depends on
             whether their values agree, which geometry cannot tell.
-        tangled: Keys of which too many shards overlap to be looked at.
-        pieces: Boxes that have been made by looking for holes.
+        tangled: Keys with too many overlapping shards to check.
+        pieces: Boxes that the search for holes has made.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -105,10 +105,10 @@ class Coverage:
 
 
 def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
-    """Check that the shards of every key cover its whole tensor, and finds those that overlap.
+    """Check that the shards of every key cover its whole tensor, and find those that overlap.
 
     Args:
-        catalog: Shards that :func:`validate_shards` found nothing wrong with.
+        catalog: Shards without problems of :func:`validate_shards`.
         groups: Its replica groups.
     """
     rows = groups.first[catalog.size[groups.first] > 0]
@@ -128,12 +128,12 @@ def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
 
 
 def _suspects(catalog: Catalog, rows: np.ndarray) -> list[np.ndarray]:
-    """Return the rows of each key whose shards, one of each replica group, are not seen at once to be all of it."""
+    """Return the rows of each key whose shards, one of each replica group, are not obviously the whole tensor."""
     key, offset, shape = catalog.key[rows], catalog.offset[rows], catalog.shape[rows]
     flattened, start, stop = catalog.is_flattened[rows], catalog.flat_start[rows], catalog.flat_stop[rows]
     box_size = product_axes(shape)
 
-    # Groups are sorted by key, offset, shape and flattened range: the parts of one box stand side by side.
+    # Groups are sorted by key, offset, shape and flattened range: the parts of one box are adjacent.
     new_key = np.append(True, key[1:] != key[:-1])
     new_box = new_key | np.append(True, any_axis(offset[1:] != offset[:-1]) | any_axis(shape[1:] != shape[:-1]))
     last_of_box = np.append(new_box[1:], True)
@@ -167,7 +167,7 @@ def _suspects(catalog: Catalog, rows: np.ndarray) -> list[np.ndarray]:
 def _are_slices(offset: np.ndarray, shape: np.ndarray, whole: np.ndarray, key_start: np.ndarray) -> np.ndarray:
     """Return bool per key: whether its boxes, in the order of their offsets, are its whole tensor cut along one axis.
 
-    Most keys that are cut are cut so; they are recognised together.
+    Most keys are cut like this; they are recognised together.
     """
     cut = np.logical_or.reduceat(shape != whole, key_start, axis=0)
     axis = np.repeat(np.argmax(cut, axis=1), np.diff(np.append(key_start, len(shape))))[:, None]
@@ -229,7 +229,7 @@ def _inspect_key(catalog: Catalog, rows: np.ndarray, coverage: Coverage) -> None
 
 
 def tangled_problem(key: str) -> Problem:
-    """Return the text about a key of which too many shards overlap to be looked at."""
+    """Return the problem of a key with too many overlapping shards to check."""
     return Problem(
         "too many shards overlap",
         key=key,
@@ -241,7 +241,7 @@ def tangled_problem(key: str) -> Problem:
 def _overlapping_pairs(part: np.ndarray, offset: np.ndarray, shape: np.ndarray) -> list[tuple[int, int]] | None:
     """Return the pairs of different parts whose boxes share elements; None above :data:`MAX_OVERLAPS` of them.
 
-    Boxes are compared with those that begin inside them along one axis: the one along which these are the fewest.
+    A box is compared with those that begin inside it along one axis: the axis with the fewest of these.
     """
     if len(part) < 2:
         return []

@@ -1,1 +1,1 @@
-"""flexckpt: what can be done with a checkpoint without a cluster. Needs numpy, not Paddle."""
+"""flexckpt: the command line, for work with checkpoints without a cluster. Needs numpy, not Paddle."""

@@ -1,4 +1,4 @@
-"""Hold what several commands share: arguments, what these stand for, and the outcome of a command.
+"""The common part of several commands: arguments, their values, and the outcome of a command.
 
 Tested in tests/cli/test_cli.py.
 """
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """Hold the text to print and the exit code, of a command that can find something wrong."""
+    """The text to print and the exit code of a command that may find a problem."""
 
     text: str
     code: int = 0
@@ -51,7 +51,7 @@ def add_cut(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="GLOB=AXIS",
-        help="along which axis tensor parallelism cuts these tensors, or none; may be given several times, and the "
+        help="the axis along which tensor parallelism cuts these tensors, or none; may be given several times, and the "
         "first that fits counts; by default as they were cut at the save",
     )
 
@@ -89,7 +89,7 @@ def add_html(parser: argparse.ArgumentParser) -> None:
 
 
 def written(path: str, content: str) -> str:
-    """Write a page, and return a line that says so.
+    """Write a page, and return a line about it.
 
     Raises:
         ValidationError: The file cannot be written.
@@ -105,10 +105,10 @@ def written(path: str, content: str) -> str:
 
 
 def byte_count(text: str) -> int:
-    """Return the bytes that a text such as ``5GiB``, ``5GB``, ``512 KiB`` or ``4096`` stands for.
+    """Return the bytes of a text such as ``5GiB``, ``5GB``, ``512 KiB`` or ``4096``.
 
     Raises:
-        ArgumentTypeError: It stands for none, or for less than one.
+        ArgumentTypeError: It is something else, or less than one byte.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?))?B?", text.strip(), re.IGNORECASE)
     count = 0
@@ -121,11 +121,11 @@ def byte_count(text: str) -> int:
 
 
 def table(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return lines of columns that stand below each other.
+    """Return lines with aligned columns.
 
     Args:
-        lines: The texts of each line; as many in each. What a terminal would not print is escaped.
-        right: The columns that end below each other; the others begin so.
+        lines: The texts of each line, equally many in each. Characters that a terminal may interpret are escaped.
+        right: The columns that are aligned right; the others are aligned left.
     """
     lines = [list(map(printable, line)) for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines)]
@@ -138,7 +138,7 @@ def table(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[s
 
 
 def aoa_config(value: str) -> AoaConfig:
-    """Return what ``--aoa`` names."""
+    """Return the statements of ``--aoa``."""
     return sys.stdin.read() if value == "-" else value
 
 

@@ -1,6 +1,6 @@
-"""Progress bars of commands that take long: on a terminal only, on standard error, and gone when the command ends.
+"""Progress bars of long commands: only on a terminal, on standard error, and removed at the end.
 
-With tqdm installed (the extra ``cli``) it draws them; without it, a line counts per cent. Tested in
+tqdm draws them if it is installed (the extra ``cli``); otherwise a line counts per cent. Tested in
 tests/cli/test_bars.py.
 """
 
@@ -20,10 +20,10 @@ _COLOUR = "green"
 
 @contextlib.contextmanager
 def progress_bar(as_json: bool = False, stream: TextIO | None = None) -> Iterator[ProgressCallback | None]:
-    """Give what draws progress for the time of a with statement; None where nobody sees it.
+    """Return the callback that draws progress, in a with statement; None where it would not be seen.
 
     Args:
-        as_json: Whether a program reads what the command prints.
+        as_json: Whether a program reads the command's output.
         stream: Where to draw; standard error by default.
     """
     stream = sys.stderr if stream is None else stream
@@ -46,7 +46,7 @@ def _bar(stream: TextIO) -> _Line | _Tqdm:
 
 
 class _Line:
-    """Count per cent in one line."""
+    """A line that counts per cent."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream, self._width = stream, 0
@@ -61,7 +61,7 @@ class _Line:
         self._width = len(text)
 
     def close(self) -> None:
-        """Leave nothing on the line."""
+        """Clear the line."""
         if self._width:
             self._write("")
             self._stream.write("\r")
@@ -69,7 +69,7 @@ class _Line:
 
 
 class _Tqdm:
-    """Draw a bar with tqdm; without colour where NO_COLOR says so (https://no-color.org)."""
+    """A bar of tqdm, without colour if NO_COLOR is set (https://no-color.org)."""
 
     def __init__(self, tqdm: Any, stream: TextIO) -> None:
         self._tqdm, self._stream = tqdm, stream
@@ -90,6 +90,6 @@ class _Tqdm:
         self._bar.update(progress.bytes_done - self._bar.n)
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.close()

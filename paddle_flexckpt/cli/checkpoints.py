@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from paddle_flexckpt.cli.outputs import InspectReport, ShownTensor
     from paddle_flexckpt.engine.tensor_reader import TensorReader
 
-# What a command works with is imported when it runs: `inspect` needs no engine, and is to answer at once.
-# Of more values than a person reads, --json of `show` has none.
+# A command imports its modules when it runs: `inspect` needs no engine, and answers at once.
+# With more values than this, --json of `show` leaves them out.
 MOST_VALUES = 1 << 16
-# What errors call functions and arguments that have other names on the command line.
+# Functions and arguments in errors, and their names on the command line.
 _FLAGS = {
     "repair_manifest(path, unique_id, overwrite=True)": "flexckpt repair CHECKPOINT --id ID --overwrite",
     "repair_manifest(overwrite=True)": "flexckpt repair CHECKPOINT --id ID --overwrite",
@@ -117,11 +117,11 @@ def add_command(commands: Any) -> None:
     )
     add_checkpoint(repair, required_id=True)
     repair.add_argument("--overwrite", action="store_true", help="replace the manifest that is there")
-    repair.add_argument("--save-token", metavar="TOKEN", help="the save to take, where the files are of several")
+    repair.add_argument("--save-token", metavar="TOKEN", help="the save to rebuild, if the files are of several saves")
     repair.add_argument(
         "--fewer-files",
         action="store_true",
-        help="go without files that are missing: what is made is marked as partial, and the exit status is 1",
+        help="rebuild without missing files: the checkpoint is marked as partial, and the exit status is 1",
     )
 
     export = commands.add_parser(
@@ -157,7 +157,7 @@ def add_command(commands: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> str:
-    """Return for each slice its key, type, shape, statistics and values, the middle of long ones left out."""
+    """Return for each slice its key, type, shape, statistics and values; long ones without the middle."""
     from paddle_flexckpt.engine.tensor_reader import TensorReader
 
     config = None if options.aoa is None else aoa_config(options.aoa)
@@ -171,7 +171,7 @@ def _show(options: argparse.Namespace) -> str:
 
 
 def _shown(reader: TensorReader, text: str) -> tuple[ShownTensor, str]:
-    """Return a tensor, or a slice of it, with statistics: for programs and for people."""
+    """Return a tensor, or a slice of it, with statistics: as data and as text."""
     from paddle_flexckpt.cli.outputs import ShownTensor
 
     match = _SLICE.fullmatch(text)
@@ -179,7 +179,7 @@ def _shown(reader: TensorReader, text: str) -> tuple[ShownTensor, str]:
     try:
         parts = [] if match is None else [_part(part.strip()) for part in match[2].split(",") if part.strip()]
         array = reader.read(text if match is None else match[1], tuple(parts))
-    except ValidationError:  # which is a ValueError, and says all
+    except ValidationError:  # a ValueError whose text is complete
         raise
     except (IndexError, ValueError) as error:
         raise ValidationError([Problem(f"cannot read a slice: {error}", key=text)]) from error
@@ -212,7 +212,7 @@ def _part(text: str) -> Any:
     """Return an index, a slice or ``...`` from its text.
 
     Raises:
-        ValueError: It is none of them.
+        ValueError: It is something else.
     """
     if text == "...":
         return ...
@@ -237,7 +237,7 @@ def _digest(options: argparse.Namespace) -> str:
 
 
 def _diff(options: argparse.Namespace) -> Outcome:
-    """Return one line for each difference and one for all; code 1 if there is a difference."""
+    """Return one line for each difference and a summary; code 1 if there is a difference."""
     from paddle_flexckpt.engine.comparison import diff
 
     config = None if options.aoa is None else aoa_config(options.aoa)
@@ -254,7 +254,7 @@ def _diff(options: argparse.Namespace) -> Outcome:
 
 
 def _verify(options: argparse.Namespace) -> Outcome:
-    """Return one line for each problem and one for all; code 1 if there is a problem."""
+    """Return one line for each problem and a summary; code 1 if there is a problem."""
     from paddle_flexckpt.engine.verification import verify_checkpoint
 
     with progress_bar(options.json) as progress:
@@ -268,7 +268,7 @@ def _verify(options: argparse.Namespace) -> Outcome:
 
 
 def _repair(options: argparse.Namespace) -> Outcome:
-    """Return what was done; code 1 if what was made is partial."""
+    """Return a summary; code 1 if the checkpoint is partial."""
     from paddle_flexckpt.engine.verification import repair_manifest
 
     chosen = {name: getattr(options, name) for name in ("overwrite", "save_token", "fewer_files")}
@@ -296,7 +296,7 @@ def _export(options: argparse.Namespace) -> str:
 
 
 def _inspect(options: argparse.Namespace) -> str:
-    """Return what the manifest alone says: all keys, or the shards of some."""
+    """Return all keys in the manifest, or the shards of some."""
     directory = SourceDirectory(options.source)
     manifest = directory.read_manifest(options.unique_id, options.key or None)
     if options.json:

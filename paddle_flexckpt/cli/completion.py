@@ -1,4 +1,4 @@
-"""flexckpt completion: what a shell needs to complete commands and options. Tested in tests/cli/test_completion.py."""
+"""flexckpt completion: a script for completion in a shell. Tested in tests/cli/test_completion.py."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def add_command(commands: Any) -> None:
     """Add the parser of the command."""
     parser = commands.add_parser(
         "completion",
-        help="print what a shell needs to complete commands and options",
+        help="print a script with which a shell completes commands and options",
         description="Prints a script for a shell, which then completes commands, options and their choices, and "
         "elsewhere the names of files.",
         epilog='example: eval "$(flexckpt completion bash)"; or zsh; or for fish: flexckpt completion fish | source',

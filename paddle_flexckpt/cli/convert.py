@@ -35,7 +35,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("source", metavar="SRC", help="directory or URL of a checkpoint, or a file that is one")
     parser.add_argument("output", metavar="DST", help="directory or URL to write to; nothing else may be there")
     parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", help="id of SRC; by default the highest")
-    parser.add_argument("--format", choices=tuple(TARGETS), default="native", help="what to write (default: native)")
+    parser.add_argument("--format", choices=tuple(TARGETS), default="native", help="format to write (default: native)")
     parser.add_argument(
         "--to",
         metavar="STRATEGY",
@@ -84,7 +84,7 @@ def add_command(commands: Any) -> None:
         dest="memory_bytes",
         metavar="BYTES",
         default=MEMORY_BYTES,
-        help="the most memory to take, about (default: 256MiB)",
+        help="the most memory to use, about (default: 256MiB)",
     )
     parser.add_argument(
         "--verify",
@@ -118,10 +118,10 @@ def _convert(options: argparse.Namespace) -> str:
 
 
 def _statements(options: argparse.Namespace) -> Any:
-    """Return the AOA statements: those that were given, or those of the family of models.
+    """Return the AOA statements: the given ones, or those of the family of models.
 
     Raises:
-        ValidationError: It is not clear which are meant.
+        ValidationError: The options are ambiguous.
     """
     if options.model is None:
         if options.set:

@@ -1,4 +1,4 @@
-"""flexckpt doctor: what this installation has, and what it lacks. Tested in tests/cli/test_overview.py."""
+"""flexckpt doctor: check the installed packages. Tested in tests/cli/test_overview.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paddle_flexckpt.cli.arguments import Outcome, table
 from paddle_flexckpt.cli.outputs import DoctorReport, Package, PatchState
 from paddle_flexckpt.patching import PatchError, check_patch, find_root, read_patches
 
-#: Distribution, versions that the tests run with (as a pattern), and what it is for.
+#: Distribution, versions that the tests run with (as a pattern), and purpose.
 _PACKAGES = (
     ("paddlepaddle", r"3\.[0-3]\.", "saves and loads of live states"),
     ("paddlepaddle-gpu", r"3\.[0-3]\.", "the same on GPUs"),
@@ -37,7 +37,7 @@ def add_command(commands: Any) -> None:
     """Add the parser of the command."""
     doctor = commands.add_parser(
         "doctor",
-        help="say what is installed, whether it is supported, and which defects of it can be mended",
+        help="list the installed packages, whether they are supported, and the patches for their defects",
         description="Lists the versions of Python and of the packages that matter, and the patches that fit what is "
         "installed. The exit status is 1 if something needed is missing, or a version is not supported.",
         epilog="example: flexckpt doctor",
@@ -47,7 +47,7 @@ def add_command(commands: Any) -> None:
 
 
 def _doctor(options: argparse.Namespace) -> Outcome:
-    """Return what is installed and what is known of it; code 1 if something does not do."""
+    """Return the installed packages and problems with them; code 1 if something is missing or not supported."""
     packages: list[Package] = []
     problems: list[str] = []
     for name, pattern, purpose in _PACKAGES:
@@ -85,7 +85,7 @@ def _doctor(options: argparse.Namespace) -> Outcome:
 
 
 def _patches() -> list[tuple[str, str, str]]:
-    """Return name, status and title of the patches that are in what is installed, or fit it."""
+    """Return name, status and title of the patches that are applied to the installed packages, or fit them."""
     every = list(read_patches().values())
     roots = {package: find_root(package) for package in {patch.package for patch in every}}
     found = [(patch.name, check_patch(roots[patch.package], every, patch)[0], patch.title) for patch in every]

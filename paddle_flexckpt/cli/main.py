@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from paddle_flexckpt._version import __version__
 
-# Only the module of the command that is asked for is imported: `flexckpt --version` needs no numpy.
+# Only the given command's module is imported: `flexckpt --version` needs no numpy.
 _COMMANDS = {
     "checkpoints": ("inspect", "show", "digest", "diff", "verify", "repair", "export"),
     "convert": ("convert",),
@@ -25,7 +25,7 @@ _COMMANDS = {
 
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of all commands, or of the modules that a command line needs.
+    """Return the parser of all commands, or of the command in ``words``.
 
     Args:
         words: The command line without the program's name.
@@ -33,8 +33,8 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flexckpt",
         description="Inspect and transform flexible checkpoints.",
-        epilog="exit status: 0 where all is well; 1 where the command failed, or what it looked at is not sound, or "
-        "differs; 2 of wrong usage; 130 after Ctrl-C. Example: flexckpt inspect run/step_00000100",
+        epilog="exit status: 0 on success; 1 if the command failed, or found a problem or a difference; 2 for wrong "
+        "usage; 130 after Ctrl-C. Example: flexckpt inspect run/step_00000100",
     )
     parser.add_argument("--version", action="version", version=f"flexckpt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -51,8 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The command line without the program's name; by default the process's own.
 
     Returns:
-        0, or 1 with a message on stderr where the command failed, or where what it looked at is not sound; 130 after
-        Ctrl-C. Wrong usage exits with 2, as argparse does.
+        0, or 1 with a message on stderr if the command failed or found a problem; 130 after Ctrl-C. Wrong usage exits
+        with 2, as argparse does.
     """
     words = sys.argv[1:] if arguments is None else arguments
     options = build_parser(words).parse_args(words)
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcome = result if isinstance(result, Outcome) else Outcome(result)
         print(printable_lines(outcome.text))
     except BrokenPipeError:
-        # The reader has seen enough (`flexckpt explain ... | head`).
+        # The reader closed the pipe (`flexckpt explain ... | head`).
         sys.stderr.close()
         return 0
     except KeyboardInterrupt:

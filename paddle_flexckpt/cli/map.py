@@ -1,4 +1,4 @@
-"""flexckpt map: which rank has which part of each tensor, and which would need it. Tested in tests/cli/test_map.py."""
+"""flexckpt map: the ranks that have, or would need, each part of each tensor. Tested in tests/cli/test_map.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paddle_flexckpt.engine.holders import HoldersReport, Part, find_holders
 from paddle_flexckpt.pages.holders import holders_page
 from paddle_flexckpt.pages.pictures import holders_picture
 
-# Ranges of ranks, and files, in one line of the text; all are in the JSON.
+# The most ranges of ranks, and files, in one line of the text; all are in the JSON.
 _RANGES = 4
 
 
@@ -23,9 +23,9 @@ def add_command(commands: Any) -> None:
     """Add the parser of the command."""
     parser = commands.add_parser(
         "map",
-        help="say which rank has which part of each tensor, and which would need it under another layout",
-        description="Says which rank and file has which part of each tensor, and with --to also which rank of another "
-        "job would need which. Only the manifest is read.",
+        help="list the ranks that have each part of a tensor, and those that would need it under another layout",
+        description="Lists the rank and file of each part of each tensor, and with --to also the ranks of another job "
+        "that would need it. Only the manifest is read.",
         epilog="example: flexckpt map run/step_100 'layers.0.*' --to tp=4,pp=2",
     )
     add_checkpoint(parser)
@@ -43,7 +43,7 @@ def add_command(commands: Any) -> None:
 
 
 def _map(options: argparse.Namespace) -> str:
-    """Return for each tensor a line for each part, and one line for all."""
+    """Return a line for each part of each tensor, and a summary."""
     for name in ("aoa", "model", "cut", "weights"):
         if getattr(options, name) and options.to is None:
             raise ValidationError([f"--{name} describes the job that --to names. Remedy: give --to STRATEGY"])
@@ -63,7 +63,7 @@ def _map(options: argparse.Namespace) -> str:
 
 
 def seconds_of(path: str) -> dict[str, list[float]]:
-    """Return seconds by phase and rank, of a report of a save, or of the reports of all ranks.
+    """Return seconds by phase and rank from the report of a save, or from the reports of all ranks.
 
     Raises:
         ValidationError: The file holds neither.

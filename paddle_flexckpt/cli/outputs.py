@@ -1,4 +1,4 @@
-"""What commands print with ``--json``, besides the reports of the functions that they call.
+"""Reports that commands print with ``--json``, besides those of the functions that they call.
 
 Tested in tests/cli/test_json.py.
 """
@@ -15,16 +15,16 @@ from paddle_flexckpt.report import Report
 
 @dataclass(frozen=True)
 class Shard:
-    """Say what one shard is, and where it is stored.
+    """One shard, and its place in the files.
 
     Attributes:
-        global_offset: Where it begins in the tensor, by axis.
+        global_offset: Its first index in the tensor, by axis.
         local_shape: Its extents.
-        description: The same in words, with its range where it is flattened.
+        description: The same as text, with its flattened range if it has one.
         rank: The rank that saved it.
         file: The data file.
         byte_offset: Its first byte there.
-        bytes: How many it has.
+        bytes: Its number of bytes.
     """
 
     global_offset: list[int]
@@ -38,13 +38,13 @@ class Shard:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Say what one tensor is, and how it is stored.
+    """One tensor, and its shards.
 
     Attributes:
         dtype: Name of its element type.
         shape: Its global shape.
-        order: In which order its elements lie, where that is not the natural one.
-        shards: Its shards, replicas among them.
+        order: The order of its elements, if it is not the natural one.
+        shards: Its shards, replicas included.
     """
 
     dtype: str
@@ -55,15 +55,15 @@ class StoredTensor:
 
 @dataclass(frozen=True)
 class InspectReport(Report):
-    """Say what a checkpoint holds.
+    """The tensors of a checkpoint.
 
     Attributes:
         path: Its directory.
         unique_id: Its id there.
         step: Training step, if it was recorded.
         world_size: Ranks that saved it.
-        format: ``flexckpt``, or whose format it is.
-        tensors: By key: all, or those that were asked for.
+        format: ``flexckpt``, or the name of a foreign format.
+        tensors: All tensors, or the requested ones, by key.
     """
 
     path: str
@@ -76,19 +76,19 @@ class InspectReport(Report):
 
 @dataclass(frozen=True)
 class ShownTensor:
-    """Say what values a tensor has, or a slice of it.
+    """The values of a tensor, or of a slice of it.
 
     Attributes:
-        what: What was asked for: a key, or a slice of it.
+        what: The request: a key, or a slice of it.
         dtype: Name of the element type.
         shape: Of the values.
-        smallest: The smallest finite value; None without one, and so of complex numbers.
+        smallest: The smallest finite value; None if there is none, and for complex numbers.
         largest: The largest, likewise.
         mean: Of the finite values, likewise.
         deviation: The standard deviation, likewise.
         zeros: Values that are zero.
-        not_finite: Values that are infinite or no number.
-        values: They, nested by axis; None of more than so many as a person reads. Complex numbers are text.
+        not_finite: Values that are infinite or NaN.
+        values: The values, nested by axis; None if they are many. Complex numbers are text.
     """
 
     what: str
@@ -105,11 +105,11 @@ class ShownTensor:
 
 @dataclass(frozen=True)
 class ShowReport(Report):
-    """Say what values tensors have.
+    """The values of tensors.
 
     Attributes:
         path: The checkpoint's directory.
-        tensors: In the order in which they were asked for.
+        tensors: The tensors, in the order of the request.
     """
 
     path: str
@@ -118,11 +118,11 @@ class ShowReport(Report):
 
 @dataclass(frozen=True)
 class DigestReport(Report):
-    """Give the digests of a checkpoint's tensors.
+    """The digests of a checkpoint's tensors.
 
     Attributes:
         path: The checkpoint's directory.
-        digests: 32 hexadecimal digits by key.
+        digests: The digest, 32 hexadecimal digits, by key.
     """
 
     path: str
@@ -131,11 +131,11 @@ class DigestReport(Report):
 
 @dataclass(frozen=True)
 class ListedCheckpoint(CheckpointInfo):
-    """Describe one checkpoint of a run.
+    """One checkpoint of a run.
 
     Attributes:
         time: When it was saved, in seconds since 1970, if a manager recorded that.
-        metrics: What a manager recorded by name.
+        metrics: The metrics that a manager recorded, by name.
     """
 
     time: float | None = None
@@ -144,11 +144,11 @@ class ListedCheckpoint(CheckpointInfo):
 
 @dataclass(frozen=True)
 class ListReport(Report):
-    """List the checkpoints of a directory.
+    """The checkpoints of a directory.
 
     Attributes:
         root: The directory.
-        checkpoints: In the order of their steps.
+        checkpoints: The checkpoints, in the order of their steps.
     """
 
     root: str
@@ -157,12 +157,12 @@ class ListReport(Report):
 
 @dataclass(frozen=True)
 class Usage:
-    """Say how much room a group of tensors takes.
+    """The bytes of a group of tensors.
 
     Attributes:
         name: Of the group: a role, a layer, a dtype or a rank.
         bytes: Bytes of tensors, replicas included.
-        keys: Tensors.
+        keys: Number of tensors.
     """
 
     name: str
@@ -172,12 +172,12 @@ class Usage:
 
 @dataclass(frozen=True)
 class UsageReport(Report):
-    """Say what takes the room of a checkpoint.
+    """The bytes of a checkpoint by groups of tensors.
 
     Attributes:
         path: The checkpoint's directory.
-        by: What is summed up: ``role``, ``layer``, ``dtype`` or ``rank``.
-        groups: The largest first.
+        by: The kind of groups: ``role``, ``layer``, ``dtype`` or ``rank``.
+        groups: The groups, the largest first.
         total_bytes: Bytes of all of them.
     """
 
@@ -189,13 +189,13 @@ class UsageReport(Report):
 
 @dataclass(frozen=True)
 class Package:
-    """Say whether a package is installed, and does.
+    """A package, and whether it is installed and supported.
 
     Attributes:
         package: Its name.
-        version: That is installed; "" without one.
-        supported: Whether tests run with it.
-        purpose: What it is for.
+        version: The installed version; "" if there is none.
+        supported: Whether tests run with that version.
+        purpose: Its purpose.
     """
 
     package: str
@@ -206,12 +206,12 @@ class Package:
 
 @dataclass(frozen=True)
 class PatchState:
-    """Say what is the matter with a patch.
+    """The status of a patch.
 
     Attributes:
         name: Its name.
         status: ``fits`` or ``applied``.
-        mends: The defect.
+        mends: The defect that it fixes.
     """
 
     name: str
@@ -221,15 +221,15 @@ class PatchState:
 
 @dataclass(frozen=True)
 class DoctorReport(Report):
-    """Say what is installed, and what is wrong with that.
+    """The installed packages, and problems with them.
 
     Attributes:
         flexckpt: Version of this library.
         python: Version of Python.
-        packages: Those that matter.
-        patches: Those that fit, or are in.
-        shared_memory_free: Bytes; None where there is none.
-        problems: What is to be done something about.
+        packages: Packages that this library uses.
+        patches: Patches that fit, or are applied.
+        shared_memory_free: Free bytes of shared memory; None if there is none.
+        problems: Problems to solve.
     """
 
     flexckpt: str

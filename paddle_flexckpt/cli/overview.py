@@ -1,4 +1,4 @@
-"""flexckpt ls and du: what there is, and what takes the room.
+"""flexckpt ls and du: list checkpoints, and sum up their bytes.
 
 Tested in tests/cli/test_overview.py.
 """
@@ -50,7 +50,7 @@ def add_command(commands: Any) -> None:
         "--by",
         choices=_GROUPS,
         default="role",
-        help="what is summed up: parameters and each kind of state (default), layers, dtypes, or the ranks that saved",
+        help="the groups: parameters and each kind of state (default), layers, dtypes, or the ranks that saved",
     )
 
     for parser, run in ((listing, _list), (usage, _usage)):
@@ -105,7 +105,7 @@ def _record(info: CheckpointInfo) -> StepRecord | None:
         with LockedManifest(SourceDirectory(backend), info.unique_id, [RECORD]) as manifest:
             return read_record(backend, manifest)
     except (CorruptCheckpointError, ValidationError):
-        return None  # the checkpoint is whole without it; `flexckpt verify` says what is damaged
+        return None  # the checkpoint is complete without it; `flexckpt verify` finds the damage
 
 
 def _age(seconds: float) -> str:

@@ -14,18 +14,21 @@ def add_command(commands: Any) -> None:
     """Add the command's parser."""
     parser = commands.add_parser(
         "patch",
-        help="mend an installed PaddlePaddle, PaddleNLP or PaddleFormers",
-        description="Lists patches for installed packages, says whether they fit, puts them in and takes them out. "
-        "A patch fits exactly the released files that it was made from; reverting restores them to the byte.",
+        help="patch an installed PaddlePaddle, PaddleNLP or PaddleFormers",
+        description="Lists, checks, applies and reverts patches for installed packages. A patch fits exactly the "
+        "released files from which it was made; reverting restores them to the byte.",
         epilog="example: flexckpt patch --check; flexckpt patch --apply paddle-3.3.1-nested-state",
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--list", action="store_true", help="the patches that there are, and the versions they are for")
+    what.add_argument("--list", action="store_true", help="list the patches, and the versions that they are for")
     what.add_argument(
-        "--check", nargs="*", metavar="NAME", help="whether these patches, or all, are in, fit, or do not"
+        "--check",
+        nargs="*",
+        metavar="NAME",
+        help="check whether these patches, or all, are applied, fit, or do not fit",
     )
-    what.add_argument("--apply", nargs="+", metavar="NAME", help="put patches in, all of these or none")
-    what.add_argument("--revert", nargs="+", metavar="NAME", help="take patches out")
+    what.add_argument("--apply", nargs="+", metavar="NAME", help="apply these patches, all or none")
+    what.add_argument("--revert", nargs="+", metavar="NAME", help="revert these patches")
     parser.add_argument(
         "--package-dir",
         type=Path,
@@ -36,7 +39,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> Outcome:
-    """Do what the options ask for. The code is 1 if ``--check NAME`` finds a patch that is neither in nor fits."""
+    """Run the command. The code is 1 if ``--check NAME`` finds a patch that is neither applied nor fits."""
     patches = read_patches()
     names = list(dict.fromkeys(options.check or options.apply or options.revert or patches))
     unknown = [name for name in names if name not in patches]
@@ -54,7 +57,7 @@ def run(options: argparse.Namespace) -> Outcome:
     every = list(patches.values())
     if options.check is not None:
         results = [(patch, *check_patch(roots[patch.package], every, patch)) for patch in chosen]
-        # Without names most patches are for other versions, and nobody asks how their files differ.
+        # Without names most patches are for other versions: how their files differ is of no interest.
         lines = [
             f"{patch.name}: {status}" + (f"\n  {reason}" if reason and options.check else "")
             for patch, status, reason in results

@@ -1,4 +1,4 @@
-"""flexckpt rehearse: what a load or a save of a job would do, without ranks. Tested in tests/cli/test_rehearse.py."""
+"""flexckpt rehearse: predict a load or a save of a job, without its ranks. Tested in tests/cli/test_rehearse.py."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal, rehearse_save
 from paddle_flexckpt.planning.job_layout import JobLayout
 
-# Lines of the table, and keys of a list; all are in the JSON.
+# The most lines of the table, and keys of a list; all are in the JSON.
 _LINES, _KEYS = 16, 3
 
 
@@ -36,10 +36,10 @@ def add_command(commands: Any) -> None:
     """Add the parser of the command."""
     parser = commands.add_parser(
         "rehearse",
-        help="say whether a checkpoint loads under another layout, and what each rank would read, or would save",
-        description="Says whether a checkpoint loads under another layout, or why not, in the words of the job, and "
-        "what each rank would read and hold; with --save what that job would write. Only the manifest is "
-        "read, and whether the files are there. The exit status is 0 where it loads, and 1 where it does not.",
+        help="predict whether a checkpoint loads under another layout, and what each rank would read, or would save",
+        description="Predicts whether a checkpoint loads under another layout, or with which error the job fails, and "
+        "what each rank would read and hold; with --save what that job would write. Reads the manifest alone, and "
+        "checks that the files exist. The exit status is 0 if it loads, and 1 if it does not.",
         epilog="example: flexckpt rehearse run/step_100 --to tp=4,pp=2,sharding=v2:8 --gbps 2",
     )
     add_checkpoint(parser)
@@ -50,32 +50,33 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--dtype", choices=("raise", "cast"), default="raise", help="as in load_state_dict")
     parser.add_argument("--master-weights", choices=("exact", "convert"), default="exact", help="as in load_state_dict")
     parser.add_argument(
-        "--gbps", type=float, metavar="N", help="gigabytes a second that one rank reads while all do: to estimate time"
+        "--gbps",
+        type=float,
+        metavar="N",
+        help="gigabytes per second that one rank reads while all read, to estimate time",
     )
     parser.add_argument(
         "--probe",
         metavar="PATH",
-        help="the directory that all ranks of a node share, which is measured now, or the file to which `flexckpt "
-        "bench --json` has printed what it gave: to estimate time",
+        help="to estimate time: a directory that all ranks of a node share, which is measured now, or a file with the "
+        "output of `flexckpt bench --json`",
     )
     parser.add_argument(
         "--ranks-per-node",
         type=int,
         default=1,
         metavar="N",
-        help="with --probe: ranks that share what was measured (1)",
+        help="with --probe: ranks that share the measured speed (1)",
     )
     parser.add_argument(
-        "--cooperative", action="store_true", help="say also what ranks read and exchange if one reads for all"
+        "--cooperative", action="store_true", help="also show what ranks read and exchange if one reads for all"
     )
     parser.add_argument(
         "--object-store",
         action="store_true",
         help="count requests as if the checkpoint were in an object store; with --save, those that send data files",
     )
-    parser.add_argument(
-        "--save", action="store_true", help="say what the job would save, instead of whether and how it loads"
-    )
+    parser.add_argument("--save", action="store_true", help="predict what the job would save, instead of a load")
     parser.add_argument("--save-replicas", action="store_true", help="with --save: as in save_state_dict")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, with all ranks")
     add_html(parser)
@@ -83,7 +84,7 @@ def add_command(commands: Any) -> None:
 
 
 def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add ``--to``, and what else describes the layout of a job."""
+    """Add ``--to`` and the other options that describe the layout of a job."""
     parser.add_argument(
         "--to",
         required=required,
@@ -95,7 +96,7 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
         "--model",
         metavar="OTHER",
-        help="a checkpoint of the job's model, or its config.json (of a family that there are model rules for), if it "
+        help="a checkpoint of the job's model, or its config.json (of a family with model rules), if it "
         "is not what CHECKPOINT holds",
     )
     parser.add_argument(
@@ -109,7 +110,7 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
 
 
 def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[JobLayout, list[str]]:
-    """Return the layout of the job that :func:`add_layout` describes, and what it takes for granted."""
+    """Return the layout of the job from the options of :func:`add_layout`, and its assumptions."""
     return layout_of(
         options.source,
         options.to,
@@ -123,7 +124,7 @@ def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[
 
 
 def _rehearse(options: argparse.Namespace) -> Outcome:
-    """Return a table of the ranks and what is noticed, or the job's error; code 1 where it would fail."""
+    """Return a table of the ranks and remarks, or the job's error; code 1 if it would fail."""
     config = None if options.aoa is None else aoa_config(options.aoa)
     rate, request = _speed(options)
     loading = {
@@ -175,7 +176,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
 
 
 def _speed(options: argparse.Namespace) -> tuple[float | None, float]:
-    """Return the bytes that one rank reads, or writes, in a second while all do, and what a request adds."""
+    """Return one rank's bytes per second while all ranks read or write, and the seconds that a request adds."""
     if options.gbps is not None and not options.gbps > 0:
         raise ValidationError([f"--gbps takes a positive number; got {options.gbps}"])
     if options.ranks_per_node < 1:
@@ -190,7 +191,7 @@ def _speed(options: argparse.Namespace) -> tuple[float | None, float]:
 
 
 def _lines(report: RehearsalReport) -> list[str]:
-    """Return a table of the ranks, those that read the most first, and a line for whatever else is to be known."""
+    """Return a table of the ranks, those that read the most first, and a line for each remark."""
     rows: list[tuple[str, ...]] = [("ranks", "needed", "read", "amplification", "requests", "files", "memory")]
     order = sorted(report.ranks, key=lambda each: -each.bytes_read)
     rows += [_columns(each) for each in order[:_LINES]]
@@ -228,7 +229,7 @@ def _save_lines(report: SaveRehearsal) -> list[str]:
 
 
 def _aligned(rows: list[tuple[str, ...]], count: int, what: str) -> list[str]:
-    """Return the lines of a table, and one that says how many of so many are not in it."""
+    """Return the lines of a table, and one with the number of lines left out."""
     lines, more = table(rows, right=range(1, len(rows[0]))), count - len(rows) + 1
     return [*lines, f"... and {more} more, which {what} less; --json has all"] if more else lines
 

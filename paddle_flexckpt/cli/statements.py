@@ -72,7 +72,7 @@ def _explain(options: argparse.Namespace) -> str:
 
 
 def _expand(options: argparse.Namespace) -> str:
-    """Return the simple statements that macros stand for."""
+    """Return the simple statements to which macros expand."""
     source, target = catalog_of(options.source), catalog_of(options.target)
     lines: list[str] = []
     for expanded in expand_program(aoa_config(options.aoa), source, target):

@@ -1,4 +1,4 @@
-"""Plans at work on numpy arrays: what a load fills and computes, piece by piece, and whole tensors without Paddle.
+"""The transfer: loads and reshards on numpy arrays, and tools that need no Paddle (export, convert, rehearse, verify).
 
-Knows neither Paddle nor how ranks talk to each other: ``live`` puts live tensors and collectives around it.
+This package uses neither Paddle nor collectives: ``live`` adds live tensors and communication.
 """

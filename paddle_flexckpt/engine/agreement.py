@@ -1,4 +1,4 @@
-"""Agree across ranks: make one rank's error everybody's, and refuse calls in which ranks differ.
+"""Agreement of ranks: one rank's error is raised on all, and calls in which ranks differ are refused.
 
 Tested in tests/engine/test_agreement.py, tests/live/test_communicator.py and tests/live/test_options.py.
 """
@@ -13,13 +13,13 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.wire import split
 
 Result = TypeVar("Result")
-# Instead of a call's options, the first field of a message may begin with this and say that all is as it was before.
+# A message may begin with this in place of a call's options: they are the same as in the earlier call.
 BRIEF_SAVE, BRIEF_LOAD, BRIEF_RUN = b"\0s", b"\0l", b"\0r"
 _BRIEF = {BRIEF_SAVE: "save_state_dict", BRIEF_LOAD: "load_state_dict", BRIEF_RUN: "ReshardPlan.run"}
 
 
 class Ranks(Protocol):
-    """Reach the ranks that take part in a call; :class:`~paddle_flexckpt.ranks.communicator.Communicator` does."""
+    """The ranks that take part in a call, such as :class:`~paddle_flexckpt.ranks.communicator.Communicator`."""
 
     ranks: tuple[int, ...]
     position: int
@@ -33,11 +33,11 @@ class Ranks(Protocol):
         """Return the number of members."""
 
     def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
-        """Take a step on every member, and go on only if it went well on all of them."""
+        """Take a step on every member; raise on all if it failed on one."""
 
 
 class Solo:
-    """Stand for a process that works for itself: its errors stay what they are. It is a :class:`Ranks`."""
+    """A single process as :class:`Ranks`: its errors are raised unchanged."""
 
     ranks: tuple[int, ...] = (0,)
     position = rank = 0
@@ -50,12 +50,12 @@ class Solo:
 
 
 def is_brief(answer: bytes) -> bool:
-    """Return whether a message says that all is as it was before, in place of a call's options."""
+    """Return whether a message has the short form, without a call's options."""
     return answer[8:10] in _BRIEF
 
 
 def check_coordinator(comm: Ranks, coordinator_rank: int) -> None:
-    """Raise ValidationError where the coordinator is not a member of the group."""
+    """Raise ValidationError if the coordinator is not a member of the group."""
     if not isinstance(coordinator_rank, int) or not 0 <= coordinator_rank < comm.size:
         raise ValidationError(
             [f"coordinator_rank counts within the process group, 0 to {comm.size - 1}; got {coordinator_rank!r}"]
@@ -63,20 +63,20 @@ def check_coordinator(comm: Ranks, coordinator_rank: int) -> None:
 
 
 def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None = None) -> None:
-    """Raise ValidationError where ranks disagree about what is to be done; the same on every rank.
+    """Raise ValidationError, the same on every rank, if ranks disagree about a call.
 
     Args:
         heads: Every rank's view, as JSON. The member ``context`` of an object is not compared: ranks may reach one
-            checkpoint by different paths. The error is told in that of the first rank.
-        context: What is being done, for the error, where heads do not say it.
+            checkpoint by different paths. The error has the first rank's.
+        context: The context of the error, if heads have none.
         ranks: Numbers of the ranks; by default they are counted.
     """
     if len(set(heads)) != 1:
-        said = _objects(heads)
-        if said and len({json.dumps({**each, "context": ""}, sort_keys=True) for each in said}) == 1:
+        views = _objects(heads)
+        if views and len({json.dumps({**each, "context": ""}, sort_keys=True) for each in views}) == 1:
             return
-        if said:
-            context = said[0].get("context", context)
+        if views:
+            context = views[0].get("context", context)
         check_calls(heads, context, ranks)
         seen = "; ".join(sorted(set(_differences(heads))))
         remedy = (
@@ -87,7 +87,7 @@ def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None
 
 
 def check_calls(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None = None) -> None:
-    """Raise ValidationError where ranks are not in the same call; arguments as of :func:`check_same`."""
+    """Raise ValidationError if ranks are not in the same call; arguments as in :func:`check_same`."""
     met: dict[str, list[str]] = {}
     for rank, head in zip(range(len(heads)) if ranks is None else ranks, heads):
         met.setdefault(_call_of(head), []).append(str(rank))
@@ -98,34 +98,34 @@ def check_calls(heads: Sequence[bytes], context: str, ranks: Sequence[int] | Non
 
 
 def _call_of(head: bytes) -> str:
-    """Return the public call that a rank is in, by what it says first."""
+    """Return the public call that a rank is in, from the first field of its message."""
     if head[:2] in _BRIEF:
         return _BRIEF[head[:2]]
     try:
-        said = json.loads(head)
-        return str(said["call"])
+        views = json.loads(head)
+        return str(views["call"])
     except (ValueError, KeyError, TypeError):
         return "a later step of a call"
 
 
 def _objects(heads: Sequence[bytes]) -> list[dict[str, Any]]:
-    """Return every rank's view if all are JSON objects; else none."""
+    """Return every rank's view if all are JSON objects; else an empty list."""
     try:
-        said = [json.loads(head) for head in heads]
+        views = [json.loads(head) for head in heads]
     except ValueError:
         return []
-    return said if all(isinstance(each, dict) for each in said) else []
+    return views if all(isinstance(each, dict) for each in views) else []
 
 
 def _differences(heads: Sequence[bytes]) -> list[str]:
     """Return every rank's view: of JSON objects only the members in which they differ."""
-    said = _objects(heads)
-    if not said:
+    views = _objects(heads)
+    if not views:
         return [head.decode() for head in heads]
     absent = object()
-    names = dict.fromkeys(name for each in said for name in each)
-    differ = [name for name in names if any(each.get(name, absent) != said[0].get(name, absent) for each in said)]
-    return [json.dumps({name: each[name] for name in differ if name in each}) for each in said]
+    names = dict.fromkeys(name for each in views for name in each)
+    differ = [name for name in names if any(each.get(name, absent) != views[0].get(name, absent) for each in views)]
+    return [json.dumps({name: each[name] for name in differ if name in each}) for each in views]
 
 
 def check_heads(answers: list[bytes], context: str, ranks: Sequence[int] | None = None) -> list[tuple[bytes, ...]]:
@@ -133,13 +133,13 @@ def check_heads(answers: list[bytes], context: str, ranks: Sequence[int] | None 
 
     Args:
         answers: The messages.
-        context: What is being done, for the error.
+        context: The context of the error.
         ranks: Numbers of the ranks; by default they are counted.
 
     Raises:
-        ValidationError: Ranks disagree about what is to be done; the same on every rank.
+        ValidationError: Ranks disagree; the same on every rank.
     """
     messages = [split(answer) for answer in answers]
-    # First of all: ranks that disagree may not even be in the same step.
+    # The first check: ranks that disagree may not even be in the same step.
     check_same([message[0] if message else b"" for message in messages], context, ranks)
     return list(zip(*(message[1:] for message in messages)))

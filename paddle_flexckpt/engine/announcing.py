@@ -1,4 +1,4 @@
-"""Announce to a reader which bytes it will be asked for, in its order, where its medium gains by that.
+"""Announce later reads to a reader, in their order, if that makes its medium faster.
 
 Tested in tests/media/test_object_store.py.
 """
@@ -22,12 +22,12 @@ Ranges = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def announce(reader: FileReader, pieces: Pieces, memory: Filling) -> None:
-    """Announce all that is read of pieces.
+    """Announce the reads of pieces.
 
     Args:
-        reader: Of the files.
-        pieces: In the order in which rows are filled.
-        memory: Of the rows.
+        reader: The reader of the files.
+        pieces: The pieces, in the order in which rows are filled.
+        memory: The memory of the rows.
 
     Raises:
         CorruptCheckpointError: A file is not as it was.
@@ -53,14 +53,14 @@ def announce(reader: FileReader, pieces: Pieces, memory: Filling) -> None:
 def ranges_read(
     part: Pieces, addresses: np.ndarray, source: Catalog, target: Catalog, block_bytes: int
 ) -> Iterator[Ranges]:
-    """Yield which bytes are read of pieces, in this order, where a medium has no memory map.
+    """Yield the ranges of bytes that pieces read, in this order, on a medium without memory maps.
 
     Args:
         part: The pieces.
         addresses: int64 per piece: where its target's memory is, or -1 where it has to be opened first.
-        source: What the files hold.
-        target: The rows that are filled.
-        block_bytes: Of a block with a checksum.
+        source: The catalog of the files.
+        target: The rows to fill.
+        block_bytes: Bytes of a block with a checksum.
     """
     columns = PieceColumns.of(part, source, target, addresses)
     for rows in columns.turns(part, source):
@@ -70,7 +70,7 @@ def ranges_read(
 
 
 def announce_reads(reader: FileReader, parts: list[Pieces]) -> None:
-    """Announce pieces that :meth:`FileReader.read` is asked for one by one, in this order.
+    """Announce pieces that :meth:`FileReader.read` will read one by one, in this order.
 
     Raises:
         CorruptCheckpointError: A file is not as it was.
@@ -83,7 +83,7 @@ def announce_reads(reader: FileReader, parts: list[Pieces]) -> None:
 
 
 def ranges_of(pieces: Pieces, source: Catalog, block_bytes: int) -> Ranges:
-    """Return the ranges that are read of pieces: number of the piece, which rises, first byte and the one beyond."""
+    """Return the ranges that pieces read: number of the piece, rising, first byte and the one beyond."""
     itemsize, size = source.itemsize[pieces.source], pieces.size
     plain = (size > 0) & are_contiguous(pieces.extents, pieces.source_strides)
     number = [np.flatnonzero(plain)]

@@ -1,7 +1,7 @@
-"""BufferedReads: what is read into targets on devices, through a few host buffers, one buffer after the other.
+"""Buffered reads: reads into targets on devices, through a few host buffers, one buffer after the other.
 
-While a thread reads into one buffer and verifies it, the caller copies the one before to its device. So a load takes as
-long as the slower of medium and link, and as much host memory as the buffers have, whatever the size of the tensors.
+While a thread reads into one buffer and verifies it, the caller copies the buffer before to its device. So a load is
+as fast as the slower of medium and link, and needs only the memory of the buffers, whatever the size of the tensors.
 
 Tested in tests/engine/test_buffered_reads.py and tests/device/test_bounds.py.
 """
@@ -21,33 +21,33 @@ from paddle_flexckpt.media.ring import BufferRing
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import Pieces
 
-# Small, as the first buffer is read before anything is copied; large enough for the link's bandwidth.
+# Small, as nothing is copied while the first buffer is read; large enough for the link's bandwidth.
 BUFFER_BYTES = 4 << 20
-# One is read, one copied, and the others are ready to be.
+# One is read and one is copied at a time; the others are ready.
 BUFFERS = 6
-# Where each target begins in a buffer: at a multiple of this, so that elements of all widths are aligned.
+# Each target begins at a multiple of this in a buffer, so that elements of all widths are aligned.
 _ALIGNMENT = 16
 
 
 @dataclass(frozen=True)
 class Write:
-    """Copy what lies at byte ``place`` of a buffer, in the order of a copy, to the target side of that copy."""
+    """A write of the elements at byte ``place`` of a buffer, in the order of a copy, to the target side of the copy."""
 
     row: int
     place: int
     copy: StridedCopy
 
 
-# A buffer that is full, and what goes from it to where.
+# A full buffer, and its writes.
 Full = tuple[np.ndarray, list[Write]]
 
 
 @dataclass(frozen=True, eq=False)
 class _Boxes(Columns):
-    """Say where elements of a buffer go: boxes of targets, in columns.
+    """The boxes of targets to which elements of a buffer go, in columns.
 
     Attributes:
-        part: int64 ``[n]``, what was read together; in a buffer it is in the order of the file.
+        part: int64 ``[n]``, the number of a contiguous read, which is in the buffer in the order of the file.
         offset: int64 ``[n]``, elements of that part before this box.
         extents: int64 ``[n, d]``.
         base: int64 ``[n]``, position of the first element in the target's storage.
@@ -63,11 +63,11 @@ class _Boxes(Columns):
 
 @dataclass(frozen=True, eq=False)
 class BufferedReads:
-    """Say what is read into each buffer, and where it goes from there.
+    """The reads into each buffer, and their places in targets.
 
     Attributes:
-        parts: From the files to a buffer: the target side counts from the ``places``, and has no gaps.
-        places: int64 per part, byte in its buffer.
+        parts: The pieces from the files to buffers: the target side counts from the ``places``, without gaps.
+        places: int64 per part, its byte in the buffer.
         edges: The first part of each buffer, and the number of parts.
     """
 
@@ -79,14 +79,14 @@ class BufferedReads:
 
     @classmethod
     def of(cls, pieces: Pieces, source: Catalog, target: Catalog, block_bytes: int, buffer_bytes: int) -> BufferedReads:
-        """Divide pieces among buffers, about in the order of the files, what belongs to one target together.
+        """Divide pieces among buffers, about in the order of the files, with the pieces of a target together.
 
         Args:
-            pieces: What is to be read.
-            source: What the files hold.
-            target: The rows that are filled.
-            block_bytes: Of a block with a checksum: files are cut between blocks, so that these are verified.
-            buffer_bytes: Of a buffer.
+            pieces: The pieces to read.
+            source: The catalog of the files.
+            target: The rows to fill.
+            block_bytes: Bytes of a block with a checksum: files are cut between blocks, so that these are verified.
+            buffer_bytes: Bytes of a buffer.
         """
         parts, boxes = _cut(pieces.take(pieces.size > 0), source, target, block_bytes, buffer_bytes)
         order = _order(parts, source)
@@ -100,12 +100,12 @@ class BufferedReads:
         return cls(dense, places, edges, boxes.take(np.lexsort((boxes.offset, boxes.part))), itemsize)
 
     def __iter__(self) -> Iterator[slice]:
-        """Yield the numbers of the parts that are read into each buffer."""
+        """Yield the numbers of the parts of each buffer."""
         for first, last in zip(self.edges, self.edges[1:]):
             yield slice(first, last)
 
     def writes(self, numbers: slice) -> list[Write]:
-        """Return how parts go from their buffer to the targets; what continues each other there goes at once."""
+        """Return the writes of parts from their buffer to the targets; adjacent ones are one write."""
         first, last = np.searchsorted(self._boxes.part, (numbers.start, numbers.stop)).tolist()
         boxes = self._boxes.take(slice(first, last))
         rows, itemsize = self.parts.target[boxes.part], self._itemsize[boxes.part]
@@ -124,14 +124,14 @@ class BufferedReads:
 
 
 class _Reading:
-    """Fill buffers from the files; a buffer is full when what was read into it has been verified."""
+    """The reader's side: it fills buffers from the files; a buffer is full when its reads have been verified."""
 
     def __init__(self, reader: FileReader, reads: BufferedReads, memory: Filling) -> None:
         self._reader, self._reads, self._memory = reader, reads, memory
         self._left = iter(reads)
 
     def fill(self, buffer: np.ndarray) -> list[Full] | None:
-        """Read into a buffer; return that it is full, None at the end."""
+        """Fill a buffer and return it with its writes; None at the end."""
         numbers = next(self._left, None)
         if numbers is None:
             return None
@@ -153,7 +153,7 @@ class _Reading:
 
 
 def buffered_reads(reader: FileReader, pieces: Pieces, memory: Filling) -> BufferedReads:
-    """Return how pieces are read through buffers; arguments as of :func:`read_through_buffers`."""
+    """Return the buffered reads of pieces; arguments as in :func:`read_through_buffers`."""
     return BufferedReads.of(pieces, reader.catalog, memory.catalog, reader.block_bytes, BUFFER_BYTES)
 
 
@@ -163,7 +163,7 @@ def read_through_buffers(reader: FileReader, pieces: Pieces, memory: Filling) ->
     Raises:
         CorruptCheckpointError: The files are damaged.
         OSError: The file system failed.
-        Exception: What a device raised.
+        Exception: A device failed.
     """
     reads = buffered_reads(reader, pieces, memory)
     count, reading = min(BUFFERS, len(reads.edges)), _Reading(reader, reads, memory)
@@ -180,10 +180,10 @@ def read_through_buffers(reader: FileReader, pieces: Pieces, memory: Filling) ->
 def _cut(
     pieces: Pieces, source: Catalog, target: Catalog, block_bytes: int, buffer_bytes: int
 ) -> tuple[Pieces, _Boxes]:
-    """Return pieces in parts that fit into a buffer each, and the boxes of the targets where these go."""
+    """Return pieces in parts that each fit into a buffer, and their boxes in the targets."""
     widths = np.stack([source.itemsize[pieces.source], target.itemsize[pieces.target]])
     plain, size = are_contiguous(pieces.extents, pieces.source_strides), pieces.size
-    # A stretch of a file goes to a stretch of a buffer, whatever its shape.
+    # A contiguous range of a file goes to a contiguous range of a buffer, whatever its shape.
     flat = np.ones_like(pieces.extents)
     flat[:, -1] = size
     shape = np.where(plain[:, None], flat, pieces.extents)
@@ -252,7 +252,7 @@ def _copy(piece: Pieces) -> StridedCopy:
 
 
 def _order(pieces: Pieces, source: Catalog) -> np.ndarray:
-    """Return the order of pieces: targets by where their first byte is in the files, each from its first element on."""
+    """Return the order of pieces: by the place of the target's first byte in the files, then by element."""
     place = source.byte_offset[pieces.source] + pieces.source_base * source.itemsize[pieces.source]
     by_file = np.lexsort((place, source.file[pieces.source]))
     rank = np.empty(len(pieces), dtype=np.int64)

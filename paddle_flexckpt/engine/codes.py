@@ -1,7 +1,7 @@
-"""Codes: tensors of 8-bit floats or integers that are numbers only together with scales, and how they become numbers.
+"""Codes: tensors of 8-bit floats or integers that are numbers only together with scales, and their dequantization.
 
-A cast takes each code for the number that it looks like. So it is refused where something says that these are codes: a
-scale beside them, or the ``quantization_config`` of the ``config.json`` in the source's directory.
+A cast would take a code for a plain number. So a cast is refused if there is evidence of codes: a scale beside them, or
+a ``quantization_config`` in the ``config.json`` of the source's directory.
 
 Tested in tests/engine/test_codes.py.
 """
@@ -21,22 +21,22 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem
 from paddle_flexckpt.catalog.dtypes import is_float
 from paddle_flexckpt.engine.mapping import tensor_infos
 
-# Codes are packed into no wider types, which positions and counters have.
+# Wider types are positions and counters: codes are not packed into them.
 CODE_DTYPES = frozenset({"float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int16", "uint16", "int32", "uint32"})
-# Names of what is stored beside codes: of float8 (DeepSeek, compressed-tensors, modelopt), int8 and 4 bits
+# Names of scales and the like beside codes: of float8 (DeepSeek, compressed-tensors, modelopt), int8 and 4 bits
 # (bitsandbytes, GPTQ, AWQ, torchao, quanto, MXFP4), and of states of 8-bit optimizers.
 _SCALE = r"_?(?:scales?(?:_inv|_\d+)?|SCB|absmax\d*|q?zeros|zero_points?|qmap\d*|quant_map)"
-# What codes are called that have a name beside the tensor's: gate_proj_blocks, weight_packed, qweight.
+# Names of codes that differ from the tensor's: gate_proj_blocks, weight_packed, qweight.
 _PACKED = re.compile(r"(.+)_(?:blocks|packed|codes|q)")
 # The scales by which fp8 codes are multiplied, the best known first.
 _FACTORS = ("{}_scale_inv", "{}_scale", "{}.scale_inv", "{}.scale", "{}._scale", "{}_scales", "{}.scales")
 _QUANTIZATION = ("quantization_config", "compression_config")
-# Without a scale beside them only matrices are taken for weights.
+# Without a scale beside them only matrices count as weights.
 _WEIGHT_AXES = 2
 
 
 class Codes:
-    """Tell which tensors of a source are codes, and which tensors would be made of codes alone."""
+    """The tensors of a source that are codes, and the tensors that would be made of codes alone."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class Codes:
         mapping: TensorMapping | None = None,
         settings: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
-        """Take the source's shards, what statements make of them, and what gives the model's configuration."""
+        """Take the source's shards, the statements' mapping, and a function that returns the model's configuration."""
         self._source, self._mapping, self._settings = source, mapping, settings
         coded = np.asarray([dtype in CODE_DTYPES for dtype in source.dtypes], dtype=bool)[source.dtype]
         keys = (source.keys[number] for number in np.unique(source.key[coded]).tolist())
@@ -66,11 +66,11 @@ class Codes:
     @cached_property
     def _quantization(self) -> Mapping[str, Any]:
         settings = self._settings()
-        said: Any = next((settings[name] for name in _QUANTIZATION if settings.get(name)), {})
-        return said if isinstance(said, Mapping) else {"quant_method": str(said)}
+        setting: Any = next((settings[name] for name in _QUANTIZATION if settings.get(name)), {})
+        return setting if isinstance(setting, Mapping) else {"quant_method": str(setting)}
 
     def scales(self, key: str) -> list[str]:
-        """Return the keys beside a key of the source that say that it has codes, the most telling first."""
+        """Return the keys beside a key of the source that show it to be codes, the strongest evidence first."""
         if key not in self._coded:
             return []
         base, dot, leaf = key.rpartition(".")
@@ -84,14 +84,14 @@ class Codes:
 
     @property
     def are_dequantized(self) -> bool:
-        """Return whether statements make numbers of codes and scales."""
+        """Return whether statements dequantize codes."""
         from paddle_flexckpt.aoa.steps import DequantFp8, DequantMxfp4
 
         nodes = () if self._mapping is None else self._mapping.nodes
         return any(isinstance(node.step, (DequantFp8, DequantMxfp4)) for node in nodes)
 
     def problem(self, name: str, dtype: str, **where: Any) -> Problem | None:
-        """Return why a key of the source, or what statements make, may not get a type: codes would pass for numbers."""
+        """Return why a key, the source's or a made one, may not be cast to a type: it is made of codes."""
         if not self._coded or not _is_number(dtype):
             return None
         if self._mapping is None or name not in self._mapping.tensors:
@@ -122,7 +122,7 @@ class Codes:
         return Problem(what, **{"key": key, **where}, expected=expected, got=got, remedy=remedy)
 
     def _made_of(self, mapping: TensorMapping, name: str, dtype: str) -> Iterator[tuple[str, str]]:
-        """Yield the source keys whose elements become those of a tensor, but by a dequantisation, and in which type."""
+        """Yield the source keys whose elements become a tensor's without dequantization, and in which type."""
         from paddle_flexckpt.aoa.steps import DequantFp8, DequantMxfp4, Scale
 
         rows, todo, seen = mapping.maps.rows_by_target, [(name, dtype)], {(name, dtype)}
@@ -140,7 +140,7 @@ class Codes:
                 seen |= more
 
     def _statements(self, key: str, dtype: str) -> list[str]:
-        """Return the statements that make numbers, in a type, of codes; none where none is known."""
+        """Return the statements that dequantize codes to a type; empty if none is known."""
         from paddle_flexckpt.aoa.parser import quoted
 
         codes, rounds = self._infos[key], "" if dtype == "float32" else f', dtype="{dtype}"'
@@ -170,11 +170,11 @@ class Codes:
         ]
 
     def _block(self, codes: tuple[int, ...], scales: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the extents of what has one scale; zeros where shapes alone do not tell, None if they do not fit."""
+        """Return the extents of a block with one scale; zeros if shapes leave it open, None if they do not fit."""
         if len(codes) != len(scales) or not codes:
             return None
-        said = self._quantization.get("weight_block_size")
-        sizes = tuple(n for n in said if type(n) is int and n > 0) if isinstance(said, list) else ()
+        setting = self._quantization.get("weight_block_size")
+        sizes = tuple(n for n in setting if type(n) is int and n > 0) if isinstance(setting, list) else ()
         if len(sizes) == len(codes) and all(-(-e // n) == count for e, n, count in zip(codes, sizes, scales)):
             return sizes
         block = [extent if count == 1 else 1 if count == extent else 0 for extent, count in zip(codes, scales)]

@@ -23,24 +23,24 @@ from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.report import Report
 
-# Elements that are compared at once: bounds the memory of what is computed for them.
+# Elements to compare at once: bounds the memory of intermediate results.
 COMPARED_AT_ONCE = 1 << 20
-# Returns the position in the whole tensor of an element of what is compared, by its number there.
+# From the number of an element in the compared arrays to its position in the whole tensor.
 _Position = Callable[[int], int]
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """Say how a tensor differs between two checkpoints.
+    """The difference of one tensor between two checkpoints.
 
     Attributes:
         dtype: Name of its element type.
         shape: Its global shape.
         changed: Elements whose bits differ.
-        share: These, of all elements; from 0 to 1.
+        share: Their share of all elements, from 0 to 1.
         max_difference: The largest difference of two finite values.
         mean_difference: The mean of these over all elements.
-        max_ulps: The most floating-point numbers that lie between two finite values; None where they are no floats.
+        max_ulps: The largest distance of two finite values in units in the last place; None if they are not floats.
         not_finite: Changed elements of which one value, or both, is not finite.
         first_index: The first element that differs, an index for each axis.
     """
@@ -70,16 +70,16 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class DiffReport(Report):
-    """Say how two checkpoints differ.
+    """The differences between two checkpoints.
 
     Attributes:
-        first: The one checkpoint's directory.
-        second: The other's.
-        keys: Tensors that both have.
+        first: The first checkpoint's directory.
+        second: The second one's.
+        keys: Number of tensors in both.
         only_in_first: Keys that only the first has.
         only_in_second: Keys that only the second has.
-        unlike: Shape and dtype in the first and in the second, of keys whose tensors differ in these.
-        differing: What differs in tensors of the same shape and dtype, by key.
+        unlike: Shape and dtype in the first and in the second, by key, of tensors that differ in these.
+        differing: The differences of tensors of the same shape and dtype, by key.
         bytes_by_checksum: Bytes of tensors that were compared by their checksums alone.
         bytes_read: Bytes of tensors that were read, from both.
         seconds: Wall time; ``total`` is all of it.
@@ -138,8 +138,8 @@ def diff(
 ) -> DiffReport:
     """Compare two checkpoints of any format and layout.
 
-    Tensors that both have in the same shards are compared by the checksums of their blocks, and only blocks that differ
-    are read. Others are read, at most 64 MiB of each side at a time. Values are compared by their bits.
+    Tensors with the same shards in both are compared by the checksums of their blocks, and only blocks that differ are
+    read. Others are read, at most 64 MiB of each side at a time. Values are compared by their bits.
 
     Args:
         first: A checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
@@ -151,7 +151,7 @@ def diff(
         progress: Called with a :class:`~paddle_flexckpt.progress.Progress` as tensors of the first are compared.
 
     Returns:
-        What differs.
+        The differences.
 
     Raises:
         ValidationError: There is no such checkpoint, or the statements do not fit.
@@ -207,7 +207,7 @@ def diff(
 
 
 class _Side:
-    """Hold one of the two checkpoints, open."""
+    """One of the two checkpoints, open."""
 
     def __init__(
         self, stack: contextlib.ExitStack, path: Location, unique_id: int | None, aoa_config: Any, extra_state: bool
@@ -224,13 +224,13 @@ class _Side:
         if not self.manifest.foreign:
             for row in group_replicas(self.catalog).first.tolist():
                 self._rows.setdefault(self.catalog.key_name(row), []).append(row)
-        # The stored tensor that a tensor is, element by element.
+        # The stored tensor that equals a tensor, element by element.
         self._stored = dict.fromkeys(self.infos) if self.mapping is None else self.mapping.copied_keys(self.infos)
 
     def items(self, key: str) -> dict[tuple[tuple[int, ...], ...], int] | None:
-        """Return the rows of a tensor by where they lie in it; None where they are not what is compared.
+        """Return the rows of a tensor by their places in it; None if they cannot be compared by checksum.
 
-        That is so of other programs' tensors, which have no checksums, and of what statements make or cast.
+        These are other programs' tensors, which have no checksums, and tensors that statements make or cast.
         """
         if self.manifest.foreign or key not in self._stored:
             return None
@@ -249,7 +249,7 @@ class _Side:
 
 
 def _pairs(one: _Side, two: _Side, key: str) -> list[tuple[int, int]] | None:
-    """Return the items of a tensor that lie in the same place; None where the two are cut differently."""
+    """Return the pairs of items of a tensor in the same place; None if the two are cut differently."""
     if one.manifest.checksums.block_bytes != two.manifest.checksums.block_bytes:
         return None
     mine, others = one.items(key), two.items(key)
@@ -259,7 +259,7 @@ def _pairs(one: _Side, two: _Side, key: str) -> list[tuple[int, int]] | None:
 
 
 def _compare_items(one: _Side, two: _Side, rows: tuple[int, int], found: _Difference, counts: dict[str, int]) -> None:
-    """Compare two items that lie in the same place: by checksums, and by values where these differ."""
+    """Compare two items in the same place: by checksums, and by values where these differ."""
     sums = [side.manifest.checksums.of_item(row) for side, row in zip((one, two), rows)]
     length = int(one.catalog.byte_length[rows[0]])
     block_bytes = one.manifest.checksums.block_bytes
@@ -311,7 +311,7 @@ def _both_in_bands(one: _Side, two: _Side, keys: list[str]) -> Iterator[tuple[st
 
 @dataclass
 class _Difference:
-    """Add up what differs in one tensor."""
+    """The sums over one tensor's differences."""
 
     info: TensorInfo
     changed: int = 0
@@ -334,7 +334,7 @@ class _Difference:
             if not len(changed):
                 continue
             self.changed += len(changed)
-            # Elements of a shard ascend in the tensor too, so the first of it is its first there.
+            # Elements of a shard ascend in the tensor too, so the first in the shard is the first in the tensor.
             at = position(base + begin + int(changed[0]))
             self._first = at if self._first < 0 else min(self._first, at)
             with np.errstate(invalid="ignore"):  # signalling NaN
@@ -342,7 +342,7 @@ class _Difference:
 
     def _measure(self, first: np.ndarray, second: np.ndarray) -> None:
         if self.dtype.kind in "iu":
-            # Exact, for 64 bits too: the larger less the smaller, modulo 2 ** 64.
+            # Exact for 64 bits too: the larger less the smaller, modulo 2 ** 64.
             high, low = np.maximum(first, second).astype(np.uint64), np.minimum(first, second).astype(np.uint64)
             far = (high - low).astype(np.float64)
         else:
@@ -362,13 +362,13 @@ class _Difference:
             return
         bits = [each.view(f"i{self.dtype.itemsize}").astype(np.int64) for each in (first, second)]
         lowest = -(1 << (8 * self.dtype.itemsize - 1))
-        # Ordered as the floats are: negative ones count down from 0.
+        # Integers in the order of the floats: negative ones count down from 0.
         one, two = (np.where(each < 0, lowest - each, each) for each in bits)
         ulps = int((np.maximum(one, two).astype(np.uint64) - np.minimum(one, two).astype(np.uint64)).max())
         self._ulps = max(self._ulps or 0, ulps)
 
     def result(self) -> TensorDifference:
-        """Return the sums."""
+        """Return the difference."""
         elements = math.prod(self.info.shape)
         index = [int(each) for each in np.unravel_index(self._first, self.info.shape)] if self.info.shape else []
         return TensorDifference(

@@ -1,7 +1,7 @@
-"""Describe a model by the ``config.json`` of a family that there are model rules for.
+"""Describe a model by its ``config.json``, for families with model rules.
 
-The configuration says which tensors a Hugging Face checkpoint of the model has. The rules of its family say what a
-Paddle model makes of them, and tensor parallelism cuts these along the usual axes.
+The tensors of the model's Hugging Face checkpoint follow from the configuration. The rules of the family map them to
+the Paddle model's, which tensor parallelism cuts along the usual axes.
 
 Tested in tests/engine/test_config_models.py.
 """
@@ -21,7 +21,7 @@ from paddle_flexckpt.catalog import CatalogBuilder, ValidationError, dtype_of
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 
 Shapes = Iterator[tuple[str, tuple[int, ...]]]
-# How the layers of a Paddle model cut what is theirs, whichever family it is of: the axis by name.
+# The axis along which layers of a Paddle model cut their tensors, by name, for all families.
 _CUTS: tuple[tuple[str, int | None], ...] = (
     ("*norm*", None),
     ("*embed_tokens.weight", 0),
@@ -36,27 +36,27 @@ _CUTS: tuple[tuple[str, int | None], ...] = (
     ("*embed_out.weight", 1),
 )
 _HEADS = ("lm_head.weight", "embed_out.weight")
-# Stacked experts are cut otherwise, and FP8 is of checkpoints.
+# Not here: stacked experts, which are cut otherwise, and FP8, which only checkpoints have.
 _VARIANTS = ("plain", "fused")
-# What is fused has the place of its first part.
+# A fused tensor has the place of its first part.
 _FUSED = {".qkv_proj.": ".q_proj.", ".up_gate_proj.": ".gate_proj."}
 
 
 def is_config(path: object) -> bool:
-    """Return whether a path is that of a configuration, not of a checkpoint."""
+    """Return whether a path is a configuration, not a checkpoint."""
     return isinstance(path, (str, Path)) and str(path).endswith(".json")
 
 
 @dataclass(frozen=True)
 class ConfigModel:
-    """Describe the tensors of a Paddle model, as a configuration says.
+    """The tensors of a Paddle model, from a configuration.
 
     Attributes:
         infos: Shape and dtype by name.
         cuts: Globs of names and the axis along which tensor parallelism usually cuts these.
-        is_tied: Whether the embedding is the head too; it is there under the embedding's name alone.
+        is_tied: Whether the embedding is the head too; then the model has only the embedding's name.
         is_half: Whether parameters are in half precision.
-        note: What is taken for granted.
+        note: Assumptions, as text.
     """
 
     infos: dict[str, TensorInfo]
@@ -67,14 +67,14 @@ class ConfigModel:
 
 
 def read_config_model(path: str | Path, variant: str = "plain") -> ConfigModel:
-    """Describe the Paddle model that a configuration is of.
+    """Describe the Paddle model of a configuration.
 
     Args:
         path: The ``config.json``.
         variant: What the Paddle model fuses, as of :func:`~paddle_flexckpt.aoa.model_rules.model_rules`.
 
     Raises:
-        ValidationError: It is no configuration, or of a family or variant that is not known here.
+        ValidationError: The file is not a configuration, or its family or the variant is not known.
     """
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -102,19 +102,19 @@ def read_config_model(path: str | Path, variant: str = "plain") -> ConfigModel:
 
 
 def _rules(family: str, sizes: _Sizes, variant: str) -> dict[str, list[str]]:
-    """Return the statements of a family, with those of its parameters that a configuration says.
+    """Return the statements of a family, with its parameters from a configuration.
 
     Raises:
         ValidationError: There is no such variant.
     """
     known = describe_model_rules(family)["parameters"]
-    said: dict[str, Callable[[], Any]] = {
+    getters: dict[str, Callable[[], Any]] = {
         "num_heads": lambda: sizes["num_attention_heads"],
         "num_key_value_groups": lambda: sizes.get("num_key_value_heads", sizes["num_attention_heads"]),
         "num_experts": lambda: sizes.experts,
         "num_layers": lambda: sizes["num_hidden_layers"],
     }
-    given = {name: say() for name, say in said.items() if name in known}
+    given = {name: getter() for name, getter in getters.items() if name in known}
     if not sizes.experts:
         given.pop("num_experts", None)
     try:
@@ -124,7 +124,7 @@ def _rules(family: str, sizes: _Sizes, variant: str) -> dict[str, list[str]]:
 
 
 class _Sizes:
-    """Hold the numbers of a configuration."""
+    """The numbers of a configuration."""
 
     def __init__(self, config: Mapping[str, Any], path: str) -> None:
         self._config, self._path = config, path
@@ -133,7 +133,7 @@ class _Sizes:
         """Return a number.
 
         Raises:
-            ValidationError: It is not there, or none.
+            ValidationError: It is missing, or not a number.
         """
         value = self._config.get(name)
         if type(value) is not int or value < 0:
@@ -141,15 +141,15 @@ class _Sizes:
         return value
 
     def get(self, name: str, default: int) -> int:
-        """Return a number; another if it is not there."""
+        """Return a number; a default if it is missing."""
         return default if self._config.get(name) is None else self[name]
 
     def has(self, name: str, default: bool = False) -> bool:
-        """Return whether something is switched on."""
+        """Return whether a switch is on."""
         return bool(self._config.get(name, default))
 
     def numbers(self, name: str) -> list[int]:
-        """Return a list of numbers; empty if it is not there."""
+        """Return a list of numbers; empty if it is missing."""
         return list(self._config.get(name) or ())
 
     @property
@@ -181,7 +181,7 @@ def _linear(name: str, rows: int, columns: int, bias: bool = False) -> Shapes:
 
 
 def _attention(norms: bool, qkv_bias: str | bool, o_bias: str | bool) -> Callable[[_Sizes, str], Shapes]:
-    """Return attention with q, k and v; a bias is there, is not, or a switch of the configuration says."""
+    """Return the tensors of attention with q, k and v; a bias is a bool, or the configuration's switch for it."""
 
     def shapes(sizes: _Sizes, name: str) -> Shapes:
         hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]

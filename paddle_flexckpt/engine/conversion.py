@@ -1,7 +1,7 @@
 """Convert a checkpoint of any format that can be read to any that can be written, in bounded memory.
 
-One file after the other is written, and noted when it is durable: a conversion that was interrupted goes on with the
-first file that is not. What makes the checkpoint exist comes last. Tested in tests/engine/test_conversion.py and
+Files are written one after the other, and each is noted when it is durable: an interrupted conversion goes on with the
+first file that is not. The commit comes last. Tested in tests/engine/test_conversion.py and
 tests/cli/test_convert.py.
 """
 
@@ -54,33 +54,33 @@ from paddle_flexckpt.report import Report, order_warning, replica_warning
 logger = logging.getLogger("paddle_flexckpt")
 
 MEMORY_BYTES = 256 << 20
-# Operands of a tile and buffers of reader and writer take what bands leave of it.
+# The least memory: bands, and the rest for operands of a tile and buffers of reader and writer.
 LEAST_MEMORY = 128 << 20
 # One band is written while the next is read; as much again is for tiles and buffers.
 _BANDS = 4
-# Of what is written these say nothing.
+# Options that do not change the written files.
 _HOW = ("verify", "use_replicas", "memory_bytes", "restart", "unique_id", "config", "progress")
 
 
 @dataclass(frozen=True)
 class ConvertOptions(WholeOptions):
-    """Hold the options of a conversion.
+    """The options of a conversion.
 
     Attributes:
-        format: What is written, a key of :data:`~paddle_flexckpt.engine.conversion_targets.TARGETS`.
-        strategy: The layout, such as ``"tp=2,pp=2"``, or a mesh or its file, as of :func:`~.models.read_strategy`: what
-            each rank of that job would have saved. None: whole tensors.
+        format: The format to write, a key of :data:`~paddle_flexckpt.engine.conversion_targets.TARGETS`.
+        strategy: The layout, such as ``"tp=2,pp=2"``, or a mesh or its file, as of :func:`~.models.read_strategy`: the
+            files are those that the ranks of that job would have saved. None: whole tensors.
         cuts: Globs of names and the axis along which tensor parallelism cuts these, or None; by default as they were
             cut at the save.
-        states: Whether optimizer states and a run's extra state are written; None: if the format has a place for them.
-        dtype: Type that floating-point tensors get; optimizer states keep theirs. None: all keep theirs.
+        states: Whether optimizer states and a run's extra state are written; None: if the format can hold them.
+        dtype: New type of floating-point tensors, optimizer states excepted. None: all keep their types.
         config: Path of the model's configuration, which becomes ``config.json``; by default that of the source's
             directory, if there is one.
         max_file_bytes: Bytes of tensors in one file, where they are whole; a larger tensor has a file for itself.
-        save_replicas: Whether each rank's file has all that the rank has, also what others have, in Paddle's format:
-            where the layout is the same, its own loader sends nothing then.
-        memory_bytes: The most memory that it takes, about.
-        restart: Whether to remove what an earlier conversion has begun to write there.
+        save_replicas: In Paddle's format, whether each rank's file has all shards of the rank, replicas included: then
+            Paddle's own loader sends nothing if the layout is the same.
+        memory_bytes: The most memory to use, about.
+        restart: Whether to remove the files of an earlier, unfinished conversion.
     """
 
     format: str = "native"
@@ -124,28 +124,28 @@ class ConvertOptions(WholeOptions):
 
 @dataclass(frozen=True)
 class ConvertReport(Report):
-    """Say what a conversion did.
+    """The report of a conversion.
 
     Attributes:
         source: The checkpoint that was read.
-        origin: Whose it is, a key of :data:`~paddle_flexckpt.foreign.formats.ORIGINS`.
+        origin: Its format, a key of :data:`~paddle_flexckpt.foreign.formats.ORIGINS`.
         unique_id: Its id.
         output: The directory written to.
-        format: What was written.
+        format: The format written.
         strategy: The layout, or None.
         files: Names of the files of tensors.
-        kept_files: Those of them that an earlier process had written.
-        keys: Tensors written.
-        left_out: Optimizer states and tensors of extra state that were not.
+        kept_files: Those that an earlier process had written.
+        keys: Number of tensors written.
+        left_out: Number of optimizer states and tensors of extra state that were left out.
         total_bytes: Bytes of tensors in the files.
         bytes_written: Bytes of these that this process has written.
         bytes_read: Bytes of tensors read.
         bytes_verified: Bytes of these whose checksums were compared.
         bytes_extra: Bytes of these that no tensor needed.
-        cast: Tensors of which the type was changed.
-        maybe_fused: Keys that may be fused, for all that the source says: written as they lie.
-        replicas_used: By key, what was damaged and which file of which rank served instead.
-        notes: What was taken for granted.
+        cast: Number of tensors whose type was changed.
+        maybe_fused: Keys that may be fused without a record of it in the source: written in their stored order.
+        replicas_used: By key, the damage, and the rank and file of the replica that was read instead.
+        notes: Assumptions.
         seconds: Wall time; ``total`` is all of it.
     """
 
@@ -194,20 +194,20 @@ def convert_checkpoint(
 ) -> ConvertReport:
     """Convert a checkpoint to another format or layout.
 
-    One process does it; Paddle is not needed. What an interrupted conversion has written stays: the same call goes on.
-    The destination is no checkpoint before all is there.
+    One process converts, without Paddle. An interrupted conversion leaves its files, and the same call goes on with it.
+    The destination becomes a checkpoint only at the end.
 
     Fused parameters that statements do not touch get natural order. With bands of large tensors ``verify="read"`` is
     ``"full"``.
 
     Args:
         path: The checkpoint: a path, a URL, or what ``open_storage`` gives; or a file that is one.
-        output: Where the files go, likewise: a directory that is empty, is not there yet, or has what an earlier call
-            with the same arguments has begun.
+        output: The destination, likewise: a directory that is empty, is not there yet, or has the files of an earlier
+            call with the same arguments.
         **options: Like ``aoa_config``, of :class:`ConvertOptions`.
 
     Returns:
-        What was done.
+        The report.
 
     Raises:
         ValidationError: There is no such checkpoint, the output is in use, the statements do not fit, or the format
@@ -225,12 +225,12 @@ def convert_checkpoint(
 
 
 class _Conversion:
-    """Plan a conversion, and carry it out."""
+    """One conversion, planned and then run."""
 
     def __init__(self, directory: SourceDirectory, manifest: Manifest, sink: Backend, options: ConvertOptions) -> None:
         """Plan all of it; touch nothing."""
         strategy = None if options.strategy is None else read_strategy(options.strategy)
-        if isinstance(strategy, Mesh):  # of a file, what it says belongs to the digest
+        if isinstance(strategy, Mesh):  # the contents of a file are part of the digest
             options = replace(options, strategy=str(strategy))
         self._directory, self._manifest, self._sink, self._options = directory, manifest, sink, options
         catalog, target = manifest.catalog, TARGETS[options.format]
@@ -264,18 +264,18 @@ class _Conversion:
         self._target: ConversionTarget = target(sink, content)
 
     def _make_digest(self) -> str:
-        """Return what is the same only for the same source, options and configuration."""
+        """Return a digest of source, options and configuration."""
         backend, manifest = self._directory.backend, self._manifest
         agreed = {name: value for name, value in self._options.agreed().items() if name not in _HOW}
         times = []
         if manifest.foreign and backend.has_path:  # whose files have no checksums
             times = [os.stat(backend.where(name)).st_mtime_ns for name in manifest.catalog.files]
-        said = [__version__, agreed, xxhash.xxh3_128_hexdigest(manifest.encode()), times]
-        text = json.dumps(said, sort_keys=True, default=repr).encode()
+        details = [__version__, agreed, xxhash.xxh3_128_hexdigest(manifest.encode()), times]
+        text = json.dumps(details, sort_keys=True, default=repr).encode()
         return xxhash.xxh3_128_hexdigest(text + (self._config or b""))
 
     def run(self, begin: float) -> ConvertReport:
-        """Write what is not there yet, then commit."""
+        """Write the missing files, then commit."""
         target, sink, notes = self._target, self._sink, ConversionNotes(self._sink, self._digest)
         sink.make_directory()
         with sink.locks.take():
@@ -317,7 +317,7 @@ class _Conversion:
         )
 
     def _write(self, numbers: Sequence[int], records: dict[int, bytes], notes: ConversionNotes) -> dict[str, Any]:
-        """Write files, and note each; return what the report says of the reads, by field."""
+        """Write files, and note each; return the report's fields about reads."""
         bands: list[tuple[str, Box]] = []
         counts = []
         for number in numbers:
@@ -331,14 +331,14 @@ class _Conversion:
         meter = self._options.meter("write", sum(file.data_bytes for file in files), len(files))
         with source.closing:
             arrays: Iterator[np.ndarray] = iter(())
-            said: dict[str, Any] = {}
+            details: dict[str, Any] = {}
             if bands:
                 memory = WholeTensors()
                 casting = replace(CHOSEN, dtype="raise" if self._options.dtype is None else "cast")
                 transfer = Transfer(Solo(), source, lambda: self._targets(memory, bands), casting)
                 task = transfer.prepare()
                 arrays = (memory.take(row)[1] for row in source.fill(task))
-                said["maybe_fused"] = task.resolution.report()["maybe_fused"]
+                details["maybe_fused"] = task.resolution.report()["maybe_fused"]
             for number, file, count in zip(numbers, files, counts):
                 records[number] = self._target.write(number, _told(itertools.islice(arrays, count), meter))
                 notes.note(file.name, records[number])
@@ -346,26 +346,26 @@ class _Conversion:
             meter.finish()
             next(arrays, None)  # the end of what fills them
             if bands:
-                said.update(reads_of(source.reader))
-        if said.get("maybe_fused"):
-            logger.warning(order_warning(self._directory.path, said["maybe_fused"]))
-        if said.get("replicas_used"):
-            logger.warning(replica_warning(self._directory.path, said["replicas_used"]))
-        return said
+                details.update(reads_of(source.reader))
+        if details.get("maybe_fused"):
+            logger.warning(order_warning(self._directory.path, details["maybe_fused"]))
+        if details.get("replicas_used"):
+            logger.warning(replica_warning(self._directory.path, details["replicas_used"]))
+        return details
 
     def _targets(self, memory: WholeTensors, bands: Sequence[tuple[str, Box]]) -> Targets:
         names = {key: name for name, key in self._keys.items()}
         return memory.parts({key: self._infos[names[key]] for key, _ in bands}, self._mapping, bands)
 
     def _bands(self, name: str, box: Box) -> Iterator[Box]:
-        """Yield what of a part is in memory at a time."""
-        # What is read may be of a wider type than what is written.
+        """Yield the boxes of a part that are in memory at a time."""
+        # The type that is read may be wider than the type that is written.
         itemsize = max(dtype_of(infos[name].dtype).itemsize for infos in (self._infos, self._given))
         return split_tiles(box, max(self._options.memory_bytes // _BANDS // itemsize, 1), aligned=False)
 
 
 def _told(arrays: Iterable[np.ndarray], meter: Meter) -> Iterator[np.ndarray]:
-    """Yield arrays, and count each when it is written."""
+    """Yield arrays, and count each after it is written."""
     for array in arrays:
         nbytes = array.nbytes
         yield array
@@ -374,7 +374,7 @@ def _told(arrays: Iterable[np.ndarray], meter: Meter) -> Iterator[np.ndarray]:
 
 
 def _cast(infos: Mapping[str, TensorInfo], dtype: str, kept: Collection[str]) -> dict[str, TensorInfo]:
-    """Return the same with another type for floating-point weights: no states, no counters, and none of ``kept``."""
+    """Return the same with another type for floating-point weights, but not for states, counters and ``kept``."""
     name, everything = dtype_of(dtype).name, set(infos)
 
     def is_cast(key: str) -> bool:
@@ -386,7 +386,7 @@ def _cast(infos: Mapping[str, TensorInfo], dtype: str, kept: Collection[str]) ->
 
 
 def _copied(keys: Mapping[str, str], mapping: TensorMapping | None) -> dict[str, str]:
-    """Return the source's key of each name whose tensor is, element by element, the source's."""
+    """Return the source's key of each name that is, element by element, the source's tensor."""
     if mapping is None:
         return dict(keys)
     copied = mapping.copied_keys(keys.values())
@@ -395,14 +395,14 @@ def _copied(keys: Mapping[str, str], mapping: TensorMapping | None) -> dict[str,
 
 
 def _orders(keys: Mapping[str, str], source: Catalog, mapping: TensorMapping | None) -> dict[str, Order]:
-    """Return in which order the elements of what is written lie, by name; nothing where the source does not say."""
+    """Return the order of elements of each written tensor, by name; tensors of unknown order are left out."""
     known = {key: source.order(number) for number, key in enumerate(source.keys)}
     uncertain = {source.keys[number] for number in np.flatnonzero(unordered(source)).tolist()}
     copied, orders = _copied(keys, mapping), {}
     for name, key in keys.items():
         before = known.get(copied.get(name, key))
         if name not in copied:
-            # Statements have put it into natural order, or made it.
+            # Statements made it, or brought it into natural order.
             orders[name] = replace(before, parts=1) if before is not None and before.is_permuted else NATURAL
         elif before is not None:
             orders[name] = before
@@ -412,9 +412,9 @@ def _orders(keys: Mapping[str, str], source: Catalog, mapping: TensorMapping | N
 
 
 def _stored(keys: Mapping[str, str], source: Catalog, mapping: TensorMapping | None) -> Catalog:
-    """Return the source's shards of tensors that are written as they are, by their names there."""
+    """Return the source's shards of tensors that are written unchanged, under their new names."""
     names = {key: name for name, key in _copied(keys, mapping).items()}
     chosen = np.asarray([key in names for key in source.keys], dtype=bool)
     kept = source.take(chosen[source.key]).compact()
-    known = {names[key]: said for key, said in source.state_names.items() if key in names}
+    known = {names[key]: details for key, details in source.state_names.items() if key in names}
     return replace(kept, keys=tuple(names[key] for key in kept.keys), state_names=known)

@@ -1,4 +1,4 @@
-"""What a conversion takes from a model's configuration, and says of what it does not take.
+"""A conversion's use of a model's configuration, and its notes about the rest.
 
 Tested in tests/engine/test_conversion.py.
 """
@@ -18,7 +18,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.planning.strategy import Strategy
 
-# What lies beside the weights of a model, and is needed to use it.
+# Files beside a model's weights that are needed to use it.
 _BESIDE = re.compile(
     r".*tokeni[sz]er.*|vocab\..*|merges\.txt|spiece\.model|sentencepiece.*|special_tokens_map\.json|added_tokens\.json|"
     r"generation_config\.json|chat_template\..*|.*processor_config\.json"
@@ -30,8 +30,8 @@ def read_config(given: str | os.PathLike[str] | None, directory: SourceDirectory
     """Return the text of a model's configuration; None if there is none.
 
     Args:
-        given: The path of a file; None: it may be in the checkpoint's directory.
-        directory: The checkpoint's.
+        given: The path of a file; None: that in the checkpoint's directory, if there is one.
+        directory: The checkpoint's directory.
 
     Raises:
         ValidationError: It cannot be read, or is no JSON object.
@@ -61,10 +61,10 @@ def notes_of(
     strategy: Strategy | Mesh | None,
     directory: SourceDirectory,
 ) -> list[str]:
-    """Return what a configuration says and the tensors do not, or what is not done that it asks for."""
-    said: dict[str, Any] = json.loads(config) if config is not None else {}
-    notes = [*_of_dtype(said, dtype), *_of_heads(said, strategy), *_of_files(directory)]
-    if dequantizes and said.get("quantization_config"):
+    """Return notes on differences between a configuration and the tensors, and on files that are not copied."""
+    known: dict[str, Any] = json.loads(config) if config is not None else {}
+    notes = [*_of_dtype(known, dtype), *_of_heads(known, strategy), *_of_files(directory)]
+    if dequantizes and known.get("quantization_config"):
         notes.append(
             f"{CONFIG_FILE} was copied as it is, and has a quantization_config; statements dequantize: take it out "
             "where all weights are dequantized"
@@ -72,18 +72,18 @@ def notes_of(
     return notes
 
 
-def _of_dtype(said: dict[str, Any], dtype: str | None) -> Iterator[str]:
-    named = [str(said[name]) for name in ("torch_dtype", "dtype") if name in said]
+def _of_dtype(known: dict[str, Any], dtype: str | None) -> Iterator[str]:
+    named = [str(known[name]) for name in ("torch_dtype", "dtype") if name in known]
     if dtype is not None and any(name.rpartition(".")[2] != dtype for name in named):
         yield f"{CONFIG_FILE} was copied as it is, and says {named[0]}; the tensors are {dtype}"
 
 
-def _of_heads(said: dict[str, Any], strategy: Strategy | Mesh | None) -> Iterator[str]:
+def _of_heads(known: dict[str, Any], strategy: Strategy | Mesh | None) -> Iterator[str]:
     ranks = strategy.tp if isinstance(strategy, Strategy) else 1
-    name = next((name for name in _HEADS if type(said.get(name)) is int), None)
-    if name is not None and said[name] % ranks:
+    name = next((name for name in _HEADS if type(known.get(name)) is int), None)
+    if name is not None and known[name] % ranks:
         yield (
-            f"tp={ranks} cuts inside of heads: {CONFIG_FILE} has {name}={said[name]}, which that does not divide. A "
+            f"tp={ranks} cuts inside of heads: {CONFIG_FILE} has {name}={known[name]}, which that does not divide. A "
             "load puts any parts together again; the model's ranks have to hold the same parts, or repeat whole heads"
         )
 

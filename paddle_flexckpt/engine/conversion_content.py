@@ -1,4 +1,4 @@
-"""What a conversion writes, whatever the format is: tensors, the layout they are cut for, files, and what writes these.
+"""The content of a conversion, for every format: tensors, their layout and files, and the base class of formats.
 
 Tested in tests/engine/test_conversion.py.
 """
@@ -36,25 +36,25 @@ from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.planning.strategy import Strategy
 
-# A header of 100 MB, the most that safetensors allows, has more than twice as many.
+# A header of 100 MB, the largest that safetensors allows, can hold more than twice as many.
 MOST_TENSORS = 100_000
 _READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """Describe what a conversion writes, whatever the format is.
+    """The content of a conversion, for every format.
 
     Attributes:
         infos: Shape and dtype of each tensor by its name.
-        orders: In which order the elements of tensors lie, as far as it is known.
-        stored: The source's shards of tensors that are written as they are, by the same names.
+        orders: The orders of tensors' elements, as far as they are known.
+        stored: The source's shards of tensors that are written unchanged, by the same names.
         token: Hexadecimal digits that are the same for the same conversion, and for no other.
         step: Training step, if it is known.
         strategy: The layout; None: whole tensors.
-        cuts: Which axis tensor parallelism cuts, as of :func:`~paddle_flexckpt.engine.models.model_of`.
+        cuts: The axes that tensor parallelism cuts, as in :func:`~paddle_flexckpt.engine.models.model_of`.
         max_file_bytes: Bytes of tensors in one file, where they are whole.
-        save_replicas: Whether each rank's file has all that the rank has; else each shard is in one file.
+        save_replicas: Whether each rank's file has all shards of the rank; else each shard is in one file.
     """
 
     infos: Mapping[str, TensorInfo]
@@ -70,11 +70,11 @@ class Content:
 
 @dataclass(frozen=True, eq=False)
 class PlannedFile:
-    """Describe a file of tensors.
+    """A file of tensors.
 
     Attributes:
         name: Its name.
-        parts: Name and box of what it holds, in the order of its data.
+        parts: Name and box of each of its parts, in the order of its data.
         data_bytes: Bytes of these.
     """
 
@@ -84,18 +84,18 @@ class PlannedFile:
 
 
 class ConversionTarget(ABC):
-    """Write a checkpoint in one format, file by file.
+    """A format: it writes a checkpoint, file by file.
 
-    Unless :meth:`is_committed`, :meth:`begin`, then :meth:`write` for each file that :meth:`holds` does not find as it
-    was written; then :meth:`commit`. A process may die at any point, and another one begins anew with the same content.
+    Unless :meth:`is_committed`, the calls are :meth:`begin`, :meth:`write` for each file for which :meth:`holds` is
+    false, and :meth:`commit`. If the process dies, another one makes the same calls with the same content.
 
     Attributes:
         by_safetensors: Whether its files can hold only what safetensors itself knows.
-        states: Whether optimizer states and extra state are written, unless the caller says otherwise.
+        states: Whether optimizer states and extra state are written by default.
         has_layout: Whether tensors may be cut.
         has_replicas: Whether it can be asked for replicas.
-        files: What is to be written.
-        notes: What is taken for granted.
+        files: The files to write.
+        notes: Assumptions.
     """
 
     by_safetensors: ClassVar[bool] = True
@@ -118,11 +118,11 @@ class ConversionTarget(ABC):
         """Return the names of all files that may be there, from the first to the last moment."""
 
     def begin(self) -> None:  # noqa: B027
-        """Write what has to be there before the first file of tensors; to do so again is fine."""
+        """Write the files that come before the first file of tensors; may be called again."""
 
     @abstractmethod
     def write(self, number: int, data: Iterable[np.ndarray]) -> bytes:
-        """Write a file, durably, and return what :meth:`holds` and :meth:`commit` need to know of it.
+        """Write a file, durably, and return a record of it for :meth:`holds` and :meth:`commit`.
 
         Args:
             number: Which of ``files``.
@@ -131,7 +131,7 @@ class ConversionTarget(ABC):
 
     @abstractmethod
     def holds(self, number: int, record: bytes) -> bool:
-        """Return whether a file is there, byte for byte as :meth:`write` has left it."""
+        """Return whether a file is there, byte for byte as :meth:`write` wrote it."""
 
     @abstractmethod
     def is_committed(self) -> bool:
@@ -139,16 +139,16 @@ class ConversionTarget(ABC):
 
     @abstractmethod
     def commit(self, records: Sequence[bytes]) -> None:
-        """Make the checkpoint exist, with what :meth:`write` returned of all files.
+        """Commit the checkpoint, given the records of all files.
 
-        One that exists gets what else belongs to it.
+        A committed checkpoint gets the files that come after the commit.
         """
 
 
 def rows_of(content: Content) -> tuple[Catalog, list[str]]:
-    """Return what each rank has before replicas are left out, and what is taken for granted.
+    """Return the shards of each rank, replicas included, and the assumptions.
 
-    Without a strategy a rank stands for a file of whole tensors.
+    Without a strategy, each file of whole tensors has a rank of its own.
 
     Raises:
         ValidationError: The strategy does not fit the model.
@@ -162,9 +162,9 @@ def rows_of(content: Content) -> tuple[Catalog, list[str]]:
 
 
 def _cut_rows(content: Content, strategy: Strategy | Mesh) -> tuple[Catalog, list[str]]:
-    """Return what all ranks of a strategy have; rank 0 has what the strategy says nothing of."""
+    """Return the shards of all ranks of a strategy; rank 0 has the tensors that the strategy does not place."""
     infos = content.infos
-    # In the order of the source, which is that of the optimizer's parameters if ranks have saved it.
+    # In the order of the source: that of the optimizer's parameters, if ranks saved it.
     order = {name: number for number, name in enumerate(content.stored.keys)}
     names = sorted(infos, key=lambda name: order.get(name, len(order)))
     model = {name: infos[name] for name in names if not name.startswith(EXTRA_STATE)}
@@ -202,7 +202,7 @@ def _whole_rows(rank: int, infos: Mapping[str, TensorInfo]) -> Catalog:
 
 
 def whole_parts(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Box]]:
-    """Yield name and box of tensors that have elements."""
+    """Yield name and box of tensors with elements."""
     for name, info in infos.items():
         box = Box((0,) * len(info.shape), info.shape)
         if box.size:
@@ -210,7 +210,7 @@ def whole_parts(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Box]]:
 
 
 def parts_of(items: Catalog) -> list[tuple[str, Box]]:
-    """Return name and boxes of items, in the order of their data; nothing for those without elements."""
+    """Return name and boxes of items, in the order of their data, without those without elements."""
     parts: list[tuple[str, Box]] = []
     lengths = items.byte_length
     for row in range(len(items)):
@@ -226,12 +226,12 @@ def parts_of(items: Catalog) -> list[tuple[str, Box]]:
 
 
 def record_of(nbytes: int, digest: str) -> bytes:
-    """Return what is noted of a file that is compared as a whole: its bytes, and their XXH3-128 in hexadecimal."""
+    """Return the record of a file that is compared as a whole: its bytes, and their XXH3-128 in hexadecimal."""
     return json.dumps({"bytes": nbytes, "xxh3_128": digest}).encode()
 
 
 def is_recorded(sink: Backend, name: str, nbytes: int, record: bytes) -> bool:
-    """Return whether a file of so many bytes is there, and :func:`record_of` it is this."""
+    """Return whether a file is there with this number of bytes and this :func:`record_of` it."""
     digest = xxhash.xxh3_128()
     try:
         with sink.open(name) as file:

@@ -1,6 +1,6 @@
-"""Notes of a conversion: which of its files are done, in a hidden directory of its destination, until it has ended.
+"""Notes of a conversion: its finished files, in a hidden directory of its destination, until it ends.
 
-The directory's name has the digest of what is converted and how, so only the same conversion goes on with it.
+The directory's name has a digest of the conversion, so that only the same conversion goes on with it.
 Tested in tests/engine/test_conversion.py.
 """
 
@@ -15,20 +15,20 @@ from paddle_flexckpt.media.backend import Backend, write_file
 
 _FOLDER = re.compile(r"\.convert-[0-9a-f]{32}")
 _TEMPORARY = re.compile(r"(.+)\.[0-9a-f]{32}\.tmp")
-# Which files the conversion may have written: a restart removes these, and nothing else.
+# The files that the conversion may have written: a restart removes these alone.
 _PLAN = "plan.json"
 _RECORD = ".done"
 
 
 class ConversionNotes:
-    """Keep the notes of one conversion. Its caller holds the lock of the destination."""
+    """The notes of one conversion. The caller holds the lock of the destination."""
 
     def __init__(self, sink: Backend, digest: str) -> None:
         """Touch nothing yet.
 
         Args:
             sink: The destination.
-            digest: 32 hexadecimal digits, of what is converted and how.
+            digest: 32 hexadecimal digits, which identify the conversion.
         """
         self._sink, self._name = sink, f".convert-{digest}"
         self._folder = sink.child(self._name)
@@ -38,10 +38,10 @@ class ConversionNotes:
 
         Args:
             names: All files that it may write.
-            restart: Whether to begin anew, and remove what has been written.
+            restart: Whether to begin anew, and remove the written files.
 
         Raises:
-            ValidationError: The destination is in use, or another conversion has been begun there.
+            ValidationError: The destination is in use, or has another, unfinished conversion.
         """
         sink = self._sink
         found = [name for name in sink.names("directories") if _FOLDER.fullmatch(name)]
@@ -68,7 +68,7 @@ class ConversionNotes:
         self._write(_PLAN, json.dumps(sorted(names)).encode())
 
     def _undo(self, name: str) -> None:
-        """Remove what a conversion has written, and its notes."""
+        """Remove the files that a conversion wrote, and its notes."""
         folder = self._sink.child(name)
         files: list[str] = json.loads(folder.read(_PLAN)) if _PLAN in folder.names() else []
         for file in files:
@@ -79,7 +79,7 @@ class ConversionNotes:
 
     @staticmethod
     def _remove_temporaries(backend: Backend, names: Iterable[str] | None = None) -> None:
-        """Remove what a process that died had of files with these names (None: any)."""
+        """Remove temporary files, for these names (None: any), of a process that died."""
         known = None if names is None else set(names)
         for name in backend.names():
             match = _TEMPORARY.fullmatch(name)
@@ -91,23 +91,23 @@ class ConversionNotes:
         self._folder.sync()
 
     def read(self, file: str) -> bytes | None:
-        """Return what was noted of a file; None if it is not done."""
+        """Return the record of a file; None if it is not done."""
         try:
             return self._folder.read(f"{file}{_RECORD}")
         except FileNotFoundError:
             return None
 
     def note(self, file: str, record: bytes) -> None:
-        """Note that a file is done: its name is durable first."""
+        """Note a file as done, after making its name durable."""
         self._sink.sync()
         self._write(f"{file}{_RECORD}", record)
 
     def end(self) -> None:
-        """Remove the notes: the checkpoint exists."""
+        """Remove the notes, after the commit."""
         self._clear(self._folder)
 
     def _clear(self, folder: Backend) -> None:
-        # The plan last: with it whoever comes next knows what is here.
+        # The plan last: with it the next process recognizes the directory.
         for name in sorted(folder.names(), key=lambda name: name == _PLAN):
             folder.remove(name)
         folder.remove_directory()

@@ -1,4 +1,4 @@
-"""Formats that a conversion can write: which files, what each of them holds, and how they become a checkpoint.
+"""Formats that a conversion can write: their files, the contents of these, and the commit.
 
 A format is a subclass of :class:`ConversionTarget` in :data:`TARGETS`. Tested in tests/engine/test_conversion.py.
 """
@@ -38,7 +38,7 @@ from paddle_flexckpt.planning import plan_write
 
 
 class HuggingFaceTarget(ConversionTarget):
-    """Write whole tensors as safetensors files in the style of Hugging Face, the index last."""
+    """Whole tensors as safetensors files in the style of Hugging Face, the index last."""
 
     def __init__(self, sink: Backend, content: Content) -> None:
         """Divide tensors among files, as an export does."""
@@ -78,17 +78,17 @@ class HuggingFaceTarget(ConversionTarget):
 
 
 class NativeTarget(ConversionTarget):
-    """Write a checkpoint of this library: whole tensors, or what each rank of a strategy would have saved."""
+    """A checkpoint of this library: whole tensors, or the shards that each rank of a strategy would have saved."""
 
     by_safetensors = False
     states = True
     has_layout = True
 
     def __init__(self, sink: Backend, content: Content) -> None:
-        """Plan what each rank writes, as a save does."""
+        """Plan each rank's items, as a save does."""
         super().__init__(sink, content)
         catalog, self.notes = rows_of(content)
-        # No random text: a conversion that goes on writes the same files. It is the first save of its directory.
+        # Not random, as a resumed conversion writes the same files. It is the first save of its directory.
         self._save, self._directory = SaveNames(0, f"{1:08x}{content.token[8:]}"), open_to_save(sink)
         self._catalog = plan_write(catalog, self._save.data_file).catalog
         self._ranks = np.unique(self._catalog.rank).tolist()
@@ -127,7 +127,7 @@ class NativeTarget(ConversionTarget):
     def write(self, number: int, data: Iterable[np.ndarray]) -> bytes:
         """Implement the base class."""
         items = self._items[number]
-        self.sink.remove(self.files[number].name)  # what a process that died had of it
+        self.sink.remove(self.files[number].name)  # left by a process that died
         blocks = in_blocks(items.byte_length.tolist(), data)
         world, step = self._info.world_size, self._info.step
         return self._directory.write_data(self._save, items, blocks, world_size=world, step=step).encode()
@@ -169,18 +169,18 @@ TARGETS: Mapping[str, type[ConversionTarget]] = MappingProxyType(
 
 
 def in_blocks(lengths: Iterable[int], data: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the bytes of items as a data file takes them: each array but the last of an item is of whole blocks.
+    """Yield the bytes of items for a data file: each array but the last of an item has whole blocks.
 
     Args:
         lengths: Bytes of each item.
-        data: Their elements, in any number of arrays, none of which has elements of two items; none for an empty item.
+        data: Their elements, in any number of arrays, none with elements of two items; none for an empty item.
 
     Raises:
-        ValueError: It does not end where an item ends.
+        ValueError: The data does not end with an item.
     """
     arrays = iter(data)
     for length in lengths:
-        # What does not fill a block yet.
+        # Bytes that do not fill a block yet.
         rest, left = np.empty(0, dtype=np.uint8), length
         if not left:
             yield rest
@@ -209,7 +209,7 @@ def _has(file: InputFile, head: bytes) -> bool:
 
 
 def _blocks_are_right(file: InputFile, part: Manifest) -> bool:
-    """Return whether all blocks of a data file have their checksums."""
+    """Return whether all blocks of a data file match their checksums."""
     catalog, block_bytes = part.catalog, part.checksums.block_bytes
     for row, (begin, length) in enumerate(zip(catalog.byte_offset.tolist(), catalog.byte_length.tolist())):
         for number, expected in enumerate(part.checksums.of_item(row).tolist()):

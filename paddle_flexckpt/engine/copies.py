@@ -1,7 +1,7 @@
 """Copy pieces between storages, and between storages and streams of bytes.
 
-A storage holds the elements of one tensor, counted in row-major order. It is a 1-D array where the host can reach the
-memory, and a :class:`DeviceStorage` where it cannot.
+A storage holds the elements of one tensor, counted in row-major order. It is a 1-D array in host memory, and a
+:class:`DeviceStorage` otherwise.
 
 Tested in tests/engine/test_copies.py, tests/live/test_tensors.py and tests/device/test_device_memory.py.
 """
@@ -19,7 +19,7 @@ from paddle_flexckpt.planning import Pieces
 
 # Bytes per step on the host: small enough to stay in cache between the strided side and the contiguous one.
 CHUNK_BYTES = 1 << 20
-# Pieces of up to this part of a step share one with their neighbours.
+# Pieces of up to this share of a step are put into one step with their neighbours.
 SMALL_PART = 4
 # Bytes per step of a copy from, to or within a device: enough to use the link's bandwidth. An exchange through the host
 # holds up to five such steps at a time, and may take 64 MiB.
@@ -27,14 +27,14 @@ DEVICE_CHUNK_BYTES = 8 << 20
 
 
 class DeviceStorage(Protocol):
-    """Reach elements in memory that the host cannot touch. Positions count elements in row-major order."""
+    """Elements in memory that the host cannot access. Positions count elements in row-major order."""
 
     @property
     def dtype(self) -> np.dtype:
         """Return the elements' type."""
 
     def along_axes(self, copy: StridedCopy, side: int) -> StridedCopy:
-        """Return a copy in such a form that the parts of it can be reached; side 0 is its source, 1 its target."""
+        """Return a copy in a form in which this storage can access its parts; side 0 is its source, 1 its target."""
 
     def read(self, copy: StridedCopy) -> np.ndarray:
         """Return the source side of a copy as a host array of the copy's extents."""
@@ -49,7 +49,7 @@ class DeviceStorage(Protocol):
         """Write host values of the storage's dtype, in the order of the copy, to its target side."""
 
     def copy_from(self, source: DeviceStorage, copy: StridedCopy) -> None:
-        """Carry out a copy from another device storage with elements of the same type; no byte crosses to the host."""
+        """Carry out a copy from another device storage of the same type, without the host."""
 
 
 AnyStorage = Union[np.ndarray, DeviceStorage]
@@ -65,7 +65,7 @@ def write_values(storage: AnyStorage, copy: StridedCopy, values: np.ndarray, row
     """Write values, in the order of a copy, to its target side; they are cast to the storage's dtype.
 
     Raises:
-        OverflowingCastError: Numbers are too large for it; the error has the row.
+        OverflowingCastError: Numbers are too large for that dtype; the error has the row.
     """
     if isinstance(storage, np.ndarray):
         assign(copy.scatter_into(storage), values.reshape(copy.extents), row)
@@ -99,7 +99,7 @@ def copy_values(copy: StridedCopy, source: AnyStorage, target: AnyStorage, row: 
 
 
 class _Side:
-    """Show one side of pieces as arrays, those in host memory without a call for each."""
+    """One side of pieces as arrays; those in host memory need no call for each."""
 
     def __init__(self, rows: np.ndarray, base: np.ndarray, strides: np.ndarray, storage: Storage) -> None:
         """Args: rows, base, strides: of the pieces. storage: gives the storage of a row."""
@@ -125,7 +125,7 @@ class _Side:
         return self.storages[self.rows[piece]].dtype
 
     def view(self, piece: int, extents: list[int]) -> np.ndarray:
-        """Return a piece in host memory; numpy keeps to the bounds of the storage."""
+        """Return a piece in host memory; numpy checks the bounds of the storage."""
         raw, dtype = self._raw[self.rows[piece]]
         return np.ndarray(extents, dtype, raw, self._base[piece], self._strides[piece])
 
@@ -134,9 +134,9 @@ def copy_pieces(pieces: Pieces, source: Storage, target: Storage) -> int:
     """Copy pieces from storages to storages; values are cast where dtypes differ.
 
     Args:
-        pieces: What to copy.
-        source: Gives the storage of a source row.
-        target: Gives the storage of a target row.
+        pieces: The pieces to copy.
+        source: Returns the storage of a source row.
+        target: Returns the storage of a target row.
 
     Returns:
         Bytes copied (of the source's dtype).
@@ -167,7 +167,7 @@ def _chunks(copy: StridedCopy, itemsize: int, chunk_bytes: int) -> Iterator[tupl
 
 
 def pack(pieces: Pieces, source: Storage) -> Iterator[np.ndarray]:
-    """Yield the pieces' elements in order, as contiguous uint8 arrays, each valid until the next is asked for.
+    """Yield the pieces' elements in order, as contiguous uint8 arrays, each valid until the next.
 
     Small pieces are gathered into one array, which is one message.
     """
@@ -192,13 +192,13 @@ def pack(pieces: Pieces, source: Storage) -> Iterator[np.ndarray]:
 
 
 def pack_copy(copy: StridedCopy, storage: AnyStorage, buffer: np.ndarray | None = None) -> Iterator[np.ndarray]:
-    """Yield the elements of a copy in order, as contiguous uint8 arrays, each valid until the next is asked for.
+    """Yield the elements of a copy in order, as contiguous uint8 arrays, each valid until the next.
 
-    What is contiguous in host memory is yielded as a view of it; the rest of host memory is gathered into one buffer.
+    Contiguous host memory is yielded as views; other host memory is gathered into one buffer.
 
     Args:
-        copy: Whose source side is read.
-        storage: What it is read from.
+        copy: The copy, whose source side is read.
+        storage: The storage of that side.
         buffer: uint8, ``CHUNK_BYTES`` long, to be used again for the next copy.
     """
     if not isinstance(storage, np.ndarray):
@@ -221,15 +221,15 @@ def pack_copy(copy: StridedCopy, storage: AnyStorage, buffer: np.ndarray | None 
 
 
 def unpack(pieces: Pieces, target: Storage, dtype_of_source: Callable[[int], np.dtype]) -> Iterator[np.ndarray]:
-    """Yield buffers to be filled with the pieces' elements in order; each is used when the next is asked for.
+    """Yield buffers to fill with the pieces' elements in order; the elements are stored when the next buffer is taken.
 
-    A large piece that is contiguous in host memory and of the same dtype is received straight into it; small pieces are
+    A large piece that is contiguous in host memory and of the same dtype is received directly into it; small pieces are
     received together.
 
     Args:
-        pieces: What to receive.
-        target: Gives the storage of a target row.
-        dtype_of_source: Gives the numpy dtype of a source row.
+        pieces: The pieces to receive.
+        target: Returns the storage of a target row.
+        dtype_of_source: Returns the numpy dtype of a source row.
     """
     pieces = pieces.take(pieces.size > 0)
     side, sizes = _target_of(pieces, target), pieces.size.tolist()
@@ -263,7 +263,7 @@ def unpack(pieces: Pieces, target: Storage, dtype_of_source: Callable[[int], np.
 def _unpack_copy(
     copy: StridedCopy, storage: AnyStorage, dtype: np.dtype, buffer: np.ndarray, row: int
 ) -> Iterator[np.ndarray]:
-    """Yield buffers to be filled with one piece's elements; as of :func:`unpack`."""
+    """Yield buffers to fill with one piece's elements, as in :func:`unpack`."""
     if isinstance(storage, np.ndarray) and copy.is_contiguous()[1] and storage.dtype == dtype:
         yield storage[copy.target_base : copy.target_base + copy.size].view(np.uint8)
         return

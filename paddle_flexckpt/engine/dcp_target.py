@@ -1,6 +1,6 @@
 """Write a checkpoint of torch.distributed.checkpoint (DCP): ``__{rank}_{n}.distcp``, and ``.metadata`` last.
 
-Each chunk is a box, and an archive as ``torch.save`` writes it. torch is not needed. Tested in
+Each chunk is a box, in an archive as ``torch.save`` writes it. torch is not needed. Tested in
 tests/engine/test_dcp_target.py.
 """
 
@@ -33,14 +33,14 @@ _BUFFER_BYTES = 1 << 20
 
 
 class TorchDcpTarget(ConversionTarget):
-    """Write a checkpoint of DCP: whole tensors, or what each rank of a strategy would have saved, replicas once."""
+    """A checkpoint of DCP: whole tensors, or the shards that each rank of a strategy would save, replicas once."""
 
     by_safetensors = False
     states = True
     has_layout = True
 
     def __init__(self, sink: Backend, content: Content) -> None:
-        """Plan the archives of all chunks: their bytes and places are known but for the elements."""
+        """Plan the archives of all chunks: their places, and all bytes but the elements."""
         super().__init__(sink, content)
         rows, self.notes = rows_of(content)
         items = plan_write(rows, str).catalog
@@ -50,7 +50,7 @@ class TorchDcpTarget(ConversionTarget):
         self._archives: list[list[TensorArchive]] = []
         self._sizes: list[int] = []
         for number, rank in enumerate(np.unique(items.rank).tolist() or [0]):
-            # Whole tensors are one rank's, in several files.
+            # Whole tensors belong to one rank, in several files.
             name = f"__{rank}_0.distcp" if content.strategy is not None else f"__0_{number}.distcp"
             parts = parts_of(items.take(items.rank == rank))
             archives, begin = list[TensorArchive](), 0
@@ -88,7 +88,7 @@ class TorchDcpTarget(ConversionTarget):
 
 
 def _with_archives(archives: Iterable[TensorArchive], data: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """Yield the bytes of archives as arrays, one after the other: few small pieces, and large arrays as they are.
+    """Yield the bytes of archives as arrays: small pieces joined, and large arrays unchanged.
 
     Raises:
         ValueError: The data are not the archives' elements.

@@ -1,9 +1,11 @@
-"""Digest tensors so that the layout does not matter: parts give sums, and the sums of all parts are the tensor's.
+"""Digests of tensors that do not depend on the layout: a tensor's sums are the sums of its parts.
 
 Every 32-bit word of a tensor is multiplied by an odd 64-bit number that follows from the word's place in the whole
 tensor, and the products are added up modulo 2**64, twice with different numbers (multilinear hashing; Lemire and Kaser,
-"Strongly universal string hashing is fast", 2014). So nobody needs a whole tensor, or an order. It tells drift and
-damage, not forgery: the numbers are known. Tested in tests/engine/test_digests.py and tests/live/test_digests.py.
+"Strongly universal string hashing is fast", 2014). So neither whole tensors nor an order are needed. A digest
+reveals drift and damage, not forgery: the numbers are known.
+
+Tested in tests/engine/test_digests.py and tests/live/test_digests.py.
 """
 
 from __future__ import annotations
@@ -23,9 +25,9 @@ from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.progress import Meter, ProgressCallback
 
-# Elements that are added up at once: bounds the memory of what is computed for them.
+# Elements to add up at once: bounds the memory of intermediate results.
 SUMMED_AT_ONCE = 1 << 18
-# Words that are neighbours in the tensor, and so many, need no place each.
+# From this number of neighbouring words on, their places need not be computed one by one.
 SHORT_RUN = 512
 _TABLE_BITS = 16
 _LANES = 2
@@ -41,12 +43,12 @@ def digest_checkpoint(
 ) -> dict[str, str]:
     """Return a digest of each tensor of a checkpoint, which does not depend on how it was cut.
 
-    One process reads everything, at most 64 MiB of a tensor at a time; blocks are verified.
+    One process reads all data, at most 64 MiB of a tensor at a time; blocks are verified.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
         unique_id: Its id there; None takes the highest.
-        aoa_config: AOA statements; the digests are then of what they make and leave alone.
+        aoa_config: AOA statements; the digests are then those of the resulting tensors.
         extra_state: Whether a run's extra state is digested too.
         progress: Called with a :class:`~paddle_flexckpt.progress.Progress` as tensors are digested.
 
@@ -80,7 +82,7 @@ def digest_of(info: TensorInfo, sums: np.ndarray) -> str:
 def box_sums(
     values: np.ndarray, offset: tuple[int, ...], shape: tuple[int, ...], global_shape: tuple[int, ...]
 ) -> np.ndarray:
-    """Return what a box of a tensor adds to the tensor's sums, uint64 ``[2]``.
+    """Return the sums of a box, which are added to the tensor's, uint64 ``[2]``.
 
     Args:
         values: The box's elements in row-major order, 1-D and contiguous.
@@ -118,7 +120,7 @@ def _places(axes: list[tuple[int, int, int]], index: np.ndarray) -> np.ndarray:
 
 
 def _run_sums(words: np.ndarray, place: int) -> np.ndarray:
-    """Return the sums of words that are neighbours in the tensor, of which the first has this place."""
+    """Return the sums of neighbouring words of the tensor, from the place of the first."""
     sums, done = np.zeros(_LANES, dtype=np.uint64), 0
     while done < len(words):
         upper, low = divmod(place + done, 1 << _TABLE_BITS)
@@ -133,7 +135,7 @@ def _run_sums(words: np.ndarray, place: int) -> np.ndarray:
 def _merged(
     offset: tuple[int, ...], shape: tuple[int, ...], global_shape: tuple[int, ...]
 ) -> list[tuple[int, int, int]]:
-    """Return first index, extent and stride of a box's axes; those that it has all of go with the one before."""
+    """Return first index, extent and stride of a box's axes; an axis that is whole is merged with the one before."""
     axes: list[tuple[int, int, int]] = []
     for low, extent, whole, stride in zip(offset, shape, global_shape, strides_of_shape(global_shape)):
         if axes and extent == whole:
@@ -144,7 +146,7 @@ def _merged(
 
 
 def _words(values: np.ndarray) -> np.ndarray:
-    """Return elements as unsigned words of at most 32 bits, several for a long one."""
+    """Return elements as unsigned words of at most 32 bits, several words for a wide element."""
     size = values.dtype.itemsize
     return values.view(f"<u{size}" if size < 4 else "<u4")
 

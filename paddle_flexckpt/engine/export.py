@@ -1,4 +1,4 @@
-"""Export a checkpoint, or what AOA statements make of it, as safetensors files in the style of Hugging Face."""
+"""Export a checkpoint, after AOA statements if given, as safetensors files in the style of Hugging Face."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paddle_flexckpt.report import ExportReport, LoadReport
 
 # With the operands of a tile, and what the files' own reader and writer hold, an export stays below 256 MiB.
 BAND_BYTES = 128 << 20
-# What the report has of that of the load.
+# The fields of the load's report in this report.
 _OF_LOAD = (
     *("source", "unique_id", "keys", "bytes_read", "bytes_verified", "bytes_extra"),
     *("peak_scratch_bytes", "maybe_fused", "replicas_used"),
@@ -40,20 +40,20 @@ def export_safetensors(
 ) -> ExportReport:
     """Write a checkpoint as ``model.safetensors``, or as numbered files and ``model.safetensors.index.json``.
 
-    One process does it; Paddle is not needed. In memory are at most one tensor, or a band of 128 MiB of a larger one,
-    and the operands of one tile of a computed one. With AOA statements, what they make and do not touch is written;
-    fused parameters that they do not touch in natural order.
+    One process exports, without Paddle. It holds at most one tensor, or a band of 128 MiB of a larger one, and the
+    operands of one tile of a computed one. With AOA statements, the tensors that they make and those that they do not
+    touch are written; untouched fused parameters get natural order.
 
     If any tensor is larger than 128 MiB, ``verify="read"`` is ``"full"``: bands end in the middle of blocks. Where rows
     of such a tensor are columns of what is stored, as after ``^T``, all of that is read for each band.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
-        output: Where the files go, likewise: a directory that is empty or is not there yet.
+        output: The destination, likewise: a directory that is empty or is not there yet.
         **options: Like ``aoa_config``, of :class:`~paddle_flexckpt.engine.options.ExportOptions`.
 
     Returns:
-        What was done.
+        The report.
 
     Raises:
         ValidationError: There is no such checkpoint, the output is in use, the statements do not fit, or safetensors
@@ -70,9 +70,9 @@ def export_safetensors(
 
 
 class _Export(WholeTensors):
-    """Write whole tensors to files, none of which shows before it is whole; the index comes last.
+    """The writer of an export: each file appears when it is complete; the index comes last.
 
-    Leaving the context by an error leaves nothing behind.
+    If the context is left by an error, all files are removed.
     """
 
     _left = 0
@@ -105,17 +105,17 @@ class _Export(WholeTensors):
         return targets
 
     def filled(self, row: int) -> None:
-        """Write a tensor, or a band of one, behind the one before."""
+        """Write a tensor, or a band of one, after the one before."""
         if not self._left:
             self._begin()
-        # No name for the array: it is gone before the next one is read.
+        # No name for the array: it is freed before the next one is read.
         self._output.open(self._file).write(memoryview(self.take(row)[1].ravel().view(np.uint8)))
         self._left -= 1
         if not self._left:
             self._output.finish()
 
     def _begin(self) -> None:
-        """Turn to the next file."""
+        """Begin the next file."""
         self._file = next(self._next)
         if self._file is self._files[0]:
             self._output.make()
@@ -128,7 +128,7 @@ class _Export(WholeTensors):
         self._output.backend.sync()
 
     def report(self, done: LoadReport) -> ExportReport:
-        """Return what was done."""
+        """Return the report."""
         return ExportReport(
             **{name: getattr(done, name) for name in _OF_LOAD},
             output=self._output.backend.path,

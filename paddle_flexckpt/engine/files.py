@@ -1,4 +1,4 @@
-"""Files as a source: plan the reads of what a rank fills, and carry them out row by row.
+"""Files as a source: plan the reads of a rank's targets, and carry them out row by row.
 
 Tested in tests/engine/test_files.py and tests/live/test_policies.py.
 """
@@ -36,26 +36,26 @@ from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
 
 CONFIG_FILE = "config.json"
-# torch's optimizers count in a tensor for each parameter.
+# The counter of torch's optimizers, a tensor for each parameter.
 _STEP = ".step"
 
 
 class Files(Source):
-    """Read a checkpoint, of which this rank sees all files; each rank reads just what its targets need.
+    """A checkpoint all of whose files this rank sees; each rank reads the bytes that its targets need.
 
     Attributes:
-        directory: Where it is; known when it is open.
-        manifest: Of the checkpoint; likewise.
-        reader: Of the files; known when the task is prepared.
+        directory: The checkpoint's directory; set by :meth:`open`.
+        manifest: Its manifest; likewise.
+        reader: The reader of its files; set by :meth:`prepare`.
     """
 
     directory: CheckpointDirectory
     manifest: Manifest
     reader: FileReader
     keeps_plans = True
-    # The keys whose rows are read of a manifest in partitions when it is opened; None: all.
+    # The keys whose rows ``open`` reads of a manifest in partitions; None: all.
     _first_keys: Sequence[str] | None = None
-    #: What progress is told of.
+    #: The phase in reports of progress.
     phase = "read"
 
     def __init__(
@@ -70,9 +70,9 @@ class Files(Source):
 
         Args:
             location: The checkpoint's directory.
-            options: Which checkpoint it is, and how it is read.
-            manifest: Of a checkpoint that the caller keeps; by default it is read, and the checkpoint kept meanwhile.
-            plain_errors: Whether an OSError of the medium stays one.
+            options: The checkpoint's id, and how to read it.
+            manifest: The manifest of a checkpoint that the caller has locked; by default it is locked and read here.
+            plain_errors: Whether an OSError of the medium is raised as it is.
             reason: Why every rank reads for itself, for the report.
         """
         super().__init__()
@@ -80,7 +80,7 @@ class Files(Source):
         self._reason = reason
 
     def open(self) -> dict[str, str]:
-        """Take the checkpoint's lock and read its manifest; return which checkpoint it is."""
+        """Take the checkpoint's lock and read its manifest; return the checkpoint's identity."""
         self._options.check()
         self.directory = SourceDirectory(self._location)
         self.path, manifest = self.directory.path, self._kept
@@ -93,11 +93,11 @@ class Files(Source):
         return {"checkpoint": f"id {manifest.unique_id} ({manifest.save_token})", "reads": "directly"}
 
     def settings(self) -> Mapping[str, Any]:
-        """Return what the model's configuration in the directory says; nothing of a file that is none."""
+        """Return the model's configuration in the directory; empty if there is none."""
         return read_settings(self.directory)
 
     def progress(self, key: str) -> tuple[float, tuple[float, ...]] | None:
-        """Return after how many steps a moment is: as its program says, or the number beside it that torch stores."""
+        """Return the number of steps of a moment: from its program, or from the counter that torch stores beside it."""
         known = self.manifest.progress.get(key)
         steps = None if known is not None or not is_torch_state(key) else self._steps.get(key.rpartition(".")[0])
         return known if steps is None else (steps, ())
@@ -118,7 +118,7 @@ class Files(Source):
         return contextlib.nullcontext() if self._plain_errors else reading(self.path)
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
-        """Plan the reads, and check that the files look right."""
+        """Plan the reads, and check the files' headers and sizes."""
         self.recall(task, plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping))
         return ()
 
@@ -127,11 +127,11 @@ class Files(Source):
         return self._plan
 
     def recall(self, task: Task, planned: ReadPlan) -> bytes:
-        """Take reads that were planned, and check that the files look right."""
+        """Use reads that were planned earlier, and check the files' headers and sizes."""
         self._plan = planned
         verify = verify_mode(self._options.verify)
         if verify == "read" and task.plan.band_of is not None and not self.manifest.foreign:
-            verify = "full"  # a block that lies across two bands is never read whole, and would not be verified
+            verify = "full"  # a block across two bands is never read whole, and would not be verified
         reader = FileReader(self.directory.backend, self.manifest, verify, self._options.use_replicas)
         self.reader = self.closing.enter_context(reader)
         with self._reading():
@@ -139,7 +139,7 @@ class Files(Source):
         return b""
 
     def move(self, task: Task) -> dict[str, Any]:
-        """Read every piece into its target, and compute what is computed."""
+        """Read every piece into its target, and compute the computed values."""
         meter = self._options.meter(self.phase, self._plan.needed_bytes)
         self.reader.tell(meter)
         for row in self.fill(task):
@@ -150,18 +150,18 @@ class Files(Source):
         return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader), **said}
 
     def damaged_files(self) -> list[str]:
-        """Return the names of files of which a read has found something damaged."""
+        """Return the names of files in which a read found damage."""
         return self.reader.damaged_files if "reader" in vars(self) else []
 
     def damaged_shards(self, names: Collection[str]) -> list[tuple[str, int]]:
-        """Look through those of some files that are here; return file and first byte of all shards that are damaged."""
+        """Check some files, as far as they are here; return file and first byte of all damaged shards."""
         backend, catalog = self.directory.backend, self.manifest.catalog
         found = verify_files(backend, self.manifest, names={*names} & {*backend.names()})
         rows = {*found.lost_blocks, *np.flatnonzero(np.isin(catalog.file, list(found.lost_files))).tolist()}
         return [(catalog.file_name(row) or "", int(catalog.byte_offset[row])) for row in sorted(rows)]
 
     def fill(self, task: Task) -> Iterator[int]:
-        """Fill the targets; where memory holds one at a time, yield the row of each before the next is begun."""
+        """Fill the targets; if memory holds one at a time, yield the row of each before the next begins."""
         task.memory.wait()
         self._filling = Filling(task.plan, task.memory, self._plan.pieces.target)
         with self._reading():
@@ -174,7 +174,7 @@ class Files(Source):
 
     def _fill_one_by_one(self, plan: FillPlan) -> Iterator[int]:
         pieces = self._plan.pieces
-        # A target's scratch is filled after it, and before the next target.
+        # A target's scratch is filled after the target and before the next one.
         starts = np.flatnonzero(plan.order < plan.targets)
         turns = np.append(starts, len(plan.order))
         edges = np.searchsorted(plan.turn[pieces.target], turns).tolist()
@@ -189,7 +189,7 @@ class Files(Source):
 
 
 def read_settings(directory: CheckpointDirectory) -> Mapping[str, Any]:
-    """Return what the model's configuration in a checkpoint's directory says; nothing of a file that is none."""
+    """Return the model's configuration in a checkpoint's directory; empty if there is none."""
     backend = directory.backend
     if CONFIG_FILE not in backend.names():
         return {}
@@ -201,16 +201,16 @@ def read_settings(directory: CheckpointDirectory) -> Mapping[str, Any]:
 
 
 def reads_of(reader: FileReader) -> dict[str, Any]:
-    """Return what a report says of the reads of a reader, by field."""
+    """Return a report's fields about the reads of a reader."""
     names = ("bytes_read", "bytes_verified", "bytes_extra")
     return {**{name: getattr(reader.count, name) for name in names}, "replicas_used": reader.replicas_used}
 
 
 def plan_reads(matcher: ShardMatcher, plan: FillPlan, mapping: TensorMapping | None) -> ReadPlan:
-    """Plan the reads that fill a rank's targets and scratch, in the order in which these are filled.
+    """Plan the reads that fill a rank's targets and scratch, in the order of the rows to fill.
 
     Raises:
-        ValidationError: They would not fill all of it.
+        ValidationError: The source lacks some elements.
     """
     target = plan.in_order
     reads = plan_read(matcher, target, maps=None if mapping is None else mapping.maps)
@@ -224,9 +224,9 @@ def read_pieces(reader: FileReader, pieces: Pieces, memory: Filling, computes: b
     """Read pieces into their rows.
 
     Args:
-        reader: Of the files.
-        pieces: In the order in which rows are filled.
-        memory: Of the rows.
+        reader: The reader of the files.
+        pieces: The pieces, in the order in which rows are filled.
+        memory: The memory of the rows.
         computes: Whether anything is computed from rows.
 
     Raises:

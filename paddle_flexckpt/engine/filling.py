@@ -1,4 +1,4 @@
-"""Fill a plan's rows: open targets and put them back, hold scratch, and compute tiles when their operands are there.
+"""Fill a plan's rows: open and store targets, hold scratch, and compute tiles when their operands are there.
 
 Tested in tests/engine/test_filling.py and tests/live/test_aoa_tiles.py.
 """
@@ -21,23 +21,23 @@ from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS
 
 
 class Filling:
-    """Hold the memory of a plan's rows while they are filled.
+    """The memory of a plan's rows while they are filled.
 
-    A strided host view is filled in a copy, which goes back when the last of its pieces has arrived. A device tensor is
-    written in place. Scratch is freed when it is used up.
+    A strided host view is filled through a copy, which is stored when its last piece has arrived. A device tensor is
+    written in place. Scratch is freed after its last use.
 
     Attributes:
-        peak_scratch_bytes: The most scratch that was held at any time.
+        peak_scratch_bytes: The most scratch at any time.
     """
 
     def __init__(self, plan: FillPlan, memory: Memory, piece_targets: np.ndarray | None = None) -> None:
         """Open nothing yet.
 
         Args:
-            plan: What to fill.
-            memory: Of the targets.
+            plan: The plan.
+            memory: The memory of the targets.
             piece_targets: int64, row of every planned piece, where :meth:`piece_done` will be called for each; without
-                it, copies go back at the end only.
+                it, copies are stored only at the end.
         """
         self._plan, self._memory = plan, memory
         self._left: np.ndarray | None = None
@@ -47,7 +47,7 @@ class Filling:
         self._compared_with = frozenset(plan.same_memory.values())
         self._open: dict[int, OpenTarget] = {}
         self._compare: dict[int, np.ndarray] = {}
-        # What was stored into strided views that others are compared with.
+        # Values stored into strided views with which other rows are compared.
         self._stored: dict[int, np.ndarray] = {}
         self._scratch: dict[int, np.ndarray] = {}
         self._next_tile = 0
@@ -55,7 +55,7 @@ class Filling:
 
     @cached_property
     def addresses(self) -> np.ndarray:
-        """Return int64 per row: the address of a target that is filled where it stands, or -1."""
+        """Return int64 per row: the address of a target that is filled in place, or -1."""
         addresses, known = np.full(len(self._plan.catalog), -1, dtype=np.int64), self._memory.addresses()
         if known is not None:
             addresses[: self._plan.targets] = known
@@ -68,7 +68,7 @@ class Filling:
         return self._plan.catalog
 
     def portions(self, rows: np.ndarray) -> Iterator[tuple[int, int]]:
-        """Yield ranges of the rows of pieces, in the order in which these are filled, with no tile between."""
+        """Yield ranges of the rows of pieces, in the order of filling, without a tile in between."""
         after = [tile.after for tile in self._plan.tiles]
         due = np.searchsorted(after, self._plan.turn[rows])
         edges = np.flatnonzero(np.diff(due)) + 1
@@ -95,7 +95,7 @@ class Filling:
         return self._devices[row]
 
     def storage(self, row: int) -> AnyStorage:
-        """Return the storage of a row, to be written."""
+        """Return the storage of a row, for writing."""
         return self._devices[row] if row in self._devices else self.host_storage(row)
 
     def host_buffers(self, count: int, nbytes: int) -> contextlib.AbstractContextManager[list[np.ndarray]]:
@@ -103,7 +103,7 @@ class Filling:
         return self._memory.host_buffers(count, nbytes)
 
     def host_storage(self, row: int) -> np.ndarray:
-        """Return the 1-D host memory in which a row is filled."""
+        """Return the 1-D host memory through which a row is filled."""
         if not self._plan.is_target(row):
             return self._scratch_of(row)
         if row in self._plan.same_memory:
@@ -114,12 +114,12 @@ class Filling:
             begin, dtype = int(self.addresses[row]) - FIRST_ADDRESS, dtype_of(self._plan.catalog.dtype_name(row)).numpy
             return np.ndarray(int(self._plan.size[row]), dtype, ADDRESSES, begin)
         if row not in self._open:
-            # Every element is written, which the plan has proved; but statements may keep some of a target's own.
+            # The plan writes every element, except those that statements keep.
             self._open[row] = self._memory.open(row, fresh=row not in self._plan.kept)
         return self._open[row].array
 
     def _scratch_of(self, row: int) -> np.ndarray:
-        """Return the memory of a scratch row, from when it is first asked for until its last tile is computed."""
+        """Return the memory of a scratch row; it exists from the first call until its last tile is computed."""
         if row not in self._scratch:
             memory = self._scratch[row] = self._empty(row, math.prod(self._plan.catalog.shape[row].tolist()))
             self._scratch_bytes += memory.nbytes
@@ -130,14 +130,14 @@ class Filling:
         return np.empty(count, dtype=dtype_of(self._plan.catalog.dtype_name(row)).numpy)
 
     def advance(self, row: int) -> None:
-        """Compute every tile whose operands have arrived when all rows whose turn is before this one's are filled."""
+        """Compute every tile whose operands are complete when all rows before this one are filled."""
         self.advance_to(int(self._plan.turn[row]))
 
     def advance_to(self, turn: int) -> None:
-        """Compute every tile whose operands have arrived when all rows of earlier turns have been filled.
+        """Compute every tile whose operands are complete when all rows of earlier turns are filled.
 
         Raises:
-            CheckpointError: A step gave something else than it promised.
+            CheckpointError: A step's result has another shape or dtype than it declared.
         """
         tiles = self._plan.tiles
         while self._next_tile < len(tiles) and tiles[self._next_tile].after < turn:
@@ -157,7 +157,7 @@ class Filling:
         self.piece_done(tile.row)
 
     def _check(self, tile: Tile, result: np.ndarray) -> None:
-        """Raise CheckpointError if a step gave something else than it promised."""
+        """Raise CheckpointError if a step's result has another shape or dtype than it declared."""
         if result.shape != tile.box.shape or result.dtype != tile.dtype:
             key = self._plan.catalog.key_name(tile.row)
             raise CheckpointError(
@@ -167,7 +167,7 @@ class Filling:
             )
 
     def piece_done(self, row: int) -> None:
-        """Note that a piece of a row has arrived; the last one puts a copy back."""
+        """Note that a piece of a row has arrived; a copy is stored with the last one."""
         if self._left is None:
             return
         self._left[row] -= 1
@@ -175,7 +175,7 @@ class Filling:
             self._store(row)
 
     def pieces_done(self, rows: np.ndarray) -> None:
-        """Note that pieces of rows have arrived, in targets that are filled where they stand: nothing is put back."""
+        """Note that pieces of targets that are filled in place have arrived."""
         if self._left is not None:
             np.subtract.at(self._left, rows, 1)
 
@@ -186,10 +186,10 @@ class Filling:
             self._stored[row] = target.array
 
     def finish(self) -> None:
-        """Compute the last tiles, put back what is still staged, and compare tied targets.
+        """Compute the last tiles, store the remaining copies, and compare tied targets.
 
         Raises:
-            CheckpointError: Two source keys that go into one tied parameter differ in value.
+            CheckpointError: Two source keys of one tied parameter have different values.
         """
         self.advance_to(len(self._plan.order))
         for row in list(self._open):

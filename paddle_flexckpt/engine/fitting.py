@@ -1,4 +1,4 @@
-"""Fitting: whether what a target would be filled from has its shape and dtype, or can be cast, before anything is read.
+"""Fitting: check, before any read, that the source of a target has its shape and dtype, or can be cast.
 
 Tested in tests/live/test_policies.py.
 """
@@ -18,7 +18,7 @@ from paddle_flexckpt.catalog.dtypes import castable, is_float
 
 @dataclass(frozen=True)
 class Given:
-    """Hold what a target would be filled from: its shape and dtype, where it is, how to name it, and what to change."""
+    """The source of a target: its shape and dtype, its place and name for errors, and the remedy."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -28,7 +28,7 @@ class Given:
 
 
 def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Problem | None]:
-    """Return how values are cast on the way from what is given to a target, and why they cannot get there."""
+    """Return the cast from a source to its target, and the problem if they do not fit."""
     where: dict[str, Any] = {"key": target.key_name(row), "rank": int(target.rank[row]), "file": given.file}
     shape, dtype = target.unpadded(row, target.global_shape), target.dtype_name(row)
     if shape != given.shape:
@@ -37,7 +37,7 @@ def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Prob
     if dtype == given.dtype:
         return "", None
     where.update(expected=f"{dtype} (target)", got=given.text.format(given.dtype))
-    # Of floats only a single one is a count: a parameter may be called log_step.
+    # Floats are a count only if there is a single one: a parameter may be called log_step.
     counts = is_counter(target.key_name(row)) and (prod(shape) == 1 or not is_float(given.dtype))
     if not castable(given.dtype, dtype) or (counts and not _is_exact(given.dtype, dtype)):
         remedy = "load into a target of the saved dtype"
@@ -55,7 +55,7 @@ def _is_exact(before: str, after: str) -> bool:
 
 
 def are_alike(target: Catalog, rows: np.ndarray, source: Catalog, stored: np.ndarray) -> np.ndarray:
-    """Return bool per pair of a target and a stored row: whether global shape and dtype are the same."""
+    """Return bool per pair of a target and a stored row: whether they have the same global shape and dtype."""
     if not len(rows):
         return np.zeros(0, dtype=bool)
     width = max(target.width, source.width)
@@ -67,6 +67,6 @@ def are_alike(target: Catalog, rows: np.ndarray, source: Catalog, stored: np.nda
 
 
 def are_ruled(catalog: Catalog) -> np.ndarray:
-    """Return bool per key: whether a rule says that the tensor is fused."""
+    """Return bool per key: whether the tensor is fused by a rule."""
     ruled = np.asarray([*(order.axis is not None for order in catalog.orders), False])
     return ruled[catalog.key_order] if len(catalog.key_order) else np.zeros(len(catalog.keys), dtype=bool)

@@ -1,11 +1,11 @@
-"""Fused parameters that the source holds in another order than the targets, and the statements that mend it.
+"""Fused parameters whose order differs between source and targets, and the statements that reorder them.
 
-Every tensor-parallel rank holds its parts of q, k and v (gate and up) side by side, so the whole tensor in the order of
-ranks is another permutation for every degree. Both sides say in which order theirs is
-(:class:`~paddle_flexckpt.catalog.Order`), by a :class:`FusedAxis` or by having none; the AOA statement
-``"key -> key, {fused.statement}"`` moves the parts. It is added to a load's statements for just those keys whose orders
-differ and of which no statement of the user's speaks. :mod:`paddle_flexckpt.aoa.macros` carries ``fused_qkv`` and
-``fused_ffn`` out.
+Every tensor-parallel rank holds its parts of q, k and v (gate and up) side by side, so the order of the whole tensor's
+elements is another permutation for every degree. Each side records its order
+(:class:`~paddle_flexckpt.catalog.Order`), with a :class:`FusedAxis` or without one; the AOA statement
+``"key -> key, {fused.statement}"`` moves the parts. A load adds it for keys whose orders differ and that no statement
+of the user names. ``fused_qkv`` and ``fused_ffn`` are in
+:mod:`paddle_flexckpt.aoa.macros`.
 
 Tested in tests/engine/test_fused.py, tests/live/test_orders.py and tests/live/test_fused_degrees.py.
 """
@@ -22,18 +22,18 @@ from paddle_flexckpt.catalog import Catalog, Order, Problem
 
 @dataclass(frozen=True)
 class FusedMismatch:
-    """Describe a fused target that the source holds in other parts.
+    """A fused target of which the source has another number of parts.
 
     Attributes:
         key: The target.
-        rank: Whose it is.
+        rank: Its rank.
         found: The source key.
-        axis: The axis that is fused; not negative.
+        axis: The fused axis; not negative.
         extent: Extent of the whole tensor along it.
-        there: Number of parts in the source; None: it is cut into several sizes.
+        there: Number of parts in the source; None: parts of different sizes.
         here: Number of parts in the target.
         statement: Tags and attributes of the statement, the axis among them; None where none is known.
-        assumed: Whether the source does not say in how many parts it is: these are its shards.
+        assumed: Whether the source does not record the number of parts: then its shards are taken for parts.
     """
 
     key: str
@@ -47,16 +47,16 @@ class FusedMismatch:
     assumed: bool = False
 
     def summary(self) -> str:
-        """Say what becomes of it, for the report: ``2 parts -> 4 parts``."""
+        """Return a text for the report: ``2 parts -> 4 parts``."""
         there = "parts of several sizes" if self.there is None else f"{self.there} parts"
         return f"{there} -> {self.here} parts"
 
     def problem(self, other_name: bool = False) -> Problem:
-        """Return the problem that it is, where it may not be mended.
+        """Return the problem, if the target may not be reordered.
 
         Args:
-            other_name: Whether the source key is another of the target's names, of which statements that put
-                parameters right, and their states with them, do not know.
+            other_name: Whether the source key is another name of the target, which statements about parameters and
+                their states do not cover.
         """
         remedy = (
             "no AOA statement is known for this parameter: load it under the degree of the save, or take it as it is "
@@ -77,13 +77,13 @@ class FusedMismatch:
 
 
 def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -> FusedMismatch | Problem | None:
-    """Return how the order of a target's elements differs from the source's, or why that cannot be told, if it differs.
+    """Return the difference between the orders of a target and the source, or the problem if it is not known.
 
     Args:
         target: The targets.
         row: The target's row.
         source: The source's shards.
-        source_key: The key number of what the source has for it.
+        source_key: The number of its key in the source.
     """
     here, there = target.order(int(target.key[row])), source.order(source_key)
     rule = next((order for order in (here, there) if order is not None and order.axis is not None), None)
@@ -92,7 +92,7 @@ def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -
         return None
     axis, column = rule.axis, target.width - ndim + rule.axis
     extent, own = int(target.global_shape[row, column]), int(target.shape[row, column])
-    # Shards without elements say nothing about the cut.
+    # Shards without elements are not evidence of the cut.
     rows = (source.key == source_key) & (source.size > 0)
     cuts = set(source.shape[rows, source.width - ndim + axis].tolist())
     if own == 0 or not cuts:
@@ -100,7 +100,7 @@ def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -
     key, rank, found = target.key_name(row), int(target.rank[row]), source.keys[source_key]
     assumed = there is None and cuts not in ({extent}, {own})
     if there is None:
-        # Written before orders were recorded: what is cut alike is taken for what is the same.
+        # Written before orders were recorded: equal cuts are taken for equal orders.
         if cuts == {own}:
             return None
         parts = extent // max(cuts) if len(cuts) == 1 else None
@@ -145,23 +145,23 @@ def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -
 
 
 def _alike(one: Order, other: Order) -> bool:
-    """Return whether two rules may be the same: along one axis, and by the same statement where both have one."""
-    said = [
+    """Return whether two rules may be the same: along one axis, and with the same statement if both have one."""
+    stated = [
         {part for part in re.split(r"\s*,\s*", re.sub(r"\s*=\s*", "=", order.statement).strip()) if "axis=" not in part}
         for order in (one, other)
         if order.statement is not None
     ]
-    return one.axis == other.axis and all(each == said[0] for each in said)
+    return one.axis == other.axis and all(each == stated[0] for each in stated)
 
 
 def mending_statements(others: Iterable[FusedMismatch], keys: Collection[str]) -> tuple[str, ...]:
-    """Return the statements that put fused parameters right, each once, sorted.
+    """Return the statements that reorder fused parameters, each once, sorted.
 
-    They are about parameters: their states follow, those among them that are no targets do no harm.
+    They are about parameters, whose states follow; states that are not targets do not matter.
 
     Args:
-        others: Parameters and states that need it.
-        keys: The keys of both sides, which tell states from parameters.
+        others: The parameters and states to reorder.
+        keys: The keys of both sides, by which states and parameters differ.
     """
     known = [(other.found, other.key, other.statement) for other in others if other.statement is not None]
     return tuple(sorted({fused_statement(found, key, statement, keys) for found, key, statement in known}))

@@ -1,4 +1,4 @@
-"""Say which rank has which part of each tensor: in a checkpoint, and in a job that would load it.
+"""Find the ranks that have each part of each tensor, in a checkpoint and in a job that would load it.
 
 Tested in tests/engine/test_holders.py.
 """
@@ -23,15 +23,15 @@ from paddle_flexckpt.report import Report
 
 @dataclass(frozen=True)
 class Part:
-    """Describe one part of a tensor, and who has it.
+    """One part of a tensor, and the ranks that have it.
 
     Attributes:
         global_offset: The first element of its box, in the tensor.
         local_shape: The extents of the box.
-        flattened_range: First element and the one behind the last, of the box in row-major order; None: all of it.
-        bytes: Of the part.
-        ranks: Who saved it, or who would need it.
-        files: Where it is stored; for each rank one.
+        flattened_range: First element and the one after the last, of the box in row-major order; None: all of it.
+        bytes: Bytes of the part.
+        ranks: The ranks that saved it, or would need it.
+        files: The files where it is stored, one for each rank.
     """
 
     global_offset: list[int]
@@ -49,13 +49,13 @@ class Part:
 
 @dataclass(frozen=True)
 class TensorHolders:
-    """Say who has the parts of one tensor.
+    """The holders of the parts of one tensor.
 
     Attributes:
         dtype: Name of its element type.
         shape: Its global shape.
-        stored: The parts that the checkpoint has; none where the tensor comes of statements.
-        needed: Those that ranks of the job need; none without a job, or where no rank needs the tensor.
+        stored: The parts in the checkpoint; none if statements make the tensor.
+        needed: The parts that ranks of the job need; none without a job, or if no rank needs the tensor.
     """
 
     dtype: str
@@ -66,18 +66,18 @@ class TensorHolders:
 
 @dataclass(frozen=True)
 class HoldersReport(Report):
-    """Say which rank has which part of each tensor.
+    """The holders of all tensors.
 
     Attributes:
         source: The checkpoint's directory.
         unique_id: Its id.
         step: Training step, if known.
         world_size: Ranks that saved it, if known.
-        strategy: That of the job that would load it; "" without one.
-        tensors: Who has what, by key.
+        strategy: The strategy of the job that would load it; "" without one.
+        tensors: The holders, by key.
         stored_bytes: Bytes of these tensors that each rank saved, by rank.
         needed_bytes: Bytes of these tensors that each rank of the job needs, by rank.
-        notes: What the layout of the job takes for granted.
+        notes: Assumptions about the layout of the job.
     """
 
     source: str
@@ -115,18 +115,18 @@ def find_holders(
     notes: Sequence[str] = (),
     largest: int | None = None,
 ) -> HoldersReport:
-    """Say which rank has which part of each tensor of a checkpoint, and which rank of a job would need it.
+    """Find the ranks that have each part of each tensor of a checkpoint, and the ranks of a job that would need it.
 
     Only the manifest is read.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a file of tensors.
-        keys: The tensors that are meant: keys, or patterns with ``*``; by default all.
+        keys: The tensors, as keys or patterns with ``*``; by default all.
         unique_id: Which checkpoint of the directory; None takes the highest id.
-        layout: That of the job, such as :func:`~paddle_flexckpt.engine.models.layout_of` makes it.
-        notes: What the layout takes for granted, for the report.
-        largest: Of how many tensors the report has parts, the largest of those that are stored; None: of all. Bytes by
-            rank are of all in any case.
+        layout: The layout of the job, as :func:`~paddle_flexckpt.engine.models.layout_of` makes it.
+        notes: Assumptions about the layout, for the report.
+        largest: The number of tensors, the largest ones in the checkpoint, whose parts are in the report; None: all.
+            Bytes by rank are those of all tensors.
 
     Raises:
         ValidationError: There is no such checkpoint, or no such key.
@@ -172,10 +172,10 @@ def find_holders(
 
 
 def _chosen(wanted: Sequence[str], there: set[str]) -> set[str]:
-    """Return the keys that names and patterns stand for.
+    """Return the keys of names and patterns.
 
     Raises:
-        ValidationError: One stands for none.
+        ValidationError: One has no keys.
     """
     if not wanted:
         return there
@@ -204,7 +204,7 @@ def _only(catalog: Catalog, keys: set[str]) -> Catalog:
 
 
 def _job(layout: JobLayout, keys: set[str]) -> tuple[Catalog, list[list[int]]]:
-    """Return the shards of each kind of rank, whose ``rank`` is the number of the kind, and the ranks of each kind."""
+    """Return the shards of each kind of rank, with the number of the kind as ``rank``, and the ranks of each kind."""
     alike: dict[tuple[int, ...], list[int]] = {}
     for rank in range(layout.strategy.ranks):
         alike.setdefault(layout.kind(rank), []).append(rank)
@@ -215,7 +215,7 @@ def _job(layout: JobLayout, keys: set[str]) -> tuple[Catalog, list[list[int]]]:
 
 
 def _parts(catalog: Catalog, alike: Sequence[list[int]]) -> Iterator[tuple[str, int, Part]]:
-    """Yield the key, a row and the part of each group of equal shards; ``alike``: the ranks of each kind of rank."""
+    """Yield the key, a row and the part of each group of equal shards; ``alike`` has the ranks of each kind."""
     groups, length, is_flattened = group_replicas(catalog), catalog.byte_length, catalog.is_flattened
     for begin, end in zip(groups.start[:-1].tolist(), groups.start[1:].tolist()):
         rows = groups.order[begin:end].tolist()

@@ -1,8 +1,8 @@
-"""What is kept of a load, so that the same layout need not be planned again from a checkpoint like the first.
+"""Cached plans of loads: the same layout and a checkpoint of the same structure need no new plan.
 
 A load's plan is a function of its options, the ranks, the targets of all ranks, and the checkpoint's table of shards.
-It is kept for a fingerprint of all of these, and no tensor, file or name of a file with it. So it serves for another
-checkpoint of the same structure too. Offsets and checksums are those of the manifest, which each load reads.
+The cache's key is a fingerprint of all of these. A cached plan has no tensors, files or names of files, so it also
+serves another checkpoint of the same structure. Offsets and checksums come from the manifest, which each load reads.
 
 Tested in tests/live/test_kept_loads.py.
 """
@@ -23,12 +23,12 @@ from paddle_flexckpt.engine.resolution import Resolution, Resolved
 from paddle_flexckpt.engine.source import Task
 from paddle_flexckpt.engine.targets import Targets
 
-# About what an entry of a table takes that is not in columns: a tile, a computed tensor, how a target is filled.
+# About the bytes of an entry that is not in columns: a tile, a computed tensor, a resolved target.
 _ENTRY_BYTES = 500
 
 
 class KeptReads(Protocol):
-    """Hold what a source has planned: of files a :class:`ReadPlan`, or more where ranks read for each other."""
+    """The plan of a source: for files a :class:`ReadPlan`, or more if ranks read for each other."""
 
     @property
     def nbytes(self) -> int:
@@ -37,18 +37,18 @@ class KeptReads(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class KeptLoad:
-    """Hold what one rank has resolved and planned of a load: a task without its targets, and how it is carried out.
+    """One rank's cached plan of a load: a task without its targets, and its reads.
 
     Attributes:
-        origin: Fingerprint of what it was made of, on all ranks.
-        others: As of :class:`Resolution`.
+        origin: Fingerprint of the inputs of all ranks.
+        others: As in :class:`Resolution`.
         filled: Likewise.
         same_memory: Likewise.
-        mapping: What statements make, or None.
+        mapping: The mapping of the statements, or None.
         plan: The rows to fill.
-        reads: What is read into them, or sent and received.
+        reads: The plan of the source.
         unexpected: Keys of the source that no rank asks for.
-        whole: Whether the reads are of all shards of the source, where fewer are known at first.
+        whole: Whether the plan needs all shards of the source, where fewer are known at first.
     """
 
     origin: bytes
@@ -63,13 +63,13 @@ class KeptLoad:
 
     @classmethod
     def of(cls, owns: Sequence[bytes], task: Task, reads: KeptReads, unexpected: list[str], whole: bool) -> KeptLoad:
-        """Return what is kept of a task, given the fingerprint of each rank's part of what it was made of."""
+        """Return the cached plan of a task, given the fingerprint of each rank's inputs."""
         how = task.resolution
         columns = how.others, how.filled, how.same_memory
         return cls(fingerprint(owns), *columns, task.mapping, task.plan, reads, [*unexpected], whole)
 
     def task(self, targets: Targets) -> Task:
-        """Return the task of filling these targets."""
+        """Return the task for these targets."""
         how = Resolution(targets, self.others, self.filled, self.same_memory)
         return Task(how, self.mapping, self.plan)
 
@@ -86,18 +86,18 @@ class KeptLoad:
 
 
 def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source: bytes) -> bytes:
-    """Return a fingerprint of all that one rank's part of a plan is made of, but for the other ranks' targets.
+    """Return a fingerprint of one rank's inputs of a plan; the other ranks' targets are in theirs.
 
-    Nothing where it is made of more than this knows.
+    It is empty if the plan has other inputs, so that it cannot be cached.
 
     Args:
-        options: Those of the load, encoded, without the checkpoint's id.
-        ranks: All that load.
-        targets: This rank's.
-        source: What is the same for a checkpoint with the same shards (``Source.describe``).
+        options: The load's options, encoded, without the checkpoint's id.
+        ranks: All ranks of the load.
+        targets: This rank's targets.
+        source: ``Source.describe``, which is equal for checkpoints with the same shards.
     """
     shared = _shared_memory(targets.spans)
-    # Live targets have neither a mapping nor bands. Such as overlap themselves are refused, or left alone.
+    # Live targets have neither a mapping nor bands. Targets that overlap themselves are refused elsewhere, or unused.
     if targets.mapping is not None or targets.bands or targets.overlapping:
         return b""
     strides = [targets.strides.get(row) for row in shared[:, 0].tolist()]
@@ -107,14 +107,14 @@ def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source
 
 
 def _shared_memory(spans: np.ndarray) -> np.ndarray:
-    """Return int64 ``[n, 4]`` for the rows whose memory lies in one stretch with others', in rising order.
+    """Return int64 ``[n, 4]`` for the rows that overlap with others in memory, in rising order.
 
-    Each: the row, a row that stands for the stretch, and first and last byte (exclusive) counted from its beginning.
+    Each: the row, a row that identifies the stretch of memory, and first and last byte (exclusive) in the stretch.
     """
     rows = np.flatnonzero(spans[:, 0] < spans[:, 1])
     rows = rows[np.lexsort((spans[rows, 1], spans[rows, 0]))]
     begin, end = spans[rows].T
-    # Most targets begin where all earlier ones have ended.
+    # Most targets begin at or after the end of all earlier ones.
     starts = np.append(True, begin[1:] >= np.maximum.accumulate(end)[:-1])[: len(rows)]
     stretch = np.cumsum(starts) - 1
     first = np.flatnonzero(starts)[stretch]

@@ -1,8 +1,8 @@
-"""Keep plans of one group of ranks, so that a layout that comes again need not be gathered, checked and planned again.
+"""The cache of a group's plans: a layout that recurs is not gathered, checked and planned again.
 
-A plan is a function of what all ranks are called with. Each rank finds a kept plan by a fingerprint of its own part of
-that. The plan is used if all ranks have found one that was made of the same, which a short message of each tells. So a
-change of a layout is noticed whichever rank it is on, and nothing is known by an address or an identity.
+A plan is a function of the arguments of all ranks. Each rank looks its own arguments up by their fingerprint. The
+cached plan is used if all ranks have found plans with the same origin, which they compare by a short message. So a
+change of the layout on any rank is noticed. Addresses and identities of objects play no part.
 
 Tested in tests/live/test_kept_plans.py and tests/live/test_kept_loads.py.
 """
@@ -20,20 +20,20 @@ import xxhash
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import Ranks, check_calls, is_brief
 
-# Plans of one group, and the bytes that all of them may have.
+# The most plans of one group, and the most bytes of all of them.
 MOST_PLANS = 4
 MOST_BYTES = 64 << 20
-# The part of a brief message that is the same on all ranks, behind the length of its only field: 2 bytes for the call,
-# and a fingerprint of the plan and of what else ranks have to agree about.
+# The part of a short message that is the same on all ranks, after the length of its only field: 2 bytes for the call,
+# and a fingerprint of the plan and of the options to compare.
 _AGREED = slice(8, 8 + 2 + 16)
 
 
 class Plan(Protocol):
-    """Stand for a plan of all ranks, as one of them needs it. It has no tensors."""
+    """One rank's part of a plan of all ranks. It has no tensors."""
 
     @property
     def origin(self) -> bytes:
-        """Fingerprint of what it was made of, on all ranks."""
+        """Fingerprint of the arguments of all ranks."""
 
     @property
     def nbytes(self) -> int:
@@ -41,16 +41,16 @@ class Plan(Protocol):
 
 
 class Call(Protocol):
-    """Stand for a call of all ranks, of which a plan may have been kept."""
+    """One rank's part of a call of all ranks, whose plan may be cached."""
 
     def describe(self) -> bytes:
-        """Look at what this rank is called with; return a fingerprint, or nothing where no plan can be kept for it."""
+        """Check this rank's arguments; return their fingerprint, or an empty one if the plan cannot be cached."""
 
     def in_brief(self, plan: Any) -> bytes:
-        """Return what this rank tells first if all may have kept this plan (:func:`brief`); nothing if it will not."""
+        """Return this rank's short message (:func:`brief`) about a cached plan; empty if it does not use the plan."""
 
     def in_full(self) -> bytes:
-        """Return what this rank tells first otherwise."""
+        """Return this rank's full message."""
 
 
 def fingerprint(parts: Iterable[bytes]) -> bytes:
@@ -59,20 +59,20 @@ def fingerprint(parts: Iterable[bytes]) -> bytes:
 
 
 def brief(call: bytes, agreed: bytes, more: bytes) -> bytes:
-    """Return the message of a rank that has kept a plan: which call that is, what all have to agree about, and more."""
+    """Return a short message: the call, the fingerprint that has to be equal on all ranks, and further data."""
     return join((call + agreed + more,))
 
 
 class KeptPlans:
-    """Hold the plans of one group that were used last. Threads may share it."""
+    """A group's plans, as a cache of the last used ones. Threads may share it."""
 
     def __init__(self) -> None:
-        """Hold none yet."""
+        """Begin empty."""
         self._lock = threading.Lock()
         self._plans: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
 
     def find(self, own: bytes) -> Any:
-        """Return the plan that was kept for a fingerprint of this rank's part of a call, or None."""
+        """Return the cached plan for a fingerprint of this rank's arguments, or None."""
         with self._lock:
             if own not in self._plans:
                 return None
@@ -80,7 +80,7 @@ class KeptPlans:
             return self._plans[own][0]
 
     def keep(self, own: bytes, plan: Plan) -> None:
-        """Keep a plan for a fingerprint of this rank's part of a call, unless it is too large."""
+        """Cache a plan for a fingerprint of this rank's arguments, unless it is too large."""
         if self.find(own) is plan:
             return
         nbytes = plan.nbytes
@@ -94,20 +94,20 @@ class KeptPlans:
 
 
 def recall(comm: Ranks, plans: KeptPlans, call: Call, context: str) -> tuple[Any, list[bytes]]:
-    """Take the first step of a call on all ranks. One collective; one more where only some have kept a plan.
+    """Take the first step of a call on all ranks: one collective, and one more if only some have a cached plan.
 
     Args:
         comm: The ranks.
-        plans: Those that this rank has kept.
-        call: What it is called with.
-        context: What is being done, for errors.
+        plans: This rank's cached plans.
+        call: Its call.
+        context: The context of errors.
 
     Returns:
-        The plan, if all ranks have kept the same one, and what else each told in brief; else None, and what each told
-        in full.
+        The plan, if all ranks have cached the same one, and the further data of their short messages; else None and
+        all full messages.
 
     Raises:
-        CheckpointError: A rank could not look at what it is called with, or ranks are in different calls.
+        CheckpointError: A rank's arguments are wrong, or ranks are in different calls.
     """
     plan, answers = comm.together(functools.partial(_tell, plans, call), context)
     if plan is not None and len({answer[_AGREED] for answer in answers}) == 1:
@@ -123,16 +123,16 @@ def _tell(plans: KeptPlans, call: Call) -> tuple[Any, bytes]:
 
 
 def in_full(comm: Ranks, answers: list[bytes], mine: Callable[[], bytes], context: str) -> list[bytes]:
-    """Return what all ranks have to say, after some were brief. One collective if some were.
+    """Return the full messages of all ranks. One collective if some messages were short.
 
     Args:
         comm: The ranks.
-        answers: What each of them said first.
-        mine: Gives what this one has to say, if it was brief.
-        context: What is being done, for the error.
+        answers: The first message of each.
+        mine: Returns this rank's full message, if its first one was short.
+        context: The context of the error.
 
     Raises:
-        ValidationError: Ranks are in different calls; the others wait for nothing then.
+        ValidationError: Ranks are in different calls; no rank is left waiting.
     """
     was_brief = [*map(is_brief, answers)]
     if not any(was_brief):

@@ -1,4 +1,4 @@
-"""Compile AOA statements for a load, and tell what the source says of fused parameters.
+"""Compile AOA statements for a load, and bring fused parameters into natural order.
 
 Tested in tests/engine/test_mapping.py, tests/live/test_aoa_policies.py and tests/live/test_merged.py.
 """
@@ -27,8 +27,7 @@ def compile_mapping(
     Args:
         aoa_config: A dict, a JSON text or the path of a JSON or YAML file; None for no statements.
         source: The shards of all sources.
-        target: The targets of all ranks; None: they follow from the statements, and what these leave as it is is put
-            into natural order.
+        target: The targets of all ranks; None: they follow from the statements; untouched tensors get natural order.
         master_weights: As in ``load_state_dict``.
         completion: Statements that follow those of the configuration.
 
@@ -47,7 +46,7 @@ def compile_mapping(
 
 
 def whole_mapping(aoa_config: Any, source: Catalog, names: Collection[str] | None = None) -> TensorMapping | None:
-    """Return what whole tensors in natural order are made of; None: each of them is the source's as it is.
+    """Return the mapping to whole tensors in natural order; None: each is the source's, unchanged.
 
     Args:
         aoa_config: As in :func:`compile_mapping`.
@@ -55,7 +54,7 @@ def whole_mapping(aoa_config: Any, source: Catalog, names: Collection[str] | Non
         names: The keys that are wanted; None: all.
 
     Raises:
-        ValidationError: The statements do not fit, or no statement is known that gives natural order.
+        ValidationError: The statements do not fit, or no statement for natural order is known.
     """
     if aoa_config is None and not any(names is None or key in names for key in permuted(source)):
         return None
@@ -71,14 +70,14 @@ def permuted(source: Catalog) -> dict[str, Order]:
 
 
 def _to_natural_order(mapping: TensorMapping, source: Catalog) -> tuple[str, ...]:
-    """Return the statements that put right what those of a program without a destination leave as it is, or rename.
+    """Return the statements for natural order of tensors that a program without a destination leaves or only renames.
 
     Raises:
         ValidationError: No statement is known for a tensor.
     """
     moved = permuted(source)
     copied = mapping.copied_keys(mapping.outputs) if moved else {}
-    # A statement that makes a key of itself says that it is to be taken as it is.
+    # A statement ``key -> key`` means the stored order.
     left = {
         key: moved[own] for key, own in copied.items() if own in moved and (key != own or key not in mapping.provenance)
     }
@@ -100,7 +99,7 @@ def _to_natural_order(mapping: TensorMapping, source: Catalog) -> tuple[str, ...
 
 
 def _check_dtypes(mapping: TensorMapping, target: Catalog) -> None:
-    """Check that a key has one dtype on all ranks: it is to this that statements cast."""
+    """Check that a key has one dtype on all ranks, to which statements cast."""
     kinds = np.unique(np.stack([target.key.astype(np.int64), target.dtype.astype(np.int64)], axis=1), axis=0)
     found: dict[int, list[str]] = {}
     for key, dtype in kinds.tolist():
@@ -120,7 +119,7 @@ def _check_dtypes(mapping: TensorMapping, target: Catalog) -> None:
 
 
 def config_digest(aoa_config: Any) -> str | None:
-    """Return what tells one program from another, however it is given; None where there is none."""
+    """Return a digest of a program, whatever its form; None if there is none."""
     if aoa_config is None:
         return None
     config = asdict(read_config(aoa_config))
@@ -136,11 +135,11 @@ def tensor_infos(
 
     Args:
         source: The shards of all sources.
-        mapping: What makes the keys, compiled without a target; None: they are the source's.
+        mapping: The mapping that makes the keys, compiled without a target; None: they are the source's.
         extra_state: Whether a run's extra state is wanted too.
 
     Raises:
-        ValidationError: Statements keep what targets have, and there are none.
+        ValidationError: Statements keep values of targets, and there are no targets.
     """
     if mapping is not None:
         return mapping.output_infos(extra_state)

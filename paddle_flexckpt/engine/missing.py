@@ -1,4 +1,4 @@
-"""Targets that nothing fills: why, and what may be done about it without a loss.
+"""Missing keys: targets that nothing fills, with the reason and a remedy without loss.
 
 Tested in tests/engine/test_resolution.py and tests/remedies/test_frozen.py.
 """
@@ -18,22 +18,22 @@ _PARAMETER_REMEDY = 'load with master_weights="convert", by which a master that 
 
 
 class Missing:
-    """Tell why nothing fills a target: AOA statements say so, or else the name is wrong."""
+    """The reasons why nothing fills a target: AOA statements, or a wrong name."""
 
     def __init__(
         self, targets: Catalog, source: Catalog, mapping: TensorMapping | None, compatible: CompatibleNames
     ) -> None:
-        """Take what is looked for, and where, and what a search by other names has found."""
+        """Take targets, source and mapping, and the result of a search by other names."""
         self._catalog, self._source, self._mapping, self._compatible = targets, source, mapping, compatible
 
     def problem(self, row: int, has_parameter: bool) -> Problem:
-        """Return the problem of a target; ``has_parameter``: of a master that may be made of its parameter."""
+        """Return the problem of a target; ``has_parameter``: it is a master that may be made of its parameter."""
         catalog, names, compatible = self._catalog, self._sorted_names, self._compatible
         key = catalog.keys[row]
         where: dict[str, Any] = {"key": key, "rank": int(catalog.rank[row]), "expected": catalog.describe(row)}
         if self._mapping is not None and (key in self._mapping.unfed or key in self._mapping.removed):
             why, remedy = self._not_made(key, self._mapping)
-            # A reason that knows what to do says it.
+            # A reason may have its own remedy.
             return Problem("nothing feeds a target", **where, got=why, remedy=None if "Remedy:" in why else remedy)
         got = f"{len(names)} keys, among them {self._by_tail.get(_tail(key), names)[:3]}"
         if key in compatible.taken:
@@ -46,16 +46,16 @@ class Missing:
         if has_parameter:
             remedy = _PARAMETER_REMEDY
         elif key in compatible.lost_by_raw_name and self._has_states:
-            # One side names states after parameters as Paddle counts them, and the other counts others.
+            # One side has raw names of states, which count layers, and the other side counts others.
             remedy = "give its name by an AOA statement (plain_state_statements() makes them); or correct the name"
         else:
             other = self._renamed + untied(catalog, row, self._source)
-            # A state whose parameter is found by another name has its value there.
+            # A state whose parameter has another name in the source has its value there.
             remedy = other.removesuffix("; or ") if other and is_state(key, self.known) else other + remedy
         return Problem("the source has no such key", **where, got=got, remedy=remedy)
 
     def _not_made(self, key: str, mapping: TensorMapping) -> tuple[str, str]:
-        """Return why statements leave a target without a value, and what to do."""
+        """Return why statements leave a target without a value, and the remedy."""
         why = mapping.provenance.get(key, "a statement removes the source key of that name, and none makes another")
         base, _, state = key.rpartition(".")
         is_there = base in self._there and not (base in mapping.unfed or base in mapping.removed)

@@ -1,4 +1,4 @@
-"""Describe a model by what a checkpoint holds of it, and with a strategy the layout of a job.
+"""Describe a model by a checkpoint of it, and with a strategy the layout of a job.
 
 Tested in tests/engine/test_models.py.
 """
@@ -34,13 +34,13 @@ from paddle_flexckpt.planning.strategy import Strategy, parse_strategy
 
 _PIPELINE, _LAYER = re.compile(r"(\d+)\."), re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
-# Instead of an axis: the parts of a tensor are cut along several, or are not those of an even cut.
+# In place of an axis: the parts of a tensor are cut along several axes, or not evenly.
 _SEVERAL, _UNEVEN = 1 << 30, 1 << 31
 _UNCLEAR = {
     _SEVERAL: "a tensor is stored in parts along several axes",
     _UNEVEN: "a tensor is stored in parts of different sizes, as a save splits what several ranks hold",
 }
-# What stands in front of the numbered layers; whatever else has no number stands behind them.
+# Tensors before the numbered layers; all others without a number come after these.
 _IN_FRONT = re.compile(r"embed|wte|wpe|patch|stem", re.IGNORECASE)
 
 
@@ -55,17 +55,17 @@ def layout_of(
     states: bool = True,
     variant: str = "plain",
 ) -> tuple[JobLayout, list[str]]:
-    """Return the layout of a job that loads a checkpoint, and what is taken for granted in it.
+    """Return the layout of a job that loads a checkpoint, and its assumptions.
 
     Args:
         path: The checkpoint.
         strategy: The job's, as :func:`read_strategy` reads it.
         unique_id: The checkpoint's id; None takes the highest.
-        aoa_config: AOA statements; the job has what they make and leave alone.
-        model: A checkpoint of the job's model, or its ``config.json``, where it is not what the first one holds.
+        aoa_config: AOA statements; the job has the resulting tensors.
+        model: A checkpoint of the job's model, or its ``config.json``, if ``path`` has another model.
         cuts: As of :func:`model_of`.
         states: Whether the job has an optimizer.
-        variant: What the model of a ``config.json`` fuses (:func:`~.config_models.read_config_model`).
+        variant: The variant of the model of a ``config.json`` (:func:`~.config_models.read_config_model`).
 
     Raises:
         ValidationError: There is no such checkpoint or configuration, or the strategy cannot cut the model.
@@ -73,23 +73,23 @@ def layout_of(
     """
     parsed = read_strategy(strategy)
     if is_config(model):
-        said = read_config_model(str(model), variant)
-        layout, notes = noted_layout(parsed, _of_config(said, cuts, states))
-        return layout, [said.note, *notes]
+        content = read_config_model(str(model), variant)
+        layout, notes = noted_layout(parsed, _of_config(content, cuts, states))
+        return layout, [content.note, *notes]
     chosen = (path, unique_id) if model is None else (model, None)
     stored = without_extra_state(SourceDirectory(chosen[0]).read_manifest(chosen[1]).catalog)
     mapping = whole_mapping(aoa_config, stored) if model is None and aoa_config is not None else None
     infos = tensor_infos(stored, mapping)
-    if mapping is not None:  # what statements make is cut otherwise than what it is made of
+    if mapping is not None:  # the cut of a tensor that statements make does not follow from its operands
         stored = stored.take(~np.asarray([key in mapping.tensors for key in stored.keys], dtype=bool)[stored.key])
     return layout_for(parsed, infos, stored, cuts, states)
 
 
 def read_strategy(text: str) -> Strategy | Mesh:
-    """Return the strategy that a text says: degrees, a mesh, or the path of a JSON or YAML file with a mesh.
+    """Return the strategy of a text: degrees, a mesh, or the path of a JSON or YAML file with a mesh.
 
     Raises:
-        ValidationError: It says none, or the file cannot be read.
+        ValidationError: The text is something else, or the file cannot be read.
     """
     if text.endswith((".json", ".yaml", ".yml")):
         return mesh_of(_read_file(text))
@@ -97,15 +97,15 @@ def read_strategy(text: str) -> Strategy | Mesh:
 
 
 def _read_file(path: str) -> dict[str, Any]:
-    """Return what a JSON or YAML file says."""
+    """Return the contents of a JSON or YAML file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
         if path.endswith(".json"):
-            said = json.loads(text)
+            content = json.loads(text)
         else:
             import yaml
 
-            said = yaml.safe_load(text)
+            content = yaml.safe_load(text)
     except ModuleNotFoundError as error:
         raise ValidationError([f"reading {path!r} needs PyYAML. Remedy: pip install pyyaml, or use JSON"]) from error
     except (OSError, ValueError) as error:
@@ -114,9 +114,9 @@ def _read_file(path: str) -> dict[str, Any]:
         if type(error).__module__.partition(".")[0] != "yaml":
             raise
         raise ValidationError([f"{path!r} is not valid YAML: {error}"]) from error
-    if not isinstance(said, dict):
+    if not isinstance(content, dict):
         raise ValidationError([f"the mesh {path!r} is no mapping: expected mesh, sharding and placements"])
-    return said
+    return content
 
 
 def layout_for(
@@ -126,12 +126,12 @@ def layout_for(
     cuts: Sequence[tuple[str, int | None]] = (),
     states: bool = True,
 ) -> tuple[JobLayout, list[str]]:
-    """Return the layout of a job that has these tensors, and what is taken for granted in it.
+    """Return the layout of a job with these tensors, and its assumptions.
 
     Args:
         strategy: The job's.
         infos: As of :func:`model_of`, as are those that follow.
-        stored: The shards of the checkpoint, but for those of tensors that statements make.
+        stored: The shards of the checkpoint, except those of tensors that statements make.
         cuts: See there.
         states: See there.
 
@@ -142,7 +142,7 @@ def layout_for(
 
 
 def noted_layout(strategy: Strategy | Mesh, described: Model) -> tuple[JobLayout, list[str]]:
-    """Return the layout of a model, and what is taken for granted in it."""
+    """Return the layout of a model, and its assumptions."""
     if isinstance(strategy, Mesh):
         notes = [] if strategy.placements else _check_cuts(strategy, described)
         return MeshLayout(described, strategy), notes
@@ -155,10 +155,10 @@ def noted_layout(strategy: Strategy | Mesh, described: Model) -> tuple[JobLayout
 
 
 def _check_cuts(strategy: Strategy | Mesh, described: Model) -> list[str]:
-    """Return which tensors tensor parallelism does not cut, as a note.
+    """Return a note on the tensors that tensor parallelism does not cut.
 
     Raises:
-        ValidationError: It cuts none, as nobody has said how.
+        ValidationError: It cuts none, as no cut is known.
     """
     if _tensor_degree(strategy) == 1:
         return []
@@ -172,25 +172,25 @@ def _check_cuts(strategy: Strategy | Mesh, described: Model) -> list[str]:
 
 
 def _tensor_degree(strategy: Strategy | Mesh) -> int:
-    """Return among how many ranks tensor parallelism cuts a tensor."""
+    """Return the number of ranks among which tensor parallelism cuts a tensor."""
     if isinstance(strategy, Mesh):
         return max((extent for extent, axis in zip(strategy.shape, strategy.axes) if axis in TENSOR_AXES), default=1)
     return strategy.tp
 
 
-def _of_config(said: ConfigModel, cuts: Sequence[tuple[str, int | None]], states: bool) -> Model:
-    """Return the model of a configuration, whose optimizer is AdamW, with master weights for half precision."""
-    model = model_of(said.infos, CatalogBuilder(0).build(), [*cuts, *said.cuts], states)
+def _of_config(content: ConfigModel, cuts: Sequence[tuple[str, int | None]], states: bool) -> Model:
+    """Return the model of a configuration, with AdamW as its optimizer and master weights for half precision."""
+    model = model_of(content.infos, CatalogBuilder(0).build(), [*cuts, *content.cuts], states)
     first, last = (0,), model.layers - 1
     tensors = [
         replace(
             each,
-            layers=(0, last) if said.is_tied and each.layers == first else each.layers,
+            layers=(0, last) if content.is_tied and each.layers == first else each.layers,
             is_trained="e_score_correction_bias" not in each.name,
         )
         for each in model.tensors
     ]
-    kept = tuple(state for state in ADAMW if said.is_half or not state.is_master) if states else ()
+    kept = tuple(state for state in ADAMW if content.is_half or not state.is_master) if states else ()
     return replace(model, tensors=tuple(tensors), states=kept)
 
 
@@ -203,9 +203,9 @@ def model_of(
 ) -> Model:
     """Describe the model whose tensors and optimizer states have these names.
 
-    A tensor is cut by tensor parallelism as ``cuts`` say, else as it was where the checkpoint was saved, else not. Its
-    layer is the first number in its name. Where all names begin with a number, as in a PipelineLayer, the layers that
-    most are like are shared out; else all that have a number. An expert's number stands behind ``experts.``.
+    Tensor parallelism cuts a tensor by ``cuts``, else as at the save, else not at all. A tensor's layer is the first
+    number in its name. If all names begin with a number, as in a PipelineLayer, stages share out the layers of the most
+    common kind; else all numbered layers. An expert's number comes after ``experts.``.
 
     Args:
         infos: Shape and dtype by key, in the order in which the optimizer has the parameters.
@@ -213,10 +213,10 @@ def model_of(
         cuts: Globs of names and the axis along which tensor parallelism cuts these; None for no axis. The first that
             fits counts.
         states: Whether the job has an optimizer.
-        cuts_tensors: Whether the job has tensor parallelism: where it has none, it need not be clear how it cuts.
+        cuts_tensors: Whether the job has tensor parallelism: without it, cuts need not be known.
 
     Raises:
-        ValidationError: A tensor is stored in parts that do not say how it is cut, and no cut is given.
+        ValidationError: The cut of a tensor does not follow from its stored parts, and is not given.
     """
     keys = set(infos)
     split = {key: split_state(key, keys) for key in infos}
@@ -249,10 +249,10 @@ def model_of(
 
 
 def _stored_cuts(stored: Catalog) -> dict[str, int]:
-    """Return the axis along which the boxes of each key are parts of its tensor, for those that are cut.
+    """Return the axis along which the boxes of each key cut its tensor, for keys that are cut.
 
-    Tensor parallelism and meshes cut evenly, so that the last part alone may be smaller. A save cuts what several ranks
-    hold wherever each has its share (``planning.write_plan``), mostly elsewhere.
+    Tensor parallelism and meshes cut evenly, so that only the last part may be smaller. A save cuts shards of several
+    ranks wherever each has its share (``planning.write_plan``), mostly elsewhere.
     """
     is_cut = (stored.shape != stored.global_shape) & (stored.size > 0)[:, None]
     rows, axis = np.nonzero(is_cut)
@@ -267,7 +267,7 @@ def _stored_cuts(stored: Catalog) -> dict[str, int]:
 
 
 def _uneven(stored: Catalog, axes: Mapping[int, int]) -> list[int]:
-    """Return the keys whose parts along an axis, by key, are not those of an even cut."""
+    """Return the keys whose parts along an axis, given by key, are not those of an even cut."""
     axis_of = np.full(len(stored.keys), -1, dtype=np.int64)
     axis_of[list(axes)] = list(axes.values())
     rows = np.flatnonzero((axis_of[stored.key] >= 0) & (stored.size > 0))
@@ -286,7 +286,7 @@ def _uneven(stored: Catalog, axes: Mapping[int, int]) -> list[int]:
 def layer_places(
     names: Sequence[str], infos: Mapping[str, TensorInfo]
 ) -> tuple[dict[str, tuple[int, ...]], int, frozenset[int] | None]:
-    """Return the layers of each tensor, how many there are, and which of them stages share evenly."""
+    """Return the layers of each tensor, their number, and the layers that stages share evenly."""
     numbers = {name: match for name in names if (match := _PIPELINE.match(name))}
     if names and len(numbers) == len(names):
         places = {name: int(match[1]) for name, match in numbers.items()}
@@ -309,14 +309,14 @@ def layer_places(
 
 
 def expert_numbers(names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return the number of each expert's tensor, and of the experts beside it."""
+    """Return the expert's number of each tensor of an expert, and the number of experts of its layer."""
     matches = {name: match for name in names if (match := _EXPERT.fullmatch(name))}
     beside = Counter((match[1], match[3]) for match in matches.values())
     return {name: (int(match[2]), beside[match[1], match[3]]) for name, match in matches.items()}
 
 
 def kept_states(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, TensorInfo]) -> tuple[State, ...]:
-    """Return the states that parameters have, those of AdamW in its own order."""
+    """Return the states of parameters, those of AdamW in its own order."""
     usual = [state.suffix for state in ADAMW]
     suffixes = {suffix for each in found.values() for suffix in each}
     scalars = {
@@ -330,11 +330,11 @@ def kept_states(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, Tens
 
 
 def lacking_states(own: Collection[str], kept: Sequence[State]) -> tuple[str, ...]:
-    """Return which states a parameter has not that others have, master weights apart; none where it has none."""
+    """Return the states that other parameters have and this one lacks, without master weights; empty if it has none."""
     return tuple(state.suffix for state in kept if state.suffix not in own and not state.is_master) if own else ()
 
 
 def state_dtype(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, TensorInfo]) -> str:
-    """Return the element type that most states have, master weights apart."""
+    """Return the element type of most states, without master weights."""
     kinds = [infos[key].dtype for each in found.values() for state, key in each.items() if state != MASTER]
     return Counter(kinds).most_common(1)[0][0] if kinds else "float32"

@@ -1,4 +1,4 @@
-"""Names of one state in two worlds: what a target is called here, and what the source may call it.
+"""Names of one state on two sides: the target's name here, and its possible names in the source.
 
 A ``sharded_state_dict()`` has structured names everywhere: ``a.weight``, ``a.weight.moment1_0``, ``a.weight.w_0`` (the
 master weight). A plain ``state_dict()`` names an optimizer's states after the parameter's own, *raw* name, which Paddle
@@ -11,11 +11,11 @@ counts by layer, in one of several ways. With ``linear_0.w_0`` for the parameter
 - ``model.`` or ``optimizer.`` in front, where the two are parts of one state dict;
 - ``_layers.`` in front, or behind these, where a fleet wrapper of the model gave the names.
 
-:func:`canonical` gives one form to all that mean the same. The rules of a search are
+:func:`canonical` gives one form to all names of the same tensor. The rules of a search are
 
-1. what is found under its own name is never looked for elsewhere;
-2. two keys of the source with one form are an error, if a target asks for it, never a choice;
-3. a key of the source goes to one target, unless two targets are one tensor;
+1. a target that is found under its own name is not searched by other names;
+2. two keys of the source with one form are an error if a target needs it: there is no choice between them;
+3. a key of the source fills one target, unless two targets are one tensor;
 4. raw names count layers, so another process may mean another layer by one. A state whose structured name is known, as
    a save records it and a live model tells it, is found by that alone. Where one of both sides does not know it, a raw
    name is believed if parameters of other names have other shapes (:mod:`~paddle_flexckpt.engine.raw_names`), and what
@@ -37,31 +37,31 @@ from paddle_flexckpt.aoa.states import ACCUMULATORS, is_torch_state, split_state
 from paddle_flexckpt.aoa.states import MASTER as MASTER_STATE
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 
-# Parts of a nested state dict that one side may have and the other not.
+# Parts of a nested state dict that only one side may have.
 PREFIXES = ("model.", "optimizer.")
-# Only after one of these is a number known to be a counter: a model may have buffers called scale_0 and scale_1.
+# A number is a counter only after one of these: a model may have buffers called scale_0 and scale_1.
 _NAMES = "|".join(ACCUMULATORS)
 _ACCUMULATOR = re.compile(rf"(?P<parameter>.+?)_(?P<name>{_NAMES})_\d+")
-# An optimizer with a name puts that in front of the names of its accumulators.
+# An optimizer's own name is a prefix of the names of its accumulators.
 _NAMED_ACCUMULATOR = re.compile(
     rf"(?P<parameter>.*\.[wb]_\d+(?:\.dist)*(?:_fp32_master_\d+)?)_(?P<name>\w+_(?:{_NAMES}))_\d+"
 )
 _MASTER = re.compile(r"(?P<parameter>.+)_fp32_master_\d+")
 _MASTER_WEIGHTS = re.compile(r"(?P<path>(?:.*\.)?)master_weights\.(?P<parameter>.+)")
 _DIST = re.compile(r"(?:\.dist)+$")
-# linear_0.w_0, batch_norm2d_3.b_0: how Paddle names a parameter that the user gives no name.
+# linear_0.w_0, batch_norm2d_3.b_0: Paddle's names of parameters without a name of the user's.
 _COUNTED = re.compile(r".*\.[wb]_\d+")
-# A cheap look: most keys are no raw names of states.
+# A fast check first, as most keys are not raw names of states.
 COUNTED_STATE = re.compile(r"\.[wb]_\d+(?:\.dist)*_|master_weights\.")
 HINT = "give the names by AOA statements (plain_state_statements() makes them)"
 
 
 class RawState(NamedTuple):
-    """Hold a state of an optimizer under a raw name, taken apart.
+    """A state of an optimizer under a raw name, taken apart.
 
     Attributes:
         parameter: The parameter's raw name, without ``.dist``.
-        state: What a structured name ends with: ``moment1_0``, or ``w_0`` for the master weight.
+        state: The end of its structured name: ``moment1_0``, or ``w_0`` for the master weight.
     """
 
     parameter: str
@@ -69,7 +69,7 @@ class RawState(NamedTuple):
 
 
 def raw_parameter(name: str) -> str:
-    """Return a parameter's raw name, of one that became a DistTensor or of a slice (``slice@...``) too."""
+    """Return a parameter's raw name, also of one that became a DistTensor, or of a slice (``slice@...``)."""
     return _DIST.sub("", name.rpartition("@")[2])
 
 
@@ -78,8 +78,7 @@ def split_raw(name: str, parameters: Collection[str] = ()) -> RawState | None:
 
     Args:
         name: A name, without :data:`PREFIXES`.
-        parameters: Raw names of parameters, without ``.dist``, that are known: those that users gave look like any
-            other name.
+        parameters: Known raw names of parameters, without ``.dist``: users' names have no special form.
     """
     found = _MASTER_WEIGHTS.fullmatch(name)
     if found:
@@ -96,14 +95,14 @@ def split_raw(name: str, parameters: Collection[str] = ()) -> RawState | None:
 
 
 def is_state(key: str, keys: Mapping[str, object] | set[str]) -> bool:
-    """Return whether a key, of all that there are, is an optimizer's, by any of the names that states have."""
+    """Return whether a key, of all keys, is an optimizer's state, by any form of their names."""
     if split_state(key, keys)[1] or is_torch_state(key):
         return True
     return any(split_raw(name) is not None for _, name in without_prefix(key))
 
 
 def canonical(name: str, parameters: Collection[str] = ()) -> str:
-    """Return one form for all raw names of the same tensor; any other name as it is.
+    """Return one form for all raw names of the same tensor; any other name unchanged.
 
     Args:
         name: As of :func:`split_raw`.
@@ -118,17 +117,17 @@ def canonical(name: str, parameters: Collection[str] = ()) -> str:
 
 
 def without_prefix(name: str) -> list[tuple[str, str]]:
-    """Return pairs of prefix and name: the name as it is, and without its first part if that is of :data:`PREFIXES`."""
+    """Return pairs of prefix and name: the whole name, and without its first part if that is in :data:`PREFIXES`."""
     return [("", name), *((prefix, name[len(prefix) :]) for prefix in PREFIXES if name.startswith(prefix))]
 
 
 def bare(name: str) -> str:
-    """Return a name without its first part if that is of :data:`PREFIXES`."""
+    """Return a name without its first part if that is in :data:`PREFIXES`."""
     return without_prefix(name)[-1][1]
 
 
 class NameIndex:
-    """Find keys of a source by their canonical forms."""
+    """An index of a source's keys by their canonical forms."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class NameIndex:
         parameters: Collection[str] = (),
         state_names: Mapping[str, Sequence[str]] = MappingProxyType({}),
     ) -> None:
-        """Take the source's keys, raw names of parameters that are known, and the names that stand for some keys."""
+        """Take the source's keys, known raw names of parameters, and other names of some keys."""
         self._parameters = parameters
         self._keys: dict[str, list[tuple[str, str]]] = {}
         for key in keys:
@@ -145,12 +144,12 @@ class NameIndex:
                     self._keys.setdefault(canonical(name, parameters), []).append((prefix, key))
 
     def find(self, names: Iterable[str]) -> list[str]:
-        """Return the keys that mean what one of some names means, each once."""
+        """Return the keys of the same tensor as one of some names, each once."""
         found: dict[str, None] = {}
         for name in names:
             for prefix, rest in without_prefix(name):
                 for other, key in self._keys.get(canonical(rest, self._parameters), ()):
-                    # What is the model's here is not the optimizer's there.
+                    # A name of the model's does not match one of the optimizer's.
                     if not prefix or not other or prefix == other:
                         found[key] = None
         return list(found)
@@ -158,7 +157,7 @@ class NameIndex:
 
 @dataclass(frozen=True)
 class Unresolved:
-    """Describe a target that the source does not have under its own name.
+    """A target that the source does not have under its own name.
 
     Attributes:
         key: Its name.
@@ -180,12 +179,12 @@ class Unresolved:
 
     @property
     def raw_name(self) -> str:
-        """Return its raw name: of a state under a structured name, one that it has elsewhere; else its own name."""
+        """Return its raw name: for a state under a structured name, a raw name of the state; else its own name."""
         return self.raw_names[0] if self.raw_names else self.key
 
 
 class Source(NamedTuple):
-    """Hold what a search has to know of a source: its keys, the global shape of each, and ``state_names``."""
+    """The source of a search: its keys, the global shape of each, and ``state_names``."""
 
     shapes: Mapping[str, tuple[int, ...]]
     state_names: Mapping[str, Sequence[str]]
@@ -193,15 +192,15 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class CompatibleNames:
-    """Hold what a search found.
+    """The result of a search.
 
     Attributes:
         names: The source's keys by target.
-        by_raw_name: Those of them that only a raw name led to.
-        taken: Targets that remain without a key, as the one that would do is another target's: that target.
+        by_raw_name: Those found only by a raw name.
+        taken: By target without a key: the other target that has the matching key.
         lost_by_raw_name: Targets without a key, of which this side or the source has only a raw name.
-        of_others: Targets without a key, of whose raw name the source says that it is another parameter's state: that.
-        problems: What is ambiguous.
+        of_others: By target without a key: the state of another parameter that has its raw name in the source.
+        problems: Ambiguous names.
     """
 
     names: dict[str, str] = field(default_factory=dict)
@@ -218,13 +217,13 @@ def find_compatible(
     claimed: Mapping[str, Sequence[tuple[str, object]]],
     exact: bool = False,
 ) -> CompatibleNames:
-    """Find the names under which a source has targets that it lacks under their own, or has under a raw name.
+    """Find the source's names of targets that it lacks under their own names, or has under raw names.
 
     Args:
         targets: The targets of one rank.
         source: The source's keys.
         claimed: Targets (name and place) that are found under their own names, by key of the source.
-        exact: Look for the targets' own names alone.
+        exact: Search only for the targets' own names.
     """
     indexes = _Indexes(targets, source)
     source_is_raw = any(split_raw(key) for key in source.shapes)
@@ -250,7 +249,7 @@ def find_compatible(
         for taker in takers:
             title = taker.key == key or any(place is not None and place == taker.place for _, place in owners)
             if owners and not title:
-                # The other one has the better title, and this one is missing.
+                # The other target has priority; this one is missing.
                 result.taken[taker.key] = owners[0][0]
                 result.by_raw_name.pop(taker.key, None)
             else:
@@ -267,7 +266,7 @@ def find_compatible(
 
 
 class _Indexes:
-    """Find the keys of a source for targets: by structured names, and by raw ones where these have to do."""
+    """A search for targets in a source: by structured names, and by raw names if necessary."""
 
     def __init__(self, targets: Sequence[Unresolved], source: Source) -> None:
         parameters = {bare(name) for target in targets for name in _named_parameters(target)}
@@ -276,11 +275,11 @@ class _Indexes:
         self._recorded = NameIndex([key for key in source.state_names if key in source.shapes], parameters)
 
     def recorded(self, target: Unresolved) -> list[str]:
-        """Return the keys of the target's raw name of which the source says whose states they are."""
+        """Return the keys of the target's raw name whose parameters the source records."""
         return self._recorded.find([target.raw_name])
 
     def hits(self, target: Unresolved) -> tuple[list[str], bool]:
-        """Return the keys of the first of a target's names that lead to any; whether only a raw name of a state did."""
+        """Return the keys of the first of a target's names that has any, and whether only a raw name of a state has."""
         is_raw = bool(target.state_names) or is_counted(target.key)
         if target.state_names or not is_raw:
             groups = [target.state_names] if is_raw else [[name] for name in (target.key, *target.aliases)]
@@ -295,19 +294,19 @@ class _Indexes:
 
 
 def is_counted(name: str) -> bool:
-    """Return whether a name is that of a state, after Paddle's count of layers."""
+    """Return whether a name is a state's, with Paddle's count of layers."""
     return COUNTED_STATE.search(name) is not None and split_raw(bare(name)) is not None
 
 
 def counted_names(catalog: Catalog) -> list[str]:
-    """Return the keys of states that are named after Paddle's count of layers, or whose structured names are known."""
+    """Return the keys of states with Paddle's count of layers in their names, or with known structured names."""
     if not catalog.state_names and not COUNTED_STATE.search("\n".join(catalog.keys)):
         return []
     return [key for key in catalog.keys if key in catalog.state_names or is_counted(key)]
 
 
 def _named_parameters(target: Unresolved) -> Iterator[str]:
-    """Yield the name of the parameter of which a target is a state, as its raw name has it."""
+    """Yield the name, within a target's raw name, of the parameter whose state it is."""
     for name in target.state_names[:1] or (target.key,) * len(target.raw_names[:1]):
         suffix = re.escape(name.rpartition(".")[2].rpartition("_")[0])
         found = re.fullmatch(rf"(.+?)(?:\.dist)*(?:_fp32_master_\d+)?_{suffix}_\d+", target.raw_name)
@@ -316,20 +315,20 @@ def _named_parameters(target: Unresolved) -> Iterator[str]:
 
 
 def raw_meanings(found: Iterable[tuple[str, str, Sequence[str], Sequence[str]]]) -> dict[str, list[str]]:
-    """Return what the raw names that lead to keys of the source mean on this rank.
+    """Return the meanings on this rank of raw names that lead to keys of the source.
 
     Args:
         found: Targets, their keys in the source, their aliases, and the structured names of those under raw names.
 
     Returns:
-        Structured names of the parameter, by raw name; without those of which the state dict does not tell.
+        Structured names of the parameter, by raw name, as far as the state dict has them.
     """
     meanings: dict[str, dict[str, None]] = {}
     for target, key, aliases, state_names in found:
         raw = split_raw(bare(key)) if COUNTED_STATE.search(key) else None
         if raw is not None and (state_names or split_raw(bare(target)) is None):
             names = [name.rpartition(".")[0] for name in state_names or (target, *aliases)]
-            # The state's path may be in front of the parameter's.
+            # The path of the state may precede that of the parameter.
             meanings.setdefault(raw.parameter, {}).update(dict.fromkeys(bare(bare(name)) for name in names))
     return {name: list(parameters) for name, parameters in meanings.items()}
 
@@ -339,10 +338,10 @@ def check_across_ranks(meanings: Sequence[Mapping[str, Sequence[str]]], context:
 
     Args:
         meanings: :func:`raw_meanings` of every rank.
-        context: What is being done, for the error.
+        context: The context of the error.
 
     Raises:
-        ValidationError: It does not: each process counts its own layers.
+        ValidationError: It means several, as each process counts its own layers.
     """
     known: dict[str, set[str]] = {}
     problems = []

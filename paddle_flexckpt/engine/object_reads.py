@@ -1,4 +1,4 @@
-"""Count the requests to an object store that loads make for pieces, without the store: for many ranks at once.
+"""Count the requests of loads to an object store, without the store: for many ranks at once.
 
 Tested in tests/engine/test_object_reads.py.
 """
@@ -22,10 +22,10 @@ def count_requests(
     """Return how many requests ranks make, and for how many bytes of tensors; int64 per rank.
 
     Args:
-        filling: Of the rows that are filled.
-        pieces: What is read, in the order in which rows are filled.
-        source: What the files hold.
-        place: int64 per row that is filled: which of the ranks fills it; -1 - p for scratch of the place p.
+        filling: The memory of the rows to fill.
+        pieces: The pieces to read, in the order in which rows are filled.
+        source: The catalog of the files.
+        place: int64 per row to fill: the place of its rank; -1 - p for scratch of the place p.
         ranks: Number of ranks.
         block_bytes: Of a block with a checksum.
     """

@@ -1,6 +1,6 @@
 """Options of public calls: each is listed, documented and checked once, as the field of a dataclass.
 
-Ranks have to agree on every option but those whose field says why they need not, so none can be forgotten::
+Ranks have to agree on every option, unless its field has a reason why they may differ::
 
     @dataclass(frozen=True)
     class SaveOptions(Options):
@@ -11,7 +11,7 @@ Ranks have to agree on every option but those whose field says why they need not
     @takes(SaveOptions, path=PATH)
     def save(path, step=None, **options):
         asked = SaveOptions(step=step, **options)
-        head = asked.encode("save")  # in a step that all ranks take together: an error is an error everywhere
+        head = asked.encode("save")  # in a step of all ranks: an error is raised on all of them
 
 Tested in tests/engine/test_options.py and tests/live/test_options.py.
 """
@@ -39,7 +39,7 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 Strict = Union[bool, Literal["missing", "unexpected"]]
 OptimizerStates = Literal["raise", "ignore"]
 Storage = Literal["shared", "per_node"]
-# The last five are Paddle's own, which name how its ranks send each other what one of them has read.
+# The last five are Paddle's own, which name ways to send data that one rank has read.
 CommMethod = Literal[
     "auto",
     "direct",
@@ -66,19 +66,19 @@ def rule(choices: tuple[Any, ...] = (), own: str = "", compared: Callable[[Any],
     """Return the metadata of an option's field.
 
     Args:
-        choices: The values that it can have; () for any.
-        own: Why ranks may differ in it; "" where they may not.
-        compared: Gives what ranks compare of a value that has no text of its own; raises if it is no value.
+        choices: The possible values; () for any.
+        own: Why ranks may differ in it; "" if they may not.
+        compared: Returns what ranks compare of a value without a text of its own; raises for an invalid value.
     """
     return {"choices": choices, "own": own, "compared": compared}
 
 
 @dataclass(frozen=True)
 class Options:
-    """Hold the options of one public call; each subclass adds its own as fields."""
+    """The options of one public call; each subclass adds its own as fields."""
 
     def __post_init__(self) -> None:
-        """Take integers of numpy for Python's own."""
+        """Convert integers of numpy to Python's own."""
         for name, value in vars(self).items():
             if isinstance(value, np.integer):
                 object.__setattr__(self, name, int(value))
@@ -98,21 +98,21 @@ class Options:
                 raise ValidationError([f"{each.name} is {listed}; got {value!r}"])
 
     def agreed(self) -> dict[str, Any]:
-        """Return what ranks compare of these options, by name."""
+        """Return the values that ranks compare, by name."""
         self.check()
         rules = {each.name: each.metadata.get("compared") or (lambda value: value) for each in fields(self)}
         return {name: rules[name](getattr(self, name)) for name in self.compared()}
 
     def keywords(self, options: type[Options]) -> dict[str, Any]:
-        """Return those that are options of another call too, to be passed on to it."""
+        """Return the options that another call has too, to pass them on."""
         return {each.name: getattr(self, each.name) for each in fields(options)}
 
     def encode(self, call: str, **also: Any) -> bytes:
-        """Return what a rank tells the others of its call and options, as JSON.
+        """Return a rank's message about its call and options, as JSON.
 
         Args:
             call: Name of the public call.
-            **also: What else is compared.
+            **also: Other values to compare.
 
         Raises:
             ValidationError: An option has a value that it cannot have.
@@ -122,12 +122,12 @@ class Options:
 
 @dataclass(frozen=True)
 class ProgressOptions(Options):
-    """Hold the option of every call that may take long.
+    """The option of every call that may take long.
 
     Attributes:
         progress: Called with a :class:`~paddle_flexckpt.progress.Progress` of this rank, at most about a hundred times
-            or each 64 MiB, by the thread that moves the bytes: which may be another, but one at a time. What it raises
-            fails the call, as an error of this rank.
+            or each 64 MiB, by the thread that moves the bytes (which may be another one), one call at a time. An
+            exception in it fails the call, as an error of this rank.
     """
 
     progress: ProgressCallback | None = field(default=None, metadata=rule(own="each rank tells its own"))
@@ -139,16 +139,16 @@ class ProgressOptions(Options):
             raise ValidationError([f"progress has to be a function of a Progress, or None; got {self.progress!r}"])
 
     def meter(self, phase: str, bytes_total: int, items_total: int = 0) -> Meter:
-        """Return what counts bytes and tells them to ``progress``."""
+        """Return a meter that counts bytes and reports them to ``progress``."""
         return Meter(self.progress, phase, bytes_total, items_total)
 
 
 @dataclass(frozen=True)
 class StatementOptions(Options):
-    """Hold the options of every call that takes AOA statements.
+    """The options of every call that takes AOA statements.
 
     Attributes:
-        aoa_config: AOA statements that say what the targets are made of (docs/aoa.md): a dict with the key
+        aoa_config: AOA statements that make the targets from the source (docs/aoa.md): a dict with the key
             ``aoa_statements``, the same as a JSON text, or the path of a JSON or YAML file.
     """
 
@@ -157,37 +157,36 @@ class StatementOptions(Options):
 
 @dataclass(frozen=True)
 class TransferOptions(StatementOptions):
-    """Hold the options that a load and a reshard have in common.
+    """The common options of loads and reshards.
 
     Attributes:
         coordinator_rank: The rank, counted within the group, that writes the log line.
-        mw_name_compatibility: Whether a key that the source lacks may be found under another of the names that Paddle
-            gives the same tensor in dynamic and static graph, in semi-automatic and hybrid parallel, in plain and
-            sharded state dicts (docs/semi_auto.md, Names); the report lists those among the aliases. False: keys are
-            found under their own names alone.
-        raw_names: What a name of Paddle's counter, such as ``linear_0.w_0_moment1_0``, says of whose state it is.
-            ``"recorded"``: nothing, where several parameters have its parameter's shape and neither the checkpoint nor
-            the state that is loaded says which one it is; that is an error. ``"trusted"``: what it says here; the
-            caller knows that this process makes the same networks in the same order as the one that saved. What is
-            recorded counts in any case.
-        strict: Which keys without a counterpart are errors: ``"missing"`` (targets that the source lacks),
+        mw_name_compatibility: Whether a key that the source lacks may be found under another of Paddle's names for the
+            same tensor: those in dynamic and static graph, in semi-automatic and hybrid parallel, in plain and sharded
+            state dicts (docs/semi_auto.md, Names). The report lists such keys among the aliases. False: keys are found
+            under their own names alone.
+        raw_names: How to find the parameter of a state with a name that counts layers, such as
+            ``linear_0.w_0_moment1_0``. A record in the checkpoint or in the loaded state always counts. Without one,
+            ``"recorded"`` makes it an error if several parameters have the shape. ``"trusted"`` takes the name as it
+            is in this process: the caller knows that the process that saved made the same networks in the same order.
+        strict: The keys without a counterpart that are errors: ``"missing"`` (targets that the source lacks),
             ``"unexpected"`` (keys that no rank asks for), True (both) or False (neither).
         dtype: ``"raise"`` makes a dtype that differs an error; ``"cast"`` converts the values.
-        tied_names: Whether a key that the source lacks may be taken from another name of the same, tied parameter; the
-            report lists those.
+        tied_names: Whether a key that the source lacks may come from another name of the same, tied parameter; the
+            report lists such keys.
         master_weights: ``"convert"`` lets a master weight (``.w_0``) that the source lacks start from its parameter,
             and takes a float32 parameter of which the source has lower precision from its master weight; the report
-            lists those. ``"exact"`` does neither.
-        fused: ``"convert"``: a fused parameter (one with a :class:`FusedAxis` rule) that the source holds in another
-            number of tensor-parallel parts is put right, its states with it, by the AOA statement of its rule; the
-            report lists those. A save records rule and number of parts, so a target without a rule gets natural order.
-            Keys that statements of ``aoa_config`` make are their business. ``"exact"`` makes another number of parts
-            an error.
-        optimizer_states: ``"raise"``: states that the source has of a parameter that is loaded, and that no rank asks
-            for, are an error, whatever ``strict`` says: an optimizer that was not described has none. ``"ignore"``
-            loads without them: weights for inference, say, or a model that is loaded before its optimizer. Float32
-            masters that a live optimizer has of loaded parameters, and that are not loaded too, are made the
-            parameters' values, or warned of where they are split otherwise: they would undo the load at the next step.
+            lists both. ``"exact"`` does neither.
+        fused: With ``"convert"``, a fused parameter (one with a :class:`FusedAxis` rule) of which the source has
+            another number of tensor-parallel parts is reordered, with its states, by the AOA statement of its rule; the
+            report lists such keys. A save records rule and number of parts, so a target without a rule gets natural
+            order. Keys that statements of ``aoa_config`` make are not reordered. ``"exact"`` makes another number of
+            parts an error.
+        optimizer_states: With ``"raise"``, the source's states of loaded parameters are an error if no rank asks for
+            them, whatever ``strict`` is, as the optimizer would go on without them. ``"ignore"`` loads without them,
+            for inference, say, or for a model that is loaded before its optimizer. If a live optimizer has float32
+            masters of loaded parameters that are not loaded too, they get the parameters' values, as they would undo
+            the load at the next step; masters that are split otherwise cause a warning.
     """
 
     coordinator_rank: int = 0
@@ -204,27 +203,27 @@ class TransferOptions(StatementOptions):
 
     @property
     def missing_is_an_error(self) -> bool:
-        """Return whether a key that only the targets have is an error."""
+        """Return whether missing keys are errors."""
         return self.strict in (True, "missing")
 
     @property
     def unexpected_is_an_error(self) -> bool:
-        """Return whether a key that only the source has is an error."""
+        """Return whether unexpected keys are errors."""
         return self.strict in (True, "unexpected")
 
 
 @dataclass(frozen=True)
 class FileOptions(ProgressOptions):
-    """Hold the options of every call that reads a checkpoint's files.
+    """The options of every call that reads a checkpoint's files.
 
     Attributes:
         unique_id: The checkpoint's id; None takes the highest.
-        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` reads those blocks whole
-            too of which only a part is needed, so that every byte that reaches a target is verified; the report says
-            how much more that reads. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
+        verify: ``"read"`` compares the checksum of every block that is read whole. ``"full"`` also reads blocks whole
+            of which only a part is needed, so that every byte that reaches a target is verified; the report has the
+            extra bytes. ``"off"`` compares none. True and False mean ``"read"`` and ``"off"``.
         use_replicas: Whether a replica (of a save with ``save_replicas=True``; of a load with ``storage="per_node"``
-            another node's copy, too) is read where a file or a block turns out to be damaged; the report and a warning
-            say so. What is not verified is not noticed.
+            another node's copy, too) is read in place of a damaged file or block; the report and a warning list them.
+            Only verified blocks are found to be damaged.
     """
 
     unique_id: int | None = field(default=None, metadata=rule(own=CHECKPOINT))
@@ -239,24 +238,24 @@ class FileOptions(ProgressOptions):
 
 @dataclass(frozen=True)
 class LoadOptions(FileOptions, TransferOptions):
-    """Hold the options of a load.
+    """The options of a load.
 
     Attributes:
-        storage: ``"shared"``: every rank sees all files. ``"per_node"``: ranks may see some of them only, or none (see
-            :func:`save_state_dict`); what a rank does not see it receives from one that does. The highest id that any
-            rank sees is taken.
-        comm_method: ``"direct"``: every rank reads what it needs. ``"cooperative"``: what several ranks need is read
-            from storage once, by one of them, each about the same number of bytes, and sent to the others through
-            host memory; so are the short runs of a column cut. ``"auto"`` takes this where it is clearly faster by
-            estimate: on object stores, where ranks need much of the same and compute no values; on file systems of
-            the host it reads directly. The names that Paddle's own function takes (``"broadcast"``,
+        storage: ``"shared"``: every rank sees all files. ``"per_node"``: a rank may see only some of them, or none (see
+            :func:`save_state_dict`), and receives the rest from ranks that see it. The default id is the highest that
+            any rank sees.
+        comm_method: ``"direct"``: every rank reads the bytes that it needs. ``"cooperative"``: one rank reads bytes
+            that several ranks need from storage, and sends them to the others through host memory; ranks read about the
+            same number of bytes. The short runs of a column cut are read like this too. ``"auto"`` chooses
+            ``"cooperative"`` if it is clearly faster by estimate: on object stores, if ranks need much of the same and
+            compute no values; on file systems of the host it reads directly. Paddle's own names (``"broadcast"``,
             ``"send_recv"``, ``"multi_group_broadcast"``, ``"grouped_send_recv"``, ``"parallel_broadcast"``) mean
-            ``"cooperative"``. The report says which of the two it was, and why. With ``storage="per_node"`` ranks
-            that need the same and see it each read it, unless this is ``"cooperative"``.
-        load_transform: What makes logical tensors of the checkpoint's, in whose place they are loaded: an object with
-            ``logical_metadata()``, ``source_keys(name)`` and ``apply(name, source_tensors, output_dtype)``, as Paddle's
-            develop branch takes it (docs/guide.md). Statements are about the logical names. Each rank makes what it
-            needs, whole, and reads for itself, whatever ``comm_method`` says.
+            ``"cooperative"``. The report has the choice and the reason. With ``storage="per_node"``, ranks that need
+            the same bytes and see them each read them, unless this is ``"cooperative"``.
+        load_transform: A transform from the checkpoint's tensors to logical tensors to load in their place: an object
+            with ``logical_metadata()``, ``source_keys(name)`` and ``apply(name, source_tensors, output_dtype)``, as
+            Paddle's develop branch takes it (docs/guide.md). Statements are about the logical names. Each rank makes
+            the tensors that it needs, whole, and reads for itself, whatever ``comm_method`` is.
     """
 
     storage: Storage = field(default="shared", metadata=rule(choices=("shared", "per_node")))
@@ -286,29 +285,29 @@ class LoadOptions(FileOptions, TransferOptions):
 
     @property
     def reads(self) -> Literal["auto", "direct", "cooperative"]:
-        """Return what ``comm_method`` asks for."""
+        """Return the way of reading for ``comm_method``."""
         return self.comm_method if self.comm_method in ("auto", "direct") else "cooperative"
 
 
 @dataclass(frozen=True)
 class WholeOptions(FileOptions, StatementOptions):
-    """Hold the options of a call that reads whole tensors in one process.
+    """The options of a call that reads whole tensors in one process.
 
     Attributes:
-        prefix: Only keys that start with this and a dot, which are taken off; after the statements.
+        prefix: Only keys that start with this and a dot, after the statements; the prefix is removed.
     """
 
     prefix: str | None = None
 
     @property
     def start(self) -> str:
-        """Return what the chosen keys start with."""
+        """Return the beginning of the chosen keys."""
         return f"{self.prefix}." if self.prefix else ""
 
 
 @dataclass(frozen=True)
 class ExportOptions(WholeOptions):
-    """Hold the options of an export.
+    """The options of an export.
 
     Attributes:
         max_file_bytes: Bytes of tensors in one file; a larger tensor has a file for itself.
@@ -333,8 +332,8 @@ def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
     """Declare the options of a public call: its docstring gets all, its signature those that it takes as ``**options``.
 
     Args:
-        options: They.
-        **own: By argument that is none of them, the reason why ranks may differ in it; or that there are none (ALONE).
+        options: The options.
+        **own: Other arguments, each with the reason why ranks may differ in it; ALONE: there are no other ranks.
     """
 
     def declare(call: Call) -> Call:
@@ -371,22 +370,22 @@ def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
 
 
 def _with_options(doc: str, options: type[Options], names: Collection[str]) -> str:
-    """Return a docstring whose section ``Args`` goes on with what the dataclass says of its options."""
+    """Return a docstring with the dataclass's options added to its section ``Args``."""
     texts = []
     for cls in reversed(options.__mro__):
-        said = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")[2] if issubclass(cls, Options) else ""
-        starts = [*_ATTRIBUTE.finditer(said)]
-        ends = [*(each.start() for each in starts[1:]), len(said)]
-        texts += [said[each.start() : end].rstrip() for each, end in zip(starts, ends) if each[1] in names]
+        text = (inspect.getdoc(cls) or "").partition("\nAttributes:\n")[2] if issubclass(cls, Options) else ""
+        starts = [*_ATTRIBUTE.finditer(text)]
+        ends = [*(each.start() for each in starts[1:]), len(text)]
+        texts += [text[each.start() : end].rstrip() for each, end in zip(starts, ends) if each[1] in names]
     head, blank, tail = doc.partition("\n\nReturns:" if "\n\nReturns:" in doc else "\n\nRaises:")
     return "\n".join([head, *texts]) + blank + tail
 
 
 def same_on_all_ranks(**own: str) -> Callable[[Call], Call]:
-    """Declare that the arguments of a public call are its options, each compared but those that are named here.
+    """Declare that the arguments of a public call are its options, which ranks compare, except those in ``own``.
 
     Args:
-        **own: By argument that ranks may differ in, the reason why they may.
+        **own: Arguments in which ranks may differ, each with the reason.
     """
 
     def declare(call: Call) -> Call:
@@ -398,18 +397,18 @@ def same_on_all_ranks(**own: str) -> Callable[[Call], Call]:
 
 
 def options_of(call: Callable[..., Any]) -> type[Options]:
-    """Return the options that a public call takes."""
+    """Return the options of a public call."""
     options: type[Options] = getattr(call, _OPTIONS)
     return options
 
 
-def encode_options(call: Callable[..., Any], arguments: Mapping[str, Any], **said: Any) -> bytes:
-    """Return what a rank tells the others of its call and options, as JSON.
+def encode_options(call: Callable[..., Any], arguments: Mapping[str, Any], **also: Any) -> bytes:
+    """Return a rank's message about its call and options, as JSON.
 
     Args:
         call: The public call, declared by :func:`same_on_all_ranks`.
         arguments: Its arguments by name: ``locals()`` in its first line.
-        **said: What stands for an argument that has no text of its own, and what else is to be compared.
+        **also: Values for arguments without a text of their own, and other values to compare.
     """
     values = {name: arguments[name] for name in options_of(call).compared()}
-    return json.dumps({"call": call.__name__, **values, **said}, default=repr).encode()
+    return json.dumps({"call": call.__name__, **values, **also}, default=repr).encode()

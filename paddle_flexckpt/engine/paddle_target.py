@@ -34,7 +34,7 @@ _METADATA = f"{_ID}.metadata"
 
 
 class PaddleTarget(ConversionTarget):
-    """Write ``{rank}_0.distcp`` for each rank of a strategy, or of whole tensors, then ``0.metadata``."""
+    """Paddle's format: ``{rank}_0.distcp`` for each rank of a strategy, or of whole tensors, then ``0.metadata``."""
 
     by_safetensors = False
     states = True
@@ -42,7 +42,7 @@ class PaddleTarget(ConversionTarget):
     has_replicas = True
 
     def __init__(self, sink: Backend, content: Content) -> None:
-        """Plan what each rank's file has: shards are never divided, replicas are in one file unless they are wanted."""
+        """Plan each rank's file: shards are never divided; a shard is in one file unless replicas are wanted."""
         super().__init__(sink, content)
         table, self.notes = rows_of(content)
         problems = [*_problems(table), *_order_problems(table)]
@@ -65,7 +65,7 @@ class PaddleTarget(ConversionTarget):
             self.notes.append("Paddle's loader leaves extra state aside, which is there as tensors")
 
     def _check_ranges(self, save_replicas: bool) -> None:
-        """Refuse flattened ranges that Paddle would put together wrong, or note when it does not have to."""
+        """Refuse flattened ranges that Paddle would join wrongly, or note that it must not have to join them."""
         table = self._catalog
         rows = group_replicas(table).first
         reason, key = misread_range(table, rows[table.is_flattened[rows] & (table.size[rows] > 0)])
@@ -107,7 +107,7 @@ def _data_file(rank: int) -> str:
 
 
 def _stored(table: Catalog, save_replicas: bool, world: int) -> Catalog:
-    """Return the shards that are stored, each with its file; ranks store about equally many bytes."""
+    """Return the stored shards, each with its file; ranks store about the same number of bytes."""
     rows = np.arange(len(table))
     if not save_replicas:
         whole = np.ones(len(table), dtype=bool)
@@ -117,7 +117,7 @@ def _stored(table: Catalog, save_replicas: bool, world: int) -> Catalog:
 
 
 def _problems(table: Catalog) -> Iterator[Problem]:
-    """Yield what the format has no place for."""
+    """Yield the problems of content that the format cannot hold."""
     remedy = "cast it, or leave it out, with an AOA statement"
     kinds = np.unique(np.stack([table.key.astype(np.int64), table.dtype.astype(np.int64)], axis=1), axis=0)
     for key, dtype in kinds.tolist():
@@ -136,7 +136,7 @@ def _problems(table: Catalog) -> Iterator[Problem]:
 
 
 def _order_problems(table: Catalog) -> Iterator[Problem]:
-    """Yield the fused parameters that are cut into other parts than those in whose order their elements lie."""
+    """Yield the problems of fused parameters whose order has other parts than the cut."""
     orders = {key: table.order(key) for key in range(len(table.keys))}
     fused = {key: order for key, order in orders.items() if order is not None and order.axis is not None}
     rows = np.flatnonzero(np.isin(table.key, [*fused]))

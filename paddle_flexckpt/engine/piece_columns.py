@@ -1,4 +1,4 @@
-"""PieceColumns: pieces of which a reader is told in columns, because their targets are filled where they stand.
+"""PieceColumns: pieces that a reader gets in columns, because their targets are filled in place.
 
 Tested in tests/engine/test_piece_columns.py.
 """
@@ -20,18 +20,18 @@ from paddle_flexckpt.planning import Pieces
 
 @dataclass(frozen=True, eq=False)
 class PieceColumns:
-    """Divide pieces into those that are read in columns and the rest.
+    """Pieces, divided into those that are read in columns and the rest.
 
     Attributes:
         direct: bool per piece: whether it is in a column.
-        stretches: Those that are contiguous on both sides.
-        alike: The others, by their form.
+        stretches: Pieces in columns that are contiguous on both sides.
+        alike: The other pieces in columns, by their form.
     """
 
     direct: np.ndarray
     stretches: Stretches
     alike: Sequence[AlikeCopies]
-    # The pieces of the stretches, and of each form.
+    # The numbers of the pieces of the stretches, and of each form.
     _rows: Sequence[np.ndarray]
 
     @classmethod
@@ -39,9 +39,9 @@ class PieceColumns:
         """Divide pieces.
 
         Args:
-            pieces: What is to be read.
-            source: What the files hold.
-            target: The rows that are filled.
+            pieces: The pieces to read.
+            source: The catalog of the files.
+            target: The rows to fill.
             addresses: int64 per piece: where its target's memory is, or -1 where it has to be opened first.
 
         Raises:
@@ -90,7 +90,7 @@ class PieceColumns:
         return found
 
     def read(self, reader: FileReader) -> None:
-        """Read what is in columns.
+        """Read the pieces in columns.
 
         Raises:
             CorruptCheckpointError: The files are damaged.
@@ -108,7 +108,7 @@ def are_contiguous(extents: np.ndarray, strides: np.ndarray) -> np.ndarray:
 
 
 def group_forms(columns: Sequence[np.ndarray]) -> list[tuple[list[int], np.ndarray]]:
-    """Return each distinct row of some columns with the numbers of the rows that are equal to it."""
+    """Return each distinct row of some columns with the numbers of its equal rows."""
     if not len(columns[0]):
         return []
     order, start = group_rows(columns[::-1], len(columns[0]))
@@ -117,7 +117,7 @@ def group_forms(columns: Sequence[np.ndarray]) -> list[tuple[list[int], np.ndarr
 
 
 def _check_inside(pieces: Pieces, source: Catalog, target: Catalog) -> None:
-    """Raise IndexError if a piece leaves its item or its target: memory is written by its address."""
+    """Raise IndexError if a piece leaves its item or its target, as memory is written by address."""
     sides = (
         ("item", pieces.source_base, pieces.source_strides, source.size[pieces.source]),
         ("target", pieces.target_base, pieces.target_strides, target.size[pieces.target]),

@@ -1,9 +1,9 @@
-"""Plan what one rank fills: its targets, and room for what computed values are computed from.
+"""Plan one rank's rows: its targets, and memory for the operands of computed values.
 
-A computed box of a target is split into tiles. What a tile needs of each operand is a *scratch* row, planned, read and
+A computed box of a target is split into tiles. A tile's part of each operand is a *scratch* row, planned, read and
 received like a target of the rank. A plan numbers the rows of its catalog: first the rank's targets, by their own
-numbers, then scratch. They are filled in another order: a target, then the scratch of its first tile, then that of the
-next, so that few tiles are open at a time.
+numbers, then scratch. The order of filling is another one: a target, then the scratch of its first tile, then that
+of the next, so that few tiles are open at a time.
 
 Tested in tests/engine/test_plan.py and tests/live/test_aoa_tiles.py.
 """
@@ -22,24 +22,24 @@ from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, Validation
 from paddle_flexckpt.catalog.validate import row_boxes
 from paddle_flexckpt.planning.requests import addresses
 
-# Elements of a result that are computed at once: bounds the memory of operands and result.
+# Elements of a result to compute at once: bounds the memory of operands and result.
 TILE_ELEMENTS = 4 << 20
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Compute a box of a tensor.
+    """The computation of a box of a tensor.
 
     Attributes:
         row: The row of which it is a part.
         step: How to compute it.
         box: The box in the computed tensor.
-        dtype: The result's element type; stored in another one it is cast once more.
+        dtype: The result's element type; it is cast again to the type of ``row``.
         copy: From the result (row-major) to the storage of ``row``.
         operands: Scratch rows that hold its operands.
         shapes: Their shapes.
         freed: Scratch rows that no later tile needs.
-        after: The turn of the last row that has to be filled before.
+        after: The turn of the last row that it needs.
     """
 
     row: int
@@ -55,18 +55,18 @@ class Tile:
 
 @dataclass(frozen=True, eq=False)
 class FillPlan:
-    """Say what one rank fills.
+    """The rows that one rank fills.
 
     Attributes:
         targets: Number of rows that are targets; scratch follows.
         catalog: Targets and scratch.
-        order: int64, the rows that are filled, in the order in which they are.
-        same_memory: For targets that share their memory with another but are made of something else: that other one.
-            They are compared, not written.
+        order: int64, the rows to fill, in the order of filling.
+        same_memory: The other target by target, for targets with the same memory and another source: they are
+            compared, not written.
         tiles: In the order in which they are computed.
-        kept: By row: what stays as it is, as copies onto itself.
-        covered: int64 per row: elements that come from tiles or stay as they are.
-        band_of: Where rows are bands of targets: int64 per row that is one, its target.
+        kept: By row: the elements that stay unchanged, as copies onto themselves.
+        covered: int64 per row: elements that come from tiles or stay unchanged.
+        band_of: If rows are bands of targets: int64 per row that is one, its target.
     """
 
     targets: int
@@ -84,7 +84,7 @@ class FillPlan:
 
     @cached_property
     def in_order(self) -> Catalog:
-        """Return the rows that are filled, in that order; what other ranks have to know of this plan."""
+        """Return the rows to fill, in order: the part of the plan that other ranks need."""
         return self.catalog.take(self.order)
 
     @cached_property
@@ -106,7 +106,7 @@ class FillPlan:
 
     @property
     def computed(self) -> set[int]:
-        """Return the targets of which something is computed."""
+        """Return the targets with computed elements."""
         return {tile.row for tile in self.tiles if self.is_target(tile.row)}
 
 
@@ -117,20 +117,20 @@ def plan_fill(
     same_memory: dict[int, int] | None = None,
     bands: Sequence[tuple[int, Box]] = (),
 ) -> FillPlan:
-    """Plan what has to be filled for some of a rank's targets.
+    """Plan the rows for some of a rank's targets.
 
     Args:
         catalog: All targets.
         rows: Those to fill.
-        mapping: What statements make.
+        mapping: The mapping of the statements.
         same_memory: As in :class:`FillPlan`.
-        bands: Of targets that do not share memory, where they are filled in bands: the target and box of each band, of
-            all targets, in the order in which they are filled. The plan's rows are these.
+        bands: If targets, without shared memory, are filled in bands: target and box of each band of all targets, in
+            the order of filling. The plan's rows are then the bands.
 
     Raises:
-        ValidationError: A value is to be computed from what a target has.
+        ValidationError: A computed value needs a target's own values.
     """
-    # What is planned is boxes: renamed targets may have one name and two orders.
+    # Orders do not matter for boxes: renamed targets may have one name and two orders.
     own = FillPlan(len(catalog), catalog.with_orders({}), rows, same_memory or {})
     if bands:
         own = _in_bands(own, bands)
@@ -150,7 +150,7 @@ def _in_bands(plan: FillPlan, bands: Sequence[tuple[int, Box]]) -> FillPlan:
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """Place a row in its tensor.
+    """The place of a row in its tensor.
 
     Attributes:
         row: The row of the plan.
@@ -173,14 +173,14 @@ class _Place:
 
 @dataclass(frozen=True, eq=False)
 class _Regions:
-    """Find the regions of one tensor that meet a box."""
+    """An index of one tensor's regions by box."""
 
     regions: tuple[Region, ...]
     offset: np.ndarray
     stop: np.ndarray
 
     def meeting(self, box: Box) -> Iterator[tuple[Region, Box]]:
-        """Yield every region that has elements of a box, with these."""
+        """Yield every region with elements of a box, with their common box."""
         low = np.maximum(self.offset, box.offset)
         shape = np.minimum(self.stop, box.stop) - low
         for i in np.flatnonzero((shape > 0).all(axis=1)).tolist():
@@ -240,7 +240,7 @@ class _Builder:
         return known
 
     def _visit(self, place: _Place, box: Box) -> None:
-        """Plan what a box of a row has of computed and kept elements."""
+        """Plan the computed and kept elements in a box of a row."""
         for region, common in self._regions(place.name).meeting(box):
             self._covered[place.row] = self._covered.get(place.row, 0) + common.size
             if region.node is not None:
@@ -276,7 +276,7 @@ class _Builder:
             unused = [row for need, row in open_rows.items() if need not in wanted]
             if unused:
                 self._tiles[-1] = replace(self._tiles[-1], freed=tuple(unused))
-            # A box that the tile before needed too (a factor, say) is moved once.
+            # A box that the tile before needs too (a factor, say) is moved once.
             open_rows = {need: row for need, row in open_rows.items() if need in wanted}
             for need in wanted:
                 if need not in open_rows:
@@ -314,8 +314,8 @@ class _Builder:
 def split_tiles(box: Box, limit: int, aligned: bool = True) -> Iterator[Box]:
     """Split a box into boxes of at most ``limit`` elements, in row-major order.
 
-    Splits are at multiples of a power of two, where the blocks of block-wise formats end too, if they are ``aligned``;
-    else the boxes are as large as may be.
+    If ``aligned``, splits are at multiples of a power of two, where the blocks of block-wise formats end too; else the
+    boxes are as large as possible.
     """
     ndim, inner = len(box.shape), 1
     axis = ndim

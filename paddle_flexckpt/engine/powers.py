@@ -1,4 +1,4 @@
-"""Powers of beta of a source whose optimizer counts its steps, as torch's do: what they are after so many steps.
+"""Powers of beta for a source whose optimizer counts steps, as torch's do: their values after these steps.
 
 Tested in tests/engine/test_powers.py.
 """
@@ -16,14 +16,14 @@ _MOMENTS = ("moment1_0", "moment_0")
 
 
 class Facts:
-    """Tell what a source says besides its shards; by default nothing."""
+    """Facts about a source besides its shards; by default none."""
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the configuration of the model that it is of; nothing where there is none."""
+        """Return the configuration of its model; empty if there is none."""
         return {}
 
     def progress(self, key: str) -> tuple[float, tuple[float, ...]] | None:
-        """Return after how many steps a moment is, and with which betas, by its key; None where that is not told."""
+        """Return the number of steps of a moment, and its betas, by its key; None if they are not known."""
         return None
 
 
@@ -31,7 +31,7 @@ NOTHING = Facts()
 
 
 class Power(NamedTuple):
-    """Name a power of beta: whose it is, which state, and of which beta, 1 or 2."""
+    """A power of beta: its parameter, its state, and the number of the beta, 1 or 2."""
 
     parameter: str
     state: str
@@ -39,7 +39,7 @@ class Power(NamedTuple):
 
     @classmethod
     def of(cls, key: str) -> Power | None:
-        """Return the power that a key is of; None if it is of none."""
+        """Return the power of a key; None if it is another state."""
         match = _POWER.fullmatch(key)
         return None if match is None else cls(match[1], match[2], int(match[3]))
 
@@ -49,7 +49,7 @@ class Power(NamedTuple):
         return [state_key(self.parameter, name) for name in _MOMENTS]
 
     def progress(self, facts: Facts, sources: Iterable[str]) -> tuple[float | None, float | None]:
-        """Return after how many steps moments under these keys are, and the beta of this power; None: not told."""
+        """Return the number of steps of moments under these keys, and the beta of this power; None: not known."""
         found = {progress for progress in map(facts.progress, sources) if progress is not None}
         if len(found) != 1:
             return None, None

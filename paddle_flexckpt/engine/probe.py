@@ -24,25 +24,25 @@ from paddle_flexckpt.media.backend import Backend, Location, fill
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.report import Report
 
-# Of one call that writes or reads; as many as a portion of a load has are near enough.
+# Bytes of one call that writes or reads, about those of a portion of a load.
 _CHUNK_BYTES = 4 << 20
-# Small reads, each of so many bytes: enough for a median, and little for the medium.
+# Number and bytes of small reads: enough for a median, and little for the medium.
 _SMALL_READS, _SMALL_BYTES = 64, 4096
 LEAST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class ProbeReport(Report):
-    """Say what a medium gave.
+    """The speed of a medium.
 
     Attributes:
         path: Where the scratch files were.
         nbytes: Their bytes, all together.
-        threads: Threads that wrote and read, a file each.
-        write_bytes_per_second: Until all was durable.
-        read_bytes_per_second: All threads together. The system's page cache was asked to forget the files before.
-        latency_seconds: Of a small read, one after the other; the median.
-        request_seconds: Of a small read, where all threads read at the same time: their seconds over their reads.
+        threads: Number of threads that wrote and read, a file each.
+        write_bytes_per_second: The speed of all threads, until all bytes were durable.
+        read_bytes_per_second: The speed of all threads. Before, the system was asked to drop the files from its cache.
+        latency_seconds: The median time of small reads, one after the other.
+        request_seconds: The mean time of small reads while all threads read: their seconds over their reads.
     """
 
     path: str
@@ -96,7 +96,7 @@ def probe(location: Location, nbytes: int = 256 << 20, threads: int = 4) -> Prob
                 done.result()
             return time.perf_counter() - begin
 
-        # No medium compresses these, and threads that write the same differ in the first bytes.
+        # Incompressible; the first bytes differ between threads.
         data = np.random.default_rng().integers(0, 256, min(each, _CHUNK_BYTES), dtype=np.uint8)
         write = timed(lambda name: _write(backend, name, each, data))
         _forget(backend, files)
@@ -112,14 +112,14 @@ def probe(location: Location, nbytes: int = 256 << 20, threads: int = 4) -> Prob
 
 
 def read_probe(path: str | Path) -> ProbeReport:
-    """Return what ``flexckpt bench --json`` has printed to a file.
+    """Return the report in a file with the output of ``flexckpt bench --json``.
 
     Raises:
-        ValidationError: It is no such file.
+        ValidationError: The file is something else.
     """
     try:
-        said: Any = json.loads(Path(path).read_text(encoding="utf-8"))
-        report = ProbeReport(**{each.name: said[each.name] for each in fields(ProbeReport)})
+        content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
+        report = ProbeReport(**{each.name: content[each.name] for each in fields(ProbeReport)})
     except (OSError, ValueError, KeyError, TypeError) as error:
         remedy = "Remedy: write it with `flexckpt bench DIRECTORY --json`"
         raise ValidationError([f"cannot read a probe from {str(path)!r}: {error!r}. {remedy}"]) from error
@@ -145,7 +145,7 @@ def _read(backend: Backend, name: str, nbytes: int) -> None:
 
 
 def _small_reads(backend: Backend, name: str, nbytes: int) -> list[float]:
-    """Return the seconds of small reads, from the end of a file to its beginning: nothing reads ahead of these."""
+    """Return the seconds of small reads, from the end of a file to its beginning, so that no read-ahead helps."""
     buffer, seconds = memoryview(bytearray(min(_SMALL_BYTES, nbytes))), []
     with backend.open(name) as file:
         for place in range(_SMALL_READS, 0, -1):
@@ -157,7 +157,7 @@ def _small_reads(backend: Backend, name: str, nbytes: int) -> list[float]:
 
 
 def _forget(backend: Backend, files: list[str]) -> None:
-    """Ask the system to drop its copies of files, where it has any, so that the medium is read and not memory."""
+    """Ask the system to drop files from its cache, so that the medium is read and not memory."""
     if not backend.has_path or not hasattr(os, "posix_fadvise"):
         return
     for name in files:

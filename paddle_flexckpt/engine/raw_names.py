@@ -1,4 +1,4 @@
-"""Compare parameters that only Paddle's count of layers tells apart: those of one shape could be each other's.
+"""Find states whose parameter follows only from Paddle's count of layers, among parameters of one shape.
 
 Tested in tests/engine/test_raw_names.py.
 """
@@ -12,17 +12,17 @@ from paddle_flexckpt.catalog import Problem
 from paddle_flexckpt.engine.names import HINT, CompatibleNames, Source, Unresolved, bare, is_counted, split_raw
 
 _MOST_PAIRS = 8
-# What stands before a parameter's raw name, and its shape.
+# The path before a parameter's raw name, and its shape.
 _Kind = tuple[str, tuple[int, ...]]
 
 
 def find_guesses(targets: Sequence[Unresolved], source: Source, found: CompatibleNames) -> list[Problem]:
-    """Return where a raw name alone decides which of several parameters of one shape a state belongs to.
+    """Return the problems of states whose raw name alone chooses between several parameters of one shape.
 
     Args:
         targets: The targets of one rank that :func:`.find_compatible` looked for.
         source: The source's keys.
-        found: What it found.
+        found: The result of the search.
     """
     guessed = {target: key for target, key in found.by_raw_name.items() if is_counted(key)}
     if not guessed:
@@ -51,7 +51,7 @@ def _kinds(states: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, _Kind]:
         if is_counted(name):
             parameter = _parameter(name)
             shapes[parameter] = max(shapes.get(parameter, ()), shape, key=lambda each: (prod(each), each))
-    # The path, as in a nested state dict, tells parameters apart.
+    # The path, as in a nested state dict, distinguishes parameters.
     return {parameter: (".".join(parameter.split(".")[:-2]), shape) for parameter, shape in shapes.items()}
 
 
@@ -94,6 +94,6 @@ def _problem(
 
 
 def _meant(target: Unresolved) -> str:
-    """Return the parameter whose state a target is, by the name that says most."""
+    """Return the parameter whose state a target is, by its best name."""
     names = target.state_names or (target.key,) * bool(target.raw_names)
     return bare(names[0].rpartition(".")[0]) if names else _parameter(target.key)

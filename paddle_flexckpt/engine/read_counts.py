@@ -1,7 +1,7 @@
-"""Count the requests that a FileReader makes for pieces, without a file or memory: for many ranks at once, in columns.
+"""Count the requests of FileReaders for pieces, without files or memory: for many ranks at once, in columns.
 
-Each rule is one of :class:`~paddle_flexckpt.native.reader.FileReader` on a file system, with ``verify="read"``, where
-nothing is damaged; its counters are what tests compare with. Tested in tests/engine/test_read_counts.py.
+The rules are those of :class:`~paddle_flexckpt.native.reader.FileReader` on a file system, with ``verify="read"`` and
+without damage; tests compare with its counters. Tested in tests/engine/test_read_counts.py.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from paddle_flexckpt.native.row_files import MAP_SPAN_BYTES
 from paddle_flexckpt.native.stretches import RUNS_AT_ONCE, reach
 from paddle_flexckpt.planning import Pieces
 
-# Whole blocks in the middle of a stretch are read so many to a request, whatever comes before; beyond this many of them
-# each further pair is one more request.
+# From this number of whole blocks in the middle of a stretch on, each further pair is one more request, whatever comes
+# before.
 _TOLD_BLOCKS = 3 * BLOCKS_AT_ONCE
-# Up to so many readers' portions are cut one reader after the other.
+# Up to this number of readers, portions are cut one reader after the other.
 _FEW_READERS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class ReadCounts:
-    """Hold what ranks read; int64 per rank.
+    """The reads of ranks; int64 per rank.
 
     Attributes:
         bytes_needed: Bytes of the pieces.
-        bytes_read: Bytes that come from files.
+        bytes_read: Bytes read from files.
         reads: Requests, and copies out of a memory map.
         files: Files that are opened.
-        buffer_bytes: Memory that is read through, with as many threads as a reader has at most.
+        buffer_bytes: Memory of read buffers, with the most threads of a reader.
     """
 
     bytes_needed: np.ndarray
@@ -50,7 +50,7 @@ class ReadCounts:
 
 @dataclass(frozen=True, eq=False)
 class _Stretches(Columns):
-    """Hold contiguous bytes of items that are read together, by who reads them together; int64 ``[n]`` each."""
+    """Contiguous bytes of items, by the readers that read them together; int64 ``[n]`` each."""
 
     reader: np.ndarray
     item: np.ndarray
@@ -61,13 +61,13 @@ class _Stretches(Columns):
 def count_reads(
     pieces: Pieces, source: Catalog, target: Catalog, place: np.ndarray, ranks: int, block_bytes: int
 ) -> ReadCounts:
-    """Count what ranks read to fill targets that lie in host memory as they are, and scratch.
+    """Count the reads of ranks that fill contiguous targets in host memory, and scratch.
 
     Args:
-        pieces: What is read.
-        source: What the files hold.
-        target: The rows that are filled. Rows of a place of -1 - p are scratch of the place p.
-        place: int64 per row of the targets: which of the ranks fills it.
+        pieces: The pieces to read.
+        source: The catalog of the files.
+        target: The rows to fill. Rows of a place of -1 - p are scratch of the place p.
+        place: int64 per row of the targets: the place of its rank.
         ranks: Number of ranks.
         block_bytes: Of a block with a checksum.
     """
@@ -128,7 +128,7 @@ def bytes_by_source(pieces: Pieces, source: Catalog, place: np.ndarray, ranks: i
 
 
 class _Counter:
-    """Add up reads, form by form."""
+    """The sums of reads, form by form."""
 
     def __init__(self, source: Catalog, ranks: int, block_bytes: int, needed: np.ndarray) -> None:
         self._source, self._ranks, self._block = source, ranks, block_bytes

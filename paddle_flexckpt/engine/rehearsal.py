@@ -1,7 +1,7 @@
-"""Say what a load would do on each rank of a job, without the job: whether it fits, what is read, what is held.
+"""Predict a load on each rank of a job, without the job: whether it fits, its reads, and its memory.
 
-A layout makes each rank's targets. They are resolved, planned and matched by the functions of a load; the reads are
-counted instead of made. Ranks that have the same are worked out once, and many together.
+A layout has each rank's targets. The functions of a load resolve, plan and match them; reads are counted instead of
+made. Ranks with equal targets are computed once, and many ranks together.
 
 Tested in tests/engine/test_rehearsal.py and tests/distributed/test_rehearsal.py.
 """
@@ -37,20 +37,20 @@ from paddle_flexckpt.planning import Pieces, ShardMatcher
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.readers import LINK_BYTES_PER_SECOND, MEETING_SECONDS, READ_BYTES_PER_SECOND
 
-# Rows of targets that are matched at once: bounds memory.
+# Rows of targets to match at once: bounds memory.
 ROWS_AT_ONCE = 1 << 19
-# Where a load fails, so many ranks at most are asked for all that is wrong; of a larger job one of each kind.
+# If a load fails, the most ranks to check for all problems; of a larger job one rank of each kind.
 RANKS_ASKED = 1024
-# What stands for what where ranks read together from an object store.
+# Rows that replace others where ranks read together from an object store.
 _IN_STORE = (("bytes", "bytes_read"), ("requests", "reads"))
 
 
 class _Nowhere(Memory):
-    """Stand for the memory of targets that nobody fills."""
+    """The memory of targets that are not filled."""
 
 
 class _Scratch(Filling):
-    """Hold scratch as a load would, untouched, and compute nothing."""
+    """Scratch as in a load, without its contents and computations."""
 
     def _compute(self, tile: Tile) -> None:
         for row in tile.operands:
@@ -59,7 +59,7 @@ class _Scratch(Filling):
             self._scratch_bytes -= self._scratch.pop(row).nbytes
 
     def peak(self, pieces: Pieces) -> int:
-        """Return the most scratch that is held while pieces are read."""
+        """Return the most scratch in use while pieces are read."""
         for first, last in self.portions(pieces.target):
             if first < last:
                 self.advance(int(pieces.target[first]))
@@ -82,21 +82,21 @@ def rehearse(
     request_seconds: float = 0.0,
     notes: Sequence[str] = (),
 ) -> RehearsalReport:
-    """Say what loading a checkpoint into a layout would do.
+    """Predict the load of a checkpoint into a layout.
 
-    Counts are those with ``verify="read"``. Those of an object store stand beside those of a file system.
+    Counts are those with ``verify="read"``; those of an object store are in fields of their own.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
-        layout: What each rank has.
-        options: Of the load.
-        cooperative: Whether to say also what ranks do where one of them reads for all.
-        by_source: Whether to say also which rank has saved what each rank needs.
-        object_store: Whether to count requests as if the checkpoint were in an object store; if it is, they are.
-        bytes_per_second: What one rank reads while all do; by default no time is estimated. Between ranks goes twice
-            as much, as ``comm_method="auto"`` takes it.
-        request_seconds: What each read adds to that, where several threads read.
-        notes: What the layout takes for granted, for the report.
+        layout: The layout of the job.
+        options: The options of the load.
+        cooperative: Whether to predict also the load in which one rank reads for all.
+        by_source: Whether to report also the ranks that saved the bytes which each rank needs.
+        object_store: Whether to count requests as if the checkpoint were in an object store; always if it is in one.
+        bytes_per_second: The speed of one rank while all read; by default no time is estimated. Links between ranks
+            count as twice as fast, as in ``comm_method="auto"``.
+        request_seconds: The time that each read adds, where several threads read.
+        notes: Assumptions about the layout, for the report.
 
     Raises:
         ValidationError: There is no such checkpoint.
@@ -106,20 +106,20 @@ def rehearse(
     asked.check()
     directory = SourceDirectory(path)
     with LockedManifest(directory, asked.unique_id) as manifest:
-        said: dict[str, Any] = {"source": directory.path, "unique_id": manifest.unique_id, "notes": list(notes)}
-        said.update(strategy=str(layout.strategy), world_size=layout.strategy.ranks)
+        details: dict[str, Any] = {"source": directory.path, "unique_id": manifest.unique_id, "notes": list(notes)}
+        details.update(strategy=str(layout.strategy), world_size=layout.strategy.ranks)
         try:
             found = _Rehearsal(path, manifest, layout, asked, cooperative, by_source, object_store).run()
         except CheckpointError as error:
-            return RehearsalReport(**said, error=str(error))
-        report = RehearsalReport(**said, **found)
+            return RehearsalReport(**details, error=str(error))
+        report = RehearsalReport(**details, **found)
         if bytes_per_second:
             report = replace(report, seconds=_seconds(report, bytes_per_second, request_seconds))
         return report
 
 
 def _seconds(report: RehearsalReport, rate: float, request: float) -> dict[str, float]:
-    """Return how long the slowest rank takes, by way of reading."""
+    """Return the seconds of the slowest rank, by way of reading."""
     seconds = {"direct": max(each.seconds(rate, request) for each in report.ranks)}
     most = report.cooperative
     if most:
@@ -131,7 +131,7 @@ def _seconds(report: RehearsalReport, rate: float, request: float) -> dict[str, 
 
 
 class _Rehearsal:
-    """Work out a load into a layout."""
+    """The prediction of one load into a layout."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class _Rehearsal:
         object_store: bool,
     ) -> None:
         self._manifest, self._layout, self._options = manifest, layout, options
-        # What each rank fills, as far as it has to be known.
+        # The targets of ranks, as far as they have to be known.
         self._filled: list[Catalog] | None = [] if cooperative else None
         self._by_source = by_source
         self._source = manifest.catalog
@@ -154,7 +154,7 @@ class _Rehearsal:
         groups = group_replicas(self._source)
         coverage = validate_coverage(self._source, groups)
         self._matcher = ShardMatcher(self._source, groups, coverage)
-        # Which of several copies a rank reads depends on its number.
+        # The copy that a rank reads, of several, depends on its number.
         is_own = len(groups) < len(self._source) or bool(coverage.overlaps)
         self._alike: dict[tuple[int, ...], list[int]] = {}
         for rank in range(layout.strategy.ranks):
@@ -172,16 +172,16 @@ class _Rehearsal:
             try:
                 task, _ = make_task(self._targets(union), self._source, self._options, self._known)
                 groups, used = self._count(task)
-                # The files are looked at once for all ranks.
+                # The files are checked once for all ranks.
                 self._check_files(np.flatnonzero(used))
             except CheckpointError as error:
                 raise self._failure(error) from error
         used = task.resolution.used(self._source, task.mapping)
         unexpected = check_unexpected(self._source.keys, used, task.mapping, self._options, self._context)
-        said = task.resolution.report()
+        details = task.resolution.report()
         names = ("missing", "aliases", "cast", "masters", "maybe_fused")
         total = sum(len(each.ranks) * each.bytes_needed for each in groups)
-        found = {name: said[name] for name in names}
+        found = {name: details[name] for name in names}
         if self._filled is not None:
             ranks, block_bytes = self._layout.strategy.ranks, self._manifest.checksums.block_bytes
             in_store = self._is_in_store()
@@ -191,7 +191,7 @@ class _Rehearsal:
         return {**found, "unexpected": unexpected, "ranks": groups, "total_bytes": total}
 
     def _all_targets(self) -> tuple[Catalog, Catalog | None]:
-        """Return a row for each key of the job; and all shards, each once, where statements have to know them."""
+        """Return a row for each key of the job; and all shards, each once, if statements need them."""
         seen, held = np.zeros(len(self._layout.keys), dtype=bool), self._layout.held
         first, everything = [], []
         for _, batch in self._batches(ROWS_AT_ONCE):
@@ -210,12 +210,12 @@ class _Rehearsal:
         return concat(first), known.take(np.sort(group_replicas(known).first))
 
     def _count(self, task: Task) -> tuple[list[RankReads], np.ndarray]:
-        """Return what ranks read, and which rows of the source are used."""
+        """Return the reads of ranks, and the used rows of the source."""
         resolution, mapping = task.resolution, task.mapping
         computes = mapping is not None and bool(mapping.regions)
         numbers = {name: row for row, name in enumerate(resolution.targets.catalog.keys)}
         rows = [numbers.get(name, -1) for name in self._layout.keys]
-        # Each key of the layout: its name in the source or in what statements make, and whether it is filled.
+        # By key of the layout: its name in the source or the mapping, and whether it is filled.
         keys = tuple(resolution.catalog.keys[row] if row >= 0 else name for row, name in zip(rows, self._layout.keys))
         is_filled = np.zeros(len(numbers) + 1, dtype=bool)
         is_filled[resolution.filled] = True
@@ -264,7 +264,7 @@ class _Rehearsal:
         return self._object_store or self._files.directory.backend.at_once > 1
 
     def _batches(self, rows: int) -> Iterator[tuple[list[list[int]], Catalog]]:
-        """Yield ranks that have the same, and what the first of each have: of as many ranks as have about ``rows``."""
+        """Yield groups of ranks with equal targets, and the first one's targets: about ``rows`` of these at a time."""
         alike, first = [*self._alike.values()], 0
         count = max(rows // max(int(self._layout.held.sum()), 1), 1)
         while first < len(alike):
@@ -272,15 +272,15 @@ class _Rehearsal:
             batch = self._layout.catalogs([ranks[0] for ranks in some])
             yield some, batch
             first += count
-            # A stage of a pipeline has a part of all keys; those that follow may have more.
+            # A stage of a pipeline has a part of all keys; later ones may have more.
             count = min(max(rows * len(some) // max(len(batch), 1), 1), 8 * count)
 
     def _targets(self, catalog: Catalog) -> Targets:
-        """Return targets of a job whose states are those that the source says they are."""
+        """Return targets of a job, whose raw names of states are those of the source."""
         return _targets(replace(catalog, state_names=self._source.state_names))
 
     def _failure(self, error: CheckpointError) -> CheckpointError:
-        """Return the error that the ranks of the job would raise together, by asking one after the other."""
+        """Return the error that the ranks of the job would raise together, by checking one after the other."""
         total = self._layout.strategy.ranks
         asked: Iterable[int] = range(total)
         if total > RANKS_ASKED:
@@ -301,7 +301,7 @@ class _Rehearsal:
 
 
 def _kind_of(catalog: Catalog, alike: Sequence[list[int]]) -> np.ndarray:
-    """Return which kind of ranks each row is of, where a catalog has those of the first rank of each kind."""
+    """Return the kind of ranks of each row, in a catalog of the first rank of each kind."""
     first = np.asarray([ranks[0] for ranks in alike])
     kind = np.zeros(first.max() + 1, dtype=np.int64)
     kind[first] = np.arange(len(first))
@@ -309,7 +309,7 @@ def _kind_of(catalog: Catalog, alike: Sequence[list[int]]) -> np.ndarray:
 
 
 def _of_all(filled: Catalog, alike: Sequence[list[int]]) -> Catalog:
-    """Return the rows of the first of ranks that have the same, for each of these."""
+    """Return the rows of the first of several equal ranks, for each of these."""
     if all(len(ranks) == 1 for ranks in alike):
         return filled
     of = _kind_of(filled, alike)
@@ -323,7 +323,7 @@ def _of_all(filled: Catalog, alike: Sequence[list[int]]) -> Catalog:
 
 
 def _targets(catalog: Catalog) -> Targets:
-    """Return targets of which each has memory of its own."""
+    """Return targets with memory of their own each."""
     names = tuple(map(catalog.keys.__getitem__, catalog.key.tolist()))
     nothing = ((),) * len(names)
     own = replace(catalog, keys=names, key=np.arange(len(names), dtype=np.int32))

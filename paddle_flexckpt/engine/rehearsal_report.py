@@ -1,4 +1,4 @@
-"""What a rehearsal of a load says: of the job, and of each of its ranks.
+"""The report of a rehearsal of a load: for the job, and for each of its ranks.
 
 Tested in tests/engine/test_rehearsal.py and tests/cli/test_rehearse.py.
 """
@@ -14,20 +14,20 @@ from paddle_flexckpt.report import Report
 
 @dataclass(frozen=True)
 class RankReads:
-    """Say what each of some ranks would do that all do the same.
+    """The reads of each of some ranks, which are all the same.
 
     Attributes:
-        ranks: They.
+        ranks: The ranks.
         bytes_needed: Bytes of the pieces that fill a rank's targets.
         bytes_read: Bytes of tensors read from files.
         reads: Read calls.
         files: Files opened.
         target_bytes: Bytes of the targets.
-        scratch_bytes: The most memory that operands of computed values take at any time.
+        scratch_bytes: The most memory of operands of computed values at any time.
         sources: Bytes of these pieces by the rank that saved them; empty unless asked for.
-        buffer_bytes: Memory that is read through, with four threads.
+        buffer_bytes: Memory of read buffers, with four threads.
         object_requests: Requests to an object store, if the checkpoint is in one; else 0.
-        object_bytes: Bytes of files that these bring, gaps that they read over among them.
+        object_bytes: Bytes of these requests, gaps included.
     """
 
     ranks: list[int]
@@ -45,42 +45,42 @@ class RankReads:
 
     @property
     def amplification(self) -> float:
-        """Return the bytes read for each byte that is needed."""
+        """Return the bytes read per byte needed."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
     @property
     def memory_bytes(self) -> int:
-        """Return the most memory that targets, scratch and buffers take."""
+        """Return the most memory of targets, scratch and buffers."""
         return self.target_bytes + self.scratch_bytes + self.buffer_bytes
 
     def seconds(self, rate: float, request: float) -> float:
-        """Return how long it takes to read, by bytes in a second and seconds of a request."""
+        """Return the seconds of reading, from bytes per second and seconds per request."""
         return (self.object_bytes or self.bytes_read) / rate + (self.object_requests or self.reads) * request
 
 
 @dataclass(frozen=True)
 class RehearsalReport(Report):
-    """Say what a load under a layout would do.
+    """The prediction of a load under a layout.
 
     Attributes:
         source: The checkpoint's directory.
         unique_id: Its id.
-        strategy: The layout's.
-        world_size: Its ranks.
-        error: Why the load would fail, in the words that the job would raise on every rank; "" where it would not.
-        missing: Keys that ranks ask for and the source does not have; their targets would stay as they are.
+        strategy: The strategy of the layout.
+        world_size: Number of its ranks.
+        error: The error that the job would raise on every rank; "" if the load succeeds.
+        missing: Keys that ranks ask for and the source lacks; their targets would stay unchanged.
         unexpected: Keys that the source has and no rank asks for.
         aliases: Keys that would be found under another name.
         cast: Keys whose values would be cast, with the dtypes.
-        masters: Master weights that would start from their parameters, and parameters taken from their master weights.
-        maybe_fused: Source keys that may be fused, for all that the source says.
-        notes: What the rehearsal has taken for granted.
-        ranks: What each rank would do; those that do the same together.
+        masters: Master weights that would start from their parameters, and parameters from their master weights.
+        maybe_fused: Source keys that may be fused without a record of it in the source.
+        notes: Assumptions of the rehearsal.
+        ranks: The reads of each rank; equal ranks together.
         total_bytes: ``bytes_needed`` of all ranks.
-        cooperative: Where one rank reads for all (``comm_method="cooperative"``): ``bytes_read``, ``reads``,
-            ``bytes_received`` and ``bytes_sent``, by rank; of an object store also ``object_requests`` and
+        cooperative: If one rank reads for all (``comm_method="cooperative"``): ``bytes_read``, ``reads``,
+            ``bytes_received`` and ``bytes_sent``, by rank; for an object store also ``object_requests`` and
             ``object_bytes``. Empty unless asked for.
-        seconds: By way of reading, how long the slowest rank takes at the given rate; empty without one.
+        seconds: The slowest rank's seconds at the given rate, by way of reading; empty without a rate.
     """
 
     source: str
@@ -109,7 +109,7 @@ class RehearsalReport(Report):
 
     @property
     def worst(self) -> RankReads:
-        """Return the ranks that read the most; the first of these."""
+        """Return the first of the ranks that read the most."""
         return max(self.ranks, key=lambda each: each.bytes_read)
 
     def summary(self) -> str:

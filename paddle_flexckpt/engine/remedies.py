@@ -19,14 +19,14 @@ from paddle_flexckpt.engine.names import bare, split_raw
 # The layer in the names of embeddings, and of the heads that models tie to them.
 _TIED = re.compile(r"(?:embed|wte|head|decoder)[^.]*\.[^.]+$", re.IGNORECASE)
 
-# Products of what NAdam and RAdam multiply begin with 1; Adam's powers begin with beta itself.
+# The products of NAdam and RAdam begin with 1; Adam's powers begin with beta itself.
 _FROM_ONE = re.compile(r"(?:beta[12]_pow|mu_product|momentum_decay_pow|rho)_\d+$")
 
 
 def reshaped(target: Catalog, row: int, source: Catalog, source_row: int, keys: set[str]) -> str:
-    """Return the remedy for a target of another shape, with the statement where only one can be meant; else "".
+    """Return the remedy for a target of another shape, with the statement if there is only one candidate; else "".
 
-    ``keys`` has those of both sides.
+    ``keys`` are those of both sides.
     """
     old = source.unpadded(source_row, source.global_shape)
     new = target.unpadded(row, target.global_shape)
@@ -41,7 +41,7 @@ def reshaped(target: Catalog, row: int, source: Catalog, source_row: int, keys: 
                 f"{size}, or, if elements were added or removed at the end, as in a vocabulary, cut or extend it by "
                 f"the AOA statement '{text}'"
             )
-        # Axes of one size could be told apart by nothing.
+        # Axes of equal size cannot be distinguished.
         if sorted(old) == sorted(new) and len({*old}) == len(old):
             axes = [old.index(extent) for extent in new]
             text = f"{found}^T -> {wanted}" if len(axes) == 2 else f'{found} -> {wanted}, permute="{axes}"'
@@ -50,7 +50,7 @@ def reshaped(target: Catalog, row: int, source: Catalog, source_row: int, keys: 
                 f"'{text}'; also square tensors, whose shapes do not tell, need such a statement"
             )
         return ""
-    # Row-major order is meant where axes were only joined or split, or have one element.
+    # The order is row-major if axes were only joined or split, or have one element.
     edges = [{math.prod(shape[:axis]) for axis in range(len(shape) + 1)} for shape in (old, new)]
     if math.prod(old) == math.prod(new) > 0 and (edges[0] <= edges[1] or edges[1] <= edges[0]):
         text = f'{found} -> {wanted}, reshape="auto"'
@@ -59,7 +59,7 @@ def reshaped(target: Catalog, row: int, source: Catalog, source_row: int, keys: 
 
 
 def _moved_names(target: Catalog, row: int, source: Catalog, source_row: int, keys: set[str]) -> tuple[str, str]:
-    """Return the names for a statement: those of parameters, whose states follow, or of states of another shape."""
+    """Return the names for a statement: of parameters, whose states follow, or of states of another shape."""
     names = source.key_name(source_row), target.key_name(row)
     parameters = split_state(names[0], keys)[0], split_state(names[1], keys)[0]
     for catalog, own, name, parameter in zip((source, target), (source_row, row), names, parameters):
@@ -71,7 +71,7 @@ def _moved_names(target: Catalog, row: int, source: Catalog, source_row: int, ke
 
 
 def renamed(keys: Sequence[str], names: Collection[str]) -> str:
-    """Return the statements for targets that the source has, all of them, with a prefix or without theirs; else ""."""
+    """Return the statements for targets that the source has, all of them, under a prefix or without theirs; else ""."""
     key = next((key for key in keys if key not in names), "")
     longer = [name[: -len(key)] for name in names if key and name.endswith(f".{key}")]
     longer = [prefix for prefix in longer if all(prefix + each in names for each in keys)]
@@ -85,9 +85,9 @@ def renamed(keys: Sequence[str], names: Collection[str]) -> str:
 
 
 def first_value(key: str) -> str:
-    """Say how a state gets the value that it has before the first step, as the source has none.
+    """Return the remedy by which a state that the source lacks gets its value before the first step.
 
-    A master begins as its parameter, and zeros in it would become the parameter's at the next step.
+    A master starts as its parameter: zeros in it would become the parameter's at the next step.
     """
     raw, (parameter, _, state) = split_raw(bare(key)), key.rpartition(".")
     if MASTER in (state, raw and raw.state):
@@ -112,7 +112,7 @@ def first_value(key: str) -> str:
 
 
 def untied(target: Catalog, row: int, source: Catalog) -> str:
-    """Return the statement for a head or embedding that the saved model had tied to the other; "" for other targets."""
+    """Return the statement for a head or embedding that the saved model tied to the other; "" for other targets."""
     keys = {*source.keys, *target.keys}
     key, shape = target.key_name(row), target.unpadded(row, target.global_shape)
     parameter = split_state(key, keys)[0]

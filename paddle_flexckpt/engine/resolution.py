@@ -1,4 +1,4 @@
-"""How one rank's targets are filled: the outcome of :mod:`paddle_flexckpt.engine.resolver`.
+"""Resolution: the sources of one rank's targets, the result of :mod:`paddle_flexckpt.engine.resolver`.
 
 Tested in tests/engine/test_resolution.py.
 """
@@ -20,24 +20,24 @@ from paddle_flexckpt.engine.targets import Targets
 
 MASTER_END = ".w_0"
 
-# How a target is filled: from the source key of its own name, of a tied parameter's, or of one that Paddle gives it
-# elsewhere; a master weight from its parameter or the other way round; as a statement says; not at all.
+# The way a target is filled: from the source key of its own name, of a tied parameter's name, or of another name of
+# Paddle's; a master weight from its parameter or the other way round; by a statement; not at all.
 OWN, ALIAS, RAW_NAME, MASTER, STATEMENT, MISSING = "own", "alias", "raw name", "master", "statement", "missing"
 
 
 class Resolved(NamedTuple):
-    """Tell how one target is filled.
+    """The source of one target.
 
     Attributes:
         how: One of the words above.
-        name: The key of the source, or of what statements make, that fills it; its own where nothing does.
-        alias: The name under which it was found, if another than its own.
+        name: The key of the source, or of the mapping, that fills it; its own key if nothing does.
+        alias: The name under which it was found, if it is another one.
         cast: ``float32 -> bfloat16``, if values are cast.
-        master: The source key, where parameter and master weight stand for each other.
-        mismatch: That the source holds it in other parts: it is not filled until statements put them right.
-        maybe_fused: The source key, if it may be fused, for all that the source says, and is not as the target is cut.
+        master: The source key, if a master weight fills its parameter or the other way round.
+        mismatch: The difference in fused parts: it is not filled until statements reorder them.
+        maybe_fused: The source key, if it may be fused without a record of it, and is cut otherwise than the target.
         problem: Why it cannot be filled.
-        completion: The statement that makes it, of what the source says besides; it is not filled without that.
+        completion: The statement that makes it from facts about the source; without that it is not filled.
     """
 
     how: str
@@ -53,14 +53,14 @@ class Resolved(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Resolution:
-    """Tell how one rank's targets are filled.
+    """The sources of one rank's targets.
 
     Attributes:
         targets: The targets.
-        others: How they are filled, by row in rising order, but for those that the source's tensor of their name fills.
+        others: By row in rising order, all targets but those that the source's tensor of the same name fills.
         filled: int64, the rows to fill.
-        same_memory: For rows that share their memory with an earlier row but are made of something else: that earlier
-            row. They are compared, not written.
+        same_memory: The earlier row by row, for rows with the same memory and another source: they are compared, not
+            written.
     """
 
     targets: Targets
@@ -70,12 +70,12 @@ class Resolution:
 
     @cached_property
     def rows(self) -> tuple[Resolved, ...]:
-        """Return how each target is filled."""
+        """Return the source of each target."""
         return tuple(self.others.get(row) or Resolved(OWN, key) for row, key in enumerate(self.targets.catalog.keys))
 
     @cached_property
     def catalog(self) -> Catalog:
-        """Return the targets, with every key under the name that the mapping or the source has for it."""
+        """Return the targets, with the mapping's or the source's name of every key."""
         names = list(self.targets.catalog.keys)
         for row, other in self.others.items():
             names[row] = other.name
@@ -94,16 +94,16 @@ class Resolution:
 
     @property
     def may_be_codes(self) -> bool:
-        """Return whether values are cast of a type that codes have: what the source has beside them tells."""
+        """Return whether values of a type for codes are cast; keys beside them in the source decide."""
         return any(other.cast.partition(" ")[0] in CODE_DTYPES for other in self.others.values())
 
     @property
     def mismatches(self) -> list[FusedMismatch]:
-        """Return what statements have to put right first."""
+        """Return the fused targets that statements have to reorder first."""
         return [other.mismatch for other in self.others.values() if other.mismatch is not None]
 
     def statements(self, source: Catalog) -> tuple[str, ...]:
-        """Return the statements that put the parts of fused targets right, and that make what only facts tell."""
+        """Return the statements that reorder fused targets, and those from facts about the source."""
         completions = tuple(sorted(self.by_key("completion").values()))
         if not self.mismatches:
             return completions
@@ -111,7 +111,7 @@ class Resolution:
         return (*mending_statements(self.mismatches, keys), *completions)
 
     def raw_meanings(self) -> dict[str, list[str]]:
-        """Return the parameters by the raw names of them that lead to keys of the source."""
+        """Return parameters by those of their raw names that lead to keys of the source."""
         keys, known = self.targets.catalog.keys, self.targets.catalog.state_names
         columns = zip(keys, self.catalog.keys, self.targets.aliases, [known.get(key, ()) for key in keys])
         nothing = {row for row, other in self.others.items() if other.how in (STATEMENT, MISSING)}
@@ -126,9 +126,9 @@ class Resolution:
         names = {*self.catalog.keys, *masters}
         if mapping is not None:
             names = mapping.source_names(self.catalog.keys)
-            # A parameter and its master weight say the same: where one of them serves, the other is not left over.
+            # A parameter and its master weight have the same values: if one is used, the other is not left over.
             names |= {*masters, *(name[: -len(MASTER_END)] for name in masters.values() if name.endswith(MASTER_END))}
-        # A tied parameter that is loaded by two names has its states under one: the others in the source say the same.
+        # A tied parameter with two names has its states under one: those under the other are the same.
         tied = (row for row, others in enumerate(self.targets.aliases) if others and row not in self.others)
         same = {name for row in tied for name in self.targets.aliases[row] if name[-1:].isdigit()}
         names |= {name for name in same if name.rpartition(".")[0] in names}
@@ -136,7 +136,7 @@ class Resolution:
         return used
 
     def report(self) -> dict[str, Any]:
-        """Return what a LoadReport says of it."""
+        """Return the fields of a LoadReport."""
         return {
             "keys": len(self.filled),
             "missing": self.missing,

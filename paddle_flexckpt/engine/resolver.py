@@ -1,4 +1,4 @@
-"""Resolve targets: tell how each is filled, and check that it fits, before anything is touched.
+"""Resolve targets: find the source of each, and check that it fits, before anything is touched.
 
 Tested in tests/engine/test_resolution.py and tests/live/test_policies.py.
 """
@@ -55,14 +55,14 @@ def resolve(
     mapping: TensorMapping | None = None,
     facts: Facts = NOTHING,
 ) -> Resolution:
-    """Find what every target is made of, and check that it fits.
+    """Find the source of every target, and check that it fits.
 
     Args:
         targets: This rank's targets.
         source: All source shards.
-        options: What is allowed.
-        mapping: What the keys that it defines are made of; every other target is the source's tensor of its name.
-        facts: What the source says besides.
+        options: The options of the load.
+        mapping: The mapping of keys that statements make; every other target is the source's tensor of its name.
+        facts: Facts about the source.
 
     Raises:
         ValidationError: A target is malformed, its key is missing, or dtype or global shape differ; all are listed.
@@ -94,10 +94,10 @@ def complete(
     targets: Catalog,
     facts: Facts = NOTHING,
 ) -> tuple[TensorMapping, Resolution]:
-    """Resolve a rank's targets again, with the statements that put fused parameters right.
+    """Resolve a rank's targets again, with the statements that reorder fused parameters.
 
-    Each of these is about one parameter, and any part of that tells how it is cut. So those of one rank and its own
-    targets serve where other ranks need not know, and mean what those of all ranks with all targets mean.
+    Each statement is about one parameter, and any part of that shows its cut. So one rank's statements and targets
+    have the same meaning as those of all ranks, and suffice if other ranks do not need them.
 
     Raises:
         ValidationError: Statements or targets do not fit.
@@ -109,7 +109,7 @@ def complete(
     again = resolve(first.targets, source, options, mapping, facts)
     if again.mismatches:
         raise ValidationError([one.problem() for one in again.mismatches])
-    # What was found before is what the report tells.
+    # The report has the first results.
     others = {
         row: new._replace(
             mismatch=old.mismatch,
@@ -123,7 +123,7 @@ def complete(
 
 
 def _mixed(first: Resolution, source: Catalog) -> list[Problem]:
-    """Return the states that lie otherwise than their parameter, whose statement would move them too."""
+    """Return the states in another order than their parameter, whose statement would move them too."""
     catalog = first.targets.catalog
     keys, filled = {*source.keys, *catalog.keys}, set(first.filled.tolist())
     moved = {one.key: one.summary() for one in first.mismatches}
@@ -145,7 +145,7 @@ def _mixed(first: Resolution, source: Catalog) -> list[Problem]:
 
 
 class _Resolver:
-    """Resolve targets, one after the other."""
+    """The resolution of targets, one after the other."""
 
     def __init__(
         self,
@@ -161,13 +161,13 @@ class _Resolver:
         self._codes = Codes(source, mapping, facts.settings)
         self._numbers = {name: i for i, name in enumerate(source.keys)}
         self._defined: Collection[str] = () if mapping is None else mapping.tensors
-        # What statements take away or leave unfed is not looked for elsewhere.
+        # Keys that statements remove or leave unfed are not looked for under other names.
         self._gone = frozenset() if mapping is None else mapping.unfed | mapping.removed
-        # What a statement defines or removes is not the source's tensor of that name.
+        # A key that a statement defines or removes is not the source's tensor of that name.
         away = {*self._defined, *self._gone}
         self._index = {name: i for name, i in self._numbers.items() if name not in away} if away else self._numbers
         self._first_row = np.full(len(source.keys), -1, dtype=np.int64)
-        # Written back to front: the first row of each key stays.
+        # In reverse, so that the first row of each key stays.
         self._first_row[source.key[::-1]] = np.arange(len(source))[::-1]
         self._unordered = unordered(source)
         # Targets that statements make are in the order that these give them.
@@ -175,10 +175,10 @@ class _Resolver:
         self._copied: dict[str, str] = {}
         if mapping is not None and targets.mapping is None:
             ruled = any(order.axis is not None for order in (*self._catalog.orders, *source.orders))
-            # Where no order is told and none may be missing, nobody asks what is renamed.
+            # Renames matter only if orders are recorded or may be missing.
             self._copied = mapping.copied_keys(mapping.tensors) if ruled or self._unordered.any() else {}
         index = self._index
-        # A name of Paddle's counter is the same in another process, and may mean another parameter.
+        # A raw name may mean another parameter in another process.
         self._counted = frozenset[str]()
         if options.mw_name_compatibility or options.raw_names != "trusted":
             self._counted = frozenset(counted_names(self._catalog))
@@ -194,10 +194,10 @@ class _Resolver:
         return self._targets.aliases[row] if self._options.tied_names else ()
 
     def _own_name(self, row: int) -> str | None:
-        """Return the name under which the source or the mapping knows a target: its own, or a tied parameter's."""
+        """Return a target's name in the source or the mapping: its own, or a tied parameter's."""
         key = self._catalog.keys[row]
-        # Where nothing feeds the own name, what the source has under others is not meant either: a tied parameter's
-        # states stand under one of its names, and statements speak of that one.
+        # If nothing feeds its own name, its other names do not count either: a tied parameter's states are under one of
+        # its names, which is that of statements.
         unfed = self._mapping is not None and key in self._mapping.unfed
         for name in (key, *self._aliases(row)):
             if name in self._defined or (not unfed and name in self._index and name not in self._counted):
@@ -205,7 +205,7 @@ class _Resolver:
         return None
 
     def _find_compatible(self) -> CompatibleNames:
-        """Find the names under which the source has targets that it lacks under their own."""
+        """Find the source's names of targets that it lacks under their own names."""
         catalog, targets, source = self._catalog, self._targets, self._source
         exact = not self._options.mw_name_compatibility
         unresolved: list[Unresolved] = []
@@ -226,7 +226,7 @@ class _Resolver:
         return found if trusted else replace(found, problems=found.problems + find_guesses(unresolved, there, found))
 
     def are_plain(self) -> np.ndarray:
-        """Return bool per target: whether the source's tensor of its name fills it as it is; nothing is to be told."""
+        """Return bool per target: whether the source's tensor of its name fills it without a cast or a remark."""
         target, source = self._catalog, self._source
         number = np.asarray([self._index.get(key, -1) for key in target.keys], dtype=np.int64)
         if self._counted:
@@ -238,7 +238,7 @@ class _Resolver:
         return plain
 
     def resolve(self, row: int) -> Resolved:
-        """Return how a target is filled."""
+        """Return the source of a target."""
         key = self._catalog.keys[row]
         found = self._names[row] or self.compatible.names.get(key)
         if self._mapping is not None and found is not None and found in self._mapping.tensors:
@@ -265,7 +265,7 @@ class _Resolver:
         return resolved if problem else self._in_order(resolved, row, number)
 
     def _of_steps(self, row: int, power: Power) -> Resolved:
-        """Return how a power of beta is filled that the source lacks: by the steps after which its moments are."""
+        """Return how to fill a power of beta that the source lacks: from the number of steps of its moments."""
         key, mapping, sources = self._catalog.keys[row], self._mapping, set[str]()
         for moment in power.moments:
             number = self._target_numbers.get(moment)
@@ -288,7 +288,7 @@ class _Resolver:
         return {key: row for row, key in enumerate(self._catalog.keys)}
 
     def _by_statement(self, row: int, found: str, mapping: TensorMapping) -> Resolved:
-        """Return how a target is filled by what statements make under a name."""
+        """Return the source of a target that statements make under a name."""
         key, master = self._catalog.keys[row], mapping.masters.get(found, "")
         info = mapping.tensors[found]
         # Braces of the statement are its own.
@@ -300,17 +300,17 @@ class _Resolver:
         if self._targets.mapping is not None and found in self._numbers and found not in mapping.provenance:
             resolved = resolved._replace(maybe_fused=found if self._unordered[self._numbers[found]] else "")
         own = self._copied.get(found, found)
-        # A new name changes no order; a statement that makes a key of itself takes it as it is.
+        # A rename keeps the order; a statement ``key -> key`` takes the stored order.
         return resolved if problem or own == found else self._in_order(resolved, row, self._numbers[own])
 
     def _of_codes(self, row: int, name: str) -> Problem | None:
-        """Return why a target may not be made of what a name stands for: of codes without their scales."""
+        """Return the problem of a target that would be made of codes without their scales."""
         catalog = self._catalog
         rank = int(catalog.rank[row])
         return self._codes.problem(name, catalog.dtype_name(row), key=catalog.key_name(row), rank=rank)
 
     def _in_order(self, resolved: Resolved, row: int, number: int) -> Resolved:
-        """Return the same with what there is to say about the order of the elements."""
+        """Return the same with its problem or remark about the order of the elements."""
         key, found = self._catalog.keys[row], self._source.keys[number]
         mismatch = find_mismatch(self._catalog, row, self._source, number)
         if isinstance(mismatch, FusedMismatch):
@@ -333,7 +333,7 @@ class _Resolver:
         return bool(self._catalog.shape[row, -1] != self._source.shape[self._first_row[number], -1])
 
     def _master(self, row: int, found: str | None) -> str | None:
-        """Return the source key to convert from, where that is allowed."""
+        """Return the source key to convert from, if that is allowed."""
         converts = self._options.master_weights == "convert" or row in self._targets.masters
         return self._other(row, found) if converts else None
 
@@ -357,7 +357,7 @@ class _Resolver:
         return None
 
     def _unfilled(self, row: int) -> Problem | None:
-        """Return the problem of a target that nothing fills, where that is one."""
+        """Return the problem of a target that nothing fills, if that is an error."""
         if not self._options.missing_is_an_error:
             return None
         return self._missing.problem(row, self._other(row, None) is not None)
@@ -367,7 +367,7 @@ class _Resolver:
         return Missing(self._catalog, self._source, self._mapping, self.compatible)
 
     def _stored(self, row: int, number: int) -> Given:
-        """Return what the source has under the number of a key."""
+        """Return the source's tensor of the number of a key."""
         source, source_row = self._source, int(self._first_row[number])
         shape = source.unpadded(source_row, source.global_shape)
         given = Given(shape, source.dtype_name(source_row), "{} (source)", source.file_name(source_row))

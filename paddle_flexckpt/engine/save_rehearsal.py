@@ -1,7 +1,7 @@
-"""Say what a save would do on each rank of a job, without the job: who writes what, and what that takes.
+"""Predict a save on each rank of a job, without the job: the items of each rank, and their costs.
 
-All ranks' shards are described by a layout, checked and planned by the functions of a save; writes and hashes are
-counted instead of made.
+A layout describes all ranks' shards, which the functions of a save check and plan; writes and hashes are counted
+instead of made.
 
 Tested in tests/engine/test_save_rehearsal.py and tests/distributed/test_rehearsal.py.
 """
@@ -34,24 +34,24 @@ _CONTEXT = "cannot save"
 
 @dataclass(frozen=True)
 class SaveRehearsal(Report):
-    """Say what a save of a job would do.
+    """The prediction of a save of a job.
 
     Attributes:
-        strategy: The job's.
-        world_size: Its ranks.
-        error: Why the save would fail, in the words that the job would raise on every rank; "" where it would not.
-        keys: Tensors saved, over all ranks.
-        items: Shards stored, over all ranks.
-        files: Data files.
+        strategy: The strategy of the job.
+        world_size: Number of its ranks.
+        error: The error that the job would raise on every rank; "" if the save succeeds.
+        keys: Number of tensors saved, over all ranks.
+        items: Number of shards stored, over all ranks.
+        files: Number of data files.
         total_bytes: Bytes of tensors that all ranks write.
         held_bytes: Bytes of tensors that all ranks hold, replicas counted.
         imbalance: Most loaded rank's bytes over the mean.
         ranks: By rank: ``held_bytes``, its own bytes; ``bytes_written``, bytes of tensors, and ``items``, stored
-            shards, in its data file; ``writes``, calls that write that file; ``hashed_bytes``, bytes that it takes
-            checksums and digests of; ``staging_bytes``, memory for a copy of what it writes, where the save is
-            asynchronous; of an object store also ``object_requests``, which send that file.
-        notes: What the rehearsal has taken for granted.
-        seconds: How long the slowest rank writes at the given rate; empty without one.
+            shards, in its data file; ``writes``, calls that write that file; ``hashed_bytes``, bytes of which it
+            computes checksums and digests; ``staging_bytes``, memory for a copy of its items in an asynchronous save;
+            for an object store also ``object_requests``, which send that file.
+        notes: Assumptions of the rehearsal.
+        seconds: The slowest rank's seconds of writing at the given rate; empty without a rate.
     """
 
     strategy: str
@@ -76,7 +76,7 @@ class SaveRehearsal(Report):
 
     @property
     def worst(self) -> int:
-        """Return the rank that writes the most; the first of these."""
+        """Return the first of the ranks that write the most."""
         return int(np.argmax(self.ranks["bytes_written"]))
 
     def summary(self) -> str:
@@ -103,18 +103,18 @@ def rehearse_save(
     turn: int = 0,
     notes: Sequence[str] = (),
 ) -> SaveRehearsal:
-    """Say what saving the state of a layout to storage that all ranks share would do.
+    """Predict a save of the state of a layout to storage that all ranks share.
 
     Args:
-        layout: What each rank has.
-        save_replicas: As of a save.
-        check_replicas: As of a save.
-        staging_bytes: As of an asynchronous save.
-        bytes_per_second: What one rank writes while all do; by default no time is estimated.
-        object_store: Whether to count the requests that send the data files to an object store, whose options are the
-            default ones. What else a save asks for there does not grow with what it writes.
-        turn: Says which two ranks compare a replica; each save has another.
-        notes: What the layout takes for granted, for the report.
+        layout: The layout of the job.
+        save_replicas: As in a save.
+        check_replicas: As in a save.
+        staging_bytes: As in an asynchronous save.
+        bytes_per_second: The speed of one rank while all write; by default no time is estimated.
+        object_store: Whether to count the requests that send the data files to an object store with default options.
+            The number of a save's other requests does not grow with its bytes.
+        turn: The number that chooses the two ranks that compare a replica; each save has another one.
+        notes: Assumptions about the layout, for the report.
 
     Raises:
         ValidationError: An option has another value.
@@ -122,18 +122,18 @@ def rehearse_save(
     if check_replicas not in ("equal", "all"):
         raise ValidationError([f"a save is rehearsed with check_replicas 'equal' or 'all'; got {check_replicas!r}"])
     ranks = layout.strategy.ranks
-    said: dict[str, Any] = {"strategy": str(layout.strategy), "world_size": ranks, "notes": list(notes)}
+    base: dict[str, Any] = {"strategy": str(layout.strategy), "world_size": ranks, "notes": list(notes)}
     job = _in_order(layout.catalogs(range(ranks)))
     found = inspect(job, np.arange(len(job)))
     try:
         raise_findings(found.findings, _CONTEXT)
     except CheckpointError as error:
-        return SaveRehearsal(**said, error=str(error))
+        return SaveRehearsal(**base, error=str(error))
     if found.coverage.overlaps:
         count = len(found.coverage.overlaps)
-        said["notes"].append(f"{count} pairs of shards overlap: a save compares what they share, which is not counted")
+        base["notes"].append(f"{count} pairs of shards overlap: a save compares what they share, which is not counted")
     if len(job) > SPREAD_ROWS and ranks > 1:
-        said["notes"].append(
+        base["notes"].append(
             f"beyond {SPREAD_ROWS} shards a job plans each key on one rank, and may cut elsewhere what several hold"
         )
     plan = plan_write(job, "{}".format, save_replicas, groups=found.groups)
@@ -165,7 +165,7 @@ def rehearse_save(
     owners = np.unique(job.rank)
     total = int(written.sum())
     return SaveRehearsal(
-        **said,
+        **base,
         keys=len(job.keys),
         items=len(plan.catalog),
         files=int(np.count_nonzero(columns["items"])),
@@ -178,7 +178,7 @@ def rehearse_save(
 
 
 def _in_order(job: Catalog) -> Catalog:
-    """Return all ranks' shards as a save has them: keys are numbered in the order in which they occur."""
+    """Return all ranks' shards as in a save: keys are numbered in the order in which they occur."""
     used, first, key = np.unique(job.key, return_index=True, return_inverse=True)
     order = np.argsort(first, kind="stable")
     number = np.empty(len(used), dtype=np.int32)
@@ -188,7 +188,7 @@ def _in_order(job: Catalog) -> Catalog:
 
 
 def _writes(plan: WritePlan, ranks: int) -> np.ndarray:
-    """Return how many calls write each rank's data file: its header, and as many blocks at a time as go together."""
+    """Return the number of calls that write each rank's data file: its header, and several blocks at a time."""
     writes = np.zeros(ranks, dtype=np.int64)
     writer = plan.catalog.rank
     edges = np.searchsorted(writer, np.arange(ranks + 1))
@@ -208,7 +208,7 @@ def _writes(plan: WritePlan, ranks: int) -> np.ndarray:
 
 
 def _object_requests(plan: WritePlan, ranks: int) -> np.ndarray:
-    """Return how many requests send each rank's data file, of which the header is as long as that of a first save."""
+    """Return the number of requests that send each rank's data file, with a header as long as that of a first save."""
     sizes, catalog = np.zeros(ranks, dtype=np.int64), plan.catalog
     save = SaveInfo(bytes(16).hex(), 0, ranks)
     edges = np.searchsorted(catalog.rank, np.arange(ranks + 1)).tolist()

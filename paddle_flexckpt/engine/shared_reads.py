@@ -1,4 +1,4 @@
-"""Count what ranks read, and send each other, where one of them reads for all, without ranks.
+"""Count the reads and messages of ranks where one of them reads for all, without the ranks.
 
 Tested in tests/engine/test_rehearsal.py and tests/distributed/test_rehearsal.py.
 """
@@ -20,15 +20,15 @@ from paddle_flexckpt.planning.readers import choose_readers, find_wanted, match_
 
 @dataclass(frozen=True, eq=False)
 class SharedReads:
-    """Hold what ranks read and exchange; int64 per rank.
+    """The reads and messages of ranks; int64 per rank.
 
     Attributes:
-        bytes_read: Bytes that come from files.
+        bytes_read: Bytes read from files.
         reads: Requests, and copies out of a memory map.
         bytes_received: Bytes from other ranks.
         bytes_sent: Bytes to other ranks.
-        object_requests: Requests to an object store; 0 where they are not asked for.
-        object_bytes: Bytes of files that these bring.
+        object_requests: Requests to an object store; 0 if they are not counted.
+        object_bytes: Bytes of these requests.
     """
 
     bytes_read: np.ndarray
@@ -42,12 +42,12 @@ class SharedReads:
 def count_shared_reads(
     stored: Catalog, targets: Catalog, maps: BoxMaps | None, ranks: int, block_bytes: int, object_store: bool = False
 ) -> SharedReads:
-    """Count what ranks read and exchange with ``comm_method="cooperative"``, where all see all files.
+    """Count the reads and messages of ranks with ``comm_method="cooperative"``, where all see all files.
 
     Args:
-        stored: What the files hold.
-        targets: The rows that all ranks fill, scratch among them; ranks count from 0.
-        maps: What the keys that it defines are made of.
+        stored: The catalog of the files.
+        targets: The rows that all ranks fill, scratch included; ranks count from 0.
+        maps: The box maps of keys that statements make.
         ranks: Number of ranks.
         block_bytes: Of a block with a checksum.
         object_store: Whether to count requests to an object store too.
@@ -57,7 +57,7 @@ def count_shared_reads(
     sections, rows, alike, coverage, pieces = matched
     wanted = find_wanted(pieces, targets.rank.astype(np.int64), ranks)
     reader = choose_readers(wanted, rows.byte_length, ranks, None, True)[1]
-    if coverage.overlaps:  # what a rank reads itself comes first
+    if coverage.overlaps:  # a rank's own reads come first
         own = replace(rows, rank=np.where(reader < 0, ranks, reader).astype(np.int32))
         pieces = ShardMatcher(own, alike, coverage).match(targets, maps=maps)
     place, by = targets.rank[pieces.target].astype(np.int64), reader[pieces.source]
@@ -77,7 +77,7 @@ def count_shared_reads(
 
 
 def _each_once(pieces: Pieces, place: np.ndarray) -> tuple[Pieces, np.ndarray]:
-    """Return pieces and who wants them, without those that show a rank the same elements again."""
+    """Return pieces and the ranks that want them, without pieces of the same elements for the same rank."""
     columns = [place, pieces.source, pieces.source_base, *pieces.extents.T, *pieces.source_strides.T]
     order, start = group_rows(columns, len(pieces))
     first = order[start[:-1]]

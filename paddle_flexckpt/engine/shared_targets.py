@@ -1,4 +1,4 @@
-"""Memory that several targets of a rank share: tied ones are filled once, others would overwrite each other.
+"""Memory shared by several targets of a rank: tied targets are filled once, others would overwrite each other.
 
 Tested in tests/engine/test_shared_targets.py and tests/live/test_shared_memory.py.
 """
@@ -17,9 +17,9 @@ from paddle_flexckpt.engine.targets import Targets
 def share_memory(
     targets: Targets, names: Mapping[int, str], mapping: TensorMapping | None
 ) -> tuple[list[int], dict[int, int]]:
-    """Sort out tied targets: which rows to fill, and which of these only to compare with an earlier one.
+    """Return the rows to fill, and those only to compare with an earlier row of the same memory.
 
-    ``names`` has, by row that is to be filled, the key of the source, or of what statements make, that fills it.
+    ``names`` has the key of the source or the mapping by row to fill.
 
     Raises:
         ValidationError: Targets share memory without being the same part of a tensor, or elements of one do.
@@ -27,7 +27,7 @@ def share_memory(
     map_rows = {} if mapping is None else mapping.maps.rows_by_target
 
     def made_of(row: int) -> object:
-        """Return what targets that get the same values share: their source's name, or what a mapping says of them."""
+        """Return a key that is equal for targets with the same values: the source's name, or part of the mapping."""
         name = names[row]
         if mapping is None or name not in mapping.tensors:
             return name
@@ -40,11 +40,11 @@ def share_memory(
     rows = np.fromiter(names, dtype=np.int64, count=len(names))
     seen: dict[object, list[int]] = {}
     left_out, same_memory = set(), {}
-    # Most targets have their memory for themselves, and are not looked at.
+    # Most targets have memory of their own, and need no check.
     for row in rows[_begin_together(targets.spans[rows])].tolist():
         earlier = seen.setdefault(targets.place(row), [])
         if any(made_of(row) == made_of(other) for other in earlier):
-            left_out.add(row)  # the same memory from the same source: filled already
+            left_out.add(row)  # the same memory and the same source: filled already
             continue
         if earlier:
             same_memory[row] = earlier[0]
@@ -83,7 +83,7 @@ def _refuse_overlaps(targets: Targets, chosen: list[int]) -> None:
         for row in targets.overlapping
         if row in chosen
     ]
-    # Most targets begin where all earlier ones have ended.
+    # Most targets begin at or after the end of all earlier ones.
     for place in np.flatnonzero(begin[1:] < np.maximum.accumulate(end)[:-1]).tolist():
         row = int(rows[place + 1])
         earlier = np.flatnonzero(end[: place + 1] > begin[place + 1])[::-1]

@@ -1,4 +1,4 @@
-"""Sources: what a transfer fills targets from, and the task of one rank in it.
+"""Sources, from which a transfer fills targets, and the task of one rank in a transfer.
 
 Tested in tests/engine/test_transfer.py and tests/engine/test_files.py.
 """
@@ -24,11 +24,11 @@ from paddle_flexckpt.engine.targets import Memory, Targets
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Say what one rank fills, and of what.
+    """The targets of one rank, and their sources.
 
     Attributes:
-        resolution: How each target is filled.
-        mapping: What statements make, or None.
+        resolution: The source of each target.
+        mapping: The mapping of the statements, or None.
         plan: The rows to fill.
     """
 
@@ -38,7 +38,7 @@ class Task:
 
     @property
     def maps(self) -> BoxMaps | None:
-        """Return what keys are made of that statements define by moving elements, or None."""
+        """Return the box maps of keys that statements make by moving elements, or None."""
         return None if self.mapping is None else self.mapping.maps
 
     @property
@@ -53,15 +53,15 @@ class Task:
 
 
 class Source(Facts):
-    """Give what targets are filled from. :class:`Transfer` calls :meth:`open`, ``prepare``, ``plan`` and ``move``.
+    """A source of targets. :class:`Transfer` calls :meth:`open`, ``prepare``, ``plan`` and ``move``.
 
     Attributes:
-        path: What to call it.
+        path: Its path, or another name for it.
         unique_id: The checkpoint's id, or None.
-        partial: What it lacks of its files, where a repair has rebuilt its manifest without them.
+        partial: A text about missing files, if a repair has rebuilt its manifest without them.
         catalog: All of its shards, or those that :meth:`want` chose; known when it is open.
-        between_ranks: Whether ranks send each other what they need: each has to know what the others want.
-        keeps_plans: Whether what was planned may serve again, by :meth:`keep` and :meth:`recall`.
+        between_ranks: Whether ranks send each other elements: then each has to know the others' targets.
+        keeps_plans: Whether plans can be cached, by :meth:`keep` and :meth:`recall`.
     """
 
     path: str
@@ -75,54 +75,54 @@ class Source(Facts):
         self.closing = contextlib.ExitStack()
 
     def open(self) -> dict[str, str]:
-        """Open it; return what ranks compare of it: ``checkpoint`` says which one it is."""
+        """Open it; return the values that ranks compare: ``checkpoint`` identifies it."""
         return {}
 
     def want(self, targets: Targets) -> None:
         """Read the rows of all shards from which these targets may be filled; by default the source has all rows."""
 
     def complete(self) -> bool:
-        """Know all shards; return whether it has not known them before."""
+        """Read the rows of all shards; return whether some were not known before."""
         return False
 
     def describe(self) -> bytes:
-        """Return what a plan is made of that this rank knows of it: the same for a source with the same shards."""
+        """Return its part of a cached plan's key on this rank: equal for sources with the same shards."""
         return encode_catalog(replace(self.catalog, files=()))
 
     def used(self, task: Task) -> bytes:
-        """Return what :meth:`gather_used` has to know of each rank: what it fills something from."""
+        """Return this rank's message to :meth:`gather_used`: the keys that it uses."""
         return np.packbits(task.resolution.used(self.catalog, task.mapping)).tobytes()
 
     def gather_used(self, answers: Sequence[bytes]) -> tuple[Sequence[str], np.ndarray]:
-        """Return all keys, and bool for each: whether a rank uses it; no keys where all of a model's are used.
+        """Return all keys, and bool for each: whether a rank uses it; no keys if all of a model's are used.
 
-        ``answers`` has what :meth:`used` gave on every rank.
+        ``answers`` has every rank's :meth:`used`.
         """
         bits = np.bitwise_or.reduce([np.frombuffer(each, dtype=np.uint8) for each in answers])
         return self.catalog.keys, np.unpackbits(bits, count=len(self.catalog.keys)).astype(bool)
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
-        """Check that this rank can take part in a task, and return what the other ranks have to know of it."""
+        """Check that this rank can take part in a task, and return its message to the other ranks."""
         raise NotImplementedError
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
-        """Plan what ranks send each other; ``answers``: by field, what :meth:`prepare` gave on every rank."""
+        """Plan the exchange between ranks; ``answers``: every rank's :meth:`prepare`, by field."""
 
     def keep(self) -> Any:
-        """Return what was planned, as :class:`KeptReads`, without anything of this checkpoint alone."""
+        """Return the plan, as :class:`KeptReads`, without anything of this checkpoint alone."""
         raise NotImplementedError
 
     def recall(self, task: Task, planned: Any) -> bytes:
-        """Do what :meth:`prepare` does, but plan: take what :meth:`keep` gave for a source like this one.
+        """Do what :meth:`prepare` does, with the plan of :meth:`keep` for a source with the same shards.
 
-        Return what the other ranks need to reach this one, if they send each other anything.
+        Return this rank's address for the others, if ranks send each other anything.
         """
         raise NotImplementedError
 
     def meet(self, addresses: list[bytes]) -> bool:
-        """Take note of what :meth:`recall` gave on every rank; return whether the plan still holds."""
+        """Note every rank's address of :meth:`recall`; return whether the plan is still valid."""
         return True
 
     def move(self, task: Task) -> dict[str, Any]:
-        """Fill all rows of the plan; return what the report says of it, by field."""
+        """Fill all rows of the plan; return fields of the report."""
         raise NotImplementedError

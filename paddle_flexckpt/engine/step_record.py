@@ -1,6 +1,6 @@
-"""Keep what a manager knows of a checkpoint in one small tensor of it: step, time and metrics.
+"""A manager's record of a checkpoint, in one small tensor of it: step, time and metrics.
 
-It is all that retention, the choice of the best checkpoint and ``flexckpt ls`` have to read.
+Retention, the choice of the best checkpoint and ``flexckpt ls`` read only this tensor.
 
 Tested in tests/manager/test_manager.py and tests/cli/test_overview.py.
 """
@@ -23,13 +23,13 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class StepRecord:
-    """Hold what is known about the checkpoint of one step without reading its tensors.
+    """A manager's record of the checkpoint of one step.
 
     Attributes:
         step: Training step.
         time: When it was saved, in seconds since the epoch, by the coordinator's clock.
-        metrics: What it was saved with.
-        run: The identity of the run that saved it; "" if that had none.
+        metrics: The metrics given at the save.
+        run: The identity of the run that saved it; "" if it had none.
     """
 
     step: int
@@ -38,7 +38,7 @@ class StepRecord:
     run: str = ""
 
     def encode(self) -> np.ndarray:
-        """Return it as it is saved: uint8 ``[bytes]``, the same on every rank."""
+        """Return the record as a tensor: uint8 ``[bytes]``, the same on every rank."""
         fields = {"version": _VERSION, "step": self.step, "time": self.time, "metrics": dict(self.metrics)}
         if self.run:
             fields["run"] = self.run
@@ -46,7 +46,7 @@ class StepRecord:
 
     @classmethod
     def decode(cls, array: np.ndarray) -> StepRecord:
-        """Return the record that :meth:`encode` made an array of.
+        """Return the record in an array of :meth:`encode`.
 
         Raises:
             CorruptCheckpointError: It is not one.
@@ -69,7 +69,7 @@ def read_record(directory: Backend, manifest: Manifest) -> StepRecord | None:
 
     Args:
         directory: The checkpoint's directory.
-        manifest: With the rows of :data:`RECORD` at least.
+        manifest: The manifest, at least with the rows of :data:`RECORD`.
 
     Raises:
         CorruptCheckpointError: The record is damaged.
@@ -77,7 +77,7 @@ def read_record(directory: Backend, manifest: Manifest) -> StepRecord | None:
     """
     if RECORD not in manifest.catalog.keys:
         return None
-    from paddle_flexckpt.engine.whole_tensors import iterate_tensors  # most of the engine, and here only
+    from paddle_flexckpt.engine.whole_tensors import iterate_tensors  # most of the engine, for this alone
 
     ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])
     return StepRecord.decode(array)

@@ -1,4 +1,4 @@
-"""Targets: what a transfer fills, as a table that is made once of a rank's state, and how its memory is reached.
+"""Targets of a transfer: a table that is made once from a rank's state, with access to its memory.
 
 Tested in tests/engine/test_targets.py and tests/live/test_policies.py.
 """
@@ -23,7 +23,7 @@ Place = tuple[tuple[int, int], str, str, tuple[int, ...]]
 
 
 class OpenTarget(Protocol):
-    """Show a target as host memory.
+    """A target as host memory.
 
     Attributes:
         array: Its elements, 1-D, in row-major order.
@@ -34,41 +34,41 @@ class OpenTarget(Protocol):
     staged: bool
 
     def store(self) -> None:
-        """Put a copy's elements back into the target."""
+        """Store a copy's elements in the target."""
 
 
 class Memory:
-    """Reach the memory of targets, by their row; on the host, unless a subclass says otherwise.
+    """The memory of targets, by row; on the host, unless a subclass differs.
 
     Attributes:
-        one_at_a_time: Whether files fill one target after the other, and say :meth:`filled` in between.
+        one_at_a_time: Whether files fill one target after the other, and call :meth:`filled` in between.
     """
 
     one_at_a_time = False
 
     @property
     def devices(self) -> list[str]:
-        """Return the names of the devices on which targets are."""
+        """Return the names of the targets' devices."""
         return []
 
     def open(self, row: int, fresh: bool) -> OpenTarget:
-        """Open a target; ``fresh``: all of it will be written, so that a copy need not begin with its values."""
+        """Open a target; ``fresh``: all of it will be written, so a copy need not have its old values."""
         raise NotImplementedError
 
     def addresses(self) -> np.ndarray | None:
-        """Return int64 per target: the address of a contiguous one on the host, which stays open; else -1.
+        """Return int64 per target: the address of a contiguous one on the host, which need not be opened; else -1.
 
         None: all have to be opened.
         """
         return None
 
     def on_device(self, row: int) -> DeviceStorage | None:
-        """Return the storage of a target on a device, to be written in place; None for host memory."""
+        """Return the storage of a target on a device, which is written in place; None for host memory."""
         return None
 
     @contextlib.contextmanager
     def host_buffers(self, count: int, nbytes: int) -> Iterator[list[np.ndarray]]:
-        """Lend buffers of uint8 from which targets on devices are filled, for the time of a with statement."""
+        """Lend buffers of uint8, from which targets on devices are filled, during a with statement."""
         yield list(np.empty((count, nbytes), dtype=np.uint8))
 
     def overlap(self, one: int, other: int) -> bool:
@@ -76,34 +76,34 @@ class Memory:
         return False
 
     def beta(self, row: int, number: int) -> float | None:
-        """Return the beta, 1 or 2, of the optimizer whose power of it a target is; None where that is not known."""
+        """Return the value of the optimizer's beta, 1 or 2, of which a target is a power; None if it is not known."""
         return None
 
     def wait(self) -> None:
-        """Wait until devices have done what was begun on them."""
+        """Wait until devices have finished their work."""
 
     def filled(self, row: int) -> None:
-        """Take note that a target is filled, and that the next is not begun; only where one is at a time."""
+        """Note that a target is filled, before the next one begins; called if ``one_at_a_time``."""
 
     def finish(self, untouched: Collection[str]) -> None:
-        """Take note that the transfer has ended; ``untouched``: keys of targets that were not filled, or in part."""
+        """Note the end of the transfer; ``untouched``: keys of targets that were not filled, or only partly."""
 
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """List what one rank wants to have filled, a row each.
+    """The targets of one rank, a row each.
 
     Attributes:
         catalog: Names, shapes, dtypes, and orders of elements. No key has two rows, so a row is its key's number too.
         aliases: By row, other names of the same, tied parameter.
         raw_names: By row, raw names of an optimizer's state that has a structured name.
-        spans: int64 ``[n, 2]``, first and last byte address (exclusive); equal where none shares its memory.
-        memory: Reaches their memory.
-        mapping: Where the targets are what statements make, and not the other way round: these, compiled.
-        bands: Where some are filled in bands: target and box of each band of all of them. The rows by which ``memory``
-            is asked are then these.
-        masters: Rows that are masters under the names of their half-precision parameters, and are filled as such.
-        strides: By row, in bytes, of those whose elements do not lie one after the other in row-major order.
+        spans: int64 ``[n, 2]``, first and last byte address (exclusive); equal for rows that share no memory.
+        memory: Their memory.
+        mapping: The compiled statements, if targets follow from the statements, not the other way round.
+        bands: If some are filled in bands: target and box of each band of all targets. The rows of ``memory`` are
+            then the bands.
+        masters: Rows of masters under the names of their half-precision parameters, which are filled as masters.
+        strides: Strides in bytes by row, of targets that are not contiguous in row-major order.
     """
 
     catalog: Catalog
@@ -118,7 +118,7 @@ class Targets:
 
     @cached_property
     def overlapping(self) -> list[int]:
-        """Return the rows of which elements share memory, or may: some axis steps over less than others reach."""
+        """Return the rows whose elements share memory, or may: an axis has a step shorter than the reach of others."""
         found = []
         for row, strides in self.strides.items():
             reach = dtype_of(self.catalog.dtype_name(row)).itemsize
@@ -131,7 +131,7 @@ class Targets:
         return found
 
     def place(self, row: int) -> Place | None:
-        """Return where a target is: equal for the same part in the same memory; None without elements."""
+        """Return the place of a target, equal for the same part in the same memory; None without elements."""
         begin, end = self.spans[row].tolist()
         if begin >= end:
             return None

@@ -27,7 +27,7 @@ PREFIX = "model"
 
 
 def index_file(prefix: str) -> str:
-    """Return the name of the index of files whose names start so."""
+    """Return the name of the index of files whose names start like this."""
     return f"{prefix}.safetensors.index.json"
 
 
@@ -37,13 +37,13 @@ INDEX_FILE = index_file(PREFIX)
 def choose_tensors(
     infos: Mapping[str, TensorInfo], start: str, states: bool, by_safetensors: bool = True
 ) -> tuple[dict[str, str], int]:
-    """Return the keys to write by the names that they get, and how many states are left out.
+    """Return the keys to write by their new names, and the number of states left out.
 
     Args:
         infos: Shape and dtype by key.
-        start: Only keys that start with this, which is taken off.
+        start: Only keys that start with this, which is removed.
         states: Whether optimizer states and extra state are written too.
-        by_safetensors: Whether the files have to hold each dtype as safetensors itself knows it.
+        by_safetensors: Whether only safetensors' own dtypes are allowed.
 
     Raises:
         ValidationError: There is nothing to write, or the files cannot hold a tensor.
@@ -76,12 +76,12 @@ def choose_tensors(
 
 @dataclass(frozen=True)
 class TensorFile:
-    """Describe one file, complete but for its data.
+    """One file, complete but for its data.
 
     Attributes:
         name: Its name in the output directory.
         names: Names of its tensors, in the order of their data.
-        header: The first bytes of it.
+        header: Its first bytes.
         data_bytes: Bytes of its tensors.
     """
 
@@ -97,12 +97,12 @@ class TensorFile:
 
 
 def divide(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[TensorFile]:
-    """Divide tensors among files: in the order of their names, as many as fit."""
+    """Divide tensors among files, in the order of their names, as many as fit into each."""
     return _files(group(infos, max_file_bytes), infos)
 
 
 def group(infos: Mapping[str, TensorInfo], max_file_bytes: int, most: int = sys.maxsize) -> list[list[str]]:
-    """Return the names of the tensors of each file: in their order, as many as fit, and no more than ``most``."""
+    """Return the names of the tensors of each file, in order, as many as fit and no more than ``most``."""
     parts: list[list[str]] = [[]]
     size = 0
     for name in sorted(infos):
@@ -118,7 +118,7 @@ def group(infos: Mapping[str, TensorInfo], max_file_bytes: int, most: int = sys.
 def divide_evenly(
     infos: Mapping[str, TensorInfo], max_file_bytes: int, ranks: int, prefix: str = PREFIX
 ) -> list[TensorFile]:
-    """Divide tensors among as many files for each rank, about equally large: in the order of their names."""
+    """Divide tensors among an equal number of files for each rank, in the order of their names, about equally large."""
     names = sorted(infos)
     total = sum(infos[name].nbytes for name in names)
     count = ranks * max(math.ceil(total / ranks / max_file_bytes), 1)
@@ -126,18 +126,18 @@ def divide_evenly(
     before = 0
     for name in names:
         length = infos[name].nbytes
-        # By its middle: a large tensor is not always the last of its file.
+        # By its middle, so that a large tensor is not always the last of its file.
         parts[min((2 * before + length) * count // (2 * max(total, 1)), count - 1)].append(name)
         before += length
     return _files([part for part in parts if part], infos, prefix)
 
 
 class OutputDirectory:
-    """Write files into a directory that is empty or not there yet, and take all of it back if that fails.
+    """An output directory, empty or not there at first, whose files are removed if writing fails.
 
     Attributes:
         backend: The directory.
-        is_made: Whether it was not there before; then :meth:`undo` removes it.
+        is_made: Whether it was made here; then :meth:`undo` removes it.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -157,7 +157,7 @@ class OutputDirectory:
         self.backend.make_directory()
 
     def open(self, file: TensorFile) -> OutputFile:
-        """Return the file that is being written; if there is none, begin this one."""
+        """Return the current file; if there is none, begin this one."""
         if self._stream is None:
             self._written.append(file.name)
             self._stream = self.backend.create(file.name, "replace", size=file.nbytes)
@@ -165,37 +165,37 @@ class OutputDirectory:
         return self._stream
 
     def finish(self) -> None:
-        """Finish the file that is being written: it appears whole."""
+        """Finish the current file: it appears, complete."""
         if self._stream is not None:
             self._stream.finish()
         self._stream = None
 
     def will_write(self, *names: str) -> None:
-        """Take note of files that are written otherwise, for :meth:`undo`."""
+        """Note files that are written by other means, for :meth:`undo`."""
         self._written += [name for name in names if name not in self._written]
 
     def publish(self, name: str, data: bytes) -> None:
-        """Let a small file appear, whole, after all others are durable."""
+        """Write a small file, which appears complete, after all others are durable."""
         self._written.append(name)
         publish(self.backend, name, data)
 
     def undo(self) -> None:
-        """Remove what was written, the last first; what cannot be removed must not hide why."""
+        """Remove the files written, the last first; an error in this does not hide the first error."""
         if self._stream is not None:
             self._stream.abort()
         with contextlib.suppress(OSError):
             for name in reversed(self._written):
                 self.backend.remove(name)
             if self.is_made:
-                self.backend.remove_directory()  # where several write to it, the last one finds it empty
+                self.backend.remove_directory()  # if several processes write to it, the last one finds it empty
 
 
 def write_tensor_file(sink: Backend, file: TensorFile, data: Iterable[np.ndarray]) -> str:
-    """Write a file, which appears whole, and return the digest of its bytes.
+    """Write a file, which appears complete, and return the digest of its bytes.
 
     Args:
-        sink: Where it goes.
-        file: What it holds.
+        sink: The destination.
+        file: The file.
         data: The elements of its tensors in their order, in any number of arrays.
 
     Raises:
@@ -206,13 +206,13 @@ def write_tensor_file(sink: Backend, file: TensorFile, data: Iterable[np.ndarray
 
 
 def write_arrays(sink: Backend, name: str, nbytes: int, data: Iterable[np.ndarray]) -> str:
-    """Write the bytes of arrays as a file, which appears whole, and return the digest of them.
+    """Write the bytes of arrays as a file, which appears complete, and return their digest.
 
     Args:
-        sink: Where it goes.
+        sink: The destination.
         name: The file's name.
-        nbytes: How many bytes they have.
-        data: The arrays; each is gone before the next one is asked for.
+        nbytes: Bytes of all arrays.
+        data: The arrays; each is freed before the next one is taken.
 
     Raises:
         OSError: The medium refused.
@@ -228,7 +228,7 @@ def write_arrays(sink: Backend, name: str, nbytes: int, data: Iterable[np.ndarra
 
 
 def make_index(files: Sequence[TensorFile]) -> bytes:
-    """Return the text of the index: which file has which tensor."""
+    """Return the text of the index: the file of each tensor."""
     index = {
         "metadata": {"total_size": sum(file.data_bytes for file in files)},
         "weight_map": dict(sorted((name, file.name) for file in files for name in file.names)),

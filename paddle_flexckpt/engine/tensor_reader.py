@@ -1,4 +1,4 @@
-"""Read single tensors of a checkpoint, and slices of them, when they are asked for.
+"""Read single tensors of a checkpoint, and slices of them, on demand.
 
 Tested in tests/engine/test_tensor_reader.py.
 """
@@ -36,7 +36,7 @@ Index = Any
 
 
 class _Opened(NamedTuple):
-    """Hold a manifest with rows, what statements make of them, shape and dtype by key, and keys in other orders."""
+    """A manifest with rows, the mapping of the statements, shape and dtype by key, and keys in other orders."""
 
     manifest: Manifest
     mapping: TensorMapping | None
@@ -51,7 +51,7 @@ class _Opened(NamedTuple):
 
 
 class TensorReader:
-    """Read tensors of a checkpoint of any format, in one process and without Paddle.
+    """A reader of single tensors of a checkpoint of any format, in one process and without Paddle.
 
     The checkpoint is kept from removal until :meth:`close`; leaving the context calls it.
     """
@@ -65,15 +65,14 @@ class TensorReader:
         verify: bool | VerifyMode = "read",
         use_replicas: bool = True,
     ) -> None:
-        """Open a checkpoint; nothing but its manifest is read.
+        """Open a checkpoint; only its manifest is read.
 
-        Partitions of a large manifest are read when a key of theirs is asked for; all at once where there are
-        statements.
+        A partition of a large manifest is read when one of its keys is needed; with statements, all are read at once.
 
         Args:
             path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
             unique_id: Its id there; None takes the highest.
-            aoa_config: AOA statements; tensors are then those that they make, and those that they leave alone.
+            aoa_config: AOA statements; tensors are then the resulting ones.
             verify: As in :class:`~paddle_flexckpt.engine.options.FileOptions`.
             use_replicas: Likewise.
 
@@ -91,7 +90,7 @@ class TensorReader:
 
     @property
     def infos(self) -> dict[str, TensorInfo]:
-        """Return global shape and name of the element type by key; all partitions of a manifest are read for that."""
+        """Return global shape and name of the element type by key; this reads all partitions of a manifest."""
         return dict(self._everything().infos)
 
     def __contains__(self, key: str) -> bool:
@@ -99,7 +98,7 @@ class TensorReader:
         return key in self._having(key).infos
 
     def _everything(self) -> _Opened:
-        """Return all rows; errors as of :meth:`read`."""
+        """Return all rows; errors as in :meth:`read`."""
         if self._all is None:
             self._check_open()
             self._all = _Opened.of(read_rows(self._directory.backend, self._manifest))
@@ -107,10 +106,10 @@ class TensorReader:
         return self._all
 
     def _having(self, key: str) -> _Opened:
-        """Return rows that have all of a key, if it is there: its partition's, or all; errors as of :meth:`read`."""
+        """Return rows with all of a key, if it exists: those of its partition, or all; errors as in :meth:`read`."""
         if self._all is not None:
             return self._all
-        # What puts a parameter into natural order moves its states too.
+        # Statements that bring a parameter into natural order move its states too.
         parameter, _ = split_state(key, {key.rpartition(".")[0]})
         own, other = partition_of([key, parameter], len(self._manifest.partitions)).tolist()
         opened = self._partition(own)
@@ -131,7 +130,7 @@ class TensorReader:
             raise ValueError(f"the reader of {self._directory.path} is closed. Remedy: open another TensorReader")
 
     def read(self, key: str, index: Index = ...) -> np.ndarray:
-        """Return a tensor, or a slice of it; what of it is not asked for is not read, but for the rest of blocks.
+        """Return a tensor, or a slice of it; of the rest of the tensor, only the rest of blocks is read.
 
         Args:
             key: Its name.
@@ -143,7 +142,7 @@ class TensorReader:
         Raises:
             ValidationError: There is no such key.
             IndexError: The index does not fit the shape, or is something else.
-            CorruptCheckpointError: What was read is damaged.
+            CorruptCheckpointError: The data is damaged.
             OSError: The file system failed.
             ValueError: The reader is closed.
         """
@@ -167,7 +166,7 @@ class TensorReader:
             return memory.take(row)[1][rest]
 
     def close(self) -> None:
-        """Let go of the checkpoint."""
+        """Release the checkpoint."""
         self._is_closed = True
         self._closing.close()
 
@@ -181,7 +180,7 @@ class TensorReader:
 
 
 def _box_of(index: Index, shape: tuple[int, ...]) -> tuple[Box, tuple[Any, ...]]:
-    """Return the smallest box that has what an index asks for, and the index of that in the box.
+    """Return the smallest box with the elements of an index, and the index within the box.
 
     Raises:
         IndexError: The index does not fit the shape.

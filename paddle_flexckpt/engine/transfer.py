@@ -1,4 +1,4 @@
-"""Transfer: fill the targets of all ranks from a source, files or the ranks' own memory, in steps that all take.
+"""Transfer: fill the targets of all ranks from a source, files or the ranks' own memory, in steps common to all.
 
 Tested in tests/engine/test_transfer.py, tests/live/test_policies.py and tests/live/test_options.py.
 """
@@ -36,7 +36,7 @@ _report_level = contextvars.ContextVar("report_level", default=logging.INFO)
 
 
 class Transfer:
-    """Fill the targets of all ranks from a source.
+    """The transfer of one call: it fills the targets of all ranks from a source.
 
     Every rank of the group makes one and calls :meth:`run`. No target is touched before the data moves. An error in any
     step is the same on every rank.
@@ -60,13 +60,13 @@ class Transfer:
 
         Args:
             comm: The ranks.
-            source: What targets are filled from.
-            describe_targets: Gives this rank's targets, or raises.
-            options: Of the call.
-            call: Its name, which ranks compare.
-            context: What is being done, for errors.
+            source: The source of the targets.
+            describe_targets: Returns this rank's targets, or raises.
+            options: The options of the call.
+            call: The name of the call, which ranks compare.
+            context: The context of errors.
             begin: When the call began; by default now.
-            plans: Those that were kept; by default none is, or will be.
+            plans: The cached plans; by default no plan is cached.
         """
         self._comm, self._source, self._options = comm, source, options
         self._describe_targets, self._call, self._context = describe_targets, call, context
@@ -89,9 +89,9 @@ class Transfer:
             return self.again(self._begin)
 
     def prepare(self) -> Task:
-        """Take the steps before the first target is touched, or the plan that all have kept; return what is filled."""
+        """Take the steps before the first target is touched, or use the plan that all have cached; return the task."""
         comm, source, context = self._comm, self._source, self._context
-        # All tell the options, and which source it is; beside that a brief message, their targets, or their tasks.
+        # All send the options and the source's identity, with a short message, their targets, or their tasks.
         kept, answers = recall(comm, self._plans, self, context)
         if kept is not None:
             source.meet(answers)
@@ -103,17 +103,17 @@ class Transfer:
         told = check_heads(answers, context, comm.ranks)
         statements = sorted({statement for texts in told[0] for statement in json.loads(texts)})
         if statements and source.between_ranks:
-            # Fused parameters have to be put right before they are sent: whoever sends has to know how.
+            # Fused parameters have to be reordered before they are sent: the sender needs the statements.
             if self._all_targets is None:
                 self._take_targets(comm.together(self._tell_targets, context)[1])
             _, answers = comm.together(functools.partial(self._tell_task, statements), context)
             told = check_heads(answers, context, comm.ranks)
         _, used, names, owns, *of_source = told
         check_across_ranks([json.loads(each) for each in names], context)
-        # What nobody asks for may be left, or not.
+        # Unexpected keys may be an error.
         keys, is_used = source.gather_used(used)
         self._unexpected = check_unexpected(keys, is_used, self._task.mapping, self._options, context)
-        # What ranks send each other; nothing if each reads for itself.
+        # The exchange between ranks; empty if each reads for itself.
         source.plan(self._task, of_source)
         if all(owns):
             kept = KeptLoad.of(owns, self._task, source.keep(), self._unexpected, self._is_whole)
@@ -121,7 +121,7 @@ class Transfer:
         return self._task
 
     def again(self, begin: float) -> LoadReport:
-        """Move what was planned, now or long ago, and report; ``begin``: when that was asked for."""
+        """Carry out the plan, a new or an earlier one, and report; ``begin``: when the call began."""
         planned, task, source = time.perf_counter(), self._task, self._source
         moved, answers = self._comm.together(self._move, self._context)
         total_bytes, filled, asked = map(sum, zip(*(map(int, answer.split()) for answer in answers)))
@@ -151,7 +151,7 @@ class Transfer:
         return report
 
     def describe(self) -> bytes:
-        """Open the source, and describe this rank's targets; return a fingerprint of what a plan is made of."""
+        """Open the source, and describe this rank's targets; return a fingerprint of the plan's inputs."""
         source, options, call = self._source, self._options, self._call
         self._said = source.open()
         self._targets = self._describe_targets()
@@ -164,7 +164,7 @@ class Transfer:
         return self._own
 
     def in_brief(self, plan: KeptLoad) -> bytes:
-        """Take a plan that was kept; return what tells so."""
+        """Use a cached plan; return the short message about it."""
         if plan.whole:
             self._complete()
         self._task = plan.task(self._targets)
@@ -173,12 +173,12 @@ class Transfer:
         return brief(BRIEF_LOAD, agreed, address)
 
     def in_full(self) -> bytes:
-        """Return what this rank tells first where not all have kept a plan."""
+        """Return this rank's first message if not all have cached a plan."""
         return (self._tell_targets() if self._gathers_targets else self._tell_task())[1]
 
     @property
     def _gathers_targets(self) -> bool:
-        """Return whether ranks first tell their targets: statements have to mean the same on each of them."""
+        """Return whether ranks first gather their targets: statements have to mean the same on all of them."""
         return self._options.aoa_config is not None
 
     def _tell_targets(self) -> tuple[None, bytes]:
@@ -193,9 +193,9 @@ class Transfer:
 
     @without_collector()
     def _tell_task(self, statements: Sequence[str] = ()) -> tuple[None, bytes]:
-        """Resolve and plan what this rank fills; return what the others have to know of that.
+        """Resolve and plan this rank's targets; return its message to the others.
 
-        ``statements`` put fused parameters right on some rank, where ranks send each other what they need.
+        ``statements`` reorder fused parameters on some rank, if ranks send each other elements.
         """
         source = self._source
         try:
@@ -206,34 +206,34 @@ class Transfer:
             raise type(error)([*error.problems, f"the checkpoint is partial: {source.partial}"]) from error
         how = self._task.resolution
         names, needs = json.dumps(how.raw_meanings()).encode(), json.dumps(needed).encode()
-        # The number of steps is no part of what a plan is kept for.
+        # The number of steps is not part of a cached plan's key.
         own = b"" if how.by_key("completion") else self._own
         return None, join((self._head, needs, source.used(self._task), names, own, *source.prepare(self._task)))
 
     def _make_task(self, statements: Sequence[str] | None) -> tuple[Task, tuple[str, ...]]:
-        """Return what :func:`make_task` does; where names of other keys matter, of all shards of the source."""
+        """Return the result of :func:`make_task`; if names of other keys matter, with all shards of the source."""
         source = self._source
         try:
             made = make_task(self._targets, source.catalog, self._options, self._all_targets, statements, source)
         except ValidationError:
-            # Errors tell of keys that are like those that are asked for.
+            # Errors list keys similar to the missing ones.
             if not self._complete():
                 raise
             return self._make_task(statements)
-        # Statements that put fused parameters right are about their states too; scales tell of codes.
+        # Statements that reorder fused parameters are about their states too; scales are evidence of codes.
         is_incomplete = bool(made[1]) or made[0].resolution.may_be_codes
         return self._make_task(statements) if is_incomplete and self._complete() else made
 
     def _complete(self) -> bool:
-        """Have all shards of the source; return whether they were not known before."""
+        """Read all shards of the source; return whether some were not known before."""
         completed = self._source.complete()
-        # A kept plan is found by the shards that are known at first.
+        # A cached plan's key has the shards that are known at first.
         self._is_whole = self._is_whole or completed
         return completed
 
     def _move(self) -> tuple[dict[str, Any], bytes]:
-        """Fill this rank's targets; return what is reported of it, and what the others have to know for that."""
-        # A process that works for itself fills files, whole or not at all: its errors stay what they are.
+        """Fill this rank's targets; return fields of the report, and this rank's message for the others' reports."""
+        # A single process writes files, complete or not at all: its errors are raised unchanged.
         with contextlib.nullcontext() if isinstance(self._comm, Solo) else _errors_name_the_targets():
             moved = self._source.move(self._task)
         how = self._task.resolution
@@ -263,15 +263,15 @@ def make_task(
     statements: Sequence[str] | None = None,
     facts: Facts = NOTHING,
 ) -> tuple[Task, tuple[str, ...]]:
-    """Resolve a rank's targets and plan what to fill; return also the statements that its fused parameters need.
+    """Resolve a rank's targets and plan the rows to fill; return also the statements that its fused parameters need.
 
     Args:
-        targets: The rank's.
+        targets: The rank's targets.
         source: All source shards.
-        options: Of the call.
-        known: The targets of all ranks; None where they are not known, and there are no AOA statements.
-        statements: Those that put fused parameters right on some rank; None: this rank's count.
-        facts: What the source says besides.
+        options: The options of the call.
+        known: The targets of all ranks; None: not known, and there are no AOA statements.
+        statements: The statements that reorder fused parameters on some rank; None: this rank's own.
+        facts: Facts about the source.
 
     Raises:
         ValidationError: Source and targets do not fit.
@@ -292,7 +292,7 @@ def make_task(
 
 @contextlib.contextmanager
 def quiet_loads() -> Iterator[None]:
-    """Let loads report at the level DEBUG: where the caller reads for itself, or reports itself."""
+    """Let loads log their reports at the level DEBUG, for callers with reports of their own."""
     token = _report_level.set(logging.DEBUG)
     try:
         yield

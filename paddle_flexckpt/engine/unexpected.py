@@ -1,4 +1,4 @@
-"""Unexpected keys: those of a source that no rank asks for, and when they are an error.
+"""Unexpected keys: keys of a source that no rank asks for, which may be an error.
 
 Tested in tests/engine/test_unexpected.py.
 """
@@ -19,9 +19,9 @@ from paddle_flexckpt.engine.options import TransferOptions
 def check_unexpected(
     keys: Sequence[str], used: np.ndarray, mapping: TensorMapping | None, options: TransferOptions, context: str
 ) -> list[str]:
-    """Return the keys of a source that no rank uses, sorted, of which ``used`` tells which some rank does.
+    """Return the keys of a source that no rank uses, sorted; ``used`` has bool for each key.
 
-    Extra state does not count, nor what AOA statements remove.
+    Extra state, and keys that AOA statements remove, do not count.
 
     Raises:
         ValidationError: They are not allowed; the same on every rank.
@@ -33,7 +33,7 @@ def check_unexpected(
     states = _states_of_loaded(unexpected, keys, loaded)
     if states and options.optimizer_states == "raise":
         masters = states if all(key.endswith(".w_0") for key in states) else []
-        # Whoever asks for some has an optimizer, which does not train the others' parameters.
+        # If some states are asked for, there is an optimizer, which does not train the other parameters.
         everything = {*keys}
         frozen = any(is_state(key, everything) for key in loaded)
         raise ValidationError(
@@ -67,7 +67,7 @@ def check_unexpected(
 def refuse_nothing(asked: int, unexpected: Sequence[str], context: str) -> None:
     """Raise ValidationError for a transfer that fills none of its targets.
 
-    ``asked`` is the number of all ranks' targets, ``unexpected`` the keys that nobody asks for.
+    ``asked`` is the number of all ranks' targets, ``unexpected`` has the keys that no rank asks for.
     """
     if asked:
         there = f"{len(unexpected)} keys, such as {', '.join(map(repr, unexpected[:3]))}" if unexpected else "no key"
@@ -79,18 +79,18 @@ def refuse_nothing(asked: int, unexpected: Sequence[str], context: str) -> None:
 
 
 def _states_of_loaded(unused: list[str], keys: Sequence[str], used: set[str]) -> list[str]:
-    """Return those of some keys that are optimizer states of used ones.
+    """Return the keys, of some, that are optimizer states of used ones.
 
-    Raw names (of a plain ``optimizer.state_dict()``) and torch's do not say whose states they are: they are taken for
-    those of what is loaded, if a parameter is.
+    Raw names (of a plain ``optimizer.state_dict()``) and torch's do not contain the parameter: they count as states of
+    loaded parameters, if any parameter is loaded.
     """
-    # Steps and settings of torch's are no tensors of an optimizer of Paddle.
+    # Steps and settings of torch's optimizers have no tensors in Paddle's.
     torch = {key for key in unused if is_torch_state(key) and not is_counter(key) and "param_groups." not in key}
     candidates = [key for key in unused if key[-1:].isdigit() or key in torch]
     if not candidates or not used:
         return []
     everything = set(keys)
-    # An optimizer that is loaded by itself leaves no states behind, whatever else is in the source.
+    # If only an optimizer is loaded, no raw name counts as a state of a loaded parameter.
     parameters = any(not is_state(key, everything) for key in used)
 
     def is_one(key: str) -> bool:

@@ -33,13 +33,13 @@ from paddle_flexckpt.report import RepairReport, VerifyReport
 def verify_checkpoint(
     path: Location, unique_id: int | None = None, *, progress: ProgressCallback | None = None
 ) -> VerifyReport:
-    """Read a whole checkpoint once and lists all that is wrong with it.
+    """Read a whole checkpoint once and list all problems.
 
-    Compared with the manifest are the size, save token and header of every data file and the checksum of every block;
-    the manifest has a checksum of its own. The shards have to cover their tensors. One block is in memory at a time.
+    The size, save token and header of every data file and the checksum of every block are compared with the manifest,
+    which has a checksum of its own. The shards have to cover their tensors. One block is in memory at a time.
 
-    What another program has written has no checksums: its headers, sizes and indices, and that its shards cover their
-    tensors, are all that can be looked at. ``bytes_verified`` is 0 then, and the report says so.
+    Checkpoints of other programs have no checksums: only headers, sizes and indices, and the coverage of tensors by
+    shards, are checked. Then ``bytes_verified`` is 0, and the report has a note.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
@@ -61,7 +61,7 @@ def verify_checkpoint(
     except CorruptCheckpointError as error:
         ids = directory.list_ids()
         if not ids or (unique_id is not None and unique_id not in ids):
-            # Another program's: what is wrong has its file named.
+            # Another program's: the error names the file.
             seconds = {"total": time.perf_counter() - begin}
             problems = [Problem(str(error))]
             return VerifyReport(directory.path, unique_id or 0, problems=problems, seconds=seconds, has_checksums=False)
@@ -71,14 +71,14 @@ def verify_checkpoint(
         return VerifyReport(directory.path, chosen, problems=problems, seconds=seconds)
     with held as manifest:
         catalog = manifest.catalog
-        # Of another program's, the manifest has been made of its files' headers: they fit, or it would not be there.
+        # Another program's manifest was made from its files' headers, so they fit.
         # They have no checksums: nothing is read.
         nbytes, files = (0, 0) if manifest.foreign else (int(catalog.byte_length.sum()), len(catalog.files))
         meter = Meter(progress, "verify", nbytes, files)
         found = Verification() if manifest.foreign else verify_files(directory.backend, manifest, meter)
         meter.finish()
     problems = validate_shards(catalog)
-    # Shards that are malformed have no boxes to compare.
+    # Malformed shards have no boxes to compare.
     problems = problems or validate_coverage(catalog, group_replicas(catalog)).problems
     if manifest.partial:
         remedy = (
@@ -109,7 +109,7 @@ def verify_checkpoint(
 
 
 def _manifest_problems(directory: CheckpointDirectory, unique_id: int, error: CorruptCheckpointError) -> list[Problem]:
-    """Return what is wrong with a manifest that cannot be read: all of its damaged partitions, or itself."""
+    """Return the problems of a manifest that cannot be read: all damaged partitions, or the manifest itself."""
     try:
         problems = partition_problems(directory.backend, directory.read_committed(unique_id, ()))
     except (OSError, CorruptCheckpointError):
@@ -147,31 +147,29 @@ def repair_manifest(
     save_token: str | None = None,
     fewer_files: bool = False,
 ) -> RepairReport:
-    """Rebuild the manifest of a checkpoint that has lost it, from what its data files say about themselves.
+    """Rebuild a lost manifest of a checkpoint from the headers of its data files.
 
     The block checksums are computed anew from the data as it is: they protect it from now on, but **damage that
-    happened before the repair cannot be found**. A manifest that is there and can be read, if only some of its
-    partitions, is compared with the data files: nothing that it shows to be damaged or lost is made whole.
+    happened before the repair cannot be found**. A manifest that can be read, or some of its partitions, is
+    compared with the data files: damage and losses that it shows are not accepted.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
         unique_id: The checkpoint's id.
         overwrite: Whether a manifest that is there, damaged or not, may be replaced.
-        save_token: Which save's files to take, where those of several saves have this id.
-        fewer_files: Whether there may be fewer data files than ranks took part in the save. A rank that had nothing to
-            write has no file. Where neither a manifest nor the file for Paddle's own loader tells that this is so, a
-            lost file looks the same: the checkpoint is then marked as partial. Loads warn of it, and it does not count
-            as complete.
+        save_token: The save whose files to use, if files of several saves have this id.
+        fewer_files: Whether there may be fewer data files than ranks of the save. A rank with nothing to write has no
+            file. Without a manifest, or the file for Paddle's own loader, this cannot be distinguished from a lost
+            file: then the checkpoint is marked as partial. Loads warn of it, and it does not count as complete.
 
     Returns:
-        What was done.
+        The report.
 
     Raises:
         ValidationError: A manifest is there, there are no such files, or they are damaged in a way that shows or do not
             make up a whole checkpoint of one save; nothing was written.
         CorruptCheckpointError: A data file changed while it was read; nothing was written.
-        CheckpointError: A save is being made there, or somebody has changed the checkpoint meanwhile; nothing was
-            written.
+        CheckpointError: A save is in progress there, or the checkpoint was changed meanwhile; nothing was written.
         OSError: The file system refused.
     """
     begin = time.perf_counter()

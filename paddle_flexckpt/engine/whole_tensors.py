@@ -1,4 +1,4 @@
-"""Whole tensors, or boxes of them, as targets, one in memory at a time, or a band of one, as numpy arrays."""
+"""Whole tensors, or boxes of them, as targets: numpy arrays, of which one, or one band, is in memory at a time."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ from paddle_flexckpt.report import replica_warning
 
 logger = logging.getLogger("paddle_flexckpt")
 
-# Who needs no tensor whole takes a larger one in bands of so many bytes.
+# Bytes of the bands of larger tensors, for callers that need no whole tensors.
 BAND_BYTES = 64 << 20
-# Who asks for whole tensors has chosen among the keys, and has their names from the source.
+# Callers that read whole tensors have chosen the keys, and have their names from the source.
 CHOSEN = TransferOptions(optimizer_states="ignore", mw_name_compatibility=False, raw_names="trusted")
 
 
 @dataclass
 class _Array:
-    """Show a fresh array as an open target."""
+    """A new array as an open target."""
 
     array: np.ndarray
     staged: bool = False
 
     def store(self) -> None:
-        """Do nothing: it is no copy."""
+        """Do nothing: it is not a copy."""
 
 
 class WholeTensors(Memory):
-    """Make the memory of a whole tensor, or of a band, when it is filled, and hold it until it is taken.
+    """The memory of whole tensors, or of bands, from when each is filled until it is taken.
 
     Attributes:
         keys: By row, the key of each band; of a tensor that is filled whole, once.
@@ -56,10 +56,10 @@ class WholeTensors(Memory):
     keys: list[str]
 
     def __init__(self, band_bytes: int | None = None, rank: int = 0) -> None:
-        """Hold nothing yet.
+        """Begin without arrays.
 
         Args:
-            band_bytes: Fill a larger tensor in bands, some of its rows each, in their order. None: no tensor.
+            band_bytes: Larger tensors are filled in bands of their rows, in order. None: no bands.
             rank: The rank that fills them.
         """
         self._band_bytes, self._rank = band_bytes, rank
@@ -72,8 +72,8 @@ class WholeTensors(Memory):
 
         Args:
             infos: Shape and dtype by key, in the order in which tensors are filled.
-            mapping: What statements make them of, compiled without a target; None takes the source's own tensors.
-            boxes: What is wanted of a tensor, by key; by default all of it.
+            mapping: The mapping of the statements, compiled without a target; None: the source's own tensors.
+            boxes: The box to fill of a tensor, by key; by default all of it.
         """
         builder, self.keys, self._infos, self._boxes = CatalogBuilder(self._rank), [], [], list[Box]()
         bands: list[tuple[int, Box]] = []
@@ -93,7 +93,7 @@ class WholeTensors(Memory):
     def parts(
         self, infos: Mapping[str, TensorInfo], mapping: TensorMapping | None, parts: Sequence[tuple[str, Box]]
     ) -> Targets:
-        """Return targets of which boxes are filled; a tensor may have several, and others may come between them.
+        """Return targets that are filled in boxes; a tensor may have several, with others in between.
 
         Args:
             infos: Shape and dtype by key, of those that ``parts`` name.
@@ -111,21 +111,21 @@ class WholeTensors(Memory):
         return Targets(builder.build(), no_names, no_names, nowhere, self, mapping, bands)
 
     def open(self, row: int, fresh: bool) -> _Array:
-        """Return a fresh array, and keep it."""
+        """Return a new array, and hold it."""
         info = self._infos[row]
         array = self._arrays[row] = np.empty(math.prod(info.shape), dtype=dtype_of(info.dtype).numpy)
         return _Array(array)
 
     def take(self, row: int) -> tuple[str, np.ndarray]:
-        """Return key and array of a tensor, or band, that is filled, and hold it no longer."""
+        """Return key and array of a filled tensor, or band, and release it."""
         key, info = self.keys[row], self._infos[row]
         array = self._arrays.pop(row, None)
-        if array is None:  # without elements, which nobody fills
+        if array is None:  # without elements, so that nothing filled it
             array = np.empty(0, dtype=dtype_of(info.dtype).numpy)
         return key, array.reshape(info.shape)
 
     def take_band(self, row: int) -> tuple[str, Box, np.ndarray]:
-        """Return what :meth:`take` does, and the box that it is of its tensor."""
+        """Return the result of :meth:`take`, and its box in the tensor."""
         key, array = self.take(row)
         return key, self._boxes[row], array
 
@@ -139,7 +139,7 @@ def iterate_tensors(
     verify: bool | VerifyMode = "read",
     use_replicas: bool = True,
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Read whole tensors of a checkpoint, one at a time; exactly the bytes that they need.
+    """Read whole tensors of a checkpoint, one at a time, and only the bytes that they need.
 
     Args:
         directory: The checkpoint's directory.
@@ -155,7 +155,7 @@ def iterate_tensors(
         a computed one, are held here.
 
     Raises:
-        ValidationError: There is no such key (before anything is read), or statements keep what targets have.
+        ValidationError: There is no such key (before anything is read), or statements keep values of targets.
         CorruptCheckpointError: The checkpoint is damaged.
     """
     options = FileOptions(verify=verify, use_replicas=use_replicas)
@@ -206,6 +206,6 @@ def _iterate(
         try:
             for row in source.fill(task):
                 yield memory.take_band(row)
-        finally:  # whoever asks for tensors need not ask for all of them
+        finally:  # the requested tensors need not be all
             if source.reader.replicas_used:
                 logger.warning(replica_warning(source.path, source.reader.replicas_used))

@@ -1,1 +1,1 @@
-"""Read the checkpoints and files of other programs, and tell whose a directory is."""
+"""Read the checkpoints and files of other programs, and find out which program wrote a directory."""

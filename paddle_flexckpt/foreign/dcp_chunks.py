@@ -1,7 +1,7 @@
-"""Tell from DCP's ``.metadata`` which chunk of which tensor is in which stretch of which file, as columns.
+"""Find in DCP's ``.metadata`` the tensor, file and stretch of each chunk, as columns.
 
-Records that were read in runs stay columns: they are joined, sorted and checked together. Whatever is not as torch
-writes it goes another way, record by record, which knows what is wrong, and is what the first way is compared with.
+Records that were read in runs stay columns: they are joined, sorted and checked together. A file that is not as torch
+writes it is read record by record instead: this slower way finds the problem, and the fast way is tested against it.
 
 Tested in tests/foreign/test_torch_records.py.
 """
@@ -38,7 +38,7 @@ _UNMADE = "load it in torch and save it by torch.distributed.checkpoint without 
 
 
 class PlacedChunks(NamedTuple):
-    """Place the archives of chunks, file by file and in the order of their bytes.
+    """The places of chunks' archives, file by file and in the order of their bytes.
 
     Attributes:
         catalog: A row for each chunk; ``byte_offset`` is where its archive begins, not its elements.
@@ -63,7 +63,7 @@ def read_chunks(data: bytes, where: str) -> PlacedChunks:
 
 
 def read_in_columns(data: bytes, where: str) -> PlacedChunks | None:
-    """Do what :func:`read_one_by_one` does, in a fraction of the time; None where that has to say what is wrong."""
+    """Do what :func:`read_one_by_one` does, in a fraction of the time; None if that is needed to find the problem."""
     try:
         metadata = load_pickle(data, where, DCP_METADATA)
     except CorruptCheckpointError:
@@ -102,7 +102,7 @@ def _others(metadata: DcpMetadata) -> tuple[str, ...]:
 
 
 class _Item(NamedTuple):
-    """Describe a chunk: its tensor's name and entry, where it begins and its shape, and its stretch of the file."""
+    """A chunk: its tensor's name and entry, where it begins and its shape, and its stretch of the file."""
 
     key: str
     entry: TensorEntry
@@ -163,7 +163,7 @@ def _items_by_file(metadata: DcpMetadata, where: str) -> dict[str, list[_Item]]:
 
 
 class _Column:
-    """Collect numbers one by one and in arrays."""
+    """A column of numbers, which come one by one and in arrays."""
 
     def __init__(self) -> None:
         self._arrays: list[np.ndarray] = []
@@ -187,7 +187,7 @@ class _Column:
 
 
 class _Join:
-    """Join the chunks of tensors with their places."""
+    """A join of the chunks of tensors with their places."""
 
     def __init__(self, metadata: DcpMetadata) -> None:
         self._metadata = metadata
@@ -209,7 +209,7 @@ class _Join:
                 self._entries.append(entry)
 
     def placed(self) -> PlacedChunks | None:
-        """Return all of them; None if something is not as it should be."""
+        """Return all of them; None if there is a problem."""
         of_chunk, offset_of_chunk, size = self._chunks()
         read = self._places()
         if read is None:
@@ -242,7 +242,7 @@ class _Join:
         )
 
     def _chunks(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return of each chunk the number of its tensor, and those of its offset and size."""
+        """Return, for each chunk, the number of its tensor, and those of its offset and size."""
         key, offset, size = _Column(), _Column(), _Column()
         for number, entry in enumerate(self._entries):
             for chunk in entry.chunks:
@@ -257,9 +257,9 @@ class _Join:
         return key.whole(), offset.whole(), size.whole()
 
     def _places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray, list[str]] | None:
-        """Return of each place the numbers of its tensor, offset and file, and its stretch; and the files.
+        """Return, for each place, the numbers of its tensor, offset and file, and its stretch; and the files.
 
-        None: a place is none of a tensor's chunk, or its chunk is transformed, or its file's name is none.
+        None: a place does not belong to a tensor's chunk, its chunk is transformed, or its file's name is invalid.
         """
         numbers = {key: number for number, key in enumerate(self._keys)}
         numbers.update(dict.fromkeys(_others(self._metadata), -1))  # left out
@@ -305,7 +305,7 @@ class _Join:
         begin: np.ndarray,
         files: Sequence[str],
     ) -> Catalog:
-        """Return the rows; keys and types have the numbers that a builder would give them."""
+        """Return the rows; keys and types have the numbers that a builder would assign."""
         used, number = _in_order(key)
         entries = [self._entries[each] for each in used.tolist()]
         names = list(dict.fromkeys(entry.dtype for entry in entries))
@@ -333,7 +333,7 @@ class _Join:
 
 
 def _in_order(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct numbers in the order in which they come first, and the place of each there."""
+    """Return the distinct numbers in the order of their first occurrence, and the place of each there."""
     order = np.argsort(numbers, kind="stable")
     ordered = numbers[order]
     is_first = np.append(True, ordered[1:] != ordered[:-1])[: len(order)]
@@ -356,9 +356,9 @@ def _padded(flat: np.ndarray, begin: np.ndarray, axes: np.ndarray, width: int, f
 
 
 def _match(key: np.ndarray, offset: np.ndarray, chunks: int) -> np.ndarray | None:
-    """Return of each place the chunk with the same key and offset, the last of several; chunks come first.
+    """Return, for each place, the chunk with the same key and offset, the last of several; chunks come first.
 
-    None: a place or a chunk has no other, or two places are of one chunk.
+    None: a place or a chunk has no partner, or two places have the same chunk.
     """
     columns = [key, *offset.T]
     order = lexsort_packed(columns, len(key))

@@ -1,6 +1,7 @@
 """Write ``.metadata`` of torch.distributed.checkpoint without torch: a pickle of its classes, operation by operation.
 
-Nothing is in it but names, shapes, numbers and torch's own names, in the form in which Python pickles them.
+It contains only names, shapes, numbers and torch's own names, in the form in which Python pickles them.
+
 Tested in tests/foreign/test_torch_saving.py.
 """
 
@@ -12,10 +13,10 @@ from typing import NamedTuple
 
 from paddle_flexckpt.foreign.torch_saving import pickled_integer
 
-# Of torch.distributed.checkpoint, which writes it since torch 2.7 and compares it with nothing.
+# The version of torch.distributed.checkpoint, which writes it since torch 2.7 and compares it with nothing.
 _VERSION = "1.0.0"
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-# As many items become part of a list or dict at once as Python's pickler lets; so many bytes are in a piece.
+# The most items that become part of a list or dict at once, as in Python's pickler; the most bytes of a piece.
 _BATCH = 1000
 _PIECE_BYTES = 1 << 16
 _NEW = b")\x81\x94}\x94("
@@ -23,7 +24,7 @@ _DONE = b"ub"
 
 
 class DcpChunk(NamedTuple):
-    """Place a box of a tensor: its first element, its shape, its file, and the stretch of that where its archive is."""
+    """A box of a tensor: its first element, its shape, its file, and the stretch of that where its archive is."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -33,7 +34,7 @@ class DcpChunk(NamedTuple):
 
 
 class DcpTensor(NamedTuple):
-    """Describe a tensor: its key, the name of its element type, its shape, its chunks."""
+    """A tensor: its key, the name of its element type, its shape, its chunks."""
 
     key: str
     dtype: str
@@ -42,12 +43,12 @@ class DcpTensor(NamedTuple):
 
 
 def encode_dcp_metadata(tensors: Sequence[DcpTensor]) -> bytes:
-    """Return the file; each key is one tensor's, and each tensor has a chunk."""
+    """Return the file; each key belongs to one tensor, and each tensor has a chunk."""
     return b"".join(_in_pieces(_Writer().write(tensors)))
 
 
 def _in_pieces(codes: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the same in fewer pieces: millions of short ones take much memory."""
+    """Yield the same in fewer pieces: millions of short ones would take much memory."""
     found: list[bytes] = []
     size = 0
     for code in codes:
@@ -60,7 +61,7 @@ def _in_pieces(codes: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class _Writer:
-    """Yield operations, and count what they put into the reader's memo."""
+    """A generator of operations, which counts the values that they put into the reader's memo."""
 
     def __init__(self) -> None:
         self._memo = 0
@@ -71,7 +72,7 @@ class _Writer:
         yield b"\x80\x04" + self._begin(_METADATA, "Metadata")
         yield self._text("state_dict_metadata") + self._put(b"}")
         yield from self._batches((self._tensor(each) for each in tensors), b"u")
-        # By names of their own in the pickle the parts of a nested state dict are told apart: these are flat.
+        # Parts of a nested state dict would be distinguished by separate names in the pickle: these are flat.
         yield self._text("planner_data") + self._put(b"}")
         yield from self._batches(([self._text(each.key), self._path(each.key)] for each in tensors), b"u")
         yield self._text("storage_data") + self._put(b"}")
@@ -79,7 +80,7 @@ class _Writer:
         yield self._text("version") + self._text(_VERSION) + _DONE + b"."
 
     def _batches(self, items: Iterable[Iterable[bytes]], end: bytes) -> Iterator[bytes]:
-        """Yield the operations of items, and what adds them to the list or dict below."""
+        """Yield the operations of items, and those that add them to the list or dict below."""
         count = 0
         for item in items:
             if count % _BATCH == 0:
@@ -132,7 +133,7 @@ class _Writer:
         return code + b"\x94"
 
     def _shared(self, name: bytes, make: Callable[[], bytes]) -> bytes:
-        """Return the operations that make something the first time, and take it from the memo later."""
+        """Return the operations that make a value the first time, and read it from the memo later."""
         known = self._known.get(name)
         if known is not None:
             return known
@@ -153,13 +154,13 @@ class _Writer:
         return self._shared(f"class {module}.{name}".encode(), make)
 
     def _begin(self, module: str, name: str) -> bytes:
-        """Begin an object whose fields follow."""
+        """Begin an object, whose fields follow."""
         code = self._class(module, name) + _NEW
         self._memo += 2
         return code
 
     def _call(self, module: str, name: str, argument: Callable[[], bytes]) -> bytes:
-        """Call something, with the same argument each time."""
+        """Call a function, with the same argument each time."""
 
         def make() -> bytes:
             function = self._class(module, name)

@@ -1,7 +1,7 @@
 """Read the safetensors files of ranks that torch.distributed.checkpoint writes (``HuggingFaceStorageWriter``).
 
-``shard-00001-model-00001-of-00002.safetensors`` has a rank's chunks; ``DCP_SHARDING_INFO`` in its header tells where
-each of them begins. There is no index: a tensor reaches as far as its chunks do, as for torch itself.
+``shard-00001-model-00001-of-00002.safetensors`` has a rank's chunks; ``DCP_SHARDING_INFO`` in its header has the begin
+of each. There is no index: a tensor reaches as far as its chunks do, as for torch itself.
 
 Tested in tests/foreign/test_dcp_safetensors.py.
 """
@@ -31,7 +31,7 @@ def read_shards_manifest(backend: Backend, names: Sequence[str]) -> Manifest:
     """Read the files of ranks as a manifest without checksums.
 
     Raises:
-        CorruptCheckpointError: A file is damaged, tells no places, or the chunks leave holes or overlap.
+        CorruptCheckpointError: A file is damaged or has no places, or the chunks leave holes or overlap.
     """
     files = map_files(backend, lambda name: read_tensor_file(backend, name), names)
     offsets = [_read_offsets(file, backend.where(file.name)) for file in files]

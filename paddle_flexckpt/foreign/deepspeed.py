@@ -1,11 +1,11 @@
 """Read checkpoints of DeepSpeed: ZeRO 1 to 3 as its ranks have saved it, and universal ones; nothing is unpickled.
 
-Ranks of ZeRO save slices of flat buffers. Stages 1 and 2 tell which slice belongs to which parameter
+Ranks of ZeRO save slices of flat buffers. Files of stages 1 and 2 have the parameter of each slice
 (``param_slice_mappings``); in stage 3 each parameter is cut into as many equal slices as there are ranks, the last of
 them padded. Both are flattened ranges of the parameter. A universal checkpoint has a directory for each parameter.
 
-A parameter ``w`` has the keys ``w``, ``w.w_0`` (its fp32 master weight), ``w.moment1_0`` and ``w.moment2_0``. Where
-there is no other copy (stage 3, universal), ``w`` is the fp32 one too.
+A parameter ``w`` has the keys ``w``, ``w.w_0`` (its fp32 master weight), ``w.moment1_0`` and ``w.moment2_0``. If there
+is no other copy (stage 3, universal), ``w`` is the fp32 one too.
 
 Tested in tests/foreign/test_deepspeed.py.
 """
@@ -46,7 +46,7 @@ logger = logging.getLogger("paddle_flexckpt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,5})(_\d+)?_optim_states\.pt", re.ASCII)
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,5})(_\d+)?_model_states\.pt", re.ASCII)
 _UNIVERSAL = "zero"
-# In the directory above: the name of the last checkpoint's directory.
+# A file in the directory above: it has the name of the last checkpoint's directory.
 LATEST_FILES = ("latest", "latest_universal")
 _STATES = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
 _FP32, _MASTER = "fp32", "w_0"
@@ -54,7 +54,7 @@ _CONVERT = "convert it in DeepSpeed (python -m deepspeed.checkpoint.ds_to_univer
 
 
 class _Row(NamedTuple):
-    """Describe a shard: its file, key, element type, the tensor's shape, the box or flat range, its first byte."""
+    """A shard: its file, key, element type, the tensor's shape, the box or flat range, its first byte."""
 
     file: DeepSpeedFile
     key: str
@@ -68,18 +68,18 @@ class _Row(NamedTuple):
 
 
 def is_deepspeed(names: Sequence[str]) -> bool:
-    """Return whether a directory has the files of one step of DeepSpeed's."""
+    """Return whether a directory has the files of one step of DeepSpeed."""
     return any(map(_OPTIMIZER.fullmatch, names)) or any(map(_MODEL.fullmatch, names))
 
 
 def read_deepspeed_manifest(backend: Backend) -> Manifest:
-    """Read one step as a manifest without checksums; what is no tensor of a parameter or buffer is left out.
+    """Read one step as a manifest without checksums, with the tensors of parameters and buffers only.
 
     Raises:
         CorruptCheckpointError: A file is damaged, missing, or contradicts another; UnsafePickleError where a pickle is
             more than data.
-        ValidationError: It is of tensor or pipeline parallelism, and says nowhere how parts belong together; or its
-            states are stored in another way. The text says what to do.
+        ValidationError: It was saved under tensor or pipeline parallelism, and does not record how parts belong
+            together; or its states are stored in another way. The text has a remedy.
     """
     names = backend.names()
     matches = [
@@ -92,7 +92,7 @@ def read_deepspeed_manifest(backend: Backend) -> Manifest:
         if cut:
             raise ValidationError(
                 f"{backend.where(cut[0])} is of a model that is cut among ranks (tensor or pipeline parallelism), and "
-                f"the files do not tell how. Remedy: {_CONVERT}"
+                f"the files do not record how. Remedy: {_CONVERT}"
             )
         chosen = [match[0] for match in matches]
         files = dict(zip(chosen, map_files(backend, lambda name: _load(backend, name), chosen)))
@@ -129,7 +129,7 @@ def _load(backend: Backend, name: str) -> DeepSpeedFile:
 
 
 def _of_ranks(backend: Backend, models: Sequence[DeepSpeedFile], optimizers: Sequence[DeepSpeedFile]) -> Iterator[_Row]:
-    """Yield the shards of what ranks have saved."""
+    """Yield the shards that ranks have saved."""
     states = [_field(backend, file, file.value, "optimizer_state_dict", dict) for file in optimizers]
     if not models:
         raise CorruptCheckpointError(
@@ -175,13 +175,13 @@ def _first_stages(
     states: Sequence[Mapping[Any, Any]],
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[_Row]:
-    """Yield the slices of stages 1 and 2: a parameter's follow each other in the order of ranks."""
+    """Yield the slices of stages 1 and 2: those of a parameter follow each other in the order of ranks."""
     done: dict[str, int] = {}
     for file, state in zip(files, states):
         flats = _field(backend, file, state, "single_partition_of_fp32_groups", list)
         if type(state.get("param_slice_mappings")) is not list:
             raise ValidationError(
-                f"{backend.where(file.name)} does not tell which slices are which parameters' (param_slice_mappings), "
+                f"{backend.where(file.name)} does not have the parameters of its slices (param_slice_mappings), "
                 f"as older releases do not. Remedy: {_CONVERT}"
             )
         base = _field(backend, file, state, "base_optimizer_state", dict)
@@ -224,7 +224,7 @@ def _third_stage(
         part = -(-size // count)
         first, last = min(rank * part, size), min((rank + 1) * part, size)
         for low, high, columns, progress in buffers:
-            # What of [at, at + last - first) is in this buffer.
+            # The part of [at, at + last - first) in this buffer.
             start, stop = max(at, low), min(at + last - first, high)
             if start >= stop:
                 continue
@@ -273,7 +273,7 @@ def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
     progress: Progress | None = None
     budget = BoxBudget()
     shapes: dict[Any, Any] = {}
-    # Of a model that is cut among ranks these are the shapes of parts, and buffers may be parts.
+    # For a model that is cut among ranks these are the shapes of parts, and buffers may be parts.
     if models and all(
         int(match[2]) == 0 and not match[3] for name in models for match in [_MODEL.fullmatch(name)] if match
     ):
@@ -289,7 +289,7 @@ def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
             continue
         keys = [f"{name}.{_STATES.get(state, f'{state}_0')}"]
         if state == _FP32:
-            # A buffer has no states, and no master weight.
+            # A buffer has no states and no master weight.
             keys = [name, f"{name}.{_MASTER}"] if len(listing[name]) > 1 else [name]
         shape = shapes.get(name)
         if type(shape) is tuple and len(tensor.size) == 1 and tensor.size != shape:
@@ -301,7 +301,7 @@ def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
 
 
 def _columns(backend: Backend, file: DeepSpeedFile, flat: Any, states: Mapping[Any, Any]) -> dict[str, SavedTensor]:
-    """Return a flat buffer of master weights, and those of the states that are as long."""
+    """Return a flat buffer of master weights, and the buffers of states of the same length."""
     if type(flat) is not SavedTensor or len(flat.size) != 1:
         raise _contradiction(backend, file, "a group's fp32 weights are no flat tensor")
     columns = {_MASTER: flat}
@@ -312,14 +312,14 @@ def _columns(backend: Backend, file: DeepSpeedFile, flat: Any, states: Mapping[A
 
 
 def _state(base: Mapping[Any, Any], number: int) -> Mapping[Any, Any]:
-    """Return the states of a group in what the inner optimizer has saved."""
+    """Return the states of a group as the inner optimizer has saved them."""
     states = base.get("state")
     found = states.get(number) if type(states) is dict else None
     return found if type(found) is dict else {}
 
 
 def _after(progress: Progress | None, suffix: str, rows: Iterator[_Row]) -> Iterator[_Row]:
-    """Yield rows, and with those of moments after how many steps they are."""
+    """Yield rows; rows of moments have the number of steps."""
     return (row._replace(progress=progress) for row in rows) if suffix in _STATES.values() else rows
 
 
@@ -347,7 +347,7 @@ def _slice(
 
 
 def _tensors(backend: Backend, file: DeepSpeedFile, tensors: Mapping[Any, Any], budget: BoxBudget) -> Iterator[_Row]:
-    """Yield whole tensors; what is no tensor is left out."""
+    """Yield whole tensors; other values are left out."""
     for key, tensor in tensors.items():
         if type(tensor) is not SavedTensor or type(key) is not str:
             continue

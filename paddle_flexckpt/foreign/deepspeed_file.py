@@ -1,4 +1,4 @@
-"""A file of DeepSpeed's: what is pickled in it, where the elements of its tensors begin, and the steps that it tells.
+"""A file of DeepSpeed's: its pickled object, where the elements of its tensors begin, and its number of steps.
 
 Tested in tests/foreign/test_deepspeed.py.
 """
@@ -21,14 +21,14 @@ _MOST_PICKLE_BYTES = 64 << 20
 
 
 class Progress(NamedTuple):
-    """Hold the steps that an optimizer has taken, and its betas; none where they are not told."""
+    """The number of steps that an optimizer has taken, and its betas; None where they are not in the file."""
 
     steps: float
     betas: tuple[float, ...] = ()
 
 
 class DeepSpeedFile(NamedTuple):
-    """Hold a file: its name, rank, bytes, what was pickled, where tensors begin, and those that are one number."""
+    """A file: its name, rank, bytes, the pickled object, where tensors begin, and those that are one number."""
 
     name: str
     rank: int
@@ -43,7 +43,7 @@ class DeepSpeedFile(NamedTuple):
         return float(found) if type(found) in (int, float) else None
 
     def progress(self, base: Mapping[Any, Any], number: int) -> Progress | None:
-        """Return the progress of a group, in what its inner optimizer has saved; None where the steps are not told."""
+        """Return the progress of a group, as its inner optimizer has saved it; None where it has no number of steps."""
         states, groups = base.get("state"), base.get("param_groups")
         state = states.get(number) if type(states) is dict else None
         group = groups[number] if type(groups) is list and number < len(groups) else None
@@ -53,7 +53,7 @@ class DeepSpeedFile(NamedTuple):
         return None if steps is None else Progress(steps, betas if all(type(beta) is float for beta in betas) else ())
 
     def progress_of_model(self) -> Progress | None:
-        """Return the progress of all parameters by a model's file, which counts the steps and those left out."""
+        """Return the progress of all parameters by a model's file, which counts the steps and the skipped ones."""
         steps, skipped = self.number(self.value.get("global_steps")), self.number(self.value.get("skipped_steps", 0))
         return None if steps is None or skipped is None else Progress(steps - skipped)
 

@@ -1,4 +1,4 @@
-"""Make what pickles of DeepSpeed's files may name: tensors' places, shapes, slices of flat buffers, numpy's arrays.
+"""Values for the names in pickles of DeepSpeed's files: tensors' places, shapes, slices of flat buffers, arrays.
 
 As in ``pickle_values.py`` nothing is looked up: each name stands for a function here, which makes plain data.
 
@@ -16,7 +16,7 @@ from paddle_flexckpt.foreign.torch_values import DCP_METADATA, DCP_TENSOR, Saved
 
 
 class Fragment(NamedTuple):
-    """Place a parameter's slice in a rank's flat buffer."""
+    """A parameter's slice in a rank's flat buffer."""
 
     numel: int
     start: int
@@ -50,7 +50,7 @@ def _parameter(arguments: tuple[Any, ...]) -> Any:
 
 
 class _Anything(dict[str, Any]):
-    """Take fields of any name."""
+    """A record with fields of any name."""
 
     def get(self, name: Any, default: Any = None) -> Any:
         return lambda value: True

@@ -1,7 +1,7 @@
-"""Tell whose checkpoint a directory holds, by the names of what is in it, and open it for reading or saving.
+"""Find out which program's checkpoint a directory holds, by its names, and open it for reading or saving.
 
-In this order: a manifest (``{id}.manifest``) is this library's, whatever else is there. Of the others there has to be
-one alone: ``{id}.metadata`` is Paddle's own; ``.metadata`` is that of torch.distributed.checkpoint, or with
+In this order: a manifest (``{id}.manifest``) is this library's, whatever else the directory has. Of the others there
+has to be only one: ``{id}.metadata`` is Paddle's own; ``.metadata`` is that of torch.distributed.checkpoint, or with
 ``metadata.json`` of Megatron-Core, as are safetensors files ``shard-{n}-model-*``; ``mp_rank_00_model_states.pt`` and
 the like are of DeepSpeed; the directories ``model_state``, ``optimizer_state`` and ``master_weight`` with files of
 Paddle's in them are a FlexCheckpoint of PaddleFormers; safetensors files of optimizer states, master weights or
@@ -54,7 +54,7 @@ Origin = Literal[
     "megatron",
     "deepspeed",
 ]
-# How errors and reports call them.
+# Their names in errors and reports.
 ORIGINS: Mapping[str, str] = MappingProxyType(
     {
         "native": "a checkpoint of this library's",
@@ -69,13 +69,13 @@ ORIGINS: Mapping[str, str] = MappingProxyType(
         "deepspeed": "a checkpoint of DeepSpeed",
     }
 )
-# What no directory is called that a save makes: a load takes such a path for a file's.
+# No save makes a directory of such a name: a load treats such a path as a file.
 _FILE_NAMES = (TENSOR_FILE, ".index.json")
 # Files that are a source by themselves.
 _SOURCES = (TENSOR_FILE, INDEX_FILE, PARAMETERS_FILE, OPTIMIZER_FILE, NPZ_FILE)
-# Weights in pickles of tensors, which no reader here takes.
+# Weights in pickles of tensors, which no reader here supports.
 _PICKLES = (".bin", ".pt", ".pth")
-# Programs whose checkpoints are not read, names of files by which they are known, and what to do.
+# Programs whose checkpoints are not read, names of files by which they are known, and remedies.
 _UNREAD = (
     (
         "Orbax",
@@ -87,7 +87,7 @@ _MOST_DIRECTORIES = 20
 
 
 class SourceDirectory(CheckpointDirectory):
-    """Read a directory of checkpoints, whoever wrote them, or one file that is a source by itself.
+    """A directory of checkpoints of any program, or one file that is a source by itself.
 
     Attributes:
         backend: Its files.
@@ -95,7 +95,7 @@ class SourceDirectory(CheckpointDirectory):
     """
 
     def __init__(self, location: Location) -> None:
-        """Open nothing yet; a file that is a source is one too. ValidationError if it is no location."""
+        """Open nothing yet; a file that is a source is accepted too. ValidationError if it is not a location."""
         backend, self._file = _split_file(location)
         super().__init__(backend)
         self.path = backend.where(self._file) if self._file else backend.path
@@ -105,18 +105,18 @@ class SourceDirectory(CheckpointDirectory):
         return [] if self._file else super().list_ids()
 
     def read_manifest(self, unique_id: int | None = None, keys: Sequence[str] | None = None) -> Manifest:
-        """Read the manifest of a checkpoint (None: the highest id), or make one of what another program has written.
+        """Read the manifest of a checkpoint (None: the highest id), or make one for another program's checkpoint.
 
         ``keys`` is as for native ones; those of other programs have all rows.
 
         Raises:
-            ValidationError: There is no such checkpoint; the text says what is there instead.
+            ValidationError: There is no such checkpoint; the text lists those that exist.
             CorruptCheckpointError: The manifest is damaged, or a file that it names is missing or of another size.
         """
         ids = self.list_ids()
         if ids and unique_id in (None, *ids):
             return super().read_manifest(unique_id, keys)
-        # With a manifest there, only ids of Paddle's can be meant that it does not have.
+        # With a manifest here, an id that it lacks can only be one of Paddle's.
         of_paddle = paddle_ids(self.backend)
         found = find_foreign(self.backend, self._file) if not ids or of_paddle else None
         if found is not None and (unique_id is None or found.origin != "paddle" or unique_id in of_paddle):
@@ -124,7 +124,7 @@ class SourceDirectory(CheckpointDirectory):
         raise ValidationError(explain_missing(self.backend, ids, unique_id))
 
     def origin(self) -> Origin:
-        """Tell whose checkpoint is here; errors of :func:`detect_format`."""
+        """Return which program's checkpoint is here; errors of :func:`detect_format`."""
         if self.list_ids():
             return "native"
         found = find_foreign(self.backend, self._file)
@@ -134,7 +134,7 @@ class SourceDirectory(CheckpointDirectory):
 
 
 def detect_format(path: Location) -> Origin:
-    """Tell whose checkpoint a directory holds.
+    """Return which program's checkpoint a directory holds.
 
     Args:
         path: The directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file or index, or a file of
@@ -145,16 +145,16 @@ def detect_format(path: Location) -> Origin:
 
     Raises:
         ValidationError: There is no checkpoint, or there are several of different programs.
-        CorruptCheckpointError: Safetensors files, whose headers tell whose they are, are damaged.
+        CorruptCheckpointError: Safetensors files, whose headers identify the program, are damaged.
     """
     return SourceDirectory(path).origin()
 
 
 def _split_file(location: Location) -> tuple[Backend, str | None]:
-    """Return the directory that a location stands for, and the file in it that it names, if that is a source.
+    """Return the directory of a location, and the file in it that the location names, if that is a source.
 
     Raises:
-        ValidationError: It is no location.
+        ValidationError: It is not a location.
     """
     if isinstance(location, Backend):
         return location, None
@@ -166,7 +166,7 @@ def _split_file(location: Location) -> tuple[Backend, str | None]:
 
 
 def shown(location: object) -> str:
-    """Return how errors name a location, sound or not: as the caller does, without what is secret."""
+    """Return the text for a location in errors, valid or not: as the caller names it, without secrets."""
     if isinstance(location, Backend):
         return repr(location.path)
     text = os.fspath(location) if isinstance(location, os.PathLike) else location
@@ -182,10 +182,10 @@ def open_to_save(location: Location) -> NodeDirectory:
 
 
 def open_destination(location: Location) -> Backend:
-    """Return the directory that a location stands for, which is to be written to.
+    """Return the directory of a location that is to be written to.
 
     Raises:
-        ValidationError: It is no location, or a file's by its name, and no directory has that name.
+        ValidationError: It is not a location, or has the name of a file and is not a directory.
     """
     backend = open_backend(location)
     if backend.path.rstrip("/").endswith(_FILE_NAMES) and not os.path.isdir(backend.path):
@@ -196,19 +196,19 @@ def open_destination(location: Location) -> Backend:
 
 
 class ForeignSource(NamedTuple):
-    """Tell which program has written a checkpoint, and read its manifest, for an id (None takes the highest)."""
+    """The program that wrote a checkpoint, and the reader of its manifest for an id (None takes the highest)."""
 
     origin: Origin
     read: Callable[[int | None], Manifest]
 
 
 def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | None:
-    """Find what another program has written into a directory; None if there is nothing of the kind.
+    """Find another program's checkpoint in a directory; None if there is none.
 
-    Where ``file`` is meant, everything else is left aside.
+    If a ``file`` is given, everything else is ignored.
 
     Raises:
-        ValidationError: It could be more than one thing; the text says how to choose.
+        ValidationError: There is more than one candidate; the text has the way to choose.
         CorruptCheckpointError: Safetensors files are damaged.
     """
     if file is not None:
@@ -233,7 +233,7 @@ def find_foreign(backend: Backend, file: str | None = None) -> ForeignSource | N
             if shards:
                 read = partial(read_shards_manifest, backend, shards)
                 sources.append(_source_without_ids(backend, "torch_dcp", read))
-            # Beside them there may be what was consolidated of them.
+            # Beside them there may be a consolidated copy of them.
             weights = find_weights(backend.path, sorted(set(names) - set(shards)))
     origins: list[Origin] = [source.origin for source in sources] + (["huggingface"] if weights else [])
     if len(origins) > 1:
@@ -301,7 +301,7 @@ def _source_of_file(backend: Backend, file: str) -> ForeignSource:
 
 
 def _source_of_arrays(backend: Backend, names: Sequence[str]) -> ForeignSource | None:
-    """Return what is taken where there is no checkpoint: files of ``paddle.save`` and of ``numpy.savez``."""
+    """Return the source where there is no checkpoint: files of ``paddle.save`` or of ``numpy.savez``."""
     pickles: list[str] = []
     if has_mark("paddle_pickle", names):
         from paddle_flexckpt.foreign.paddle_pickles import find_paddle_pickles, read_pickles_manifest

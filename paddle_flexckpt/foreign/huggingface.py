@@ -1,7 +1,7 @@
 """Read safetensors files, one by one or under an index as Hugging Face's are, and make a manifest of them.
 
-A Hugging Face style index is JSON: ``weight_map`` says for every tensor which file it is in. What the index says and
-what the files hold have to be the same; a file that an index names is in the same directory.
+A Hugging Face style index is JSON: ``weight_map`` has the file of every tensor. Index and files have to agree; a file
+that an index names is in the same directory.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from paddle_flexckpt.native.safetensors_header import EXPONENTS, StoredTensor, r
 
 MODEL_FILE = "model" + TENSOR_FILE
 _NUMBERED = re.compile(r".*-\d+-of-\d+\.safetensors", re.ASCII)
-# What a safetensors header calls an element type; complex128 has no code of its own.
+# Codes of element types in safetensors headers; complex128 has none of its own.
 _NAMES = {dtype.safetensors: dtype.name for dtype in DTYPES.values() if dtype.trailing == 1} | {EXPONENTS: "uint8"}
-# Paddle's arrays in numpy: bfloat16 is numpy's uint16 there, and is written as that.
+# Numpy's types for Paddle's arrays: bfloat16 is numpy's uint16 there, and is written as that.
 _NUMPY_NAMES = {**_NAMES, "U16": "bfloat16"}
-# That of a model of 100,000 tensors has about 10 MB.
+# The index of a model of 100,000 tensors has about 10 MB.
 MAX_INDEX_BYTES = 64 << 20
-# Long enough for every name of a file, in JSON's longest spelling.
+# Long enough for every file name, in JSON's longest spelling.
 _MAX_NAME_BYTES = 6 * 255
 _FORMAT = "format"
 _EXPERT = re.compile(r"\bexperts?\b")
@@ -47,7 +47,7 @@ PADDLE_FORMAT = "np"
 
 
 class TensorFile(NamedTuple):
-    """Describe a safetensors file: its name, bytes, tensors by name, ``__metadata__``, and a hash of its header."""
+    """A safetensors file: its name, bytes, tensors by name, ``__metadata__``, and a hash of its header."""
 
     name: str
     size: int
@@ -57,7 +57,7 @@ class TensorFile(NamedTuple):
 
     @property
     def is_of_paddle(self) -> bool:
-        """Return whether its tensors were Paddle's, written by way of numpy, as PaddleNLP does."""
+        """Return whether Paddle's tensors were written, by way of numpy, as PaddleNLP does."""
         return self.info.get(_FORMAT) == PADDLE_FORMAT
 
     def dtype(self, tensor: str) -> str:
@@ -66,7 +66,7 @@ class TensorFile(NamedTuple):
 
 
 class TensorIndex(NamedTuple):
-    """Hold an index: the file of each tensor (None if it does not say that), what else it says, and a hash of it."""
+    """An index: the file of each tensor (None if it has none), its other contents, and a hash of it."""
 
     files: Mapping[str, str] | None
     settings: Mapping[str, Any]
@@ -74,7 +74,7 @@ class TensorIndex(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Describe whole tensors: their files by name, the file's name of each tensor, and a hash of the index."""
+    """Whole tensors: their files by name, the file's name of each tensor, and a hash of the index."""
 
     files: Mapping[str, TensorFile]
     where: Mapping[str, str]
@@ -82,7 +82,7 @@ class Weights(NamedTuple):
 
 
 class StoredShard(NamedTuple):
-    """Place a file's tensor: its key in the catalog, its name in the file, and, if it is a part, where it begins."""
+    """A tensor in a file: its key in the catalog, its name in the file, and, if it is a part, where it begins."""
 
     key: str
     tensor: str
@@ -114,7 +114,7 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
     """Read an index.
 
     Raises:
-        CorruptCheckpointError: It is missing, no such JSON, names a file elsewhere, or is larger than
+        CorruptCheckpointError: It is missing or not such JSON, names a file elsewhere, or is larger than
             :data:`MAX_INDEX_BYTES`.
     """
     path = backend.where(name)
@@ -139,7 +139,7 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
             seen: dict[str, str] = {}
             for tensor in cursor.entries():
                 file_name = cursor.string(_MAX_NAME_BYTES)
-                # One object for each file's name, however many tensors are in it.
+                # One object for each file's name, however many tensors the file has.
                 files[tensor] = seen.setdefault(file_name, file_name)
             for file_name in seen:
                 check_file_name(file_name)
@@ -191,9 +191,9 @@ def read_weights(backend: Backend, source: str, *more: str) -> Weights:
 
 
 def _is_shared(tensor: str, file: TensorFile, other: TensorFile | None) -> bool:
-    """Return whether a tensor stands in two files of PaddleNLP's because two stages of a pipeline share it.
+    """Return whether a tensor is in two files of PaddleNLP's because two stages of a pipeline share it.
 
-    The index has one of them. Experts are no such tensors: those of several ranks may have the same name.
+    The index has one of them. This does not apply to experts: those of several ranks may have the same name.
     """
     if other is None or not (file.is_of_paddle and other.is_of_paddle) or _EXPERT.search(tensor):
         return False
@@ -204,15 +204,15 @@ def _is_shared(tensor: str, file: TensorFile, other: TensorFile | None) -> bool:
 def find_weights(path: str, names: Sequence[str]) -> list[str]:
     """Find the index or file of a directory's weights, or all files where there is no index; none if it has none.
 
-    An index comes first, then ``model.safetensors``, then all files that there are. Files that the index does not name
-    are not looked at, nor are others beside ``model.safetensors``.
+    An index comes first, then ``model.safetensors``, then all files. Files that the index does not name are ignored,
+    and so are others beside ``model.safetensors``.
 
     Raises:
-        ValidationError: There is more than one that it could be.
+        ValidationError: There is more than one candidate.
         CorruptCheckpointError: There are numbered files, and no index.
     """
     indices = sorted(name for name in names if name.endswith(INDEX_FILE))
-    # What is named as a rank's data file is that of a save without a manifest.
+    # A file named as a rank's data file belongs to a save without a manifest.
     files = sorted(name for name in names if name.endswith(TENSOR_FILE) and save_of(name) is None)
     if MODEL_FILE in files:
         choices = [*indices, MODEL_FILE]
@@ -236,7 +236,7 @@ def _several_sets(path: str, choices: Sequence[str], why: str = "") -> Validatio
 
 
 def manifest_of_weights(backend: Backend, weights: Weights, origin: str) -> Manifest:
-    """Make the manifest of whole tensors under the names that they are stored under."""
+    """Make the manifest of whole tensors under their stored names."""
     shards = [StoredShard(tensor, tensor, weights.files[name]) for tensor, name in weights.where.items()]
     return manifest_of_files(backend, shards, weights.files.values(), [weights.digest], origin)
 
@@ -249,10 +249,10 @@ def manifest_of_files(
     origin: str,
     world_size: int = 1,
 ) -> Manifest:
-    """Make a manifest, without checksums, of what another program has written into safetensors files.
+    """Make a manifest, without checksums, of another program's safetensors files.
 
-    ``shards`` are those of a checkpoint that the files hold, ``digests`` the hashes of what else was read, and
-    ``world_size`` the ranks that took part in the save, as far as that is known.
+    ``shards`` are those that the files hold, ``digests`` the hashes of other files that were read, and ``world_size``
+    the number of ranks that took part in the save, as far as it is known.
 
     Raises:
         CorruptCheckpointError: Shards of one tensor contradict each other.

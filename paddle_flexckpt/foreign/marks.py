@@ -1,6 +1,6 @@
-"""Names of files and directories by which it is seen whose checkpoint a directory may hold.
+"""Names of files and directories that mark the program whose checkpoint a directory may hold.
 
-They are looked at before a program's reader is imported: a reader takes milliseconds to import, and there are many.
+They are looked up before a program's reader is imported: a reader takes milliseconds to import, and there are many.
 Tested in tests/cli/test_imports.py and tests/foreign/test_not_found.py.
 """
 
@@ -16,11 +16,11 @@ from paddle_flexckpt.media.opening import open_backend
 TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
 PARAMETERS_FILE, OPTIMIZER_FILE = ".pdparams", ".pdopt"
 NPZ_FILE = ".npz"
-# What PaddleFormers calls the inner directories. Only the last of them has keys that another has.
+# PaddleFormers' names of the inner directories. Only the last of them has keys that another has.
 STATE_DIRECTORIES = ("model_state", "optimizer_state", "master_weight")
 _PADDLE = re.compile(r"(\d+)\.metadata", re.ASCII)
 Mark = Literal["paddleformers", "torch_dcp", "megatron", "deepspeed", "safetensors", "paddle_pickle"]
-# How names end that readers may have to do with; these look closer themselves.
+# Endings of names that may concern readers, which examine them more closely.
 _MARKS: dict[Mark, tuple[str, ...]] = {
     "paddleformers": STATE_DIRECTORIES,
     "torch_dcp": (".metadata",),

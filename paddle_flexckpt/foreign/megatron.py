@@ -3,7 +3,7 @@
 Weights have Megatron's keys, with layers of one kind stacked along a first axis where it stacks them. States of the
 optimizer that are fully reshardable have the shapes of their weights; they get this library's names. States that are
 slices of a flat buffer (``dp_reshardable``) belong to one layout of tensor and pipeline parallelism, and the checkpoint
-does not say which weights are where in the buffer: they are refused.
+does not record the places of weights in the buffer: they are refused.
 
 Tested in tests/foreign/test_megatron.py.
 """
@@ -22,7 +22,7 @@ from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
 
 MEGATRON_FILE = "metadata.json"
-# In the directory above: the step of the last checkpoint, which is in iter_0000007 for 7.
+# A file in the directory above: it has the step of the last checkpoint, which is in iter_0000007 for 7.
 LATEST_FILE = "latest_checkpointed_iteration.txt"
 _MOST_BYTES = 1 << 14
 _BACKEND = "sharded_backend"
@@ -33,7 +33,7 @@ _FLAT = re.compile(r"(?:.*\.)?optimizer\.distributed\.dp_group_idx_\d+\..+", re.
 
 
 def is_megatron(backend: Backend, names: Sequence[str]) -> bool:
-    """Return whether a directory has what Megatron-Core puts beside DCP's files, or in their place.
+    """Return whether a directory has Megatron-Core's files beside DCP's, or in their place.
 
     Raises:
         CorruptCheckpointError: ``metadata.json`` is Megatron-Core's, and damaged.
@@ -78,7 +78,7 @@ def _key(key: str) -> str:
 
 
 def _backend_of(backend: Backend) -> str | None:
-    """Return what ``metadata.json`` says of the format; None if it is another program's."""
+    """Return the format in ``metadata.json``; None if it is another program's."""
     where = backend.where(MEGATRON_FILE)
     with backend.open(MEGATRON_FILE) as file:
         text = file.read(0, min(file.size, _MOST_BYTES + 1))

@@ -1,6 +1,6 @@
 """Read ``.npz`` archives of numpy: each array's bytes are a stretch of the file.
 
-What ``numpy.savez_compressed`` has written is refused, and so are arrays of Python objects, which are pickles.
+Archives of ``numpy.savez_compressed`` are refused, and so are arrays of Python objects, which are pickles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paddle_flexckpt.media.backend import Backend, InputFile
 from paddle_flexckpt.native.manifest import Manifest
 
 _ARRAY = ".npy"
-# numpy's own limit of a header is 10,000.
+# numpy's own limit for a header is 10,000.
 _MOST_HEADER_BYTES = 10_000
 _MAX_AXES = 32
 _HEADER = re.compile(
@@ -28,7 +28,7 @@ _HEADER = re.compile(
     re.ASCII | re.DOTALL,
 )
 _TYPES = {f"'{dtype.numpy.str}'": name for name, dtype in DTYPES.items() if dtype.numpy.kind in "biufc"}
-# Of numpy's types without a name only this one has two bytes.
+# The only one of numpy's types without a name that has two bytes.
 _TYPES.update({"'<V2'": "bfloat16", "'|V2'": "bfloat16"})
 _REMEDY = "Remedy: save arrays of numbers in this machine's byte order, by numpy.savez or as safetensors"
 
@@ -38,7 +38,7 @@ def read_npz_manifest(backend: Backend, name: str) -> Manifest:
 
     Raises:
         CorruptCheckpointError: The archive or an array in it is damaged.
-        ValidationError: Arrays are compressed, or no numbers; the text says what to do.
+        ValidationError: Arrays are compressed, or not numbers; the text has a remedy.
     """
     where = backend.where(name)
     builder = CatalogBuilder(0, name)
@@ -68,7 +68,7 @@ def read_npz_manifest(backend: Backend, name: str) -> Manifest:
 def _add_array(
     builder: CatalogBuilder, budget: BoxBudget, file: InputFile, member: ZipMember, where: str
 ) -> tuple[bytes, Problem | None]:
-    """Add an array to the catalog; return its header, and what stands against it."""
+    """Add an array to the catalog; return its header, and a problem with it, if any."""
     key = member.name[: -len(_ARRAY)]
     begin = find_bytes(file.read, member, where)
     head = file.read(begin, min(128, member.size))

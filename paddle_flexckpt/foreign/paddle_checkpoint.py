@@ -4,7 +4,7 @@ Both kinds of data files hold every tensor's elements in one stretch of bytes. S
 like any other, without checksums, and is read by byte ranges like any other.
 
 A FlexCheckpoint of PaddleFormers is several directories of this format: ``model_state``, ``optimizer_state`` and
-``master_weight`` have keys of their own; ``ema_state`` repeats them, and so has its name in front of its keys.
+``master_weight`` have distinct keys; ``ema_state`` repeats them, so its name is put in front of its keys.
 
 Tested in tests/foreign/test_paddle_checkpoint.py and tests/foreign/test_paddleformers_checkpoint.py.
 """
@@ -46,7 +46,7 @@ EMA_DIRECTORY = "ema_state"
 
 
 class _Stretch(NamedTuple):
-    """Locate a tensor in its file: its element type's name and shape there, and its first byte."""
+    """A tensor's place in its file: its element type's name and shape there, and its first byte."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,8 +58,8 @@ def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manife
 
     Raises:
         ValidationError: There is no such checkpoint, or its metadata contradicts itself.
-        CorruptCheckpointError: A file is damaged, missing, or not what the metadata says; UnsafePickleError where a
-            pickle is more than data.
+        CorruptCheckpointError: A file is damaged, missing, or not as in the metadata; UnsafePickleError where a pickle
+            is more than data.
     """
     backend = open_backend(path)
     ids = paddle_ids(backend)
@@ -147,7 +147,7 @@ def _index_distcp(backend: Backend, name: str) -> dict[str, _Stretch]:
 
 
 def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], backend: Backend) -> np.ndarray:
-    """Return the first byte of every shard, and check that the files hold what the metadata says."""
+    """Return the first byte of every shard, and check that the files agree with the metadata."""
     offsets = np.zeros(len(catalog), dtype=np.int64)
     problems: list[Problem | str] = []
     flattened = catalog.is_flattened
@@ -178,7 +178,7 @@ def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], backe
 
 
 def paddleformers_directories(backend: Backend, directories: Sequence[str]) -> list[str]:
-    """Return the inner directories that make up a FlexCheckpoint of PaddleFormers; none if it is none."""
+    """Return the inner directories of a FlexCheckpoint of PaddleFormers; none if it is not one."""
     there = [name for name in STATE_DIRECTORIES if name in directories]
     if not any(paddle_ids(inner(backend, name)) for name in there):
         return []
@@ -236,7 +236,7 @@ def _renamed(manifest: Manifest, directory: str) -> Manifest:
 
 
 def read_plain_file(path: Location, name: str) -> Any:
-    """Read what ``paddle.save`` has written of plain data beside a checkpoint, such as an LR scheduler's state.
+    """Read plain data that ``paddle.save`` has written beside a checkpoint, such as an LR scheduler's state.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
@@ -247,7 +247,7 @@ def read_plain_file(path: Location, name: str) -> Any:
 
     Raises:
         FileNotFoundError: There is no such file.
-        UnsafePickleError: It has other things in it, such as Paddle's own random generator; nothing was called.
+        UnsafePickleError: It has other values in it, such as Paddle's own random generator; nothing was called.
         CorruptCheckpointError: It is damaged, or the name leads out of the directory.
     """
     backend = open_backend(path)

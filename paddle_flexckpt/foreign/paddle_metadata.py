@@ -1,8 +1,8 @@
 """Write the file beside the manifest by which Paddle's own loader reads the data files, or refuses them.
 
-Paddle takes numbered safetensors files for a Hugging Face directory, and every shard in them for a whole tensor,
-unless it finds this file. It is a pickle of Paddle's class ``Metadata``. Where Paddle would read something else than
-what was saved, it makes Paddle fail with an error that says why.
+Paddle takes numbered safetensors files for a Hugging Face directory, and every shard in them for a whole tensor, unless
+it finds this file. It is a pickle of Paddle's class ``Metadata``. Where Paddle would read other values than those
+saved, the file makes Paddle fail with an error that has the reason.
 
 Tested in tests/live/test_paddle_reads.py.
 """
@@ -20,34 +20,34 @@ from paddle_flexckpt.foreign.pickle_writer import BEGIN, END, UNFRAMED, named, t
 from paddle_flexckpt.native.companion import Companion
 from paddle_flexckpt.native.manifest import Manifest
 
-# The one name that Paddle looks for whatever id it is asked for.
+# The only name that Paddle looks for, whatever the id.
 PADDLE_METADATA = "flex-ckpt.auto_generated.metadata"
-# What Paddle 3.3.1 reads bit for bit of safetensors files.
+# The types that Paddle 3.3.1 reads from safetensors files bit for bit.
 _DTYPES = frozenset(
     {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"}
     | {"float8_e4m3fn", "float8_e5m2", "complex64"}
 )
-# A protocol and a string. Python's own pickler puts a frame between them, and has another string in protocol 3: that
-# tells whose file it is.
+# A protocol and a string. Python's own pickler puts a frame between them, and has another string in protocol 3: so
+# these bytes identify this library's file.
 _BEGINS = tuple(begin + text("")[:1] for begin in (UNFRAMED, BEGIN))
 
 
 class PaddleMetadata(Companion):
-    """Make the file for Paddle's own loader."""
+    """The companion file for Paddle's own loader."""
 
     name = PADDLE_METADATA
-    # Of so many it takes seconds, and the rows have to be at hand: a manifest in one file has no more.
+    # More rows than this take seconds, and have to be at hand: a manifest in one file has no more.
     most_rows = 100_000
 
     def refuse(self, reason: str) -> bytes:
-        """Return a file that stops Paddle: it names a module that no Python has, so that the error says the reason."""
-        # Of a name with dots in it the error would show the beginning alone.
+        """Return a file that stops Paddle: it names a module that does not exist, so that the error has the reason."""
+        # If the name had dots in it the error would show only its beginning.
         return BEGIN + named(_sentence(reason), "Metadata") + END
 
     def encode(self, manifest: Manifest) -> bytes:
-        """Say which keys the only checkpoint of a directory has, and where.
+        """Encode the keys of the only checkpoint of a directory, and their places.
 
-        What Paddle would read wrong has, instead of its files, one that is not there, whose name says why.
+        Keys that Paddle would read wrong have, instead of their files, a missing one, whose name is the reason.
         """
         catalog = manifest.catalog
         reason = _why_not(catalog)
@@ -56,7 +56,7 @@ class PaddleMetadata(Companion):
         return encode_metadata(catalog)
 
     def stored(self, data: bytes, file: str) -> dict[str, set[str]]:
-        """Return the keys by data file; what Paddle would read wrong is under the sentence that says why."""
+        """Return the keys by data file; keys that Paddle would read wrong are under the reason."""
         metadata = load_pickle(data, file)
         found: dict[str, set[str]] = {}
         for index, name in metadata.storage_metadata.items() if type(metadata) is Metadata else ():
@@ -64,9 +64,9 @@ class PaddleMetadata(Companion):
         return found
 
     def is_ours(self, data: bytes) -> bool:
-        """Return whether a file of that name has been written here, if only in part.
+        """Return whether a file of that name was written by this library, if only in part.
 
-        When power goes a file may keep its length without its bytes: they read as zeros.
+        After a loss of power a file may have its length without its bytes: they read as zeros.
         """
         return any(begin.startswith(data[: len(begin)]) for begin in _BEGINS) or not any(data)
 
@@ -97,10 +97,10 @@ def _why_not(catalog: Catalog) -> str:
 
 
 def misread_range(catalog: Catalog, rows: np.ndarray) -> tuple[str, str]:
-    """Return why Paddle reads flattened ranges wrong that it has to put together, and a key; empty if it does not.
+    """Return why Paddle misreads flattened ranges that it has to assemble, and a key; empty if it does not.
 
-    Paddle makes a range the smallest box around it, wrongly where there are three axes, and fills the box from those
-    ranges alone that are no boxes themselves.
+    Paddle turns a range into the smallest box around it, wrongly with three axes, and fills the box from only those
+    ranges that are not boxes themselves.
 
     Args:
         catalog: Stored shards.

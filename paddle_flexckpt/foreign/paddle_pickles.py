@@ -1,8 +1,8 @@
 """Read state dicts that ``paddle.save`` has written (``.pdparams``, ``.pdopt``): not unpickled, by byte ranges.
 
-Pickles of protocol 3 and higher have the elements of an array in one stretch of bytes, which is looked for in a memory
-map and never read as a whole. bfloat16 is uint16 in these files. Keys are those of the state dict, of dicts in it with
-a dot between. In a directory with both files, states have the structured names that the ``.pdparams`` tells.
+Pickles of protocol 3 and higher have the elements of an array in one stretch of bytes, which is found in a memory map
+and never read as a whole. bfloat16 is uint16 in these files. Keys are those of the state dict; keys of inner dicts are
+joined with dots. In a directory with both files, states have the structured names from the ``.pdparams``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paddle_flexckpt.native.manifest import Manifest
 
 logger = logging.getLogger("paddle_flexckpt")
 
-# What PaddleNLP calls files of numbers.
+# PaddleNLP's names for files of numbers.
 _PLAIN_FILES = ("scheduler.pdparams", "scaler.pdparams")
 # An entry that paddle.save puts into every dict of arrays: names of tensors to names of parameters.
 PARAMETER_NAMES = "StructuredToParameterName@@"
@@ -39,7 +39,7 @@ _MASTER_STATE = re.compile(r"_fp32_master_\d+")
 
 
 class Stretch(NamedTuple):
-    """Locate a tensor in its file: its element type's name and shape there, its first byte, its strides in elements."""
+    """A tensor's place in its file: its element type's name and shape there, first byte, and strides in elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class Stretch(NamedTuple):
 
 
 class _StateFile(NamedTuple):
-    """Describe a file: its tensors by key, the parameters' names by structured name, its bytes, and a hash."""
+    """A file: its tensors by key, the parameters' names by structured name, its bytes, and a hash."""
 
     tensors: Mapping[str, Stretch]
     names: Mapping[str, str]
@@ -68,7 +68,7 @@ def load_mapped(backend: Backend, name: str) -> tuple[Any, mmap.mmap | bytes]:
     with backend.open(name) as file:
         if not file.size:
             raise CorruptCheckpointError(f"{path} is empty. Remedy: restore the file or load another checkpoint")
-        # Of the pages with elements in them none is touched.
+        # The pages with elements are not touched.
         mapped: mmap.mmap | bytes | None = file.memory_map()
         if mapped is None:
             if file.size > MOST_PICKLE_BYTES:
@@ -82,7 +82,7 @@ def load_mapped(backend: Backend, name: str) -> tuple[Any, mmap.mmap | bytes]:
 
 
 def locate(array: np.ndarray, mapped: mmap.mmap | bytes) -> Stretch | None:
-    """Return where an array of a pickle is in its file; None if its elements are not one stretch there (protocol 2)."""
+    """Return the place of a pickle's array in its file; None if its elements are not one stretch there (protocol 2)."""
     base = np.frombuffer(mapped, dtype=np.uint8).__array_interface__["data"][0]
     begin = int(array.__array_interface__["data"][0]) - base if array.size else 0
     if not 0 <= begin <= len(mapped) - array.nbytes:
@@ -95,7 +95,7 @@ def find_paddle_pickles(path: str, names: Sequence[str]) -> list[str]:
     """Return the files of a directory's state dicts, the model's first; none if there are none.
 
     Raises:
-        ValidationError: There is more than one that it could be.
+        ValidationError: There is more than one candidate.
     """
     found = []
     for ending in (PARAMETERS_FILE, OPTIMIZER_FILE):
@@ -113,11 +113,11 @@ def find_paddle_pickles(path: str, names: Sequence[str]) -> list[str]:
 def read_pickles_manifest(backend: Backend, files: Sequence[str]) -> Manifest:
     """Read state dicts as a manifest without checksums: a file's under its own names, or those of a model's two files.
 
-    What is not a tensor is left out; the log has its names.
+    Other values than tensors are left out; the log has their names.
 
     Raises:
         CorruptCheckpointError: A file is damaged; UnsafePickleError if it is more than data.
-        ValidationError: It has no tensors, or its tensors' elements are not in one stretch; the text says what to do.
+        ValidationError: It has no tensors, or its tensors' elements are not in one stretch; the text has a remedy.
     """
     states = map_files(backend, lambda name: _read_state(backend, name), files)
     structured = {raw: name for state in states for name, raw in sorted(state.names.items(), reverse=True)}
@@ -186,7 +186,7 @@ def _read_state(backend: Backend, name: str) -> _StateFile:
 
 
 def _entries(data: dict[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what is in a state dict, with dicts and lists in it, by keys with dots between; the reader bounds depth."""
+    """Yield the values in a state dict, and in its dicts and lists, by keys joined with dots."""
     stack: list[tuple[str, Any]] = [("", data)]
     while stack:
         key, value = stack.pop()

@@ -1,8 +1,8 @@
 """Read foreign pickles as data only.
 
 The standard unpickler finds and calls what a pickle names, and allocates what a pickle declares. This reader is a stack
-machine of its own: it knows the operations that protocols 2 to 5 need for plain data, it looks nothing up, and every
-length is compared with the bytes that are there before anything is made of it. Nothing in it recurses.
+machine of its own: it knows the operations that protocols 2 to 5 need for plain data, it looks nothing up, and it
+compares every length with the existing bytes before it allocates anything. Nothing in it recurses.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REMEDY = (
     "as safetensors"
 )
 _OPCODE_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
-# What a pickle may cost: operations, whatever the file's size; ...
+# Limits of a pickle: operations, whatever the file's size; ...
 MOST_OPERATIONS = 200_000_000
 # ... one list, tuple, dict or record per so many bytes, one byte string per so many, and so many on top, as each costs
 # more memory than it has bytes in the file; ...
@@ -56,13 +56,13 @@ _LARGEST_KEY = 1 << 60
 
 
 def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle", vocabulary: Vocabulary = PADDLE) -> Any:
-    """Load the plain data in a pickle: numbers, str, tuple, list, dict, ndarray, and what the vocabulary has in it.
+    """Load the plain data in a pickle: numbers, str, tuple, list, dict, ndarray, and the vocabulary's values.
 
     The pickle is of protocol 2 to 5; ``file`` is its name, for errors. Arrays are read-only views of the data, maybe
     not aligned; numpy's numbers become Python's.
 
     Raises:
-        UnsafePickleError: It names anything else, or costs too much. Nothing was called.
+        UnsafePickleError: It names anything else, or exceeds a limit. Nothing was called.
         CorruptCheckpointError: It is cut short or not a pickle.
     """
     view = memoryview(data).toreadonly().cast("B")
@@ -70,16 +70,16 @@ def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle", voca
         try:
             return _Machine(view, file, vocabulary, vocabulary.runs()).run()
         except _NotKeptError:
-            pass  # one by one, everything is kept
+            pass  # without runs, everything is kept
     return _Machine(view, file, vocabulary).run()
 
 
 class _NotKeptError(Exception):
-    """Tell that a run of records was read at once, and the pickle needs something of it that was not kept."""
+    """An error of a run of records that was read at once, if the pickle later needs something not kept of it."""
 
 
 class _Machine:
-    """Hold a stack, the starts of its open sequences, and the memo."""
+    """The state of the pickle machine: a stack, the starts of its open sequences, and the memo."""
 
     def __init__(self, data: memoryview, file: str, vocabulary: Vocabulary, runs: Runs | None = None) -> None:
         self._data, self._file, self._vocabulary, self._runs = data, file, vocabulary, runs
@@ -87,7 +87,7 @@ class _Machine:
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
-        # Nesting of the lists and dicts that have any in them and are still on the stack.
+        # Nesting of the lists and dicts that contain others and are still on the stack.
         self._depth: dict[int, int] = {}
         self._containers = _FREE_CONTAINERS + len(data) // _BYTES_PER_CONTAINER
         self._views = _FREE_CONTAINERS + len(data) // _BYTES_PER_VIEW
@@ -151,7 +151,7 @@ class _Machine:
         return self._stack[-1]
 
     def _pop(self, count: int = 1) -> list[Any]:
-        """Take the last operands off the stack, the topmost last."""
+        """Pop the last operands off the stack, the topmost last."""
         if len(self._stack) - count < (self._marks[-1] if self._marks else 0):
             self._damaged("an operation lacks its operand")
         values = self._stack[-count:]
@@ -172,7 +172,7 @@ class _Machine:
             self._refuse(f"more lists, tuples and dicts than {len(self._data)} bytes of data need")
 
     def _attach(self, parent: Any, values: list[Any]) -> None:
-        """Check what becomes part of a list or dict, and how deep that makes it."""
+        """Check a new element of a list or dict, and the depth that results."""
         if len(values) > 1 and set(map(type, values)) <= self._vocabulary.records:
             return  # records are neither inert nor nested
         depth = self._depth.get(id(parent), 0)
@@ -274,7 +274,7 @@ class _Machine:
         self._stack.append(Arguments(tuple(items)) if inert else tuple(items))
 
     def _inside(self, item: Any) -> Any:
-        """Return what stands for an element of a tuple: nothing for a dict, arguments for another tuple of records."""
+        """Return the substitute of a tuple's element: nothing for a dict, arguments for another tuple of records."""
         if type(item) is dict:
             return None
         if type(item) is tuple and not (is_flat(item) or is_named_array(item)):
@@ -282,7 +282,7 @@ class _Machine:
         return item
 
     def _may_be_inside(self, item: Arguments) -> bool:
-        """Return whether arguments may be in a tuple: those of a tensor's, and not one in the other without end."""
+        """Return whether arguments may be in a tuple: only those of a tensor, and only to a limited depth."""
         return self._vocabulary.is_ordered and not any(type(each) is Arguments for each in item.items)
 
     def _put(self, index: int) -> None:
@@ -292,7 +292,7 @@ class _Machine:
         if index == len(self._memo):
             self._memo.append(value)
         elif self._runs is not None:
-            raise _NotKeptError  # what the runs know of the memo stays as it is
+            raise _NotKeptError  # the runs' knowledge of the memo stays unchanged
         else:
             self._memo[index] = value
         if type(value) is Unfinished:
@@ -308,7 +308,7 @@ class _Machine:
             if value is None:
                 raise _NotKeptError
             kind = type(value)
-        # Lists in lists, each twice, are small in a file and endless for whoever walks through them.
+        # Lists in lists, each twice, are small in a file, but a walk through them never ends.
         if kind is list or kind is dict or kind is Unfinished or kind is Arguments:
             self._refuse(f"{describe(value)} referred to more than once, or from within itself")
         if kind is tuple and (len(value) > _LONGEST_SHARED_TUPLE or not (is_flat(value) or is_named_array(value))):
@@ -384,7 +384,7 @@ class _Machine:
                 self._stack += batch.values
 
     def _seam(self) -> bytes:
-        """Return what ends a batch of the open sequence and begins its next, which changes nothing but the stack."""
+        """Return the operations that end a batch of the open sequence and begin its next, without other effects."""
         begin = self._marks[-1] if self._marks else 0
         outer = self._marks[-2] if len(self._marks) > 1 else 0
         kind = type(self._stack[begin - 1]) if begin > outer else None
@@ -405,7 +405,7 @@ def _push_number(size: int, signed: bool = False) -> _Operation:
 
 
 def _numbered(method: Callable[[_Machine, int], None], size: int) -> _Operation:
-    """Call a method with a number that the pickle has in so many bytes."""
+    """Call a method with a number that the pickle stores in so many bytes."""
     return lambda machine: method(machine, machine._number(size))
 
 
@@ -420,7 +420,7 @@ def _marked(method: Callable[[_Machine, list[Any]], None]) -> _Operation:
 
 
 _STOP = ord(".")
-# Text forms of protocol 0, extension codes, buffers outside the file, DUP and POP are not here.
+# Text forms of protocol 0, extension codes, buffers outside the file, DUP and POP are not supported.
 OPERATIONS: dict[int, _Operation] = {
     0x80: _Machine._protocol,
     0x95: _Machine._frame,

@@ -1,4 +1,4 @@
-"""Make what a foreign pickle may name: arrays, numpy's numbers, three metadata classes.
+"""Values for the names that a foreign pickle may use: arrays, numpy's numbers, three metadata classes.
 
 Nothing is looked up or imported by the names in a pickle. Each name in the table stands for a function of this module,
 which checks its arguments and makes plain data of them.
@@ -18,7 +18,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import LocalTensorIndex, LocalTensorMetadata, Metadata, UnsafePickleError
 
-# Elements of such types are their bytes: no objects, no text, no records, no other byte order than the machines have.
+# Elements of such types are plain bytes: no objects, no text, no records, no other byte order than the machine's.
 ELEMENT_TYPES = frozenset("b1 i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8 c16".split())
 _MAX_AXES = 64
 _MAX_EXTENT = 1 << 60
@@ -26,7 +26,7 @@ _MAX_EXTENT = 1 << 60
 
 @dataclass(frozen=True)
 class Symbol:
-    """Stand for a name of the table, which may be called with arguments, or made and filled with a dict; inert."""
+    """A name of the table. A pickle may call it with arguments, or make it and fill it with a dict; nothing runs."""
 
     name: str
     call: Callable[[tuple[Any, ...]], Any] | None = None
@@ -35,16 +35,16 @@ class Symbol:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Say what the pickles of one program may name.
+    """The names that the pickles of one program may use.
 
     Attributes:
-        names: (module, name) as a pickle writes it -> what it stands for here.
-        records: The classes of what is made, of which tuples may be.
-        keys: Those of them that may be keys of dicts.
-        persistent: Makes what a persistent id stands for; None if there is no such thing.
-        is_ordered: Whether OrderedDicts are dicts here: their attributes, and dicts in tuples (of hooks), are left out.
-        runs: Makes what reads runs of equal records at once, into other objects that stand for several; None: the
-            machine reads them one by one.
+        names: (module, name) as a pickle writes it -> the value that it stands for here.
+        records: The classes of the records, tuples among them.
+        keys: The classes of records that may be keys of dicts.
+        persistent: Makes the value of a persistent id; None if the program has no such ids.
+        is_ordered: Whether OrderedDicts become dicts; their attributes, and dicts in tuples (of hooks), are left out.
+        runs: Makes a reader of runs of equal records, which become objects that stand for several; None: the machine
+            reads them one by one.
     """
 
     names: Mapping[tuple[str, str], Symbol]
@@ -56,12 +56,12 @@ class Vocabulary:
 
 
 class Place(NamedTuple):
-    """Say where the machine is in a pickle.
+    """A position of the machine in a pickle.
 
     Attributes:
-        position: The place of the next operation.
-        frame_end: Where the frame ends that it is in; a smaller number if it is in none.
-        seam: What ends a batch of elements here and begins the next of the same list or dict; empty if nothing does.
+        position: The position of the next operation.
+        frame_end: The end of the frame that it is in; a smaller number if it is in none.
+        seam: The operations that end a batch of elements and begin the next of the same list or dict; empty if none do.
     """
 
     position: int
@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """Hold what stands for a run of records on the stack, how many containers it needs, where it and its frame end."""
+    """The object that stands for a run of records, how many containers it needs, and the ends of run and frame."""
 
     values: list[Any]
     containers: int
@@ -79,17 +79,17 @@ class Batch(NamedTuple):
 
 
 class Runs(Protocol):
-    """Read the records that follow one of the same class, as the machine would."""
+    """A reader of the records that follow one of the same class, equivalent to the machine."""
 
     def read(self, data: memoryview, place: Place, name: str, fields: tuple[str, ...], memo: list[Any]) -> Batch | None:
-        """Return the records from a place on, with the memo extended; None leaves them to the machine."""
+        """Return the records from a place on, and extend the memo; None leaves them to the machine."""
 
     def value(self, place: int) -> Any:
-        """Return what a run has put at a place of the memo, where :class:`Unkept` stands; None if it is not known."""
+        """Return the value of a run at a place of the memo that has :class:`Unkept`; None if it is not known."""
 
 
 class Unkept:
-    """Stand in the memo for an object of a run: the run knows it, or nothing is expected to refer to it."""
+    """A place in the memo of an object of a run: the run knows the object, or nothing is expected to refer to it."""
 
 
 UNKEPT = Unkept()
@@ -97,21 +97,21 @@ UNKEPT = Unkept()
 
 @dataclass(frozen=True)
 class Arguments:
-    """Hold a tuple of what is not data by itself (bytes, element types, names); inert."""
+    """A tuple of values that are not data by themselves (bytes, element types, names); inert."""
 
     items: tuple[Any, ...]
 
 
 class Unfinished:
-    """Hold what a name has made and the state that follows in the pickle will finish; inert.
+    """An object that a name has made and that the state which follows in the pickle will finish; inert.
 
     Attributes:
-        name: What is being made.
-        finish: Makes it of its state.
+        name: The name of what is being made.
+        finish: Makes the object from its state.
         memo: Its place in the memo, or -1.
     """
 
-    # A file can ask for very many.
+    # A file can have very many.
     __slots__ = ("finish", "memo", "name")
 
     def __init__(self, name: str, finish: Callable[[Any], Any]) -> None:
@@ -129,7 +129,7 @@ def is_flat(value: tuple[Any, ...]) -> bool:
 
 
 def is_named_array(value: tuple[Any, ...]) -> bool:
-    """Return whether a tuple is what ``paddle.save`` makes of a tensor inside a list or dict: its name, its array."""
+    """Return whether a tuple is a tensor inside a list or dict as ``paddle.save`` stores it: its name, its array."""
     return len(value) == 2 and type(value[0]) is str and type(value[1]) is np.ndarray
 
 
@@ -141,7 +141,7 @@ def describe(value: Any) -> str:
 
 
 def refused(what: str, got: object) -> UnsafePickleError:
-    """Return the error that names what was got instead."""
+    """Return the error that names the value that was found instead."""
     return UnsafePickleError(f"{what}: got {_short(got)}")
 
 
@@ -224,7 +224,7 @@ def _scalar(arguments: tuple[Any, ...]) -> Any:
 
 
 def _encode(arguments: tuple[Any, ...]) -> Any:
-    # How protocol 2 writes bytes.
+    # The form in which protocol 2 writes bytes.
     if len(arguments) != 2 or type(arguments[0]) is not str or not _is(arguments[1], "latin1", "latin-1"):
         raise UnsafePickleError("_codecs.encode with other arguments than text and 'latin1'")
     try:
@@ -234,7 +234,7 @@ def _encode(arguments: tuple[Any, ...]) -> Any:
 
 
 def _no_bytes(arguments: tuple[Any, ...]) -> Any:
-    # How protocol 2 writes no bytes.
+    # The form in which protocol 2 writes no bytes.
     if arguments:
         raise UnsafePickleError("bytes with arguments")
     return memoryview(b"")
@@ -256,7 +256,7 @@ def _is_pair(value: Any) -> bool:
 
 
 def or_none(check: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a check that takes None too."""
+    """Return a check that accepts None too."""
     return lambda value: value is None or check(value)
 
 
@@ -315,7 +315,7 @@ _FIELDS: dict[type, dict[str, Callable[[Any], bool]]] = {
 def make_record(
     name: str, cls: Callable[..., Any], checks: Mapping[str, Callable[[Any], bool]], required: frozenset[str]
 ) -> Callable[[], Unfinished]:
-    """Return what makes a record of the dict of its fields, each of which is checked."""
+    """Return a function that makes a record from the dict of its fields, each of which it checks."""
 
     def finish(state: Any) -> Any:
         if type(state) is not dict:
@@ -342,7 +342,7 @@ def _record(cls: type) -> Callable[[], Unfinished]:
 NDARRAY = Symbol("numpy.ndarray")
 
 
-# There are names of numpy 1 and numpy 2.
+# These are names of numpy 1 and numpy 2.
 _NAMES = MappingProxyType(
     {
         ("numpy", "ndarray"): NDARRAY,

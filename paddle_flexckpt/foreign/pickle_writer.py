@@ -1,6 +1,6 @@
-"""Write pickles opcode by opcode: what Paddle's own files need, without Paddle, and without anything whole in memory.
+"""Write pickles opcode by opcode, as Paddle's own files need, without Paddle, and never as a whole in memory.
 
-Opcodes of protocol 4, without frames. What is said again is called up from the reader's memo. Tested in
+Opcodes of protocol 4, without frames. A repeated value is read from the reader's memo. Tested in
 tests/foreign/test_paddle_files.py.
 """
 
@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 
 BEGIN, END = b"\x80\x04", b"."
-# Readers that stop in the middle want frames after protocol 4, and none after 3; no reader compares opcodes with it.
+# Readers that stop in the middle expect frames after protocol 4, and none after 3; no reader checks opcodes against it.
 UNFRAMED = b"\x80\x03"
 NONE, TRUE, FALSE = b"N", b"\x88", b"\x89"
 EMPTY_DICT = b"}"
@@ -32,7 +32,7 @@ def integer(value: int) -> bytes:
 
 
 def sequence(items: Sequence[bytes]) -> bytes:
-    """Return the opcodes of a tuple of what these opcodes make."""
+    """Return the opcodes of a tuple, given those of its elements."""
     ends = (b")", b"\x85", b"\x86", b"\x87")
     return b"".join(items) + ends[len(items)] if len(items) < len(ends) else b"(" + b"".join(items) + b"t"
 
@@ -48,7 +48,7 @@ def named(module: str, name: str) -> bytes:
 
 
 def call(function: bytes, arguments: Sequence[bytes]) -> bytes:
-    """Return the opcodes of what a function returns."""
+    """Return the opcodes of a call of a function."""
     return function + sequence(arguments) + b"R"
 
 
@@ -58,12 +58,12 @@ def short_bytes(data: bytes) -> bytes:
 
 
 def long_bytes(length: int) -> bytes:
-    """Return the opcode of bytes, of which there are so many and which follow."""
+    """Return the opcode of so many bytes, which follow it."""
     return b"\x8e" + struct.pack("<Q", length)
 
 
 class Memo(dict[bytes, bytes]):
-    """Give the opcodes that put a value on the stack: its own the first time, later its number in the reader's memo."""
+    """The opcodes that put a value on the stack: its own the first time, later its number in the reader's memo."""
 
     def __missing__(self, code: bytes) -> bytes:
         self[code] = b"j" + struct.pack("<I", len(self))

@@ -1,8 +1,8 @@
 """Read operands of many records of a pickle at once, each at a place of its own: numbers, references, texts, sizes.
 
-Every function takes the places where an operand of each record begins, and a mask of the records that are sound so far.
-It clears the mask where something else is there, and gives the places behind the operand. Places of records that are
-not sound mean nothing, and are inside the bytes all the same.
+Every function receives the places where an operand of each record begins, and a mask of the records that are sound so
+far. It clears the mask where the bytes are not such an operand, and returns the places behind the operand. Places of
+records that are not sound mean nothing, but are inside the bytes.
 
 Tested in tests/foreign/test_torch_records.py.
 """
@@ -16,37 +16,37 @@ import numpy as np
 
 from paddle_flexckpt.foreign.pickle_values import Place
 
-# Bytes behind the end that may be looked at.
+# The bytes behind the end that may be accessed.
 _SPARE = 1024
 # Sizes of more axes are left to the machine.
 MOST_AXES = 8
 _K, _M, _J, _LONG = ord("K"), ord("M"), ord("J"), 0x8A
 _SHORT_REFERENCE, _REFERENCE = ord("h"), ord("j")
 _SHORT_TEXT, _MEMOIZE, _MARK, _NONE = 0x8C, 0x94, ord("("), ord("N")
-# By operation: bytes of the number behind it, and what of the eight bytes there it is.
+# By operation: the bytes of the number behind it, and the part of the eight bytes there that is the number.
 _WIDTH = np.zeros(256, dtype=np.int64)
 _WIDTH[[_K, _M, _J]] = 1, 2, 4
 _MASKS = np.asarray([(1 << 8 * width) - 1 for width in range(9)], dtype=np.uint64)
 # References likewise.
 _PLACE_WIDTH = np.zeros(256, dtype=np.int64)
 _PLACE_WIDTH[[_SHORT_REFERENCE, _REFERENCE]] = 1, 4
-# Bytes of operands in records; those of which the first says how many follow.
+# The bytes of operands in records whose first byte is the number of those that follow.
 _OPERANDS = {_K: 1, _M: 2, _J: 4, _LONG: 1, _SHORT_REFERENCE: 1, _REFERENCE: 4, _SHORT_TEXT: 1}
 _COUNTED = frozenset({_LONG, _SHORT_TEXT})
-# A frame's header; smaller frames than picklers make end what is looked at.
+# A frame's header; frames smaller than a pickler's end the search.
 _FRAME, _FRAME_HEADER, _LEAST_FRAME = 0x95, 9, 1 << 12
-# What ends a size behind its tuple.
+# The operations that end a size behind its tuple.
 _SIZE_END = np.frombuffer(b"\x85\x94R\x94", dtype=np.uint8)
 
 
 class Window(NamedTuple):
-    """Hold bytes of a pickle without the headers of its frames, which mean nothing but must not be inside an operation.
+    """Bytes of a pickle without the headers of its frames, which mean nothing but must not be inside an operation.
 
     Attributes:
         text: The bytes.
-        begin: Where in the pickle they begin.
-        cuts: Where in them a frame begins.
-        frame_ends: Where in the pickle the first frame ends, and each of those that begin in the bytes.
+        begin: The position in the pickle where they begin.
+        cuts: The positions in them where a frame begins.
+        frame_ends: The ends, in the pickle, of the first frame and of each frame that begins in the bytes.
     """
 
     text: bytes
@@ -76,12 +76,12 @@ class Window(NamedTuple):
         return cls(b"".join(pieces), place.position, cuts, frame_ends)
 
     def place_of(self, offset: int) -> tuple[int, int]:
-        """Return where in the pickle an offset is, and where the frame ends that is open there."""
+        """Return the place of an offset in the pickle, and the end of the frame that is open there."""
         frames = bisect_left(self.cuts, offset)
         return self.begin + offset + frames * _FRAME_HEADER, self.frame_ends[frames]
 
     def is_between(self, begin: int, cut: int) -> bool:
-        """Return whether an operation begins at a cut, of a sound record from ``begin`` on."""
+        """Return whether an operation of a sound record that starts at ``begin`` begins at a cut."""
         text = self.text
         while begin < cut:
             code = text[begin]
@@ -90,13 +90,13 @@ class Window(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Hold an operand of each record that is a torch.Size, a reference, or nothing.
+    """An operand of each record: a torch.Size, a reference, or nothing.
 
     Attributes:
-        is_new: bool ``[n]``, whether it stands here.
-        axes: int64 ``[n]``, of those that do: how many numbers they have.
-        values: int64 ``[axes, n]``, these.
-        refers: int64 ``[n]``, the place in the memo that it refers to, or -1.
+        is_new: bool ``[n]``, whether the size is written out here.
+        axes: int64 ``[n]``, the number of axes of each size that is written out.
+        values: int64 ``[axes, n]``, the numbers of these sizes.
+        refers: int64 ``[n]``, the place in the memo that the operand refers to, or -1.
     """
 
     is_new: np.ndarray
@@ -106,7 +106,7 @@ class Sizes(NamedTuple):
 
 
 class RecordBytes:
-    """Hold the bytes in which the records are."""
+    """The bytes of the records."""
 
     def __init__(self, text: bytes) -> None:
         """Take the bytes."""
@@ -117,21 +117,21 @@ class RecordBytes:
         self._eight = np.ndarray((len(padded) - 7,), dtype="<u8", buffer=padded, strides=(1,))
 
     def has(self, places: np.ndarray, literal: np.ndarray) -> np.ndarray:
-        """Return where some bytes are, bool ``[n]``."""
+        """Return where the bytes equal some given ones, bool ``[n]``."""
         length = len(literal)
         rows = np.ndarray((len(self._padded) - length + 1,), dtype=f"V{length}", buffer=self._padded, strides=(1,))
         found = rows[places].tobytes()
         if found == literal.tobytes() * len(places):
-            return np.ones(len(places), dtype=bool)  # as mostly, and much quicker
+            return np.ones(len(places), dtype=bool)  # the common case, and much quicker
         return (np.frombuffer(found, dtype=np.uint8).reshape(-1, length) == literal).all(axis=1)
 
     def skip(self, places: np.ndarray, literal: np.ndarray, sound: np.ndarray) -> np.ndarray:
-        """Pass over the same bytes in all records."""
+        """Skip the same bytes in all records."""
         sound &= self.has(places, literal)
         return self._inside(places + len(literal))
 
     def numbers(self, places: np.ndarray, sound: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Read a number from 0 on of each record; return them, and the places behind."""
+        """Read a nonnegative number of each record; return the numbers, and the places behind."""
         code, raw = self._bytes[places], self._eight[places + 1]
         width = _WIDTH[code]
         value = raw & _MASKS[width]
@@ -153,7 +153,7 @@ class RecordBytes:
         return value.astype(np.int64), self._inside(after)
 
     def numbers_or_none(self, places: np.ndarray, sound: np.ndarray) -> np.ndarray:
-        """Pass over a number, or nothing."""
+        """Skip a number, or nothing."""
         none = self._bytes[places] == _NONE
         if none.all():
             return self._inside(places + 1)
@@ -163,12 +163,12 @@ class RecordBytes:
         return np.where(none, self._inside(places + 1), after)
 
     def nothing(self, places: np.ndarray, sound: np.ndarray) -> np.ndarray:
-        """Pass over nothing, which has an operation too."""
+        """Skip an operand for nothing, which has an operation too."""
         sound &= self._bytes[places] == _NONE
         return self._inside(places + 1)
 
     def references(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the places in the memo that are referred to (-1: it is no reference), and those behind."""
+        """Return the places in the memo of references (-1: it is not a reference), and the places behind."""
         code = self._bytes[places]
         width = _PLACE_WIDTH[code]
         refers = (self._eight[places + 1] & _MASKS[width]).astype(np.int64)
@@ -180,7 +180,7 @@ class RecordBytes:
         """Read a short text of each record, or a reference to one.
 
         Returns:
-            Whether it stands here, where its bytes begin and end, what it refers to or -1, and the places behind.
+            Whether it is written out here, the begin and end of its bytes, its reference or -1, and the places behind.
         """
         refers, behind = self.references(places)
         is_new = self._bytes[places] == _SHORT_TEXT
@@ -195,10 +195,10 @@ class RecordBytes:
         """Read a size of each record, or a reference to one; return them, and the places behind.
 
         Args:
-            places: As everywhere.
-            sound: Likewise.
+            places: The places of the operands.
+            sound: The mask of sound records.
             function: The operation that puts torch.Size onto the stack; None: it is not known.
-            or_none: Whether there may be nothing.
+            or_none: Whether the operand may be nothing.
         """
         count = len(places)
         none = self._bytes[places] == _NONE if or_none else np.zeros(count, dtype=bool)
@@ -234,7 +234,7 @@ class RecordBytes:
         code = self._bytes[at]
         short = ~marked & (found < 4) & (code == np.where(found > 0, 0x84 + found, ord(")")))
         fine &= short | (marked & (found > 3) & (found <= MOST_AXES) & (code == ord("t")))
-        # No tuple, or one that is put into the memo.
+        # Not a tuple, or one that is put into the memo.
         at = self._inside(at + 1)
         fine &= (found == 0) | (self._bytes[at] == _MEMOIZE)
         at = self._inside(at + (found > 0))

@@ -1,4 +1,4 @@
-"""Cut an array that does not lie in row-major order in its file into boxes that do.
+"""Cut an array that is not in row-major order in its file into boxes that are.
 
 Tested in tests/foreign/test_npz.py.
 """
@@ -9,13 +9,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-# A box is a row of the catalog, some hundred bytes of memory: a transposed matrix has as many as it has columns. Of the
-# arrays of one file that are cut there may be so many, whatever their shapes.
+# A box is a row of the catalog, some hundred bytes of memory: a transposed matrix has as many as it has columns. This
+# is the most for all arrays of one file that are cut, whatever their shapes.
 MOST_BOXES = 1 << 17
 
 
 class StoredBox(NamedTuple):
-    """Place a box of an array: where it begins in the array, its shape, and its first element in the storage."""
+    """A box of an array: where it begins in the array, its shape, and its first element in the storage."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -31,14 +31,14 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class BoxBudget:
-    """Count the boxes that a file's arrays are cut into."""
+    """A count of the boxes that a file's arrays are cut into, with a bound."""
 
     def __init__(self) -> None:
         """Begin with none."""
         self._left = MOST_BOXES
 
     def allows(self, shape: Sequence[int], strides: Sequence[int]) -> bool:
-        """Return whether an array may be cut, and count its boxes; those that are not cut are free."""
+        """Return whether an array may be cut, and count its boxes; arrays that need no cut are free."""
         count = count_boxes(shape, strides)
         self._left -= count if count > 1 else 0
         return self._left >= 0
@@ -51,7 +51,7 @@ def count_boxes(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 
 def boxes_of(shape: Sequence[int], strides: Sequence[int]) -> Iterator[StoredBox]:
-    """Yield the largest boxes of an array, without negative strides, that lie in row-major order in its storage."""
+    """Yield the largest boxes of an array, without negative strides, that are in row-major order in its storage."""
     inner = _inner_axes(shape, strides)
     box = tuple(extent if axis in inner else 1 for axis, extent in enumerate(shape))
     outer = [axis for axis in range(len(shape)) if axis not in inner]
@@ -63,7 +63,7 @@ def boxes_of(shape: Sequence[int], strides: Sequence[int]) -> Iterator[StoredBox
 
 
 def _inner_axes(shape: Sequence[int], strides: Sequence[int]) -> set[int]:
-    """Return the axes along which elements follow each other: each next one steps over those that are behind it."""
+    """Return the axes along which elements are contiguous: each one's stride spans the axes behind it."""
     if 0 in shape:
         return set(range(len(shape)))
     inner = {axis for axis, extent in enumerate(shape) if extent == 1}

@@ -1,6 +1,6 @@
 """Find the tensors of an archive of ``torch.save`` by byte ranges: nothing is unpickled, unpacked, or read as a whole.
 
-``data.pkl`` tells element types, shapes and strides; the members ``data/0``, ``data/1``, ... are the elements.
+``data.pkl`` has element types, shapes and strides; the members ``data/0``, ``data/1``, ... are the elements.
 
 Tested in tests/foreign/test_torch_dcp.py and tests/foreign/test_deepspeed.py.
 """
@@ -20,7 +20,7 @@ from paddle_flexckpt.foreign.zip_directory import STORED, Read, ZipMember, damag
 
 
 class Archive(NamedTuple):
-    """Hold an archive: what its members' names begin with, the members, what was pickled, and the members read."""
+    """An archive: the prefix of its members' names, the members, the pickled object, and the members read."""
 
     start: str
     members: Mapping[str, ZipMember]
@@ -33,10 +33,10 @@ def open_archive(
 ) -> Archive:
     """Read the directory and the pickle of an archive of so many bytes.
 
-    ``known`` has what has been made of equal pickles; ``most_bytes`` is the most that a pickle may have.
+    ``known`` has the results of equal pickles; ``most_bytes`` is the most bytes that a pickle may have.
 
     Raises:
-        CorruptCheckpointError: It is no archive of torch.save; UnsafePickleError if the pickle is more than data.
+        CorruptCheckpointError: It is not an archive of torch.save; UnsafePickleError if the pickle is more than data.
         ValidationError: It was written on a machine with another byte order.
     """
     members = {member.name: member for member in read_directory(read, size, where)}
@@ -57,7 +57,7 @@ def open_archive(
 
 
 def place_elements(read: Read, archive: Archive, tensor: SavedTensor, where: str) -> tuple[int, ZipMember]:
-    """Return where in its archive a tensor's first element is, and the member that it is in.
+    """Return the place of a tensor's first element in its archive, and its member.
 
     Raises:
         CorruptCheckpointError: The elements are missing, compressed, or fewer than the pickle says.
@@ -69,7 +69,7 @@ def place_elements(read: Read, archive: Archive, tensor: SavedTensor, where: str
     count = tensor.storage.number * (1 if tensor.storage.dtype == UNTYPED else itemsize)
     is_empty = 0 in tensor.size
     reach = tensor.offset + 1 + sum((extent - 1) * stride for extent, stride in zip(tensor.size, tensor.stride))
-    reach = max(reach, math.prod(tensor.size))  # torch stores no element for several
+    reach = max(reach, math.prod(tensor.size))  # torch never stores one element for several
     if count != member.size or (not is_empty and reach * itemsize > member.size):
         raise damaged(where, f"a storage of {count} bytes, of which {reach * itemsize} are needed, has {member.size}")
     return find_bytes(read, member, where) + tensor.offset * itemsize, member

@@ -1,8 +1,8 @@
 """Read checkpoints of torch.distributed.checkpoint (``.metadata``, ``.distcp``) without torch, not unpickled.
 
 ``.metadata`` has each tensor's chunks and the stretch of a file where each chunk is. Such a stretch is a zip archive of
-``torch.save``: ``data.pkl`` tells the strides, and the member ``data/0`` is the elements as they are. So each chunk is
-a shard that is read by byte ranges, which torch itself does not do. A chunk that is not in row-major order is several.
+``torch.save``: ``data.pkl`` has the strides, and the member ``data/0`` is the plain elements. So each chunk is a shard
+that is read by byte ranges, which torch itself does not do. A chunk that is not in row-major order is several shards.
 
 Tested in tests/foreign/test_torch_dcp.py.
 """
@@ -44,14 +44,14 @@ logger = logging.getLogger("paddle_flexckpt")
 
 DCP_METADATA_FILE = ".metadata"
 _MOST_PICKLE_BYTES = 1 << 16
-# What is read at once of an archive's beginning: all of it but the elements, as torch writes it.
+# The bytes read at once of an archive's beginning: all of it except the elements, as torch writes it.
 _HEAD_BYTES = 1024
-# Layouts of archives that chunks are compared with.
+# The most layouts of archives that chunks are compared with.
 _MOST_LAYOUTS = 256
 
 
 class _Item(NamedTuple):
-    """Describe a chunk: its tensor's name and element type, its shape, and its stretch of the file."""
+    """A chunk: its tensor's name and element type, its shape, and its stretch of the file."""
 
     key: str
     dtype: str
@@ -61,7 +61,7 @@ class _Item(NamedTuple):
 
 
 class _Located(NamedTuple):
-    """Say where in its archive a chunk's first element is, its strides, whether it is one box, and its layout."""
+    """A chunk's place: its first element in its archive, its strides, whether it is one box, and its layout."""
 
     begin: int
     strides: tuple[int, ...]
@@ -69,12 +69,12 @@ class _Located(NamedTuple):
     layout: Layout | None
 
 
-# What is known of archives of any file, by type, shape and bytes of what is in them.
+# Known archives of any file, by type, shape and bytes of their contents.
 _Layouts = dict[tuple[str, tuple[int, ...], int], _Located]
 
 
 def read_dcp_manifest(backend: Backend) -> Manifest:
-    """Read a checkpoint of DCP as a manifest without checksums; what is no tensor is left out, and named in the log.
+    """Read a checkpoint of DCP as a manifest without checksums; the log names values that are not tensors.
 
     Raises:
         CorruptCheckpointError: A file is damaged, missing, or not what the metadata says; UnsafePickleError where a
@@ -109,7 +109,7 @@ def read_dcp_manifest(backend: Backend) -> Manifest:
 def _read_file(
     backend: Backend, name: str, chunks: Catalog, lengths: np.ndarray, known: _Layouts
 ) -> tuple[Catalog, int]:
-    """Locate the elements of a file's chunks, whose archives these are; return their catalog and the file's size."""
+    """Locate the elements of a file's chunks, given their archives; return their catalog and the file's size."""
     path = backend.where(name)
     try:
         opened = backend.open(name)
@@ -130,7 +130,7 @@ def _read_file(
 
 
 def _alike(chunks: Catalog, lengths: np.ndarray) -> list[np.ndarray]:
-    """Return the rows of chunks of one type, shape and length of their archive, which are mostly saved in one way."""
+    """Return the rows of chunks with equal type, shape and archive length, which are mostly saved in one way."""
     columns = [chunks.dtype, chunks.ndim, *chunks.shape.T, lengths]
     order = lexsort_packed([column.astype(np.int64) for column in columns], len(chunks))
     changed = np.zeros(len(chunks), dtype=bool)
@@ -140,7 +140,7 @@ def _alike(chunks: Catalog, lengths: np.ndarray) -> list[np.ndarray]:
 
 
 class _Locator:
-    """Find where the elements of a file's chunks are."""
+    """A search for the elements of a file's chunks."""
 
     def __init__(
         self,
@@ -154,14 +154,14 @@ class _Locator:
         self._layouts = known
         self._path, self._file, self._mapped, self._chunks, self._lengths = path, file, mapped, chunks, lengths
         self._places = chunks.byte_offset.copy()
-        # Rows that are several boxes, and these: key, type, whole shape, offset, shape, place.
+        # Rows that are several boxes, and these boxes: key, type, whole shape, offset, shape, place.
         self._cut = np.zeros(len(chunks), dtype=bool)
         self._boxes: list[tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], int]] = []
         self._budget = BoxBudget()
         self._pickles: dict[bytes, Any] = {}
 
     def locate(self, rows: np.ndarray) -> None:
-        """Find the elements of some chunks: alike, if the file is mapped. Errors name the first that is not sound."""
+        """Find the elements of some chunks: together, if the file is mapped. Errors name the first invalid one."""
         begins, lengths = self._chunks.byte_offset[rows], self._lengths[rows]
         outside = np.flatnonzero(begins + lengths > self._file.size)
         count = int(outside[0]) if len(outside) else len(rows)
@@ -204,7 +204,7 @@ class _Locator:
         return _locate(_reader(self._mapped, self._file.read, item), item, self._pickles, self._where(row), again)
 
     def _add_boxes(self, row: int, found: _Located) -> None:
-        """Take down the boxes of a chunk that is not in row-major order."""
+        """Add the boxes of a chunk that is not in row-major order."""
         table, item = self._chunks, self._item(row)
         if not self._budget.allows(item.shape, found.strides):
             what = f"chunks not in row-major order of more than {MOST_BOXES} pieces in all are not read"
@@ -232,7 +232,7 @@ class _Locator:
 
 
 def _reader(mapped: mmap.mmap | None, read: Callable[[int, int], bytes], item: _Item) -> Read:
-    """Return what reads from an item; without a memory map its two ends are read once."""
+    """Return a function that reads from an item; without a memory map its two ends are read once."""
 
     def piece(offset: int, length: int) -> bytes:
         length = max(0, min(length, item.length - offset))
@@ -250,9 +250,9 @@ def _reader(mapped: mmap.mmap | None, read: Callable[[int, int], bytes], item: _
 
 
 def _locate(read: Read, item: _Item, pickles: dict[bytes, Any], where: str, again: bool) -> _Located:
-    """Return where in its archive a chunk's first element is, and its strides; ``pickles`` has what has been read.
+    """Return the place of a chunk's first element in its archive, and its strides; ``pickles`` has those already read.
 
-    ``again``: the layout is wanted too.
+    ``again``: return the layout too.
     """
     archive = open_archive(read, item.length, where, DCP_TENSOR, _MOST_PICKLE_BYTES, pickles)
     tensor = archive.value

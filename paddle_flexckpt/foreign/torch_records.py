@@ -1,9 +1,9 @@
-"""Read runs of equal records in DCP's ``.metadata`` at once, into columns: what the operations would make, in numpy.
+"""Read runs of equal records in DCP's ``.metadata`` at once, into columns: the results of the operations, in numpy.
 
 ``.metadata`` has two records for each chunk, of some seventy operations in all. Python's pickler always writes them in
-the same way: the first record of a run is taken apart, and all others are compared with it, field by field. Numbers,
-texts and sizes may be others. Only what the stack machine would take is taken, and means the same; whatever looks
-different is left to the machine.
+the same way: the first record of a run is parsed, and all others are compared with it, field by field. Only numbers,
+texts and sizes may differ. The fast way accepts only records that the stack machine accepts, with the same result; all
+others are left to the machine.
 
 Tested in tests/foreign/test_torch_records.py.
 """
@@ -18,18 +18,19 @@ import numpy as np
 from paddle_flexckpt.foreign.pickle_values import UNKEPT, Batch, Place, Symbol, is_integers
 from paddle_flexckpt.foreign.record_bytes import RecordBytes, Sizes, Window
 
-# Memory for what one call looks at; and where a run ends, no more than this is looked through in vain.
+# Memory for the records of one call; and at the end of a run, the most bytes that are examined in vain.
 _LEAST_WINDOW, _LARGEST_WINDOW = 1 << 12, 1 << 18
-# Fewer are quicker one by one.
+# Fewer records are quicker one by one.
 _FEWEST = 4
-# What an element of a run makes in the machine: two records and dicts and a size of two tuples, or one and two sizes.
+# The containers of a run's element in the machine: two records and dicts and a size of two tuples, or one and two
+# sizes.
 _CONTAINERS = 6
-# As of texts and tuples that the machine takes twice.
+# As for texts and tuples that the machine reads twice.
 _LONGEST_TEXT, _MOST_SHARED_AXES = 4096, 64
 _NEW, _DONE = b")\x81\x94}\x94(", b"ub"
-# What follows a record of the first class, and of the second.
+# The operations after a record of the first class, and of the second.
 _RUNS = {"ChunkStorageMetadata": ("ChunkStorageMetadata",), "_StorageInfo": ("MetadataIndex", "_StorageInfo")}
-# What a field may be.
+# The kinds of a field.
 _KINDS = {
     "ChunkStorageMetadata": {"offsets": "size", "sizes": "size"},
     "MetadataIndex": {"fqn": "text", "index": "number or none", "offset": "size or none"},
@@ -41,7 +42,7 @@ _OPTIONAL = frozenset({"index", "transform_descriptors"})
 
 
 class _TextNumbers(dict[bytes, int]):
-    """Number texts: a new one becomes the last. UnicodeDecodeError if it is none."""
+    """Numbers of texts: a new text gets the next one. UnicodeDecodeError if it is not valid."""
 
     def __init__(self, texts: list[str]) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ class _TextNumbers(dict[bytes, int]):
 
 
 class RecordTables:
-    """Hold the texts and sizes of all records of a pickle, each by a number.
+    """The texts and sizes of all records of a pickle, each with a number.
 
     Attributes:
         texts: The texts by their numbers.
@@ -64,7 +65,7 @@ class RecordTables:
     def __init__(self) -> None:
         self.texts: list[str] = []
         self.numbers = _TextNumbers(self.texts)
-        # A size's number is where it stands in these, one after the other: how many axes it has, and its extents.
+        # A size's number is its position in these, one after the other: the number of axes, and its extents.
         self._sizes: list[np.ndarray] = []
         self._begins: list[int] = []
         self._end = 0
@@ -74,7 +75,7 @@ class RecordTables:
         return int(self._add(np.asarray([len(values), *values], dtype=np.int64)))
 
     def add_sizes(self, axes: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Return the numbers of many: of so many axes each, with the extents in columns, int64 ``[axes, n]``."""
+        """Return the numbers of many sizes: of so many axes each, with the extents in columns, int64 ``[axes, n]``."""
         begins = np.cumsum(axes + 1) - (axes + 1)
         flat = np.empty(int((axes + 1).sum()), dtype=np.int64)
         flat[begins] = axes
@@ -91,7 +92,7 @@ class RecordTables:
         return begin
 
     def flat_sizes(self) -> np.ndarray:
-        """Return all sizes, at their numbers: how many axes, and the extents."""
+        """Return all sizes, in the order of their numbers: the number of axes, and the extents."""
         flat = np.concatenate([*self._sizes, np.zeros(0, dtype=np.int64)])
         self._sizes, self._begins = [flat], [0]
         return flat
@@ -104,7 +105,7 @@ class RecordTables:
 
 
 class ChunkColumns(NamedTuple):
-    """Stand for records of chunks: int64 ``[n]`` each, numbers of sizes."""
+    """The columns of chunks' records: int64 ``[n]`` each, numbers of sizes."""
 
     tables: RecordTables
     offsets: np.ndarray
@@ -112,7 +113,7 @@ class ChunkColumns(NamedTuple):
 
 
 class IndexColumns:
-    """Stand for records of items' names: the numbers of texts, and of sizes or -1 for none."""
+    """The columns of items' names: the numbers of texts, and of sizes or -1 for none."""
 
     __slots__ = ("offset", "tables", "text")
 
@@ -121,7 +122,7 @@ class IndexColumns:
 
 
 class PlaceColumns(NamedTuple):
-    """Stand for records of items' places: the numbers of files' names, first bytes, and numbers of bytes."""
+    """The columns of items' places: the numbers of files' names, first bytes, and numbers of bytes."""
 
     file: np.ndarray
     begin: np.ndarray
@@ -129,7 +130,7 @@ class PlaceColumns(NamedTuple):
 
 
 class _Template(NamedTuple):
-    """Say what the records of a run have in common.
+    """The common form of the records of a run.
 
     Attributes:
         head: The bytes that each element begins with.
@@ -145,21 +146,21 @@ class _Template(NamedTuple):
 
 
 class RecordRuns:
-    """Read the runs of records of one pickle."""
+    """A reader of the runs of records of one pickle."""
 
     def __init__(self) -> None:
-        """Begin; nothing is known of the order of fields yet."""
+        """Begin; the order of fields is not known yet."""
         self._orders: dict[str, tuple[str, ...]] = {}
         self._templates: dict[str, _Template] = {}
-        # By the class whose record comes before: where the last run began and ended, and how much was looked at.
+        # By the class of the preceding record: the begin and end of the last run, and how much was examined.
         self._last = dict.fromkeys(_RUNS, (0, 0, 0))
         self._tables = RecordTables()
         self._size: bytes | None = None
-        # Of places in the memo: the number of a text, or -2 less the number of a size; -1 for anything else.
+        # By place in the memo: the number of a text, or -2 less the number of a size; -1 for anything else.
         self._codes = np.full(1 << 12, -1, dtype=np.int64)
 
     def value(self, place: int) -> Any:
-        """Return what a run has put at a place of the memo; None if it did not keep that."""
+        """Return the value of a run at a place of the memo; None if it was not kept."""
         code = int(self._codes[place]) if place < len(self._codes) else -1
         return None if code == -1 else self._tables.texts[code] if code >= 0 else self._tables.size_of(-2 - code)
 
@@ -200,7 +201,7 @@ class RecordRuns:
         return Batch(values, _CONTAINERS * count, end, frame_end)
 
     def _take(self, elements: _Elements, text: Window, seam: bytes, memo: list[Any]) -> int:
-        """Keep what the elements put into the memo, look up what they refer to, and return how many are sound."""
+        """Store the elements' values in the memo, look up their references, and return how many are sound."""
         base = len(memo)
         count = elements.count(self._tables, text, seam)
         end = int(elements.memo[count]) if count else base
@@ -222,8 +223,8 @@ class RecordRuns:
         return fine
 
     def _look_up(self, places: np.ndarray, before: np.ndarray, is_text: bool, memo: list[Any]) -> np.ndarray:
-        """Return the numbers of what is referred to; -1 where it is nothing that records may refer to."""
-        known = places < np.minimum(before, len(self._codes))  # what an earlier element has, at the most
+        """Return the numbers of references; -1 for a reference that records may not have."""
+        known = places < np.minimum(before, len(self._codes))  # values of earlier elements, at the most
         codes = np.where(known, self._codes[np.where(known, places, 0)], -1)
         for place in set(places[known & (codes == -1) & (places < len(memo))].tolist()):
             self._codes[place] = self._code_of(memo[place])
@@ -239,13 +240,13 @@ class RecordRuns:
 
 
 class _Reader:
-    """Take the first element of a run apart."""
+    """A reader of the first element of a run."""
 
     def __init__(self, text: bytes, memo: Sequence[Any], size: bytes | None) -> None:
         self._text, self._memo, self._size, self._at = text, memo, size, 0
 
     def template(self, run: Sequence[str], orders: dict[str, tuple[str, ...]]) -> _Template | None:
-        """Return what the elements of the run have in common; None if the first is none of a run."""
+        """Return the common form of the run's elements; None if the first is not one of a run."""
         try:
             return self._read(run, orders)
         except (IndexError, ValueError):
@@ -281,7 +282,7 @@ class _Reader:
         self._at += len(text)
 
     def _constant(self) -> Any:
-        """Pass over a reference, and return what is there in the memo."""
+        """Skip a reference, and return the value in the memo."""
         width = {ord("h"): 1, ord("j"): 4}.get(self._text[self._at])
         if width is None:
             raise ValueError("no reference")
@@ -291,7 +292,7 @@ class _Reader:
         return self._memo[place]
 
     def _pass(self, kind: str) -> None:
-        """Pass over a value: whether it is one is seen when all of the run are read."""
+        """Skip a value: its kind is checked when all of the run are read."""
         code = self._text[self._at]
         if kind == "text" and code == 0x8C:
             self._at += 3 + self._text[self._at + 1]
@@ -309,7 +310,7 @@ class _Reader:
             raise ValueError("another value")
 
     def _tuple_end(self) -> int:
-        """Pass over the numbers of a tuple."""
+        """Skip the numbers of a tuple."""
         self._at += self._text[self._at] == ord("(")
         while self._text[self._at] in b"KMJ\x8a":
             self._number()
@@ -321,11 +322,11 @@ class _Reader:
 
 
 class _Slot:
-    """Hold a value of each element that is in the memo, or refers to it.
+    """A value of each element that is in the memo, or refers to it.
 
     Attributes:
         is_text: Whether it is a text; or a size.
-        is_new: Whether it stands here.
+        is_new: Whether it is written out here.
         refers: The place that it refers to, or -1.
         places: The place that it has, if it is new.
         numbers: The number of the text or size; -1 for none.
@@ -339,10 +340,10 @@ class _Slot:
 
 
 class _Elements:
-    """Read the elements of a run, as far as they are sound.
+    """The elements of a run, up to the first that does not fit.
 
     Attributes:
-        ends: Where each ends.
+        ends: The end of each.
         memo: int64 ``[n + 1]``, how long the memo is before each, and after the last.
         kept: The values that are texts and sizes.
     """
@@ -414,7 +415,7 @@ class _Elements:
         return count
 
     def columns(self, name: str, count: int, tables: RecordTables) -> Any:
-        """Return what stands for the first records of a class."""
+        """Return the columns for the first records of a class."""
 
         def column(field: str) -> np.ndarray:
             value = self._values[name, field]
@@ -428,7 +429,7 @@ class _Elements:
 
 
 def _starts(text: bytes, head: bytes) -> np.ndarray:
-    """Return where elements may begin, of which the first does at once."""
+    """Return where elements may begin, of which the first begins at once."""
     pieces = text.split(head)[1:]
     lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces)) + len(head)
     return np.cumsum(lengths) - lengths

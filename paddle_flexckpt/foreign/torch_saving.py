@@ -1,4 +1,4 @@
-"""Write what ``torch.save`` makes of a tensor, without torch: the same bytes, and the elements need not be at hand.
+"""Write the bytes of ``torch.save`` for a tensor, without torch and without having the elements at hand.
 
 The archive is zip without compression. Its members are ``data.pkl``, which is a pickle of the tensor's type and shape,
 the elements, and small ones around them. Sizes and places are known before the elements are; their checksum follows
@@ -22,17 +22,17 @@ _START = "archive/"
 _ALIGNMENT = 64
 _LOCAL, _ENTRY = struct.Struct("<4s5H3L2H"), struct.Struct("<4s6H3L5H2L")
 _END64, _LOCATOR, _END = struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL"), struct.Struct("<4s4H2LH")
-# Names are UTF-8; and what has bytes has its checksum behind them.
+# Names are UTF-8; members with bytes are followed by their checksum.
 _TEXT_NAME, _CHECKSUM_FOLLOWS = 0x0800, 0x0008
 # Larger sizes and places have 64 bits.
 _MOST_32 = 0xFFFFFFFF
-# What torch makes of the names of these members, for the fingerprint that it puts into an archive.
+# torch's hashes of the names of these members, for the fingerprint that it puts into an archive.
 _NAMES_HASH = 15728199511854643026
 _STORAGE_TYPES = {dtype: name for name, dtype in TYPED_STORAGES.items()}
 
 
 class TensorArchive(NamedTuple):
-    """Describe the archive of a tensor; :func:`head_of` and :func:`tail_of` are its bytes around the elements.
+    """The archive of a tensor; :func:`head_of` and :func:`tail_of` are its bytes around the elements.
 
     Attributes:
         dtype: The name of its element type.
@@ -56,12 +56,12 @@ def plan_archive(dtype: str, shape: tuple[int, ...]) -> TensorArchive:
 
 @functools.lru_cache(maxsize=1024)
 def head_of(archive: TensorArchive) -> bytes:
-    """Return what stands before the elements."""
+    """Return the bytes before the elements."""
     return _around(archive.dtype, archive.shape, 0)[0]
 
 
 def tail_of(archive: TensorArchive, checksum: int) -> bytes:
-    """Return what follows the elements, whose CRC-32 this is."""
+    """Return the bytes after the elements, given their CRC-32."""
     return _around(archive.dtype, archive.shape, checksum)[1]
 
 
@@ -83,7 +83,7 @@ def _around(dtype: str, shape: tuple[int, ...], checksum: int) -> tuple[bytes, b
 
 
 class _Zip:
-    """Make the bytes of an archive as torch's writer does: members are aligned, their sizes and checksums follow them.
+    """The bytes of an archive as torch's writer makes them: members are aligned, their sizes and checksums follow them.
 
     Attributes:
         written: The bytes so far, but for those of members that are not at hand.
@@ -103,7 +103,7 @@ class _Zip:
         self.end(name, len(data), zlib.crc32(data))
 
     def begin(self, name: str, size: int) -> None:
-        """Write what stands before a member's bytes; these come next."""
+        """Write the bytes before a member's contents, which come next."""
         text = (_START + name).encode()
         extra = self._large(size, self._at)
         begin = self._at + _LOCAL.size + len(text) + len(extra) + 4
@@ -115,7 +115,7 @@ class _Zip:
         self._at += size
 
     def end(self, name: str, size: int, checksum: int) -> None:
-        """Write what follows a member's bytes, and take down its entry."""
+        """Write the bytes after a member's contents, and record its entry."""
         text, header = (_START + name).encode(), self._header
         extra = self._large(size, header)
         flags = _TEXT_NAME
@@ -143,7 +143,7 @@ class _Zip:
 
     @staticmethod
     def _large(size: int, header: int) -> bytes:
-        """Return the field with a size and place that 32 bits do not hold; nothing if they do."""
+        """Return the field for a size and place that do not fit into 32 bits; nothing if they do."""
         values = [size, size] * (size >= _MOST_32) + [header] * (header >= _MOST_32)
         return struct.pack(f"<2H{len(values)}Q", 1, 8 * len(values), *values) if values else b""
 
@@ -194,7 +194,7 @@ def _text(value: str) -> bytes:
 
 
 def pickled_integer(value: int) -> bytes:
-    """Return the operation that puts a number from 0 on onto the stack, as Python's pickler writes it."""
+    """Return the operation that puts a nonnegative number onto the stack, as Python's pickler writes it."""
     if value < 1 << 8:
         return b"K" + bytes([value])
     if value < 1 << 16:

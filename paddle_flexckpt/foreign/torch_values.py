@@ -1,4 +1,4 @@
-"""Make what pickles of torch.distributed.checkpoint (DCP) may name: its metadata, and the places of tensors' elements.
+"""Values for the names in pickles of torch.distributed.checkpoint (DCP): its metadata, and places of tensors' elements.
 
 As in ``pickle_values.py`` nothing is looked up: each name stands for a function here, which makes plain data.
 
@@ -28,7 +28,7 @@ from paddle_flexckpt.foreign.pickle_values import (
 )
 from paddle_flexckpt.foreign.torch_records import ChunkColumns, IndexColumns, PlaceColumns, RecordRuns
 
-# Names of element types that are known, and that no catalog has.
+# Names of known element types that no catalog has.
 _OTHER_DTYPES = "complex32 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32".split()
 TYPED_STORAGES = {
     "FloatStorage": "float32", "DoubleStorage": "float64", "HalfStorage": "float16", "BFloat16Storage": "bfloat16",
@@ -40,14 +40,14 @@ UNTYPED = "bytes"
 
 
 class Chunk(NamedTuple):
-    """Hold a chunk of a tensor: its first element, and its shape."""
+    """A chunk of a tensor: its first element, and its shape."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 class TensorEntry(NamedTuple):
-    """Describe a tensor: the name of its element type, its shape, its chunks."""
+    """A tensor: the name of its element type, its shape, its chunks."""
 
     dtype: str
     size: tuple[int, ...]
@@ -55,24 +55,24 @@ class TensorEntry(NamedTuple):
 
 
 class BytesEntry(NamedTuple):
-    """Stand for an entry that is no tensor."""
+    """An entry that is not a tensor."""
 
 
 class Properties(NamedTuple):
-    """Hold what matters of a tensor's properties."""
+    """The properties of a tensor that matter here."""
 
     dtype: str
 
 
 class ItemIndex(NamedTuple):
-    """Name an item: a tensor's chunk by its first element, or another entry."""
+    """The index of an item: a tensor's chunk by its first element, or another entry."""
 
     fqn: str
     offset: tuple[int, ...] | None = None
 
 
 class ItemPlace(NamedTuple):
-    """Say where an item's bytes are, and what was done to them."""
+    """The place of an item's bytes, and the transforms applied to them."""
 
     relative_path: str
     offset: int
@@ -81,7 +81,7 @@ class ItemPlace(NamedTuple):
 
 
 class DcpMetadata(NamedTuple):
-    """Hold ``.metadata``: the entries by name, and the place of each item; the last field is Megatron-Core's."""
+    """The contents of ``.metadata``: entries by name, and the place of each item; the last field is Megatron-Core's."""
 
     state_dict_metadata: Mapping[str, TensorEntry | BytesEntry]
     storage_data: Mapping[ItemIndex | IndexColumns, ItemPlace | PlaceColumns]
@@ -93,7 +93,7 @@ class DcpMetadata(NamedTuple):
 
 
 class Storage(NamedTuple):
-    """Name a storage of an archive: its element type, its member under ``data/``, its number of elements."""
+    """A storage of an archive: its element type, its member under ``data/``, its number of elements."""
 
     dtype: str
     member: str
@@ -101,7 +101,7 @@ class Storage(NamedTuple):
 
 
 class SavedTensor(NamedTuple):
-    """Place a tensor's elements in their storage; strides and offset are in elements."""
+    """A tensor's elements in their storage; strides and offset are in elements."""
 
     storage: Storage
     dtype: str
@@ -117,7 +117,7 @@ def _size(arguments: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _name(arguments: tuple[Any, ...]) -> str:
-    # Layouts, memory formats and storages' paths: texts or small numbers that nobody needs.
+    # Layouts, memory formats and storages' paths: texts or small numbers that are not needed.
     if not all(type(each) in (str, int) for each in arguments):
         raise UnsafePickleError("a name of torch's with other arguments than texts and integers")
     return "/".join(map(str, arguments))
@@ -145,7 +145,7 @@ def _tensor(arguments: tuple[Any, ...]) -> SavedTensor:
         raise UnsafePickleError("a tensor with other arguments than a storage, an offset, a size and strides")
     storage, offset, size, stride = arguments[:4]
     given = arguments[6] if len(arguments) == 7 else None
-    # The seventh is metadata of the second version, and a dtype of the third, whose storage has none.
+    # The seventh is metadata in the second version, and a dtype in the third, whose storage has none.
     dtype = given.name if type(given) is Symbol else storage.dtype
     if len(size) != len(stride) or dtype == UNTYPED or (given is not None and storage.dtype != UNTYPED):
         raise UnsafePickleError("a tensor whose size, strides, storage and type do not belong together")
@@ -244,7 +244,7 @@ _RECORDS: dict[tuple[str, str], tuple[Callable[..., Any], _Checks, frozenset[str
         frozenset(),
     ),
 }
-# Plans of the save, which Megatron-Core keeps for the next one: nobody needs them here.
+# Plans of the save, which Megatron-Core keeps for the next one: they are not needed here.
 _PLANS = {
     "SavePlan": ("items", "storage_data", "planner_data", "usable"),
     "WriteItem": ("index", "type", "bytes_io_data", "tensor_data"),
@@ -283,7 +283,7 @@ _TENSOR_NAMES = MappingProxyType(
     | {("torch", name): Symbol(dtype) for name, dtype in TYPED_STORAGES.items()}
     | _DTYPE_NAMES
 )
-# Of ``.metadata``, with columns for runs of records or one by one; and of ``data.pkl`` in the archive of an item.
+# For ``.metadata``, with columns for runs of records or one by one; and for ``data.pkl`` in the archive of an item.
 DCP_METADATA = Vocabulary(
     _METADATA_NAMES,
     frozenset({TensorEntry, BytesEntry, Properties, Chunk, ItemIndex, ItemPlace, ChunkColumns, PlaceColumns}),

@@ -8,9 +8,9 @@ optimizer states        ``optimizer-*`` and index: ``{param}/{kind}``  ``{param}
 master weights          ``master_weights-*`` and index: ``{param}``    ``{param}.w_0``
 ======================  =============================================  =======================================
 
-Weights are whole always, and so are the others, whatever the strategy was. With ``ignore_merge_optimizer`` each rank
-has written its own states instead, ``optimizer.tp00_pp00_shard00.safetensors``, cut by tensor parallelism; where such a
-part belongs is told by the shape of the whole parameter and by the file's name.
+Weights are always whole, and so are the others, whatever the strategy was. With ``ignore_merge_optimizer`` each rank
+has written its own states instead, ``optimizer.tp00_pp00_shard00.safetensors``, cut by tensor parallelism; the place of
+such a part follows from the shape of the whole parameter and from the file's name.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ MODEL_INDEX, PEFT_INDEX = "model" + INDEX_FILE, "peft_model" + INDEX_FILE
 OPTIMIZER, MASTERS = "optimizer", "master_weights"
 _MASTER = ".w_0"
 _MERGED = re.compile(r"(optimizer|master_weights|peft_model)-\d+-of-\d+\.safetensors", re.ASCII)
-# A rank's own states: which of them, and where the rank is in the strategy.
+# A rank's own states: their kind, and the rank's place in the strategy.
 _SPLIT = re.compile(r"(optimizer|master_weights)(?:\.((?:_?(?:tp|pp|shard|moe)\d+)+))?\.safetensors", re.ASCII)
 _COORDINATE = re.compile(r"(tp|pp|shard|moe)(\d+)", re.ASCII)
 # Parameters that PaddleNLP does not cut into consecutive parts: each rank has its part of the gate and of up, or of q,
-# k and v, side by side. (In Bloom and ChatGLM the last two names are cut plainly; the name alone does not tell.)
+# k and v, side by side. (In Bloom and ChatGLM the last two names are cut plainly; the name alone does not show it.)
 _PERMUTED = re.compile(r"gate_up|up_gate|c_attn|query_key_value|h_to_4h", re.ASCII)
 _RESUME = "resume once in PaddleNLP under the strategy it was saved under, and save"
 
 
 class _RankFile(NamedTuple):
-    """Describe a file of a rank's states: the place (``tp``, ``pp``, ``shard``, ``moe``) in its name, its number."""
+    """A file of a rank's states: the place (``tp``, ``pp``, ``shard``, ``moe``) in its name, its number."""
 
     file: TensorFile
     at: Mapping[str, int]
@@ -71,7 +71,7 @@ def read_unified_manifest(backend: Backend) -> Manifest:
     Raises:
         CorruptCheckpointError: A file is missing or damaged, or files contradict each other.
         ValidationError: It cannot be read as it is: its optimizer states are quantised, or they are ranks' parts that
-            are not consecutive parts of their parameters. The text says what to do.
+            are not consecutive parts of their parameters. The text has a remedy.
     """
     names = set(backend.names())
     models = [read_weights(backend, source) for source in _model_sources(backend, names)]
@@ -117,7 +117,7 @@ def read_unified_manifest(backend: Backend) -> Manifest:
 def _model_sources(backend: Backend, names: set[str]) -> list[str]:
     sources = [name for name in (MODEL_INDEX, PEFT_INDEX) if name in names]
     if MODEL_FILE in names:
-        # Both together are refused there.
+        # PaddleNLP refuses both together.
         sources += find_weights(backend.path, [name for name in (MODEL_INDEX, MODEL_FILE) if name in names])
     for index, start in ((MODEL_INDEX, "model-"), (PEFT_INDEX, "peft_model-")):
         if index not in names and any(name.startswith(start) and name.endswith(".safetensors") for name in names):
@@ -139,7 +139,7 @@ def _shape(weights: Weights, tensor: str) -> tuple[int, ...]:
 
 
 def _whole(weights: Weights, name: str) -> Iterator[StoredShard]:
-    """Yield whole tensors, each under a name made of its own."""
+    """Yield whole tensors, each under a name derived from its own."""
     numbers = {file: number for number, file in enumerate(weights.files)}
     for tensor, file in weights.where.items():
         yield StoredShard(name.format(_key(tensor)), tensor, weights.files[file], rank=numbers[file])
@@ -152,7 +152,7 @@ def _key(tensor: str) -> str:
 
 
 def _masters(weights: Weights, models: Sequence[Weights]) -> Iterator[StoredShard]:
-    """Yield master weights, but no copies of parameters that have single precision themselves."""
+    """Yield master weights, except copies of parameters that have single precision themselves."""
     single = {
         tensor
         for model in models
@@ -163,7 +163,7 @@ def _masters(weights: Weights, models: Sequence[Weights]) -> Iterator[StoredShar
 
 
 def _masters_as_weights(backend: Backend, models: Sequence[Weights]) -> list[StoredShard]:
-    """Return weights as master weights too: with ``skip_save_model_weight`` these stand in their place."""
+    """Return weights as master weights too: with ``skip_save_model_weight`` these replace the weights."""
     found = [shard for weights in models for shard in _whole(weights, "{}" + _MASTER)]
     if not found or any(shard.file.dtype(shard.tensor) != "float32" for shard in found):
         raise CorruptCheckpointError(
@@ -174,7 +174,7 @@ def _masters_as_weights(backend: Backend, models: Sequence[Weights]) -> list[Sto
 
 
 def _rank_files(backend: Backend, names: set[str], kind: str) -> list[_RankFile]:
-    """Read the files of ranks' own states; check that all are there that the places in their names call for."""
+    """Read the files of ranks' own states; check that all files that the places in their names imply exist."""
     matches = {name: match for name, match in ((n, _SPLIT.fullmatch(n)) for n in sorted(names)) if match}
     own = {name: match[2] or "" for name, match in matches.items() if match[1] == kind}
     places = {name: {axis: int(at) for axis, at in _COORDINATE.findall(text)} for name, text in own.items()}
@@ -207,7 +207,7 @@ def _placed(
     """Return the parts of ranks, each with its place in the whole tensor.
 
     Raises:
-        ValidationError: The place of one is not known.
+        ValidationError: The place of a part is not known.
     """
     degree = max(each.at.get("tp", 0) for each in own) + 1
     shards: list[StoredShard] = []

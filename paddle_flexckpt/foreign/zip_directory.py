@@ -1,6 +1,6 @@
 """Read the directory of a zip archive, which may be a part of a file, and find where its members' bytes are.
 
-Only what a directory says is read, and it is compared with the bytes that are there; nothing is unpacked.
+Only the directory's entries are read, and compared with the bytes of the archive; nothing is unpacked.
 
 Tested in tests/foreign/test_npz.py.
 """
@@ -22,7 +22,7 @@ from paddle_flexckpt.media.file_names import check_file_name
 Read = Callable[[int, int], bytes]
 _END, _END64, _LOCATOR = struct.Struct("<4s4H2LH"), struct.Struct("<4sQ2H2L4Q"), struct.Struct("<4sLQL")
 _ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
-# The directory of a short archive is in them, with its end.
+# The directory of a short archive, with its end, fits into these bytes.
 _TAIL_BYTES = 1024
 _MOST_DIRECTORY_BYTES = 64 << 20
 STORED = 0
@@ -31,7 +31,7 @@ _AT_ONCE = 4096
 
 
 class ZipMember(NamedTuple):
-    """Describe a member: its name, compression method (0 is none), bytes in the archive, and place of its header."""
+    """A member: its name, compression method (0 is none), bytes in the archive, and place of its header."""
 
     name: str
     method: int
@@ -43,7 +43,7 @@ def read_directory(read: Read, size: int, where: str) -> list[ZipMember]:
     """Return the members of an archive of so many bytes; ``where`` names it in errors.
 
     Raises:
-        CorruptCheckpointError: It is no archive, is damaged, or has a name twice, or one that leads out of it.
+        CorruptCheckpointError: It is not an archive, is damaged, or has a name twice, or one that leads out of it.
     """
     begin, count, text, _ = _read_text(read, size, where)
     members = []
@@ -59,13 +59,13 @@ def read_directory(read: Read, size: int, where: str) -> list[ZipMember]:
 
 
 class Layout:
-    """Find the archives of the same size whose members are where those of a known one are.
+    """The layout of one archive, to find others of the same size whose members are at the same places.
 
-    They have the same directory, headers and texts, but for checksums, which nothing here looks at.
+    These have the same directory, headers and texts except for checksums, which are not looked at here.
     """
 
     def __init__(self, read: Read, size: int, where: str, found: Sequence[ZipMember], texts: Sequence[ZipMember]):
-        """Take an archive of which these members have been found, and the texts of some of them read."""
+        """Take an archive whose members have been found, and the texts of some of them."""
         begin, count, directory, end = _read_text(read, size, where)
         pieces = [(begin, directory)]
         position = 0
@@ -81,7 +81,7 @@ class Layout:
         for at, text in pieces:
             for i in range(4) if not text else ():
                 fixed.pop(at + i, None)
-        # Bytes that have to be the same, as stretches.
+        # Bytes that have to be equal, as stretches.
         self._stretches: list[tuple[int, bytes]] = []
         begin = 0
         places = sorted(fixed)
@@ -100,7 +100,7 @@ class Layout:
                 # All stretches of the file, one from each byte on.
                 stretches = np.ndarray((len(data) - len(text) + 1,), f"V{len(text)}", data, strides=(1,))
                 there = stretches[some + at].tobytes()
-                del stretches  # the map cannot be closed before
+                del stretches  # otherwise the map could not be closed
                 if there != text * len(some):
                     rows = np.frombuffer(there, dtype=np.uint8).reshape(len(some), len(text))
                     found[first : first + _AT_ONCE] &= (rows == np.frombuffer(text, dtype=np.uint8)).all(axis=1)
@@ -111,7 +111,7 @@ def find_bytes(read: Read, member: ZipMember, where: str) -> int:
     """Return where the bytes of a member begin in the archive.
 
     Raises:
-        CorruptCheckpointError: Another member is there than the directory says.
+        CorruptCheckpointError: Another member is there than the one in the directory.
     """
     head = read(member.header, _LOCAL.size + len(member.name.encode()))
     if len(head) < _LOCAL.size or head[:4] != b"PK\3\4":
@@ -128,7 +128,7 @@ def damaged(where: str, what: str) -> CorruptCheckpointError:
 
 
 def _read_text(read: Read, size: int, where: str) -> tuple[int, int, bytes, int]:
-    """Return where the directory begins, how many entries it has, its text, and where what ends the archive begins."""
+    """Return the directory's place, its number of entries, its text, and the place of the archive's end record."""
     tail_begin = max(0, size - _TAIL_BYTES)
     tail = read(tail_begin, size - tail_begin)
     end = tail.rfind(b"PK\5\6")

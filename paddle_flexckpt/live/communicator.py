@@ -1,8 +1,8 @@
 """The communicators of live calls: those of Paddle's groups, and what a call needs of any.
 
-What ranks tell each other goes through host channels (docs/design.md, "How ranks agree"). Paddle's groups belong to the
-training: a call that one rank makes alone must not answer a collective that the others make there. A device's backend
-would take it all through device memory.
+Ranks exchange messages through host channels (docs/design.md, "How ranks agree"), because Paddle's groups belong to the
+training: a call that one rank makes alone must not answer a collective that the others make there, and a device's
+backend would send all messages through device memory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEVICE_BACKENDS = frozenset(("nccl", "bkcl", "xccl", "flagcx"))
 
 
 class PaddleCommunicator(Communicator):
-    """Connect the members of a Paddle process group.
+    """A connection of the members of a Paddle process group.
 
     Attributes:
         group: The group, of paddle.distributed.
@@ -78,7 +78,7 @@ def device_group(comm: Communicator) -> Any:
 
 
 def plans_of(comm: Communicator) -> KeptPlans:
-    """Return the plans that a communicator's ranks keep."""
+    """Return the plans that a communicator's ranks have cached."""
     if not isinstance(comm.plans, KeptPlans):
         comm.plans = KeptPlans()
     return comm.plans
@@ -102,7 +102,7 @@ def _global_group() -> Any:
 
 
 def open_channel(group: Any, ranks: tuple[int, ...], position: int) -> HostChannel:
-    """Return the channel of a group, whose members meet once and stay connected as long as they live."""
+    """Return the channel of a group. Its members connect once and stay connected as long as they live."""
     return _host_channel(int(group.id), ranks, position)
 
 
@@ -114,17 +114,17 @@ def _host_channel(group_id: int, ranks: tuple[int, ...], position: int) -> HostC
 
 @functools.cache
 def _group_plans(ranks: tuple[int, ...]) -> KeptPlans:
-    """Return the plans of the calls that these ranks make together: a communicator lasts for one call."""
+    """Return the plans of these ranks' calls: they outlast a communicator, which serves one call."""
     return KeptPlans()
 
 
 def communicator_for(process_group: Any = None) -> Communicator:
-    """Return the communicator of a call. What the ranks' last training step has left under way is finished.
+    """Return the communicator of a call, once the work that the last training step has left unfinished is finished.
 
     Args:
         process_group: None for all ranks of the job (or the one process there is), ``"self"`` for this rank alone, a
-            Paddle group, or a Communicator. Anything else is refused in the first step, on all ranks of the job: they
-            are waited for by this one, as it cannot know which it was to be called with.
+            Paddle group, or a Communicator. Anything else is refused in the first step, with all ranks of the job: this
+            rank waits for them, as it cannot know which ranks make the call.
     """
     if isinstance(process_group, Communicator):
         finish_steps(process_group.ranks)

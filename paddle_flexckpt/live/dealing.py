@@ -1,4 +1,4 @@
-"""What planners of a save tell each rank: which parts of its own shards it writes, and which it compares.
+"""Messages from the planners of a save to each rank: the parts of its own shards that it writes, and those it compares.
 
 Tested in tests/live/test_planners.py.
 """
@@ -24,11 +24,11 @@ _LINE = np.dtype([("row", "<u4"), ("start", "<i8"), ("stop", "<i8")])
 
 
 class Deal(NamedTuple):
-    """Hold what a planner deals to one rank, by rows of that rank's own catalog.
+    """The rows that a planner deals to one rank, counted in that rank's own catalog.
 
     Attributes:
-        written: What it writes, each with the number of its tensor's order, or -1.
-        compared: What it compares, in the order of the planner's lines.
+        written: The rows that it writes, each with the number of its tensor's order, or -1.
+        compared: The rows that it compares, in the order of the planner's lines.
         orders: The orders.
     """
 
@@ -38,7 +38,7 @@ class Deal(NamedTuple):
 
 
 def deal(rows: KeyRows, items: Items, lines: Lines) -> dict[int, Deal]:
-    """Return, by position of a rank, what it has to know of a planner's plan; of those alone that have to know any."""
+    """Return, by position of a rank, what a planner deals to it; only for ranks that write or compare something."""
     catalog = rows.catalog
     written = np.zeros(len(items.row), dtype=_ITEM)
     written["row"], written["start"], written["stop"] = rows.row[items.row], items.start, items.stop
@@ -57,7 +57,7 @@ def deal(rows: KeyRows, items: Items, lines: Lines) -> dict[int, Deal]:
 
 
 def encode_deals(deals: Mapping[int, Deal], own: int) -> dict[int, bytes]:
-    """Return messages for the ranks to which this planner, at position ``own``, deals something: for all but itself."""
+    """Return messages for the ranks to which this planner, at position ``own``, deals something, except itself."""
     tails = {each.orders: json.dumps([order.encode() for order in each.orders]).encode() for each in deals.values()}
     return {
         place: b"".join(
@@ -78,7 +78,7 @@ def gather_deals(messages: Mapping[int, bytes], deals: Mapping[int, Deal], own: 
 
     Args:
         messages: What others have encoded for it, by position.
-        deals: What it deals itself as a planner, by position of a rank.
+        deals: The deals that it makes itself as a planner, by position of a rank.
         own: Its position.
     """
     found = {planner: _decode_deal(message) for planner, message in messages.items()}
@@ -97,7 +97,7 @@ def _decode_deal(message: bytes) -> Deal:
 
 
 def written_by(deals: Mapping[int, Deal], own: Catalog) -> tuple[Items, dict[str, Order]]:
-    """Return what this rank writes by what planners have dealt to it, and in which orders, as far as any rank knows.
+    """Return the items that planners have dealt to this rank to write, and their orders, as far as any rank knows them.
 
     Args:
         deals: By position of the planner.
@@ -115,7 +115,7 @@ def written_by(deals: Mapping[int, Deal], own: Catalog) -> tuple[Items, dict[str
 
 
 def lines_of(deals: Mapping[int, Deal]) -> dict[int, Lines]:
-    """Return what this rank compares for each planner, by the planner's position."""
+    """Return the rows that this rank compares for each planner, by the planner's position."""
     return {
         planner: Lines(*(each.compared[name].astype(np.int64) for name in ("row", "start", "stop")))
         for planner, each in deals.items()

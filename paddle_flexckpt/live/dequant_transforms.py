@@ -1,7 +1,7 @@
-"""Load transforms that only dequantize: AOA statements in their place, of which a rank reads just what it needs.
+"""Load transforms that only dequantize, replaced by AOA statements, with which a rank reads just what it needs.
 
-What is known are PaddleFleet's (``HFDequantLoadTransform``): their ``quan_metadata`` says of each logical tensor the
-weight, the scale and the method. FP8 weights with floating-point scales of whole blocks become ``dequant="fp8"``; all
+The known ones are PaddleFleet's (``HFDequantLoadTransform``): their ``quan_metadata`` has the weight, the scale and the
+method of each logical tensor. FP8 weights with floating-point scales of whole blocks become ``dequant="fp8"``; all
 other tensors are left to the transform.
 
 Tested in tests/live/test_transforms.py.
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.]*", re.ASCII)
 
 
 class RestOfTransform:
-    """Do what a transform does, but for some of its tensors."""
+    """A transform that leaves some of its tensors out."""
 
     def __init__(self, transform: Any, without: Collection[str]) -> None:
         """Take the transform, and the names of those that are made elsewhere."""
@@ -44,7 +44,7 @@ class RestOfTransform:
 
 
 def with_statements(options: LoadOptions, path: Location, comm: Communicator, context: str) -> LoadOptions:
-    """Return options with statements in place of what a transform dequantizes, the same on every rank.
+    """Return options with statements in place of the tensors that a transform dequantizes, the same on every rank.
 
     It is a step that all ranks take together, if there is a transform whose tensors may be made by statements.
 
@@ -63,7 +63,7 @@ def with_statements(options: LoadOptions, path: Location, comm: Communicator, co
         options.check()
         if options.aoa_config is not None:
             config = read_config(options.aoa_config)
-            if config.reverse:  # what comes before it would be inverted too
+            if config.reverse:  # statements put before these would be inverted too
                 return {}, b"{}"
             given = config.statements
         directory = SourceDirectory(path)

@@ -1,7 +1,7 @@
 """Bring bytes of device tensors to the host, ahead of their user: the first stage of a save from a device.
 
-Two threads copy into a ring of buffers, while the caller hashes and writes what has come. Each waits for its own copy,
-without the interpreter's lock, while the other's is queued: the link has the next one to do when one is done.
+Two threads copy into a ring of buffers, while the caller hashes and writes earlier ones. While a thread waits for its
+copy, without the interpreter's lock, the other's copy is queued, so that the link is always busy.
 
 Tested in tests/device/test_saves.py.
 """
@@ -21,24 +21,24 @@ from paddle_flexckpt.media.ring import BufferRing
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.data_file import BATCH_BLOCKS, BATCH_BYTES
 
-# As large as what is written at once, so that few gaps lie between copies. The user keeps up to two, and the one that
-# it has come to; as many are filled meanwhile.
+# As large as one write, so that few gaps lie between copies. The caller keeps up to two buffers and the one that it is
+# reading from; as many are filled meanwhile.
 BUFFER_BYTES = BATCH_BYTES
 BUFFERS = 6
-# Elements of all dtypes can stand at multiples of it.
+# Every dtype is aligned at multiples of it.
 ALIGNMENT = 16
 
 # A tensor, its first byte, and its last one exclusive; bytes count in row-major order.
 Span = tuple[Any, int, int]
-# What is copied, from which byte on, and where to.
+# A tensor, the first byte to copy, and the memory to copy to.
 _Copy = tuple[DeviceMemory, int, np.ndarray]
 
 
 class DeviceBytes:
-    """Read spans of device tensors in their order.
+    """Spans of device tensors, read in their order.
 
-    An array is valid until ``BATCH_BYTES`` more, or ``BATCH_BLOCKS`` more arrays, have been asked for: so much the
-    writer of a data file keeps. A context manager: at its end nothing is running, and the memory is given back.
+    An array is valid until ``BATCH_BYTES`` more bytes, or ``BATCH_BLOCKS`` more arrays, have been requested: the writer
+    of a data file holds no more. A context manager: leaving it ends all copies and frees the memory.
     """
 
     def __init__(self, spans: Iterable[Span], device: str, nbytes: int) -> None:
@@ -48,13 +48,13 @@ class DeviceBytes:
         memory = np.empty(count * BUFFER_BYTES, dtype=np.uint8)
         self._unlock = lock_pages(memory, device)
         self._ring = BufferRing(list(memory.reshape(count, BUFFER_BYTES)), self._fill, self._copy)
-        # The threads': the tensor that has been come to, which of its bytes are left, and what each has done once.
+        # The threads' state: the current tensor, its bytes that are left, and what each thread has done once.
         self._spans = iter(spans)
         self._thread = threading.local()
         self._storage: DeviceMemory | None = None
         self._next = self._stop = 0
-        # The caller's: views of the buffer that it has come to, and buffers that it may still use, with the bytes and
-        # arrays that had been given when their last one was.
+        # The caller's state: views of the current buffer, and buffers that it may still use, with the bytes and arrays
+        # that had been given when their last one was.
         self._views: deque[np.ndarray] = deque()
         self._buffer: np.ndarray | None = None
         self._used: deque[tuple[int, int, np.ndarray]] = deque()
@@ -74,7 +74,7 @@ class DeviceBytes:
             yield view
 
     def _take(self) -> None:
-        """Get the next buffer; give back those that nobody uses any more."""
+        """Get the next buffer; give back those that the caller does not use any more."""
         if self._buffer is not None:
             self._used.append((self._bytes, self._arrays, self._buffer))
         while self._used and (
@@ -108,7 +108,7 @@ class DeviceBytes:
         return copies or None
 
     def _next_copy(self, room: np.ndarray) -> _Copy | None:
-        """Return what is next of the spans; None if there is no more, or too little room for a block."""
+        """Return the next copy of the spans; None at the end, or if the room is too little for a block."""
         while self._next == self._stop:
             span = next(self._spans, None)
             if span is None:

@@ -20,16 +20,16 @@ from paddle_flexckpt.engine.copies import AnyStorage, Storage, copy_values
 from paddle_flexckpt.live.device_memory import DeviceMemory, current_device
 from paddle_flexckpt.planning import ExchangePlan, Pieces
 
-# Bytes of one round, to send and to receive. With the values of one piece, gathered on their way, three times that is
-# all the device memory that an exchange takes: less than 64 MiB, at any size of the state.
+# Bytes to send and to receive in one round. With the values of one piece, gathered on the way, an exchange uses three
+# times that of device memory: less than 64 MiB, whatever the size of the state.
 ROUND_BYTES = 16 << 20
-# Every piece and every round starts at a multiple of this: the widest element, and what devices like to read at.
+# Every piece and every round starts at a multiple of this: the widest element, and an alignment that devices prefer.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """Lay out the pieces that go from one rank to another.
+    """The layout of the pieces that go from one rank to another.
 
     Attributes:
         pieces: In the order in which both ranks have them.
@@ -69,7 +69,7 @@ class Message:
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Hold what all ranks send to each other, in columns; the same on every rank.
+    """The messages between all ranks, in columns. They are the same on every rank.
 
     Attributes:
         sender: int64 ``[n]``, position of the sender in the group.
@@ -83,7 +83,7 @@ class Traffic:
 
     @classmethod
     def of(cls, sent: Sequence[bytes]) -> Traffic:
-        """Put together what every rank's :attr:`DeviceExchange.sent` says."""
+        """Collect the :attr:`DeviceExchange.sent` of all ranks."""
         rows = [np.frombuffer(each, dtype=np.int64).reshape(-1, 2) for each in sent]
         sender = np.repeat(np.arange(len(rows)), [len(each) for each in rows])
         receiver, nbytes = np.concatenate(rows).T
@@ -93,7 +93,7 @@ class Traffic:
         """Return int64 ``[n]``, the bytes of each message that go in one round.
 
         No rank sends or receives more than ``round_bytes`` in a round (or ``ALIGNMENT`` for each peer, if that is
-        more). A rank's room is shared by the peers that it has to do with, not by all ranks.
+        more). A rank divides its bytes among the peers that it exchanges with, not among all ranks.
         """
         busiest = np.maximum(
             np.bincount(self.sender, minlength=1)[self.sender], np.bincount(self.receiver, minlength=1)[self.receiver]
@@ -102,7 +102,7 @@ class Traffic:
 
 
 class _Side:
-    """Cut the messages that one rank sends, or those that it receives, into rounds."""
+    """The messages that one rank sends, or those that it receives, cut into rounds."""
 
     def __init__(self, messages: Mapping[int, Message], quota: Mapping[int, int], here: int, size: int) -> None:
         self._messages, self._quota, self._here, self._size = messages, quota, here, size
@@ -119,7 +119,7 @@ class _Side:
         return sizes
 
     def parts(self, number: int) -> Iterator[tuple[Pieces, int, int, int, int]]:
-        """Yield what a round has: pieces, number of the piece, first element, end element, byte of the round."""
+        """Yield the parts of a round: pieces, number of the piece, first element, end element, byte of the round."""
         offset = 0
         for position, nbytes in enumerate(self.sizes(number)):
             if position != self._here and nbytes:
@@ -130,14 +130,14 @@ class _Side:
 
 
 class DeviceExchange:
-    """Carry out one rank's part of an exchange between devices.
+    """One rank's part in an exchange between devices.
 
-    1. Every rank makes one, which takes all the device memory that it needs for its buffers, and tells the others what
-       it will have :attr:`sent`.
-    2. Every rank calls :meth:`run` with all that.
+    1. Every rank makes one, which allocates all device memory that its buffers need, and the ranks gather each other's
+       :attr:`sent`.
+    2. Every rank calls :meth:`run` with what was gathered.
 
     Attributes:
-        sent: What the other ranks have to know: an int64 table of positions in the group and bytes sent there.
+        sent: An int64 table for the other ranks: positions in the group, and the bytes that this rank sends there.
     """
 
     def __init__(self, group: Any, plan: ExchangePlan, source: Catalog) -> None:
@@ -161,7 +161,7 @@ class DeviceExchange:
         """Carry out the exchange of this rank, at position ``here``, in the traffic of all ranks.
 
         Raises:
-            Exception: What failed on this rank: after the last round, or at once where it is the collective itself.
+            Exception: This rank's own failure: after the last round, or at once if a collective failed.
         """
         import paddle
         import paddle.distributed as dist
@@ -194,13 +194,13 @@ class DeviceExchange:
                         self._unpack(incoming, number, receive, target)
                     except Exception as error:  # raised after the last round
                         failure = error
-            # The buffers must not be freed while a stream, of the backend maybe, still has to do with them.
+            # The buffers must not be freed while a stream, maybe the backend's, still uses them.
             paddle.device.synchronize(self._device)
         if failure is not None:
             raise failure
 
     def _pack(self, side: _Side, number: int, source: Storage, buffer: Any) -> None:
-        """Gather what is sent in a round."""
+        """Gather what this rank sends in a round."""
         views: dict[np.dtype, DeviceMemory] = {}
         for pieces, piece, start, stop, at in side.parts(number):
             storage = source(int(pieces.source[piece]))
@@ -213,7 +213,7 @@ class DeviceExchange:
                 position += part.size
 
     def _unpack(self, side: _Side, number: int, buffer: Any, target: Storage) -> None:
-        """Put what was received in a round where it belongs."""
+        """Put what this rank has received in a round into place."""
         views: dict[np.dtype, DeviceMemory] = {}
         for pieces, piece, start, stop, at in side.parts(number):
             dtype = dtype_of(self._source.dtype_name(int(pieces.source[piece]))).numpy
@@ -250,7 +250,7 @@ def _buffer(messages: Mapping[int, Message]) -> Any:
 
 
 def _group_device() -> str:
-    """Return the device on which this rank's collectives work, whatever the current device is."""
+    """Return the device of this rank's collectives, whatever the current device is."""
     import paddle
 
     environment = paddle.distributed.ParallelEnv()

@@ -25,7 +25,7 @@ _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "int64"}
 
 
 def has_views(dtypes: Iterable[str]) -> bool:
-    """Return whether Paddle makes views of device memory that show elements of some dtypes as integers.
+    """Return whether Paddle can view device memory of some dtypes as integers.
 
     It does not with ``FLAGS_use_stride_kernel=0``, and Paddle 3.0 divides by the width of float8, which is 0 there.
     """
@@ -39,7 +39,7 @@ def has_views(dtypes: Iterable[str]) -> bool:
 
 def devices_of(tensors: Iterable[Any]) -> list[str]:
     """Return the names of the devices that hold some tensors, each once, sorted."""
-    # Nearly all are on the host, and asked for that here: a call for each would take longer.
+    # Nearly all tensors are on the host. They are tested here, as a call for each would take longer.
     others = [each for each in tensors if not isinstance(each, np.ndarray) and not each.place.is_cpu_place()]
     return sorted({device for tensor in others if (device := device_of(tensor)) is not None})
 
@@ -47,17 +47,18 @@ def devices_of(tensors: Iterable[Any]) -> list[str]:
 def wait_for_devices(devices: Iterable[str]) -> None:
     """Wait until all work on some devices is done, whichever stream it is on.
 
-    A copy waits for the current stream only. Paddle itself leaves work on others: overlapped broadcasts of sharding,
-    collectives that were not waited for. Without this, a tensor that is still being written would be saved torn.
+    A copy waits for the current stream only, but Paddle itself leaves work on others: overlapped broadcasts of
+    sharding, and collectives that were not waited for. Without this call, a save could read a tensor that is still
+    being written.
     """
     for device in devices:
-        import paddle  # not before: arrays are saved without it
+        import paddle  # not earlier: arrays can be saved without it
 
         paddle.device.synchronize(device)
 
 
 def use_current_device() -> None:
-    """Have this thread work on the current device, as the main thread does; a thread begins with the first one."""
+    """Make this thread use the current device, as the main thread does; a new thread uses the first one."""
     import paddle
 
     paddle.set_device(paddle.get_device())
@@ -65,7 +66,7 @@ def use_current_device() -> None:
 
 @contextlib.contextmanager
 def current_device(device: str) -> Iterator[None]:
-    """Make a device the current one, on whose stream Paddle works, for the time of a with statement."""
+    """Make a device, on whose stream Paddle works, the current one for the time of a with statement."""
     import paddle
 
     before = paddle.get_device()
@@ -80,17 +81,17 @@ def current_device(device: str) -> Iterator[None]:
 
 
 class DeviceMemory:
-    """Reach the elements of one device tensor; see :class:`~paddle_flexckpt.engine.copies.DeviceStorage`.
+    """The elements of one device tensor; see :class:`~paddle_flexckpt.engine.copies.DeviceStorage`.
 
     Attributes:
         dtype: The elements' type on the host.
         device: Name of the device, such as ``gpu:0``.
         size: Number of elements.
-        has_views: Whether its elements can be seen as integers; without that they are reached in contiguous runs.
+        has_views: Whether its elements can be viewed as integers; if not, they are accessed in contiguous runs.
     """
 
     def __init__(self, tensor: Any, dtype: np.dtype | None = None) -> None:
-        """Open an initialised tensor; nothing is copied. A contiguous one can be seen as of another dtype."""
+        """Open an initialised tensor; nothing is copied. A contiguous one can be viewed with another dtype."""
         self.dtype = dtype_of(dtype_name(tensor)).numpy if dtype is None else dtype
         self.device = device_of(tensor) or ""
         self._tensor = tensor
@@ -108,7 +109,7 @@ class DeviceMemory:
 
         with paddle.no_grad(), current_device(self.device):
             # as_strided() counts from the start of the allocation, whatever the offset of the tensor that it is given.
-            # 16 bytes, so that a view of any width is possible; nobody looks at them.
+            # 16 bytes, so that a view of any width is possible; nothing reads them.
             start = paddle.as_strided(self._tensor, [16 // dtype_of(dtype_name(self._tensor)).itemsize], [1], 0)
             anchor = start.view(_BITS[self.dtype.itemsize])
         return anchor, int(self._tensor.data_ptr()) - int(start.data_ptr())
@@ -149,7 +150,7 @@ class DeviceMemory:
             if self.has_views:
                 part = self._view(copy.extents, copy.target_base, copy.target_strides)
                 source = on_host(values.view(_BITS[self.dtype.itemsize]).reshape([int(n) for n in part.shape]))
-                # A strided view is only written by a copy within its device: from the host Paddle would use a kernel of
+                # Only a copy within the device can write to a strided view: from the host Paddle would use a kernel of
                 # the host on the device's address.
                 part.copy_(source if part.is_contiguous() else source._copy_to(part.place, True), True)
                 return
@@ -187,13 +188,13 @@ class DeviceMemory:
     def read_into(self, start: int, target: np.ndarray, wait: bool = True) -> None:
         """Copy the bytes from ``start`` on, in row-major order, straight into host memory.
 
-        Other threads run meanwhile. What is strided is gathered on the device first, so it takes memory there.
+        Other threads run meanwhile. A strided tensor is gathered on the device first, which takes memory there.
 
         Args:
             start: First byte; a whole element's.
             target: uint8 ``[n]``, so many bytes of whole elements.
-            wait: Whether the bytes are there when this returns. Otherwise they are when the current stream's work is
-                done, where the memory is page-locked and the tensor contiguous.
+            wait: Whether the copy is complete when this returns. If not, it completes with the current stream's work,
+                if the memory is page-locked and the tensor contiguous.
         """
         import paddle
 
@@ -260,7 +261,7 @@ class DeviceMemory:
             if self._strides is None and begin % 4 == 0 and self._tensor.data_ptr() % 4 == 0:
                 return DeviceMemory(self._tensor, np.dtype(np.int32))._view((count,), begin // 4, (1,))
             part = self.contiguous_range(start, stop)
-            # Seen as another type, a tensor's offset in its memory would be counted in that type's width.
+            # Viewed as another type, the tensor's offset would be counted in that type's width.
             alone = paddle.empty(part.shape, dtype=part.dtype)
             alone.copy_(part, False)
             return alone.view("int32").reshape([-1])
@@ -305,7 +306,7 @@ def on_host(values: np.ndarray) -> Any:
     import paddle
     from paddle.base import core
 
-    # Paddle takes no memory that is not writable, though nothing writes here.
+    # Paddle accepts only writable memory, though nothing writes here.
     values = values if values.flags.writeable else values.copy()
     return core.eager.Tensor(value=values, place=paddle.CPUPlace(), zero_copy=True)
 

@@ -48,7 +48,8 @@ def digest(
             to shards, as of :func:`~paddle_flexckpt.live.saver.save_state_dict`.
         process_group: Of live state: the ranks that take part; all ranks of the job by default.
         unique_id: Of a checkpoint: its id there; None takes the highest.
-        aoa_config: Of a checkpoint: AOA statements; the digests are then of what they make and leave alone.
+        aoa_config: Of a checkpoint: AOA statements; the digests are then of the tensors that they make or leave
+            unchanged.
 
     Returns:
         32 hexadecimal digits by key.
@@ -73,9 +74,9 @@ def digest(
 def digest_state_dict(state_dict: Mapping[str, Any], process_group: Any = None) -> dict[str, str]:
     """Return a digest of each tensor of a distributed state, which does not depend on how it is cut.
 
-    Every rank of the group calls this with its own shards. It equals what
-    :func:`~paddle_flexckpt.engine.digests.digest_checkpoint` gives of a checkpoint of the state. Each rank reads the
-    shards of which it is the first to have a replica, one at a time; two collectives.
+    Every rank of the group calls this with its own shards. The digests equal those of
+    :func:`~paddle_flexckpt.engine.digests.digest_checkpoint` for a checkpoint of the state. Each rank reads, one at a
+    time, the shards of which it is the first to hold a replica; two collectives.
 
     Args:
         state_dict: As of :func:`~paddle_flexckpt.live.saver.save_state_dict`.

@@ -1,8 +1,8 @@
-"""Files that each rank reads for itself, and of a manifest in partitions just the rows of its own keys.
+"""Files that each rank reads for itself; of a manifest in partitions, a rank reads only the rows of its own keys.
 
-What a rank fills something from is known by its targets' names, so it reads the partitions of these, and keeps their
-rows alone. Which keys nobody asks for has to be known too. So each partition has one rank that answers for it, by its
-number, and that is told what the others use of it. No rank holds all names, unless it has to name one that is not its
+The names of a rank's targets determine the partitions that it reads, and it keeps the rows of their keys alone. Keys
+that no rank uses have to be known too. So each partition has one rank that is responsible for it, by its number, and
+the others send that rank the keys that they use. No rank holds all names, unless it has to name one that is not its
 own: see :meth:`DirectFiles.complete`.
 
 Tested in tests/live/test_direct_files.py.
@@ -36,12 +36,12 @@ _MASTER = f".{MASTER_STATE}"
 
 
 class _Part(NamedTuple):
-    """Hold what a rank keeps of a partition.
+    """A rank's part of a partition.
 
     Attributes:
-        rows: Those of the keys that it may need.
+        rows: The rows of the keys that it may need.
         numbers: int64 per key of these rows, its number among all keys of the checkpoint.
-        names: All keys of the partition, where this rank answers for it; else None.
+        names: All keys of the partition, if this rank is responsible for it; else None.
         digest: Of all rows but their files' names, likewise.
     """
 
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
 
 
 class DirectFiles(Files):
-    """Read a checkpoint, of which this rank sees all files, with other ranks that do the same.
+    """The files of a checkpoint, all of which this and the other ranks can read.
 
     Where its manifest has partitions, ``manifest`` and ``catalog`` have the rows of some keys. Keys of such a
     checkpoint are numbered in the order of its partitions; the manifest says how many each has.
@@ -70,14 +70,14 @@ class DirectFiles(Files):
         """
         super().__init__(location, options, reason=reason)
         self._comm, self._asked, self._context = comm, options, context
-        # Statements are about all keys, and give names to keys that no target has.
+        # Statements apply to all keys, and give names to keys that no target has.
         self._first_keys = () if options.aoa_config is None else None
         self._shared: Manifest | None = None
         self._names: dict[int, tuple[str, ...]] = {}
         self._digests: list[bytes] = []
 
     def want(self, targets: Targets) -> None:
-        """Read the partitions of the keys that targets may be filled from, and those that this rank answers for."""
+        """Read the partitions of the keys that targets may be filled from, and those that are this rank's own."""
         if self.manifest.has_rows:
             return
         self._shared = self.manifest
@@ -94,7 +94,7 @@ class DirectFiles(Files):
         for key, aliases in zip(targets.catalog.keys, targets.aliases):
             is_there = key in known or not known.isdisjoint(aliases if self._asked.tied_names else ())
             if key in counted or not is_there:
-                # It may be there under a name of another kind; and if it is missing, the error tells what is there.
+                # The key may exist under a name of another kind; and if it is missing, the error lists what is there.
                 self.complete()
                 return
 
@@ -108,7 +108,7 @@ class DirectFiles(Files):
         return frozenset(names)
 
     def _read_parts(self, manifest: Manifest, wanted: frozenset[str]) -> dict[int, _Part]:
-        """Return what this rank keeps of the partitions that it reads, by number in rising order; errors as of one."""
+        """Return this rank's part of each partition that it reads, by number in rising order; errors as of one."""
         backend, count, first = self.directory.backend, len(manifest.partitions), self._first
         own = range(self._comm.position, count, self._comm.size)
 
@@ -117,7 +117,7 @@ class DirectFiles(Files):
             catalog = all_rows.catalog
             chosen = np.asarray([key in wanted for key in catalog.keys], dtype=bool)
             rows = np.flatnonzero(chosen[catalog.key])
-            # In the order of the keys of what is taken.
+            # In the order of the keys of these rows.
             kept, numbers = all_rows.take(rows), first[number] + np.unique(catalog.key[rows])
             if number not in own:
                 return _Part(kept, numbers, None, b"")
@@ -141,18 +141,18 @@ class DirectFiles(Files):
         return True
 
     def describe(self) -> bytes:
-        """Return this rank's rows, and a digest of each partition that it answers for: all ranks' say everything."""
+        """Return this rank's rows, and a digest of each partition of its own: those of all ranks describe all rows."""
         return join((super().describe(), *self._digests))
 
     def used(self, task: Task) -> bytes:
-        """Return nothing where each rank tells those that answer for the keys that it uses."""
+        """Return nothing where each rank sends the keys that it uses to the ranks responsible for them."""
         if self._shared is None:
             return super().used(task)
         self._used = self._numbers[task.resolution.used(self.catalog, task.mapping)]
         return b""
 
     def gather_used(self, answers: Sequence[bytes]) -> tuple[Sequence[str], np.ndarray]:
-        """Gather which keys are used. Two collectives, and where some are not, one more, which tells all names."""
+        """Gather which keys are used. Two collectives; if some are not used, one more, which sends all names."""
         if self._shared is None:
             return super().gather_used(answers)
         comm, context = self._comm, self._context
@@ -179,7 +179,7 @@ class DirectFiles(Files):
         return all_names, np.concatenate(flags).astype(bool)
 
     def _tell_owners(self) -> dict[int, bytes]:
-        """Return the keys that this rank uses, by position of the rank that answers for them: their places there."""
+        """Return the places of the keys that this rank uses, by position of the rank that is responsible for them."""
         first, size = self._first, self._comm.size
         counts = np.diff(first)
         turns = np.zeros((-(-len(counts) // size), size), dtype=np.int64)

@@ -1,8 +1,9 @@
-"""Files as a source that ranks read for each other: who reads what, and whether all read for themselves instead.
+"""Files as a source that ranks read for each other: which rank reads what, and whether all read for themselves instead.
 
-A stored shard is cut into sections, and a row of the exchange is a section that a rank reads. What differs is only who
-reads it: where nodes share no storage, every rank that wants it and sees it; else one rank for all, so that storage is
-read once for the job. A rank reads its rows in rounds, each once and verified before anything of it is sent or copied.
+A stored shard is cut into sections, and a row of the exchange is a section that a rank reads. The choice of the reader
+differs: where nodes share no storage, every rank that needs the section and sees it reads it; else one rank reads it
+for all, so that storage is read once for the job. A rank reads its rows in rounds, each once, and verifies them before
+anything of them is sent or copied.
 
 Tested in tests/live/test_nodes.py and tests/live/test_cooperative.py.
 """
@@ -58,14 +59,14 @@ _MOST_KEYS = 5
 
 @dataclass(frozen=True, eq=False)
 class RowReads:
-    """Hold what ranks read for each other, as rows of an exchange, and what one rank does of it.
+    """The sections that ranks read for each other, as rows of an exchange, and one rank's part in it.
 
     Attributes:
         rows: A section for each, with the rank that reads it.
         item: int64 per row, the stored shard that it is read from.
         start: int64 per row, its first element in that.
         round: int64 per row, the round in which its reader reads and sends it.
-        exchange: What this rank copies, sends and receives.
+        exchange: The copies, sends and receives of this rank.
     """
 
     rows: Catalog
@@ -83,12 +84,12 @@ class RowReads:
 
 @dataclass(frozen=True, eq=False)
 class PlannedReads:
-    """Hold how ranks read, and what one of them reads.
+    """A plan of the reads of all ranks, and the reads of one of them.
 
     Attributes:
         comm_method: As of :class:`LoadReport`.
         comm_reason: Likewise.
-        reads: For itself alone, or for others too.
+        reads: The rank's reads, for itself alone or for others too.
     """
 
     comm_method: str
@@ -102,7 +103,7 @@ class PlannedReads:
 
 
 class FilePeers(Peers):
-    """Read the files of a checkpoint for all ranks, each of which receives what it does not read itself.
+    """The files of a checkpoint, of which each rank reads a part and receives the rest.
 
     Attributes:
         files: The checkpoint.
@@ -123,14 +124,14 @@ class FilePeers(Peers):
             files: The checkpoint.
             options: Of the load.
             context: What is being done, for errors.
-            found: Which rank sees which of its files, which are known; by default all see all.
+            found: The known files that each rank sees; by default all ranks see all files.
         """
         super().__init__(comm, context, offload=True)  # files are read into host memory
         self.files, self._options, self._found = files, options, found
         self.closing.callback(files.closing.close)
 
     def open(self) -> dict[str, str]:
-        """Open the checkpoint; return which one it is."""
+        """Open the checkpoint; return its description."""
         files = self.files
         said = {**files.open(), "reads": "together"}
         self.path, self.catalog, self.unique_id = files.path, files.catalog, files.unique_id
@@ -138,19 +139,19 @@ class FilePeers(Peers):
         return said
 
     def settings(self) -> Mapping[str, Any]:
-        """Return the configuration of the model that it is of."""
+        """Return the configuration of the checkpoint's model."""
         return self.files.settings()
 
     def progress(self, key: str) -> tuple[float, tuple[float, ...]] | None:
-        """Return after how many steps a moment is, and with which betas."""
+        """Return the steps that a moment's optimizer has taken, and its betas."""
         return self.files.progress(key)
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
-        """Return what the other ranks have to know: what Peers say, and whether this rank computes values."""
+        """Return the message to the other ranks: that of Peers, and whether this rank computes values."""
         return (*super().prepare(task), bytes([bool(task.plan.tiles)]))
 
     def describe(self) -> bytes:
-        """Return what a plan is made of: the shards, the length of a block, and which rank sees which files."""
+        """Return the inputs of a plan: the shards, the length of a block, and the files that each rank sees."""
         seen, damaged = b"", list[Any]()
         if self._found is not None:
             seen = np.packbits(self._found.seen).tobytes()
@@ -159,7 +160,7 @@ class FilePeers(Peers):
         return join((super().describe(), json.dumps(said).encode()))
 
     def keep(self) -> PlannedReads:
-        """Return who reads what."""
+        """Return the planned reads, to be cached."""
         if self._plan is None:
             return PlannedReads(self.comm_method, self.comm_reason, self.files.keep())
         rows = replace(self.rows, files=())
@@ -167,7 +168,7 @@ class FilePeers(Peers):
         return PlannedReads(self.comm_method, self.comm_reason, reads)
 
     def recall(self, task: Task, planned: PlannedReads) -> bytes:
-        """Take reads that were planned, check the files of this rank's, and return how it is reached."""
+        """Use reads that were planned before, check the files of this rank's, and return this rank's address."""
         self.comm_method, self.comm_reason, reads = planned.comm_method, planned.comm_reason, planned.reads
         if isinstance(reads, ReadPlan):
             return self.files.recall(task, reads)
@@ -178,18 +179,18 @@ class FilePeers(Peers):
         return self._address
 
     def meet(self, addresses: list[bytes]) -> bool:
-        """Take note of where the other ranks are, if they send each other anything."""
+        """Record the addresses of the other ranks, if any send each other data."""
         self.between_ranks = self._plan is not None
         return super().meet(addresses)
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
-        """Choose who reads what, and plan what ranks send each other."""
+        """Choose the reader of each section, and plan the messages between ranks."""
         *known, computes = answers
         self._computes = any(map(any, computes))
         super().plan(task, known)
 
     def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
-        """Plan this rank's part of the exchange; where each reads for itself, its reads, and return None."""
+        """Plan this rank's part of the exchange; if each rank reads for itself, plan its reads and return None."""
         comm, stored, manifest = self._comm, self.catalog, self.files.manifest
         groups, block_bytes = group_replicas(stored), manifest.checksums.block_bytes
         nobody = max(comm.ranks) + 1
@@ -251,13 +252,13 @@ class FilePeers(Peers):
         ranks: np.ndarray,
         groups: ReplicaGroups,
     ) -> None:
-        """Take what ranks read as the rows of the exchange; ``ranks``: by place, and last that of nobody."""
+        """Make the sections that ranks read the rows of the exchange; ``ranks``: by place, and last that of nobody."""
         section, place = readers
         self.rows = replace(sections.catalog.take(section), rank=ranks[place].astype(np.int32))
         self._start, group = sections.start[section], sections.group[section]
         self._item = groups.first[group]
         for own, sees in enumerate(() if self._found is None else self._found.readable):
-            # One of each group that the rank sees; where it sees none, it reads none.
+            # One of each group that the rank sees; none of a group that it does not see.
             here = np.where(sees[groups.order], groups.order, len(self.catalog))
             first = np.minimum.reduceat(here, groups.start[:-1]) if len(groups) else here
             self._item = np.where(place == own, first[group], self._item)
@@ -267,7 +268,7 @@ class FilePeers(Peers):
         """Open the files that this rank is to read.
 
         Raises:
-            CorruptCheckpointError: They are not as they were.
+            CorruptCheckpointError: They have changed.
         """
         backend = self.files.directory.backend
         reader = FileReader(backend, self.files.manifest, self._options.verify, self._options.use_replicas)
@@ -284,7 +285,7 @@ class FilePeers(Peers):
         return self._round
 
     def open_rows(self, rounds: Rounds) -> HeldRows:
-        """Return what this rank reads, round by round; a thread reads ahead."""
+        """Return the rows that this rank reads, round by round; a thread reads ahead."""
         meter = self._meter = self._options.meter("read", self._read_bytes)
         size, dtypes = self.rows.size, [dtype_of(name).numpy for name in self.rows.dtypes]
 
@@ -323,7 +324,7 @@ class FilePeers(Peers):
         return {**moved, "reads": self._reader.count.reads, **reads, **said}
 
     def _lost(self, rows: np.ndarray) -> list[str]:
-        """Return what of some source rows is lost, by file."""
+        """Return the lost parts of some source rows, by file."""
         catalog, manifest = self.catalog, self.files.manifest
         items = np.unique(self._item[rows])
         wrong = {} if self._found is None else dict(self._found.wrong)
@@ -361,7 +362,7 @@ def source_of(
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded; only where nodes
-            share no storage, and a collective tells, or more where nodes have different manifests.
+            share no storage, which takes a collective, or more where nodes have different manifests.
         CorruptCheckpointError: No rank can read its manifest; likewise.
     """
     if options.load_transform is not None:

@@ -31,13 +31,13 @@ _OWN = "each rank asks for its own tensors"
 
 @dataclass(frozen=True)
 class FullOptions(StatementOptions):
-    """Hold the options of :func:`full_param`.
+    """The options of :func:`full_param`.
 
     Attributes:
-        num_splits: In so many parts the names are divided, sorted, each of about as many names.
-        shard_idx: The part that this rank asks for, from 0.
-        memory_growth_threshold: Bytes of whole tensors that this rank takes at a time; a larger tensor comes alone.
-        check_replicas: Whether replicas of one shard are compared; without that, one of them is taken.
+        num_splits: The number of parts, of about as many names each, into which the sorted names are divided.
+        shard_idx: The part that this rank requests, from 0.
+        memory_growth_threshold: Bytes of whole tensors that this rank receives at a time; a larger tensor comes alone.
+        check_replicas: Whether replicas of one shard are compared; if not, one of them is used.
     """
 
     num_splits: int = field(default=1, metadata=rule(own=_OWN))
@@ -67,13 +67,13 @@ def full_param(
 ) -> Iterator[tuple[str, Any]]:
     """Give every rank whole tensors of a live state, one after the other, as AOA statements make them.
 
-    Every rank of the group calls this, and takes all that the iterator gives before it does anything else with other
-    ranks: they move the tensors together, as many at a time as ``memory_growth_threshold`` allows. A rank receives
-    those that it asks for, and of these the bytes that it lacks.
+    Every rank of the group calls this, and exhausts the iterator before it does anything else with other ranks: they
+    move the tensors together, as many at a time as ``memory_growth_threshold`` allows. A rank receives the tensors that
+    it requests, and of these only the bytes that it lacks.
 
     Args:
-        sharded_state_dict: Names to the shards (or plain, replicated tensors) that this rank holds. All ranks' together
-            have to be whole tensors.
+        sharded_state_dict: Names to the shards (or plain, replicated tensors) that this rank holds. The shards of all
+            ranks have to make whole tensors.
         process_group: The ranks that take part; all ranks of the job by default.
         h_group: Accepted for compatibility: who sends what follows from who needs what.
         v_group: Accepted for compatibility.
@@ -123,7 +123,7 @@ def full_param(
 
 
 def _batches_of(infos: Mapping[str, TensorInfo], asked: FullOptions) -> Iterator[dict[str, TensorInfo]]:
-    """Yield what one rank receives at a time."""
+    """Yield the tensors that one rank receives at a time."""
     names, count = sorted(infos), len(infos)
     first, last = (number * count // asked.num_splits for number in (asked.shard_idx, asked.shard_idx + 1))
     batch: dict[str, TensorInfo] = {}
@@ -148,7 +148,7 @@ def _give(
     asked: FullOptions,
     check: Callable[[np.ndarray], None],
 ) -> Iterator[tuple[str, Any]]:
-    """Move batch by batch, as many on every rank, and yield what this rank receives."""
+    """Move batch by batch, as many on every rank, and yield the tensors that this rank receives."""
     for step, batch in enumerate(batches):
         tensors: dict[str, Any] = {}
 

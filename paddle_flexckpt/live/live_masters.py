@@ -24,10 +24,10 @@ _HALF = frozenset({"float16", "bfloat16"})
 
 
 def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> int:
-    """Make masters that a load left out those of the loaded parameters, as the first step of a fresh job would.
+    """Set masters that a load left out to the loaded parameters, as the first step of a fresh job would.
 
-    Optimizers are found among the objects of the process, as a load is not told of them. Warns of masters that are
-    not laid out as their parameters. Returns the number of those that were renewed. ``untouched`` are the keys of the
+    Optimizers are found among the objects of the process, as they are no argument of a load. Warns of masters that are
+    not laid out as their parameters. Returns the number of masters that were renewed. ``untouched`` are the keys of the
     state that were not loaded.
     """
     half = np.asarray([name in _HALF for name in state.catalog.dtypes], dtype=bool)
@@ -46,7 +46,7 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
     filled = sorted(span[0] for span in map(address_range, tensors) if span is not None)
     renewed, stale = _renew_all(loaded, filled)
     if stale:
-        gc.collect()  # an optimizer that nobody uses any more may be there still
+        gc.collect()  # an optimizer that is not used any more may still exist
         stale = _renew_all(loaded, filled)[1]
     if stale:
         logger.warning(
@@ -59,7 +59,7 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
 
 
 def _renew_all(loaded: Mapping[str, Sequence[Any]], filled: Sequence[int]) -> tuple[int, list[str]]:
-    """Renew the masters of all live optimizers; return how many, and the names of those that are laid out otherwise."""
+    """Renew the masters of all live optimizers; return their number, and the names of those laid out otherwise."""
     renewed, stale = 0, []
     for optimizer in _optimizers():
         own = {raw_parameter(parameter.name): parameter for parameter in _parameters(optimizer)}
@@ -90,7 +90,7 @@ def _optimizers(having: str = "_master_weights") -> Iterator[Any]:
     """Yield every live optimizer of Paddle that has masters, or other tensors."""
     from paddle.optimizer import Optimizer
 
-    gc.unfreeze()  # what gc.freeze() has set aside is not among the objects
+    gc.unfreeze()  # objects set aside by gc.freeze() are not among the tracked ones
     for each in gc.get_objects():
         # Of the type itself: isinstance() asks proxies, which may do anything.
         if issubclass(type(each), Optimizer) and getattr(each, having, None):
@@ -113,7 +113,7 @@ def _is_filled(master: Any, begins: Sequence[int]) -> bool:
 
 
 def _renew(master: Any, parameter: Any) -> bool:
-    """Copy a parameter into its master, unless that rounds to it: then it was loaded before, and is more exact."""
+    """Copy a parameter into its master, unless the master rounds to it: then it was loaded too, and is more exact."""
     value = parameter.astype("float32")
     stale = bool((master.astype(parameter.dtype).astype("float32") != value).any())
     if stale:
@@ -122,7 +122,7 @@ def _renew(master: Any, parameter: Any) -> bool:
 
 
 def _is_elsewhere(stepped: Any, parameter: Any) -> bool:
-    """Return whether what an optimizer steps is another model's, of the same name, or the padding behind a parameter.
+    """Return whether an optimizer's parameter is another model's, of the same name, or padding behind a parameter.
 
     Where a buffer is sliced, a slice lies in the parameter, or else behind it in the same buffer.
     """

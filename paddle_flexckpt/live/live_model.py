@@ -1,4 +1,4 @@
-"""Models whose tensors publishing writes: where they come from, and what of them ranks write from their own memory.
+"""Models whose tensors publishing writes: their sources, and the parts that ranks write from their own memory.
 
 Tested in tests/live/test_publishing.py.
 """
@@ -23,12 +23,12 @@ from paddle_flexckpt.ranks.communicator import Communicator
 
 
 class ModelState(Protocol):
-    """Say where the tensors of a model come from.
+    """The source of a model's tensors.
 
     Attributes:
         catalog: The shards of all sources.
         said: What ranks told each other when it was described.
-        is_compared: Whether nothing has to be compared any more; the same on every rank.
+        is_compared: Whether replicas have been compared already; the same on every rank.
     """
 
     catalog: Catalog
@@ -36,15 +36,15 @@ class ModelState(Protocol):
     is_compared: bool
 
     def describe(self) -> tuple[bytes, ...]:
-        """Return what the other ranks have to know to compare it."""
+        """Return the message by which the other ranks compare it."""
         ...
 
     def compare(self, *answers: Sequence[bytes]) -> None:
-        """Take what :meth:`describe` gave on every rank, by field; errors are the same on every rank."""
+        """Compare what :meth:`describe` returned on every rank, by field; errors are the same on every rank."""
         ...
 
     def owned_pieces(self, targets: Catalog, maps: BoxMaps | None, machine: np.ndarray) -> OwnedPieces:
-        """Return what ranks write from their own memory, as of :func:`find_owned_pieces`."""
+        """Return the pieces that ranks write from their own memory, as of :func:`find_owned_pieces`."""
         ...
 
     def storage(self, row: int) -> AnyStorage:
@@ -57,7 +57,7 @@ class ModelState(Protocol):
 
 
 class LiveModel:
-    """Give tensors of all ranks' memory."""
+    """A model's tensors in the memory of all ranks."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LiveModel:
         context: str,
         options: ReshardOptions,
     ) -> None:
-        """Describe it on all ranks. One collective; arguments and errors as of :class:`GatheredState`."""
+        """Describe the model on all ranks. One collective; arguments and errors as of :class:`GatheredState`."""
         self._rank, self._options = comm.rank, options
         self._state = GatheredState(comm, describe, said, context)
         self.is_compared = not (self._state.checked.groups.count > 1).any()
@@ -77,7 +77,7 @@ class LiveModel:
         self.storage = functools.cache(self._peers.storage)
 
     def describe(self) -> tuple[bytes, ...]:
-        """Return the digests of this rank's replicas, and what is asked of them."""
+        """Return the digests of this rank's replicas, and how they are to be compared."""
         return self._peers.describe_replicas()
 
     def compare(self, *answers: Sequence[bytes]) -> None:

@@ -54,8 +54,8 @@ def load_state_dict(
     """Fill live shards, in place, from a checkpoint that was saved under this or any other layout.
 
     Every rank of the group calls this with its own targets. Everything is checked on all ranks before the first
-    target is touched. Each rank then reads just the bytes that its targets need, each once; or the ranks read together
-    (``comm_method``), and storage is read once for all.
+    target is changed. Each rank then reads just the bytes that its targets need, each once; or the ranks read together
+    (``comm_method``), so that storage is read once for all of them.
 
     Args:
         state_dict: Names to ShardedWeights (of this library or of Paddle) or tensors (taken as replicated), possibly
@@ -64,14 +64,14 @@ def load_state_dict(
             PaddleFormers, PaddleNLP (unified checkpoint) or Hugging Face. Or a safetensors file or index of these.
         process_group: The ranks that take part; all ranks of the job by default. ``"self"``: this rank alone, which has
             to hold everything (pure data parallelism, where one rank may save for all).
-        offload: Accepted for compatibility: reading goes through host memory always, one tensor at a time.
-        safetensors: Accepted for compatibility: data files are safetensors files always.
-        worker_groups: Accepted for compatibility: who sends what follows from who needs what.
-        num_workers: Accepted for compatibility: files are read in as many threads as helps.
+        offload: Accepted for compatibility: reading always goes through host memory, one tensor at a time.
+        safetensors: Accepted for compatibility: data files are always safetensors files.
+        worker_groups: Accepted for compatibility: the needs of the ranks decide which rank sends what.
+        num_workers: Accepted for compatibility: the number of threads is chosen automatically.
         **options: Like all other arguments, of :class:`~paddle_flexckpt.engine.options.LoadOptions`.
 
     Returns:
-        What was done.
+        A report of the load.
 
     Raises:
         ValidationError: Path, keys, shapes or dtypes do not fit (on every rank, with the same text); no target was
@@ -102,7 +102,7 @@ def load_state_dict(
         try:
             return Transfer(comm, source, describe, asked, "load_state_dict", context, begin, plans_of(comm)).run()
         except (CorruptCheckpointError, UnreadableCheckpointError):
-            # Every rank has the same error. Where another node has a whole copy, the next try reads that.
+            # Every rank has the same error. If another node has an undamaged copy, the next try reads that.
             files = source.files if isinstance(source, FilePeers) else source
             if asked.storage != "per_node" or not asked.use_replicas or not isinstance(files, Files):
                 raise

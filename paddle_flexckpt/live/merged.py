@@ -58,12 +58,12 @@ def load_merged_state_dict(
 ) -> dict[str, Any]:
     """Read a checkpoint into whole, fresh tensors on the CPU; no other rank takes part.
 
-    All keys are read but a run's extra state, which has to be asked for by its prefix. With AOA statements, what they
-    define and do not touch is read.
+    All keys are read except a run's extra state, which has to be requested by its prefix. With AOA statements, the
+    tensors that they define or leave unchanged are read.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
-        offload: Accepted for compatibility: the tensors are on the CPU always.
+        offload: Accepted for compatibility: the tensors are always on the CPU.
         safetensors: Accepted for compatibility.
         **options: Like all other arguments, of :class:`~paddle_flexckpt.engine.options.WholeOptions`.
 
@@ -73,7 +73,7 @@ def load_merged_state_dict(
     Raises:
         ValidationError: There is no such checkpoint, or the statements or ``verify`` do not fit.
         CorruptCheckpointError: It is damaged.
-        UnreadableCheckpointError: The storage does not let it be read.
+        UnreadableCheckpointError: The storage refuses or fails to read it.
     """
     asked = WholeOptions(prefix=prefix, unique_id=unique_id, aoa_config=aoa_config, **options)
     source, tensors = Files(path, asked), dict[str, Any]()
@@ -90,11 +90,11 @@ def load_merged_state_dict(
 
 @dataclass(frozen=True)
 class MergeOptions(FileOptions, ModelOptions):
-    """Hold the options of :func:`merge_sharded_state_dict`.
+    """The options of :func:`merge_sharded_state_dict`.
 
     Attributes:
-        safetensor_prefix: What the names of the files start with.
-        skip_postfix_list: Keys that end so are left out, such as ``["moment1_0", "beta1_pow_acc_0"]``.
+        safetensor_prefix: The beginning of the files' names.
+        skip_postfix_list: Endings of keys to leave out, such as ``["moment1_0", "beta1_pow_acc_0"]``.
     """
 
     safetensor_prefix: str = PREFIX
@@ -136,13 +136,13 @@ def merge_sharded_state_dict(
 
     Every rank of the group calls this, and writes about as many bytes as any other, 128 MiB of them at a time. The
     index comes last (of a single file, the file): until then no reader finds a model there. A run's extra state is left
-    out; optimizer states are not, unless ``skip_postfix_list`` names their ends.
+    out. Optimizer states are written, unless ``skip_postfix_list`` has their endings.
 
     Args:
         load_path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; every rank sees it.
-        save_path: Where the files go, likewise: a directory that is empty or is not there yet.
+        save_path: The directory for the files, likewise. It is empty or does not exist yet.
         process_group: The ranks that take part; all ranks of the job by default.
-        offload: Accepted for compatibility: tensors are in host memory always.
+        offload: Accepted for compatibility: tensors are always in host memory.
         safetensors: Accepted for compatibility.
         **options: Like all other arguments, of :class:`MergeOptions`.
 
@@ -180,7 +180,7 @@ def merge_sharded_state_dict(
 
 
 class _StoredModel:
-    """Give tensors of a checkpoint, of which each rank reads what it writes."""
+    """A model's tensors in a checkpoint, of which each rank reads what it writes."""
 
     is_compared = True
 
@@ -218,7 +218,7 @@ class _StoredModel:
         return no_pieces(targets)
 
     def storage(self, row: int) -> AnyStorage:
-        raise RuntimeError("what is in files is in no rank's memory")
+        raise RuntimeError("tensors in files are in no rank's memory")
 
     def fill(self, describe: Callable[[], Targets]) -> int:
         def work() -> tuple[None, bytes]:
@@ -231,7 +231,7 @@ class _StoredModel:
 
 
 def _choose(source: Catalog, mapping: TensorMapping | None, start: str) -> dict[str, Any]:
-    """Return a fresh tensor for each key that starts so, sorted by name."""
+    """Return a fresh tensor for each key that starts with a prefix, sorted by name."""
     there = tensor_infos(source, mapping, extra_state=mapping is None and bool(start))
     names = [key for key in sorted(there) if key.startswith(start)]
     if start and not names:
@@ -255,7 +255,7 @@ def empty_tensors(catalog: Catalog, names: Iterable[str]) -> dict[str, Any]:
 
 
 def check_axes(axes: Mapping[str, int]) -> None:
-    """Refuse what numpy arrays can have, and tensors of Paddle cannot."""
+    """Refuse shapes that numpy arrays can have and tensors of Paddle cannot."""
     problems: list[Problem | str] = [
         Problem(
             "a tensor of Paddle cannot have so many axes",
@@ -272,10 +272,10 @@ def check_axes(axes: Mapping[str, int]) -> None:
 
 
 def _check_complete(catalog: Catalog, names: Iterable[str]) -> None:
-    """Refuse tensors of which too little is there, before memory is taken for a shape that is only declared."""
+    """Refuse tensors that are far from complete, before memory is allocated for a shape that is only declared."""
     there, declared = np.zeros(len(catalog.keys)), np.zeros(len(catalog.keys))
     np.add.at(there, catalog.key, catalog.size)
-    # In floating point: a product of extents that are no tensor's must not wrap around.
+    # In floating point: a product of extents that no tensor has must not wrap around.
     declared[catalog.key] = catalog.global_shape.astype(np.float64).prod(axis=1)
     wanted = set(names)
     problems = [

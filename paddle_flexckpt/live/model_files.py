@@ -1,7 +1,7 @@
-"""The files of one model in a directory, which ranks write together: at any place, or each its own from end to end.
+"""The files of one model in a directory, written by ranks together: at any place, or each its own from end to end.
 
-Where ranks reach the directory by a path, a file has another name until all of it is durable, and any rank of its
-machine may write parts of it. On other media a file has one writer, and appears when that has written all of it.
+Where ranks reach the directory by a path, a file has a temporary name until all of it is durable, and any rank of the
+machine may write parts of it. On other media a file has one writer, and appears when all of it is written.
 
 Tested in tests/live/test_publishing.py.
 """
@@ -19,17 +19,17 @@ from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.engine.tensor_files import OutputDirectory, TensorFile, index_file, make_index
 from paddle_flexckpt.media.local import OutputParts
 
-# Files that a rank opens at a time to find one to which no other rank writes.
+# The most files that a rank opens at a time to find one that no other rank writes to.
 LOOKED_AT = 8
 
 
 class ModelFiles:
-    """Write one rank's parts; a thread flushes one file, or writes what was received, while others are written.
+    """One rank's parts of a model's files. A thread flushes a file, or writes received bytes, beside other writes.
 
     Attributes:
         names: All tensors, in the order in which they stand in the files.
         files: By tensor, the file that has it.
-        is_shared: Whether a file has many writers.
+        is_shared: Whether several ranks write one file.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class ModelFiles:
             output: The directory.
             files: All files.
             infos: All tensors.
-            token: What marks the names of unfinished files, the same on every rank, and no other call's.
+            token: The mark of unfinished files' names, the same on every rank, and different for each call.
             is_shared: As of the class.
         """
         self._output, self._all, self._token, self.is_shared = output, files, token, is_shared
@@ -62,7 +62,7 @@ class ModelFiles:
         self._open: dict[str, OutputParts] = {}
 
     def begin(self, own: Sequence[TensorFile], removes_all: bool) -> None:
-        """Begin shared files, each on the rank whose it is.
+        """Create the shared files that this rank owns.
 
         Args:
             own: This rank's.
@@ -76,9 +76,9 @@ class ModelFiles:
             self._parts(file.name).write_at(file.header, 0)
 
     def writer(self, name: str) -> Callable[[memoryview, int], None]:
-        """Return what writes bytes of a tensor from one of them on; errors as of the backend.
+        """Return a function that writes bytes of a tensor, beginning at one of them; errors as of the backend.
 
-        In a file that is not shared they come one after the other, and it appears with the last of them.
+        A file that is not shared is written in order, and appears with its last byte.
         """
         file, begin = self.files[name], self._begin[name]
         if self.is_shared:
@@ -103,7 +103,7 @@ class ModelFiles:
 
     @contextlib.contextmanager
     def turn(self, files: Iterable[str]) -> Iterator[str]:
-        """Take a turn at writing to one of some shared files: the first to which no other rank writes."""
+        """Take a turn at writing to one of some shared files: the first that no other rank is writing to."""
         some = list(itertools.islice(files, LOOKED_AT))
         file = next((file for file in some if self._parts(file).take_turn(wait=False)), None)
         if file is None:
@@ -120,16 +120,16 @@ class ModelFiles:
             parts.make_durable()
 
     def flush_meanwhile(self, file: str) -> None:
-        """Have the thread make durable what this rank has written to a shared file: it writes nothing more to it."""
+        """Have the thread make durable what this rank has written to a shared file, to which it writes nothing more."""
         if file in self._open:
             self.meanwhile(functools.partial(_flush, self._open.pop(file)))
 
     def meanwhile(self, work: Callable[[], None]) -> None:
-        """Do something in the thread, after all that it was given before."""
+        """Do something in the thread, after the tasks that it was given before."""
         self._futures.append(self._thread.submit(work))
 
     def wait(self) -> None:
-        """Wait until the thread has done all that it was given; raise what failed."""
+        """Wait until the thread has done all its tasks; raise what failed."""
         futures, self._futures = self._futures, []
         for future in futures:
             future.result()
@@ -142,7 +142,7 @@ class ModelFiles:
         self.wait()
 
     def commit(self, prefix: str) -> None:
-        """Let all files appear, then their index, if they need one: one rank does, when all is durable.
+        """Make all files appear, then their index, if they need one. One rank does this, when all data is durable.
 
         Args:
             prefix: What the names of files start with.
@@ -158,7 +158,7 @@ class ModelFiles:
         try:
             self._output.publish(index, make_index(self._all))
         except OSError:
-            # Before the other ranks hear of it, and remove what it names.
+            # Before the other ranks learn of it and remove the files that it names.
             backend.remove(index)
             raise
 

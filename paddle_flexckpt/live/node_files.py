@@ -1,4 +1,4 @@
-"""Files of nodes that share no storage: which checkpoint to take, and what each rank sees of it.
+"""Files of nodes that share no storage: which checkpoint to load, and which files each rank sees.
 
 Tested in tests/live/test_nodes.py.
 """
@@ -36,14 +36,14 @@ DamagedCopies = Mapping[int, frozenset[tuple[str, int]]]
 
 
 class Found(NamedTuple):
-    """Describe a checkpoint, and which ranks can read what of it.
+    """A checkpoint, and the files of it that each rank can read.
 
     Attributes:
         manifest: Of all nodes.
         seen: bool ``[ranks, files]``, the data files that each rank can read, by position in the group.
         wrong: By name, what is wrong with files that are there and cannot be read.
-        everywhere: Whether every rank has the manifest and all of the files: then a load as from shared storage does.
-        damaged: What an earlier try of this load has found to be damaged.
+        everywhere: Whether every rank has the manifest and all files, so that it can load as from shared storage.
+        damaged: The damage that an earlier try of this load has found.
     """
 
     manifest: Manifest
@@ -54,7 +54,7 @@ class Found(NamedTuple):
 
     @property
     def readable(self) -> np.ndarray:
-        """Return bool ``[ranks, rows]``: whether a rank can read a row of the catalog, for all that is known."""
+        """Return bool ``[ranks, rows]``: whether a rank can read a row of the catalog, as far as is known."""
         readable = self.seen[:, self.manifest.catalog.file]
         for position in self.damaged:
             readable[position, self.damaged_rows(position)] = False
@@ -70,7 +70,7 @@ class Found(NamedTuple):
 
     @property
     def lost(self) -> np.ndarray:
-        """Return bool per row of the catalog: no rank can read it, nor a replica of it."""
+        """Return bool per row of the catalog: whether no rank can read it or a replica of it."""
         catalog = self.manifest.catalog
         groups = group_replicas(catalog)
         readable = self.readable.sum(axis=0) > 0
@@ -90,9 +90,9 @@ def find_checkpoint(
 ) -> Found:
     """Agree on a checkpoint: the one with the highest id that a node has published.
 
-    One collective tells, where all ranks have the same manifest; else two more for each save that there is of that id.
-    ``head`` gives what ranks have to agree about, or raises; ``held`` takes the manifest's lock where there is one.
-    Where a save died after some nodes had published it in place of an older one, it is the newer if all of it is here,
+    It takes one collective if all ranks have the same manifest, else two more for each save of that id. ``head``
+    returns what ranks have to agree about, or raises; ``held`` receives the manifest's lock where there is one. If a
+    save died after some nodes had published it in place of an older one, the newer one is chosen if all of it is here,
     else the older.
 
     Raises:
@@ -106,14 +106,14 @@ def find_checkpoint(
         said = head()
         directory = open_directory()
         ids = [each for each in directory.list_ids() if unique_id is None or each == unique_id]
-        # Those with a lower id than another rank's highest are not asked for, so it is the only one that counts.
+        # Ranks with a lower id than another rank's highest are not considered, so only this id counts.
         manifest, about = _read(directory, max(ids), mine) if ids else (None, {})
         flags, wrong = (b"", {}) if manifest is None else _flags(directory, manifest, True)
         about["asked"] = unique_id
         return manifest, join((said, json.dumps(about).encode(), flags, json.dumps(wrong).encode()))
 
     def none_found() -> tuple[None, bytes]:
-        directory.read_manifest(unique_id)  # which says what is there instead
+        directory.read_manifest(unique_id)  # the error lists the checkpoints that are there
         raise ValidationError([f"{directory.path} has no checkpoint that was saved with storage='per_node'"])
 
     manifest, answers = comm.together(look, context)
@@ -125,7 +125,7 @@ def find_checkpoint(
     if not ids:
         comm.together(none_found, context)
     chosen = max(ids)
-    # As where all share a directory, ranks agree about the checkpoint, whether it was named or found.
+    # As on shared storage, ranks agree about the checkpoint, whether it was named or found.
     meant = [chosen if each["asked"] is None else each["asked"] for each in said]
     check_same([json.dumps({"checkpoint": f"id {each}"}).encode() for each in meant], context)
     said = [each if each.get("id") == chosen else {} for each in said]
@@ -139,11 +139,11 @@ def find_checkpoint(
     problems = sorted({each["problem"] for each in said if "problem" in each})
     if not owners:
         raise CorruptCheckpointError(f"{context}: {'; '.join(problems)}")
-    # A rank whose manifest cannot be read may have the newest save: an older one is not taken for it.
+    # A rank whose manifest cannot be read may have the newest save, so an older one is not used instead.
     unread = max((each["newest"] for each in said if "problem" in each), default=0)
     if unread > max(owners)[0]:
         raise CorruptCheckpointError(
-            f"{context}: which save of id {chosen} is the newest cannot be told: {'; '.join(problems)}. Remedy: look "
+            f"{context}: it is not known which save of id {chosen} is the newest: {'; '.join(problems)}. Remedy: look "
             "into the storage of that node, and load again; without that node an older one is loaded"
         )
     if problems and comm.position == 0:
@@ -153,7 +153,7 @@ def find_checkpoint(
     found = []
     for save, owner in sorted(owners.items(), reverse=True):
         found.append(_look(comm, directory, manifest, save[1], owner, context))
-        # What is there and cannot be read is an error: an older save is not taken for it.
+        # A file that exists and cannot be read is an error: an older save is not used instead.
         if not found[-1].lost.any() or found[-1].wrong:
             return found[-1]
     return found[0]
@@ -162,7 +162,7 @@ def find_checkpoint(
 def _look(
     comm: Communicator, directory: CheckpointDirectory, own: Manifest | None, token: str, owner: int, context: str
 ) -> Found:
-    """Give every rank the manifest of one save, and find out who can read which of its files."""
+    """Send every rank the manifest of one save, and find out who can read which of its files."""
     has = own is not None and own.save_token == token
 
     def send() -> tuple[None, bytes]:
@@ -183,7 +183,7 @@ def _look(
 def _read(
     directory: CheckpointDirectory, unique_id: int, held: contextlib.ExitStack
 ) -> tuple[Manifest | None, dict[str, Any]]:
-    """Return the manifest of an id, whose lock ``held`` takes, and what to tell of it; None if it cannot be read."""
+    """Return the manifest of an id, whose lock ``held`` receives, and a message about it; None if it cannot be read."""
     try:
         manifest = held.enter_context(LockedManifest(directory, unique_id))
     except (CorruptCheckpointError, OSError) as error:
@@ -194,13 +194,13 @@ def _read(
 
 
 def _flags(directory: CheckpointDirectory, manifest: Manifest, has: bool) -> tuple[bytes, dict[str, str]]:
-    """Return bits, whether this rank has the manifest and can read each of its files; by name, what is wrong."""
+    """Return bits for whether this rank has the manifest and can read each of its files; by name, what is wrong."""
     usable, wrong = directory.usable_files(manifest)
     return np.packbits([has, *usable]).tobytes(), wrong
 
 
 def _found(manifest: Manifest, flags: Sequence[bytes], wrongs: Sequence[bytes]) -> Found:
-    """Return what ranks see of a manifest, as each says by :func:`_flags`."""
+    """Return what ranks see of a manifest, by each rank's :func:`_flags`."""
     count = 1 + len(manifest.catalog.files)
     seen = np.stack([np.unpackbits(np.frombuffer(each, dtype=np.uint8), count=count).astype(bool) for each in flags])
     wrong = {name: what for each in wrongs for name, what in json.loads(each).items()}
@@ -208,10 +208,10 @@ def _found(manifest: Manifest, flags: Sequence[bytes], wrongs: Sequence[bytes]) 
 
 
 def find_damaged_copies(comm: Communicator, files: Files, context: str) -> DamagedCopies:
-    """Return what is damaged where each rank looks, of the files of which a rank has found something damaged.
+    """Return the damage that each rank sees in those files in which any rank has found damage.
 
-    Two collectives, after a load that has failed everywhere. Whether ranks look into the same directory is not known,
-    so each looks through its own copy.
+    Two collectives, after a load that has failed on all ranks. Each rank verifies its own copy, as it is not known
+    which ranks share a directory.
     """
     _, answers = comm.together(lambda: (None, json.dumps(files.damaged_files()).encode()), context)
     names = {name for answer in answers for name in json.loads(answer)}

@@ -1,4 +1,4 @@
-"""Saves to nodes that share no storage: who shares a directory with whom, one id for all, and the agreed commit.
+"""Saves to nodes that share no storage: which ranks share a directory, one id for all, and the agreed commit.
 
 Tested in tests/live/test_nodes.py and tests/crash/test_nodes.py.
 """
@@ -34,21 +34,21 @@ from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.ranks.communicator import Communicator
 
 logger = logging.getLogger("paddle_flexckpt")
-# By which ranks find out whether they see the same directory.
+# A file by which ranks find out whether they see the same directory.
 _TOKEN = re.compile(r"\d+\.[0-9a-f]{32}\.node", re.ASCII)
 
 
 @dataclass(eq=False)
 class NodeSave:
-    """Carry out one save to the directories of several nodes.
+    """One save to the directories of several nodes.
 
     Attributes:
-        names: What the save calls its files, the same on every rank.
+        names: The names of the save's files, the same on every rank.
         nodes: By node, the positions of its ranks, in rising order. The first of them commits there.
-        node_names: By node, what manifests and errors call it.
+        node_names: By node, its name in manifests and errors.
         published: Tokens of earlier saves that a node has published, and that no node has replaced.
         aborted: Tokens of earlier saves that were prepared, and that no node has published.
-        copies: On how many nodes each data file is to be.
+        copies: The number of nodes that get each data file.
     """
 
     comm: Communicator
@@ -60,7 +60,7 @@ class NodeSave:
     published: set[str]
     aborted: set[str]
     copies: int
-    # Whether there is something here that this rank may remove: not while a node may have published this save.
+    # Whether this rank may remove files here: not while a node may have published this save.
     _is_removable: bool = False
     _transport: Transport | None = None
     _addresses: Sequence[bytes] = ()
@@ -79,7 +79,7 @@ class NodeSave:
         """Mark the save as begun on this rank's node; return its names, and an address for copies if there are to be.
 
         Raises:
-            ValidationError: There are fewer nodes than copies of each data file are wanted.
+            ValidationError: There are fewer nodes than copies wanted of each data file.
         """
         copies = self.copies
         if not isinstance(copies, int) or isinstance(copies, bool) or not 1 <= copies <= len(self.nodes):
@@ -96,7 +96,7 @@ class NodeSave:
         return self.names, self._transport.address()
 
     def agree(self, names: SaveNames, places: Sequence[bytes], messages: Sequence[bytes]) -> None:
-        """Take what :meth:`begin` returned on every rank; the names are known."""
+        """Process what :meth:`begin` returned on every rank; the names are then known."""
         self._addresses = messages
 
     def write(self, share: Share, hashed: np.ndarray) -> Written:
@@ -128,7 +128,7 @@ class NodeSave:
             )
 
     def commit(self, parts: Sequence[bytes], rows: Mapping[int, bytes], told: Mapping[int, bytes]) -> None:
-        """Make the checkpoint exist, on all nodes: prepare, publish, finish. A collective after each.
+        """Commit on all nodes: prepare, publish, finish, with a collective after each.
 
         Raises:
             CheckpointError: A node could not commit.
@@ -173,7 +173,7 @@ class NodeSave:
                 lock.release()
 
     def _merge(self, parts: Sequence[bytes]) -> Manifest:
-        """Return the manifest of all ranks' parts, which says which node has which data files."""
+        """Return the manifest of all ranks' parts, with the data files that each node has."""
         ranks = self.comm.ranks
         merged = merge_parts([Manifest.decode(part, f"the part of rank {rank}") for rank, part in zip(ranks, parts)])
         files: dict[str, list[str]] = {name: [] for name in self.node_names}
@@ -185,12 +185,12 @@ class NodeSave:
         return replace(merged, nodes={name: tuple(kept) for name, kept in files.items()})
 
     def discard(self) -> None:
-        """Remove what was written on this node, unless the save may exist: the task of who commits there."""
+        """Remove what was written on this node, unless the save may exist. The node's committing rank does this."""
         if self._is_removable and self.is_committer:
             self.directory.discard(self.names, self.comm.ranks)
 
     def lose_rank(self, error: LostRankError) -> None:
-        """Leave everything as it is, as nobody knows how far the others are; or say that this rank has come late."""
+        """Leave everything as it is, as the progress of other ranks is not known; or report that this rank is late."""
         here = self.comm.position
         written = [
             rank for position, rank in enumerate(self.comm.ranks) if here in (position, *self._receivers(position))
@@ -269,7 +269,7 @@ def meet_nodes(
     strays = [comm.ranks[position] for position in committers if seen[position]["committer"] != position]
     if strays:
         raise CheckpointError(
-            f"{context}: which ranks share a directory cannot be told, as not all that see the one of ranks {strays} "
+            f"{context}: it is not known which ranks share a directory, as not all that see the one of ranks {strays} "
             "see each other's files. Remedy: try again; if it stays so, the file system shows new files too late"
         )
     saves = [seen[committer]["save"] for committer in committers]
@@ -315,13 +315,14 @@ def _look(
 
 
 def _earlier_saves(known: list[dict[str, Any]], node_names: Sequence[str]) -> tuple[set[str], set[str]]:
-    """Return the tokens of earlier saves that a node has published, and of those that none can publish any more."""
+    """Return the tokens of earlier saves that a node has published, and of those that no node can publish any more."""
     published = {token for each in known for token in each["published"]}
     prepared = {token: names for each in known for token, names in each["prepared"].items()}
     here, aborted = Counter(map(_place, node_names)), set()
     for token in sorted(prepared.keys() - published):
         of = [each["begun"][token] for each in known if token in each["begun"]]
-        # All that took part are here. One may know of nothing: it has lost its disk, or has replaced that save since.
+        # All nodes that took part are here. One may not know of that save: it has lost its disk, or has replaced it
+        # since.
         places = Counter(map(_place, prepared[token]))
         if len(of) == of[0] or (places and places <= here):
             aborted.add(token)
@@ -329,7 +330,7 @@ def _earlier_saves(known: list[dict[str, Any]], node_names: Sequence[str]) -> tu
 
 
 def _newest(comm: Communicator, directory: NodeDirectory, is_committer: bool, context: str) -> set[str]:
-    """Return the tokens of saves that are published on a node, and that none has replaced. One collective."""
+    """Return the tokens of saves that are published on a node and replaced on none. One collective."""
 
     def show() -> tuple[None, bytes]:
         return None, json.dumps(directory.numbers() if is_committer else []).encode()
@@ -341,12 +342,12 @@ def _newest(comm: Communicator, directory: NodeDirectory, is_committer: bool, co
 
 
 def _place(node_name: str) -> str:
-    """Return host and path of a node; its number is another in another job."""
+    """Return host and path of a node, whose number differs between jobs."""
     return node_name.partition(" ")[2]
 
 
 def _remove(backend: Backend, name: str) -> None:
-    # It does no harm, and the next save removes it.
+    # The file does no harm, and the next save removes it.
     with contextlib.suppress(OSError):
         backend.remove(name)
 
@@ -360,7 +361,7 @@ def _is_there(backend: Backend, name: str) -> bool:
 
 
 def _read(backend: Backend, name: str) -> Generator[np.ndarray]:
-    """Yield the bytes of a file; each array is used before the next is asked for."""
+    """Yield the bytes of a file. Each array is used before the next is requested."""
     with backend.open(name) as file:
         buffer = np.empty(min(CHUNK_BYTES, file.size), dtype=np.uint8)
         for start in range(0, file.size, CHUNK_BYTES):
@@ -371,7 +372,7 @@ def _read(backend: Backend, name: str) -> Generator[np.ndarray]:
 
 
 def _write(backend: Backend, name: str, size: int) -> Generator[np.ndarray]:
-    """Yield buffers to be filled with the bytes of a new file; each is written when the next is asked for."""
+    """Yield buffers to be filled with the bytes of a new file. Each is written when the next is requested."""
     buffer = np.empty(min(CHUNK_BYTES, size), dtype=np.uint8)
     with backend.create(name, size=size) as file:
         for start in range(0, size, CHUNK_BYTES):

@@ -1,4 +1,4 @@
-"""Orders of the elements of live shards: what a shard and its rule say, and what states have from their parameters."""
+"""Orders of the elements of live shards: those that shards and their rules define, and those of parameters' states."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paddle_flexckpt.sharded_weight import FusedAxis
 
 
 def order_of(key: str, weight: Any, rank: int) -> Order | Problem | None:
-    """Return the order of a tensor's elements, as one of its shards says; None where it says nothing."""
+    """Return the order of a tensor's elements that one of its shards defines; None if it defines none."""
     fused = getattr(weight, "fused", None)
     shape, whole = tuple(weight.local_shape), tuple(weight.global_shape)
     natural = getattr(weight, "dist_tensor", None) is not None or is_dist_tensor(weight.local_tensor)
@@ -49,7 +49,7 @@ def with_orders_of_states(
     global_shapes: Sequence[tuple[int, ...]],
     shapes: Sequence[tuple[int, ...]],
 ) -> list[Order | None]:
-    """Return the order of each row: a state that has no rule of its own, and is cut, lies like its parameter."""
+    """Return the order of each row. A state that is sharded and has no rule of its own has its parameter's order."""
     found = list(orders)
     cut = [row for row, order in enumerate(orders) if order is CUT and keys[row][-1:].isdigit()]
     if not cut:

@@ -1,7 +1,7 @@
 """Pieces of whole tensors that ranks write from their own memory, each at its place in a file that they share.
 
-So nothing is sent. It is for ranks of one machine, which see a file alike at any time; and for tensors whose pieces are
-few long runs in the file: many short ones would cost more than to send them to one rank, which writes them at once.
+This sends nothing. It is for ranks of one machine, which all see the current contents of a file, and for tensors whose
+pieces are few long runs in the file: it is cheaper to send many short runs to one rank, which writes them at once.
 
 Tested in tests/live/test_owned_pieces.py and tests/live/test_publishing.py.
 """
@@ -29,12 +29,12 @@ TURN_BYTES = 4 << 20
 
 @dataclass(frozen=True, eq=False)
 class OwnedPieces:
-    """Say which tensors are written so, and what of them this rank writes.
+    """The tensors that ranks write from their own memory, and the pieces of them that this rank writes.
 
     Attributes:
         targets: Whole tensors, file by file in the order of their bytes, each with the rank whose file has it.
         whole: bool per target, the same on every rank: whether ranks write it from their own memory.
-        pieces: This rank's, sorted by target and by place in it.
+        pieces: This rank's pieces, sorted by target and by place in it.
     """
 
     targets: Catalog
@@ -48,7 +48,7 @@ class OwnedPieces:
 
     @property
     def tensors(self) -> int:
-        """Return of how many tensors it writes something."""
+        """Return the number of tensors that it writes something of."""
         return len(np.unique(self.pieces.target))
 
     def write(self, storage: Callable[[int], AnyStorage], files: ModelFiles, rank: int, meter: Meter) -> None:
@@ -97,7 +97,7 @@ class OwnedPieces:
 
 
 def no_pieces(targets: Catalog) -> OwnedPieces:
-    """Return that no tensor is written so."""
+    """Return the choice of no tensor."""
     return OwnedPieces(targets, np.zeros(len(targets), dtype=bool), concat_pieces([], targets.width))
 
 
@@ -109,7 +109,7 @@ def find_owned_pieces(
     Args:
         matcher: Finds the shards of all ranks.
         targets: As of :class:`OwnedPieces`.
-        maps: What they are made of.
+        maps: Their sources.
         machine: int64 by rank, as of :func:`number_machines`.
         rank: This rank.
     """
@@ -163,11 +163,12 @@ def write_runs(
 
 
 def number_machines(ranks: Sequence[int], places: Sequence[bytes]) -> np.ndarray:
-    """Return int64 by global rank: the same number for ranks that see a file alike, -1 for one that shares none.
+    """Return int64 by global rank: the same number for ranks that share a file's contents, -1 for one that shares none.
 
     Args:
         ranks: Global numbers of the members.
-        places: What each says of the directory that it writes to, equal where they see a file alike; empty: nothing.
+        places: By rank, a text that identifies its directory, equal where ranks share the contents; empty: it shares
+            none.
     """
     numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
     machine = np.full(max(ranks) + 1, -1, dtype=np.int64)

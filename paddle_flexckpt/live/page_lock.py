@@ -1,7 +1,7 @@
 """Page-lock host memory for a device, so that copies run at the link's speed and beside other work.
 
-Paddle gives Python page-locked memory of its own on CUDA only, and no way to lock memory that is there, such as the
-segment that a background writer shares. So the backend's own function is called, from the library that is loaded.
+Paddle offers Python page-locked memory of its own on CUDA only, and no way to lock existing memory, such as the segment
+that a background writer shares. So the backend's own function is called, from the library that is loaded.
 
 Tested in tests/device/test_saves.py.
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class _Backend(NamedTuple):
-    """Name a library, its function that locks (address, bytes, flags...; 0 is success), and the one that unlocks."""
+    """A library: its name, its function that locks (address, bytes, flags...; 0 is success), and one that unlocks."""
 
     library: str
     lock: str
@@ -37,16 +37,16 @@ _BACKENDS = {
 
 
 def can_lock(device: str) -> bool:
-    """Return whether the backend of a device has a function for it that is known here, in a library that is loaded."""
+    """Return whether a loaded library has a known function that locks memory for a device's backend."""
     backend = _BACKENDS.get(device.partition(":")[0])
     return backend is not None and loaded_library(backend.library) is not None
 
 
 def lock_pages(memory: np.ndarray, device: str) -> Callable[[], None] | None:
-    """Page-lock an array's memory for a device such as ``gpu:0``; it has to stay there until it is unlocked.
+    """Page-lock an array's memory for a device such as ``gpu:0``; the array must stay in place until it is unlocked.
 
     Returns:
-        What unlocks it. None where the backend has no function for it that is known here, or refuses, which is logged:
+        A function that unlocks it. None if no function of the backend is known, or if it refuses, which is logged:
         copies are slower then, and nothing else changes.
     """
     backend = _BACKENDS.get(device.partition(":")[0])
@@ -77,7 +77,7 @@ def _unlock(library: ctypes.CDLL, function: str, address: ctypes.c_void_p) -> No
 
 @functools.cache
 def loaded_library(name: str) -> ctypes.CDLL | None:
-    """Return a library that is loaded in this process, by how its file's name begins; None if it is not."""
+    """Return a library that is loaded in this process, by the beginning of its file's name, or None."""
     for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
         path = line.partition("/")[2]
         if path.rpartition("/")[2].startswith(name):

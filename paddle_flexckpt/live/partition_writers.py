@@ -1,8 +1,8 @@
-"""Write the manifest of a save in partitions, each by one rank: nobody has the rows of all ranks.
+"""Write the manifest of a save in partitions, each by one rank, so that no rank has the rows of all ranks.
 
-A rank knows what it has written, with checksums. It tells each row to the rank that writes the partition of the row's
-key. That one tells the coordinator name, digest and size, which are all that a manifest has of a partition
-(docs/format.md, "Partitions").
+A rank knows the rows that it has written, and their checksums. It sends each row to the rank that writes the partition
+of the row's key. That rank sends the coordinator the partition's name, digest and size, which are all that a manifest
+has of a partition (docs/format.md, "Partitions").
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _LOW = (1 << 64) - 1
 
 
 def encode_part(part: Manifest, count: int) -> dict[int, bytes]:
-    """Encode what a rank has written, for those who write it in ``count`` partitions.
+    """Encode the rows that a rank has written, for the ranks that write them in ``count`` partitions.
 
     Returns:
         By number of the partition, its rows and their checksums.
     """
     catalog = part.catalog
     number = partition_of(catalog.keys, count)
-    # The only thing that a row has beyond what planners are told.
+    # The only field of a row that planners do not have.
     messages = encode_rows(catalog, catalog.byte_offset, number)
     of_row = number[catalog.key]
     order = np.argsort(of_row, kind="stable")
@@ -55,12 +55,12 @@ def decode_parts(
     info: SaveInfo,
     file_of: Callable[[int], str],
 ) -> Manifest:
-    """Return the rows of a partition from what ranks have encoded.
+    """Return the rows of a partition from the messages of the ranks.
 
     Args:
         messages: By position of the rank in the group, rising.
         ranks: The ranks' numbers, by position.
-        before: int64 ``[number of ranks]``, how many rows all ranks before each have written.
+        before: int64 ``[number of ranks]``, the number of rows that all ranks before each have written.
         info: The save.
         file_of: Gives the name of a rank's data file.
 
@@ -82,24 +82,24 @@ def decode_parts(
 
 
 class PartitionWriter:
-    """Write one rank's share of the partitions of a save's manifest. Every rank makes the same calls, in this order.
+    """One rank's share of the partitions of a save's manifest. Every rank makes the same calls, in this order.
 
-    1. :meth:`send`: when its data file is durable, a rank tells the writers of partitions its rows.
-    2. :meth:`write`: when all data files are durable, it writes its partitions, and describes them to the coordinator.
+    1. :meth:`send`: when its data file is durable, a rank sends its rows to the writers of partitions.
+    2. :meth:`write`: when all data files are durable, it writes its partitions and sends the coordinator a description.
     3. :meth:`manifest`: the coordinator puts the descriptions together.
 
     Attributes:
-        count: How many partitions there are.
+        count: The number of partitions.
     """
 
     def __init__(self, comm: Communicator, directory: SaveDirectory, names: SaveNames, count: int) -> None:
-        """Take the ranks, where the save goes, and in how many partitions."""
+        """Take the ranks, the save's directory and names, and the number of partitions."""
         self._comm, self._directory, self._names, self.count = comm, directory, names, count
-        # Of all ranks: bytes of the data file, rows, and bytes of the latter's data.
+        # Of all ranks: the bytes of the data file, its rows, and the bytes of the rows' data.
         self._written = np.zeros((0, 3), dtype=np.int64)
 
     def send(self, part: Manifest) -> tuple[bytes, dict[int, bytes]]:
-        """Return what all ranks have to know of this one, and by position of a rank the rows that it is to write."""
+        """Return this rank's message to all ranks, and by position of a rank the rows that it is to write."""
         self._info = part.info
         sizes = np.asarray([part.file_bytes.sum(), len(part.catalog), part.data_bytes], dtype="<i8")
         messages: dict[int, dict[int, bytes]] = {}
@@ -108,14 +108,14 @@ class PartitionWriter:
         return sizes.tobytes(), {place: join(pack_by_position(each)) for place, each in messages.items()}
 
     def write(self, said: Sequence[bytes], received: Mapping[int, bytes]) -> bytes:
-        """Write this rank's partitions, each durably; return what the coordinator has to know of them.
+        """Write this rank's partitions, each durably; return a description of them for the coordinator.
 
         Args:
-            said: What each rank said to all.
-            received: What ranks have sent to this one, by position.
+            said: Each rank's message to all.
+            received: The messages of ranks to this one, by position.
 
         Raises:
-            CheckpointError: Somebody has changed a data file meanwhile.
+            CheckpointError: A data file has been changed meanwhile.
             OSError: The file system refused.
         """
         comm = self._comm
@@ -138,7 +138,7 @@ class PartitionWriter:
         return b"".join(map_files(self._directory.backend, write, range(comm.position, self.count, comm.size)))
 
     def _look_at(self, place: int) -> None:
-        """Look at another rank's data file as everybody would see it: each is looked at by one rank."""
+        """Check another rank's data file, as a reader would see it: each is checked by one rank."""
         sizes = self._sizes([place])
         self._directory.check_untouched(Manifest.of_partitions(self._info, sizes, ()))
 
@@ -147,10 +147,10 @@ class PartitionWriter:
         return {self._names.data_file(self._comm.ranks[place]): size for place, size in zip(places, sizes) if size}
 
     def manifest(self, described: Sequence[bytes]) -> Manifest:
-        """Return the manifest of what ranks have :meth:`written <write>`.
+        """Return the manifest, from what ranks have :meth:`written <write>`.
 
         Raises:
-            CheckpointError: The partitions have not what ranks have written.
+            CheckpointError: The partitions differ from what ranks have written.
         """
         found: list[Partition] = []
         for number, high, low, *counts in sorted(_DESCRIPTION.iter_unpack(b"".join(described))):

@@ -1,7 +1,7 @@
-"""Peers as a source: what all ranks hold together, each rank copying what it holds and receiving what it lacks.
+"""Peers as a source: the shards of all ranks together, each rank copying those that it holds and receiving the others.
 
-Memory is a checkpoint whose files are virtual: ``vfile_{rank}`` is what rank holds. The plan says which pieces a rank
-copies from its own memory, sends and receives.
+Memory counts as a checkpoint with virtual files: ``vfile_{rank}`` has the shards that a rank holds. The plan has the
+pieces that a rank copies from its own memory, sends and receives.
 
 Tested in tests/live/test_reshard_files.py.
 """
@@ -42,13 +42,13 @@ from paddle_flexckpt.ranks.communicator import Communicator
 
 @dataclass(frozen=True)
 class ReshardOptions(TransferOptions):
-    """Hold the options of a reshard.
+    """The options of a reshard.
 
     Attributes:
-        offload: Let tensor data of devices go through host memory and sockets, not through the backend's collectives;
-            it takes no device memory then. Without a device it makes no difference.
-        check_replicas: What is asked of the replicas of one source shard, as in :func:`save_state_dict`. Where they may
-            differ, every rank is given the values of one rank, even if it holds others itself.
+        offload: Send tensor data of devices through host memory and sockets, not through the backend's collectives. The
+            reshard then needs no device memory. Without a device the option makes no difference.
+        check_replicas: How the replicas of one source shard are compared, as in :func:`save_state_dict`. Where they may
+            differ, every rank gets the values of one rank, even if it holds others itself.
     """
 
     offload: bool = False
@@ -58,11 +58,11 @@ class ReshardOptions(TransferOptions):
 
 
 class Peers(Source):
-    """Fill targets from what all ranks hold together.
+    """A source that fills targets from the shards of all ranks together.
 
     Attributes:
         catalog: One row per shard, with the rank that holds it.
-        rows: What an exchange takes its pieces from; known when it is planned.
+        rows: The rows that an exchange reads its pieces from; known when it is planned.
         replicas: As of :class:`LoadReport`.
     """
 
@@ -97,11 +97,11 @@ class Peers(Source):
         return open_storage(self.owned[row])
 
     def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
-        """Plan this rank's part of the exchange, and check it; None if there is to be none.
+        """Plan this rank's part of the exchange, and check it; None if there is to be no exchange.
 
         Args:
-            targets: What all ranks fill.
-            task: What this one fills.
+            targets: The targets of all ranks.
+            task: The targets of this rank.
         """
         raise NotImplementedError
 
@@ -115,14 +115,14 @@ class Peers(Source):
         return HeldRows(functools.cache(self.storage))
 
     def describe_replicas(self) -> tuple[bytes, bytes]:
-        """Return what the other ranks need for :meth:`compare_replicas`."""
+        """Return this rank's message for :meth:`compare_replicas`."""
         return b"", b""
 
     def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> None:
-        """Compare the replicas of shards, to know which may be read."""
+        """Compare the replicas of shards, to find out which may be read."""
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
-        """Check that no target overwrites a source, and return what the other ranks have to know."""
+        """Check that no target overwrites a source; return this rank's message to the others."""
         self._wait_for_devices(task)
         refuse_shared_memory(self.catalog, self.owned, task.resolution.targets, _names_in_place(task))
         dtypes = [*self.catalog.dtypes, *task.resolution.targets.catalog.dtypes]
@@ -136,7 +136,7 @@ class Peers(Source):
         wait_for_devices(self._devices)
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
-        """Plan what ranks send each other."""
+        """Plan the messages between ranks."""
         digests, policies, addresses, encoded, use = answers
         self.compare_replicas(digests, policies)
         targets = concat([decode_catalog(each) for each in encoded])
@@ -152,14 +152,14 @@ class Peers(Source):
         self._on_device, self._sent = self._comm.together(plan, self._context)
 
     def renew(self) -> bytes:
-        """Make ready to carry out the same plan once more; return what the others need to reach this rank."""
+        """Prepare to carry out the same plan again; return the address at which the others reach this rank."""
         self.closing.close()
         del self._transport, self._address
         wait_for_devices(self._devices)
         return self._address
 
     def meet(self, addresses: list[bytes]) -> bool:
-        """Take note of where the other ranks are; return whether the plan still holds."""
+        """Record the addresses of the other ranks; return whether the plan still holds."""
         self._addresses = addresses
         return True
 
@@ -173,7 +173,7 @@ class Peers(Source):
         except OverflowingCastError as error:
             raise error.of_key(filling.catalog.key_name(error.row)) from None
         filling.finish()
-        # Copies within a device are only ordered by its stream; whoever looks next may be on another.
+        # Only the device's stream orders copies within the device, and the next user may be on another stream.
         wait_for_devices(self._devices)
         itemsize = self.rows.itemsize
         received, sent = (
@@ -190,11 +190,11 @@ class Peers(Source):
         }
 
     def _fill(self, plan: ExchangePlan, filling: Filling) -> int:
-        """Fill all rows but what is computed; return the bytes that were copied within this rank's memory."""
+        """Fill all rows except those that are computed; return the bytes that were copied within this rank's memory."""
         if self._on_device is not None:
             storage = functools.cache(self.storage)
             self._on_device.run(Traffic.of(self._sent), self._comm.position, storage, filling.storage)
-            # After the exchange: a rank that failed before it would leave its peers waiting for its connections.
+            # After the exchange: peers would wait for the connections of a rank that failed before it.
             copied = copy_pieces(plan.local, storage, filling.storage)
         else:
             copied = self._exchange(plan, filling.storage)
@@ -213,9 +213,9 @@ class Peers(Source):
 
 
 def _names_in_place(task: Task) -> list[str]:
-    """Return names for the targets, so that none looks like the source shard that it does not come from.
+    """Return names for the targets such that none looks like a source shard that it does not come from.
 
-    A target may be the very source shard of its name, but not if statements make something else of that name.
+    A target may be the same tensor as the source shard of its name, unless statements give the name to another tensor.
     """
     keys, names = list(task.resolution.targets.catalog.keys), task.resolution.catalog.keys
     for row in task.resolution.targets.masters:
@@ -253,17 +253,17 @@ def plan_rank(matcher: ShardMatcher, targets: Catalog, task: Task, rank: int) ->
 
 
 def _on_devices(flags: Iterable[bytes]) -> bool:
-    """Return whether data goes between devices, the same on every rank; where one cannot, host memory carries all."""
+    """Return whether data goes between devices, the same on every rank: if one cannot, all goes through host memory."""
     usable, used = zip(*flags)
     return all(usable) and any(used)
 
 
 class MemoryPeers(Peers):
-    """Read shards in the ranks' memory.
+    """The shards in the ranks' memory.
 
     Attributes:
-        readable: The shards, of whose replicas any may be read; known when replicas are compared.
-        check: What looks at this rank's rows that are read, before they are, or raises.
+        readable: The shards any replica of which may be read; known when replicas are compared.
+        check: A check of the rows that this rank is about to read, which raises if they are wrong.
     """
 
     readable: Layout | None
@@ -281,7 +281,7 @@ class MemoryPeers(Peers):
     ) -> None:
         """Take what the ranks hold; ``described`` has this rank's tensors or shards by row.
 
-        ``readable``: what was found out when replicas were compared; they are not compared again.
+        ``readable``: the result of an earlier comparison of replicas; they are not compared again.
         """
         super().__init__(comm, context, options.offload)
         self.readable = readable
@@ -298,7 +298,7 @@ class MemoryPeers(Peers):
         return ReplicaPolicies(self._options.check_replicas)
 
     def describe_replicas(self) -> tuple[bytes, bytes]:
-        """Return what the other ranks need for :meth:`compare_replicas`."""
+        """Return this rank's message for :meth:`compare_replicas`."""
         return self._replicas if self.readable is None else (b"", b"")
 
     @functools.cached_property
@@ -317,7 +317,7 @@ class MemoryPeers(Peers):
             return digests.encode()
 
     def compare_replicas(self, digests: Sequence[bytes], policies: Sequence[bytes]) -> None:
-        """Compare the replicas of shards, to know which may be read."""
+        """Compare the replicas of shards, to find out which may be read."""
         if self.readable is not None:
             return
         comm, asked = self._comm, np.zeros(len(self.catalog), dtype=np.uint8)
@@ -332,7 +332,7 @@ class MemoryPeers(Peers):
         self.readable = self._checked._replace(groups=replicas.narrowed(differing if replicas.compares else None))
 
     def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
-        """Plan this rank's part of the exchange, from what is there."""
+        """Plan this rank's part of the exchange, from the shards that it holds."""
         self.rows = self.catalog
         plan = plan_rank(self.matcher(), targets, task, self._comm.rank)
         if self.check is not None:
@@ -341,13 +341,13 @@ class MemoryPeers(Peers):
         return plan
 
     def matcher(self) -> ShardMatcher:
-        """Return what finds the shards to read; replicas have been compared."""
+        """Return the matcher of the shards to read; replicas have been compared."""
         if self.readable is None:
             raise RuntimeError("replicas were not compared")
         return ShardMatcher(self.catalog, self.readable.groups, self.readable.coverage)
 
     def meet(self, addresses: list[bytes]) -> bool:
-        """Take note of where the other ranks are; return whether the plan still holds: no replicas differ.
+        """Record the addresses of the other ranks; return whether the plan still holds: no replicas differ.
 
         One collective where there are replicas to be compared. Raises as :meth:`Replicas.compare`.
         """

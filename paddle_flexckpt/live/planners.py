@@ -1,8 +1,8 @@
-"""Who plans which keys of a save, and what ranks and planners tell each other.
+"""The ranks that plan the keys of a save, and the messages between ranks and planners.
 
-In a small job every rank plans all keys, and nobody has to be told. In a large one a key is planned by one rank, which
-its name tells. It gets the key's rows from all ranks, and tells each what it is to write (docs/design.md, "How planning
-is spread").
+In a small job every rank plans all keys, and the plan needs no messages. In a large one a key is planned by one rank,
+which follows from the key's name. That rank receives the key's rows from all ranks, and sends each the items that it is
+to write (docs/design.md, "How planning is spread").
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ _COUNT = struct.Struct("<Q")
 
 
 class RankSummary(NamedTuple):
-    """Hold what a rank tells all others of a save before it is planned.
+    """A rank's message to all others before a save is planned.
 
     Attributes:
-        own: Fingerprint of its part of what the plan is made of.
-        names: What the save is called, as JSON: of the rank that knows it.
-        place: For the place of its directory.
-        message: What the destination of the others has to know of it.
-        rows: How many shards it has.
-        policies: Bits of the policies of replicas that they have.
-        any_device: Whether some are on a device.
-        shards: All of them (:func:`encode_shards`), if they are few and there are other ranks; else nothing.
+        own: Fingerprint of its part of the plan's inputs.
+        names: The save's names as JSON, from the rank that knows them.
+        place: The place of its directory.
+        message: The message of its destination to the destinations of the others.
+        rows: The number of its shards.
+        policies: Bits of the replica policies of its shards.
+        any_device: Whether some shards are on a device.
+        shards: All shards (:func:`encode_shards`), if they are few and there are other ranks; else nothing.
     """
 
     own: bytes
@@ -62,51 +62,51 @@ class RankSummary(NamedTuple):
     shards: bytes = b""
 
     def encode(self, head: bytes) -> bytes:
-        """Return it as a message, behind a field in which ranks may not differ."""
+        """Return the summary as a message, behind a field in which ranks may not differ."""
         shards = _SUMMARY.pack(self.rows, self.policies, self.any_device) + self.shards
         return join((head, *self[:4], shards))
 
     @classmethod
     def decode(cls, own: bytes, names: bytes, place: bytes, message: bytes, shards: bytes) -> RankSummary:
-        """Return what :meth:`encode` made these fields of."""
+        """Decode the fields of a message of :meth:`encode`."""
         rows, policies, any_device = _SUMMARY.unpack_from(shards)
         return cls(own, names, place, message, rows, policies, any_device, shards[_SUMMARY.size :])
 
 
 def encode_shards(catalog: Catalog, flags: np.ndarray, size: int | None = None) -> bytes:
-    """Return a rank's shards for ranks that plan all keys; nothing if so many do not, or if there is one alone."""
+    """Return a rank's shards for ranks that plan all keys; nothing if planning is spread, or with one rank alone."""
     if size is not None and (size == 1 or len(catalog) * size > SPREAD_ROWS):
         return b""
     return encode_rows(catalog, flags, np.zeros(len(catalog.keys), dtype=np.int64)).get(0, b"")
 
 
 def planner_of(keys: Sequence[str], count: int) -> np.ndarray:
-    """Return int64 per key, which of so many ranks plans it."""
+    """Return int64 per key, which of the ranks plans it."""
     return np.fromiter((xxhash.xxh3_64_intdigest(key.encode()) % count for key in keys), np.int64, len(keys))
 
 
 def raise_told(notes: Mapping[int, bytes], context: str) -> None:
-    """Raise what planners have told all ranks that is wrong, if that is anything; errors as of one planner's."""
+    """Raise the problems that planners have reported to all ranks, if there are any; errors as of one planner's."""
     raise_findings([Finding(*each) for note in notes.values() for each in json.loads(note)], context)
 
 
-# What a rank tells in one exchange: a note to all; by position, what is for each planner; and what else is for a rank.
+# A rank's messages in one exchange: one to all ranks; by position, those to planners; and others to single ranks.
 Told = tuple[bytes, Mapping[int, bytes], Mapping[int, bytes]]
 
 
 def tell_planners(
     comm: Communicator, is_spread: bool, work: Callable[[], Told], context: str
 ) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
-    """Take a step on every rank; tell all ranks one thing, and the planners another. One collective.
+    """Take a step on every rank; send all ranks one message, and the planners others. One collective.
 
     Args:
         comm: The ranks.
-        is_spread: Whether there are several planners; else every rank is told what is for this one itself.
-        work: The step; returns what is to be told.
+        is_spread: Whether there are several planners; if not, every rank gets the message for the planner.
+        work: The step; returns the messages.
         context: What is being done, for errors.
 
     Returns:
-        What each rank said to all, what each said to this one as a planner, and what else, by position.
+        Each rank's message to all, its message to this rank as a planner, and its other messages, by position.
     """
     if not is_spread:
         _, found, rows = comm.trade(functools.partial(_to_all, work, comm.position), context)
@@ -129,13 +129,13 @@ def _to_each(work: Callable[[], Told]) -> tuple[None, bytes, dict[int, bytes]]:
 
 
 class Planners:
-    """Plan one save together. Every rank makes the same calls, in the order of the methods.
+    """The planning of one save by all ranks. Every rank makes the same calls, in the order of the methods.
 
     Attributes:
         rows: The shards of the keys that this rank plans.
         groups: Their replica groups.
         overlaps: Pairs of rows that share elements and are no replicas; none where planning is spread.
-        before: int64 ``[number of ranks]``, how many rows all ranks before each own.
+        before: int64 ``[number of ranks]``, the number of rows that all ranks before each own.
         is_spread: Whether a key is planned by one rank alone.
         any_device: Whether any rank has shards on a device.
         comm: The ranks.
@@ -154,13 +154,13 @@ class Planners:
         context: str,
         alone: str,
     ) -> None:
-        """Take this rank's shards, and what all ranks said.
+        """Take this rank's shards, and the summaries of all ranks.
 
         Args:
             comm: The ranks.
             catalog: This rank's shards.
-            flags: int64 ``[n]``, what planners have to know of each besides; bit 0: one rank has to write it whole.
-            said: What all ranks said.
+            flags: int64 ``[n]``, more about each shard for planners; bit 0: one rank has to write it whole.
+            said: The summaries of all ranks.
             context: What is being done, for errors.
             alone: Why every rank has to plan all keys, if there is a reason.
         """
@@ -174,7 +174,7 @@ class Planners:
             self._gather(alone)
 
     def _gather(self, reason: str) -> None:
-        """Tell all ranks everything, after all. One collective."""
+        """Send all shards to all ranks after all. One collective."""
         self.is_spread = False
         logger.info(f"every rank plans all shards of this save: {reason}")
         _, said = self.comm.together(lambda: (None, encode_shards(self._catalog, self._flags)), self._context)
@@ -221,17 +221,17 @@ class Planners:
 
     @property
     def first_row(self) -> int | None:
-        """Return which of :attr:`rows` is the first of this rank's; None where planning is spread."""
+        """Return the index in :attr:`rows` of this rank's first row; None where planning is spread."""
         return None if self.is_spread else int(self.before[self.comm.position])
 
     def plan(self, replicas: Replicas, differing: np.ndarray | None, save_replicas: bool, turn: int) -> SavePlan:
-        """Plan who writes what, and who compares what. Two collectives where planning is spread.
+        """Plan which rank writes and compares what. Two collectives where planning is spread.
 
         Args:
-            replicas: Of the shards.
-            differing: Which groups differ, where that had to be known first.
+            replicas: The replicas of the shards.
+            differing: The groups that differ, if this had to be known first.
             save_replicas: Write every replica.
-            turn: Says which two ranks compare what is written.
+            turn: The number that chooses the two ranks that compare what is written.
         """
         comm, rows, own, groups = self.comm, self.rows, self._catalog, replicas.narrowed(differing)
         if self.is_spread:
@@ -247,7 +247,7 @@ class Planners:
         mine = gather_deals(received, deals, comm.position)
         to_write, orders = written_by(mine, own)
         file = lay_out(own.with_orders(orders), np.asarray([comm.rank]), to_write, str)
-        # Where all plan all keys, one rank tells how many there are.
+        # Where all plan all keys, one rank reports their number.
         keys = len(rows.catalog.keys) if self.is_spread or comm.position == 0 else 0
         return SavePlan(
             is_spread=self.is_spread,

@@ -42,20 +42,20 @@ from paddle_flexckpt.report import PublishReport
 
 CONFIG_FILE = "config.json"
 _ONE_WRITES_IT = "the coordinator alone writes it"
-# What a rank receives at a time, while it writes as much that it has received before.
+# The bytes that a rank receives at a time, while it writes as much that it has received before.
 BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class ModelOptions(ProgressOptions, StatementOptions):
-    """Hold the options of calls by which all ranks write a model's files.
+    """The options of calls by which all ranks write a model's files.
 
     Attributes:
         coordinator_rank: The rank, counted within the group, that writes index and configuration.
-        config: What ``config.json`` is to hold, or the path of such a file, on the coordinator's machine; None writes
+        config: The contents of ``config.json``, or the path of such a file on the coordinator's machine; None writes
             none.
-        prefix: Only keys that start with this and a dot, which are taken off; after the statements.
-        max_file_bytes: Bytes of tensors in one file, about; a larger tensor has a file for itself.
+        prefix: Write only keys that start with this and a dot, which are removed; applied after the statements.
+        max_file_bytes: About the most bytes of tensors in one file; a larger tensor has a file for itself.
     """
 
     coordinator_rank: int = 0
@@ -95,11 +95,11 @@ class ModelOptions(ProgressOptions, StatementOptions):
 
 @dataclass(frozen=True)
 class PublishOptions(ModelOptions):
-    """Hold the options of publishing.
+    """The options of publishing.
 
     Attributes:
         offload: As in ``reshard_sharded_state_dict``.
-        check_replicas: Whether replicas of one shard are compared; without that, one of them is written.
+        check_replicas: Whether replicas of one shard are compared; if not, one of them is written.
     """
 
     offload: bool = False
@@ -118,15 +118,15 @@ def publish(
 ) -> PublishReport:
     """Write a live model as safetensors files of whole tensors, as Hugging Face's libraries read them.
 
-    Every rank of the group calls this, and sees the directory. Ranks of one machine write what they have straight into
-    each other's files. What is elsewhere, or stands in many short runs in a file, is sent to the rank whose file it is;
-    files are about equally large, and a rank holds at most 128 MiB of what it receives. The index comes last (of a
-    single file, the file): until then no reader finds a model there. Optimizer states and extra state are left out.
+    Every rank of the group calls this, and sees the directory. Ranks of one machine write their shards straight into
+    each other's files. Data from elsewhere, or with many short runs in a file, is sent to the rank that owns the file.
+    Files are about equally large, and a rank holds at most 128 MiB of the data that it receives. The index comes last
+    (of a single file, the file): until then no reader finds a model there. Optimizer and extra states are left out.
 
     Args:
         model: A layer with ``sharded_state_dict()``, or names to shards (or plain, replicated tensors).
-        output: Where the files go, a path, a URL, or what ``open_storage`` gives: a directory that is empty or is not
-            there yet.
+        output: The directory for the files, which is empty or does not exist yet: a path, a URL, or the result of
+            ``open_storage``.
         process_group: The ranks that take part; all ranks of the job by default.
         **options: Like all other arguments, of :class:`PublishOptions`.
 
@@ -137,7 +137,7 @@ def publish(
         ValidationError: The state is not whole, the output is in use, the statements do not fit, or safetensors cannot
             hold a tensor (on every rank, with the same text); nothing was written.
         CheckpointError: A rank could not write (likewise); what was written is removed.
-        LostRankError: A rank has gone. Files without a model may be left, or all of it.
+        LostRankError: A rank has died. Files of an incomplete model may be left, or the whole model.
     """
     begin = time.perf_counter()
     asked = PublishOptions(coordinator_rank=coordinator_rank, aoa_config=aoa_config, **options)
@@ -160,9 +160,9 @@ def publish(
 
 
 class Publication:
-    """Write a model's files by all ranks. Leaving the context by an error removes what this rank has written.
+    """A write of a model's files by all ranks. Leaving the context by an error removes what this rank has written.
 
-    But where the model may be there, and this rank cannot know that it is not, its files stay: they may be part of it.
+    But where this rank cannot rule out that the model was published, its files stay, as they may be part of the model.
     """
 
     _output: OutputDirectory
@@ -187,7 +187,7 @@ class Publication:
             options: Those of the call.
             call: Its name.
             file_prefix: What the names of files start with.
-            skips: Leave out keys that end so, and optimizer states only if they do; None: all optimizer states.
+            skips: Endings of keys to leave out, optimizer states included; None: leave out all optimizer states.
         """
         self._comm, self._location, self._options, self._call = comm, output, options, call
         self._file_prefix, self._skips = file_prefix, skips
@@ -206,7 +206,7 @@ class Publication:
         self._closing.close()
         if kind is None:
             return
-        # What all ranks were told of is known; that a rank has gone, or a signal, tells nothing of what was written.
+        # An agreed failure shows what was written; the loss of a rank, or a signal, does not.
         is_known = isinstance(error, CheckpointError) and not isinstance(error, LostRankError)
         if is_known or not self._may_be_there:
             self._undo()
@@ -287,7 +287,7 @@ class Publication:
         self._files.begin(self._own, removes_all=self._leads)
 
     def _write_owned(self) -> tuple[None, bytes]:
-        """Write what this rank has of tensors that ranks write from their memory; return the steps that follow."""
+        """Write this rank's part of the tensors that ranks write from memory; return the number of following steps."""
         if self._state.is_compared:
             self._begin()
         targets, comm, files = self._targets(), self._comm, self._files
@@ -305,7 +305,7 @@ class Publication:
         return None, str(len(self._batches)).encode()
 
     def _targets(self) -> Catalog:
-        """Return all tensors in the order in which they stand in the files, each with the rank whose file it is in."""
+        """Return all tensors in the order in which they stand in the files, each with the rank that owns its file."""
         builder, ranks = CatalogBuilder(0), list[int]()
         for file, owner in zip(self._all_files, self._owners):
             ranks += [self._comm.ranks[owner]] * len(file.names)
@@ -315,7 +315,7 @@ class Publication:
         return replace(builder.build(), rank=np.asarray(ranks, dtype=np.int32))
 
     def _batches_of(self, names: Collection[str]) -> Iterator[list[tuple[str, Box]]]:
-        """Yield what this rank receives and writes at a time of some tensors, in the order of the files' bytes."""
+        """Yield the parts of some tensors that this rank receives and writes at a time, in the order of file bytes."""
         batch: list[tuple[str, Box]] = []
         left = BATCH_BYTES
         for name in (name for file in self._own for name in file.names if name in names):
@@ -345,7 +345,7 @@ class Publication:
         self._received += self._state.fill(describe)
 
     def _store(self, memory: WholeTensors, batch: list[tuple[str, Box]], is_last: bool) -> None:
-        """Have a thread write what a batch has received, while the next one is moved; wait for the one before."""
+        """Have a thread write a received batch while the next one is moved; wait for the one before."""
         files = self._files
         files.wait()
         files.meanwhile(functools.partial(self._write_batch, memory, batch))
@@ -359,11 +359,11 @@ class Publication:
             begin = ravel_index(box.offset, info.shape) * dtype_of(info.dtype).itemsize
             self._files.writer(name)(data, begin)
             self._meter.add(data.nbytes, items=int(begin + data.nbytes == info.nbytes))
-            del data  # before the next one is taken
+            del data  # before the next one is received
         self._files.flush()
 
     def _end_writing(self) -> None:
-        """Make durable what this rank has written. When all ranks have said so, one commits: others may not know."""
+        """Make durable what this rank has written. When all ranks have done so, one commits: others may not know."""
         self._files.make_durable()
         self._meter.finish()
         self._may_be_there = self._may_be_there or not self._leads
@@ -373,7 +373,7 @@ class Publication:
             self._files.commit(self._file_prefix)
 
     def report(self, begin: float) -> PublishReport:
-        """Return what was done."""
+        """Return the report."""
         return PublishReport(
             output=self._output.backend.path,
             files=[file.name for file in self._all_files],

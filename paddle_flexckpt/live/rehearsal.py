@@ -1,6 +1,7 @@
 """Rehearse a load into a strategy, of which the model may be a live one that was built on one rank.
 
-What a model says of itself is its ``sharded_state_dict()``: names, shapes, and how rules would split each tensor.
+The model's description is its ``sharded_state_dict()``: names, shapes, and how rules would split each tensor.
+
 Tested in tests/distributed/test_live_rehearsal.py.
 """
 
@@ -56,28 +57,28 @@ def rehearse(
     request_seconds: float = 0.0,
     notes: Sequence[str] = (),
 ) -> RehearsalReport:
-    """Say what loading a checkpoint into a layout would do, without the ranks of the job.
+    """Return what loading a checkpoint into a layout would do, without the ranks of the job.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
         layout: The job's strategy, such as ``"tp=4,pp=2,sharding=v2:8"`` or ``"mesh=2x4:dp,mp"``, or the path of a JSON
-            file with a mesh; or a layout, which the next six arguments are not for.
+            file with a mesh; or a layout. The arguments from ``model`` to ``seg_method`` are for a strategy only.
         options: Of the load.
-        model: The job's model, where it is not what the checkpoint holds: a ``paddle.nn.Layer`` that was built on one
-            rank, a checkpoint of it, or its ``config.json``.
+        model: The job's model, if the checkpoint holds another: a ``paddle.nn.Layer`` that was built on one rank, a
+            checkpoint of it, or its ``config.json``.
         optimizer: Of a live model, on one rank too. None: AdamW, with master weights for half precision.
         states: Whether the job has an optimizer.
-        cuts: Globs of names and the axis along which tensor parallelism cuts these, or None. The first that fits
-            counts, before what the checkpoint or the model says.
+        cuts: Globs of names and the axis along which tensor parallelism cuts these, or None. The first match counts,
+            and overrides the checkpoint and the model.
         variant: Of a ``config.json``: what the model fuses, ``"plain"`` or ``"fused"``.
-        seg_method: Of a live PipelineLayer, which does not keep it: ``"uniform"`` or ``"layer:Name"``. None: stages
-            share the layers evenly that there are most of.
-        cooperative: Whether to say also what ranks do where one of them reads for all.
-        by_source: Whether to say also which rank has saved what each rank needs.
+        seg_method: Of a live PipelineLayer, which does not store it: ``"uniform"`` or ``"layer:Name"``. None divides
+            the most numerous kind of layer evenly among the stages.
+        cooperative: Whether to report also what ranks do if one of them reads for all.
+        by_source: Whether to report also which rank has saved the data that each rank needs.
         object_store: Whether to count requests as if the checkpoint were in an object store; if it is, they are.
-        bytes_per_second: What one rank reads while all do; by default no time is estimated.
-        request_seconds: What each read adds to that, where several threads read.
-        notes: What the layout takes for granted, for the report.
+        bytes_per_second: Bytes that one rank reads while all do; by default no time is estimated.
+        request_seconds: Seconds that each read adds, where several threads read.
+        notes: The assumptions of the layout, for the report.
 
     Raises:
         ValidationError: There is no such checkpoint, strategy or model, or the strategy cannot cut the model.
@@ -121,26 +122,26 @@ def layout_of_model(
     cuts: Cuts = (),
     seg_method: str | None = None,
 ) -> tuple[JobLayout, list[str]]:
-    """Return the layout of a job that trains a live model under a strategy, and what is taken for granted in it.
+    """Return the layout of a job that trains a live model under a strategy, and the assumptions that it makes.
 
     The arguments are those of :func:`rehearse`. ``rehearse_save`` takes the layout too.
 
     Raises:
-        ValidationError: The model is part of a parallel job, does not say enough, or the strategy cannot cut it.
+        ValidationError: The model is part of a parallel job, it lacks information, or the strategy cannot cut it.
     """
     parsed = read_strategy(strategy)
     described, notes = describe_model(model, optimizer, states=states, cuts=cuts, seg_method=seg_method)
     _check_known(model, parsed, described, cuts)
     _check_optimizer(optimizer, parsed)
     layout, more = noted_layout(parsed, described)
-    # The live optimizer says its order itself.
+    # The live optimizer defines its order itself.
     return layout, [*notes, *(note for note in more if "order of the checkpoint" not in note)]
 
 
 def describe_model(
     model: Any, optimizer: Any = None, *, states: bool = True, cuts: Cuts = (), seg_method: str | None = None
 ) -> tuple[Model, list[str]]:
-    """Describe a live model that was built on one rank, and say what is taken for granted.
+    """Describe a live model that was built on one rank; return the description and its assumptions.
 
     Raises:
         ValidationError: It is part of a parallel job, or the optimizer cannot be described.
@@ -213,7 +214,7 @@ def _dtype(weight: Any) -> str:
 
 
 def _trainable(shards: Mapping[str, Any]) -> set[str]:
-    """Return the names under which states stand: the first one, sorted, of each parameter that is trained."""
+    """Return the names under which states are stored: the first one, sorted, of each parameter that is trained."""
     first: dict[int, str] = {}
     for key in sorted(shards):
         if not shards[key].local_tensor.stop_gradient:
@@ -233,7 +234,7 @@ def _parameters(optimizer: Any) -> list[Any]:
 
 
 def _in_order(optimizer: Any, shards: Mapping[str, Any]) -> list[str]:
-    """Return all names in the order of the model, or of the optimizer where that has another one."""
+    """Return all names in the order of the model, or of the optimizer where its order differs."""
     keys = list(shards)
     place = {parameter.name: number for number, parameter in enumerate(_parameters(optimizer))}
     known = {key for key in keys if shards[key].local_tensor.name in place}
@@ -244,10 +245,10 @@ def _in_order(optimizer: Any, shards: Mapping[str, Any]) -> list[str]:
 def _layers(
     model: Any, shards: Mapping[str, Any], infos: Mapping[str, TensorInfo], seg_method: str | None
 ) -> tuple[dict[str, tuple[int, ...]], int, frozenset[int] | None]:
-    """Return the layers of each tensor, how many there are, and which of them stages share evenly.
+    """Return the layers of each tensor, the number of layers, and those that are divided evenly among stages.
 
     Raises:
-        ValidationError: ``seg_method`` is none, or there is no PipelineLayer.
+        ValidationError: ``seg_method`` is invalid, or there is no PipelineLayer.
     """
     descs = _descriptions(model)
     if descs is None:
@@ -274,7 +275,7 @@ def _layers(
 
 
 def _descriptions(model: Any) -> list[Any] | None:
-    """Return the list of LayerDescs of a PipelineLayer, also of a wrapped one; None: it is no pipeline."""
+    """Return the list of LayerDescs of a PipelineLayer, also of a wrapped one; None if there is no pipeline."""
     descs = getattr(model, "_layers_desc", None)
     if descs is None:
         inside = getattr(model, "_layers", None)
@@ -283,7 +284,7 @@ def _descriptions(model: Any) -> list[Any] | None:
 
 
 def _class_name(desc: Any) -> str:
-    """Return the name of the class that an entry of the description builds, as SegmentLayers looks at it."""
+    """Return the name of the class that an entry of the description builds, as SegmentLayers sees it."""
     spec = (
         getattr(getattr(desc, "layer_spec", None), "layer", None) if getattr(desc, "using_layer_spec", False) else None
     )
@@ -294,7 +295,7 @@ def _class_name(desc: Any) -> str:
 
 
 def _check_known(model: Any, strategy: Strategy | Mesh, described: Model, cuts: Cuts) -> None:
-    """Check that the model says what the strategy asks for.
+    """Check that the model's description has what the strategy needs.
 
     Raises:
         ValidationError: It does not.
@@ -327,7 +328,7 @@ def _check_optimizer(optimizer: Any, strategy: Strategy | Mesh) -> None:
     """Check that Paddle can shard an optimizer as a strategy says.
 
     Raises:
-        ValidationError: It was given frozen parameters: sharding V2 takes none, and V1 counts them where it shares out.
+        ValidationError: It was given frozen parameters: sharding V2 accepts none, and V1 distributes them too.
     """
     if isinstance(strategy, Mesh) or strategy.kind not in ("v1", "v2") or strategy.sharding == 1:
         return

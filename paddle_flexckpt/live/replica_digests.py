@@ -1,7 +1,7 @@
 """Take digests of replicas: in the host's memory, beside a write, or on the device that has them.
 
-A digest of bytes is one of their block checksums. The file that a rank writes needs those anyway, so it hashes nothing
-twice; what another rank writes, a thread hashes meanwhile.
+A digest of bytes is one of their block checksums. The file that a rank writes needs those anyway, so no byte is hashed
+twice; a thread hashes meanwhile what another rank writes.
 
 A device digests its own memory: sums of 32-bit words, each multiplied by a random odd 64-bit number, modulo 2**64
 (multilinear hashing; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Two different rows of words
@@ -34,7 +34,7 @@ DIGEST = np.dtype([("of_device", "u1"), ("digest", "<u8")])
 
 
 class Digests:
-    """Take the digests of stretches of one rank's shards; begin at once with what can be hashed beside a write.
+    """The digests of stretches of one rank's shards. Hashing that can run beside a write begins at once.
 
     A context manager: leaving it waits for the thread.
 
@@ -57,7 +57,7 @@ class Digests:
             catalog: What describes them.
             lines: The stretches; rows are the catalog's.
             on_device: Whether to take digests that devices can compute; by default each tensor's place decides.
-            items: What this rank writes, as stretches too.
+            items: The items that this rank writes, as stretches too.
         """
         self._lines, self._tensors = lines, [held[row] for row in lines.row.tolist()]
         width = catalog.itemsize[lines.row]
@@ -162,9 +162,9 @@ def _factors() -> np.ndarray:
 
 
 def _sums_digest(storage: Any, factors: dict[str, Any], start: int, stop: int) -> int:
-    """Return the digest of some elements that a device can take; of a device tensor only the sums cross to the host.
+    """Return a digest of some elements that a device can compute; of a device tensor only the sums cross to the host.
 
-    ``factors`` has the factors on each device that has them already, by its name; it is added to.
+    ``factors`` has the factors on each device that has them already, by its name. New ones are added.
     """
     if isinstance(storage, DeviceMemory):
         summed = storage.has_views

@@ -1,9 +1,9 @@
-"""Compare replicas: ranks that should hold the same shard, and may not.
+"""Compare replicas: ranks that should hold the same shard may hold different values.
 
-That happens when ranks have run out of step, or when two different tensors (the experts of two ranks) go by one name.
-Saving one replica, or a part of each, would then lose something without a word. So ranks take digests
-(:mod:`~paddle_flexckpt.live.replica_digests`) and compare them. :mod:`~paddle_flexckpt.planning.comparison` says of
-what: a save looks at what it writes, on two ranks; where any replica may be taken, all of them are looked at.
+That happens when ranks have run out of step, or when two different tensors (the experts of two ranks) have one name.
+Saving one replica, or a part of each, would then silently lose data. So ranks take digests
+(:mod:`~paddle_flexckpt.live.replica_digests`) and compare them. :mod:`~paddle_flexckpt.planning.comparison` chooses
+what to compare: a save compares what it writes, on two ranks; where any replica may be read, all of them are compared.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from paddle_flexckpt.ranks.communicator import Communicator
 logger = logging.getLogger("paddle_flexckpt")
 
 MAX_LISTED = 50
-# Of all replicas that have to be close and differ, so much is compared element by element.
+# Of all replicas that have to be close and differ, so many bytes are compared element by element.
 MEASURED_BYTES = 64 << 20
 # Replicas that have to be close may differ by this part of the largest value, or by two steps of a dtype that has fewer
-# bits. Gradients that are summed in another order, in bfloat16, take them 0.008 apart in 1000 steps of Adam; different
-# tensors under one name are about 1 apart. What is no floating point has to be equal.
+# bits. Gradients that are summed in another order, in bfloat16, move them 0.008 apart in 1000 steps of Adam; different
+# tensors under one name are about 1 apart. Values that are not floating point have to be equal.
 CLOSE_PART = 1 / 16
 # Keys that this process has warned of.
 _warned: set[str] = set()
 
 
 class Replicas:
-    """Handle the replicas of one call: what is asked of them, how they compare, and which rank's values count.
+    """The replicas of one call: how they are to be compared, how they compare, and which rank's values count.
 
     Attributes:
         compares: Whether they are compared.
         held: This rank's tensors by row.
-        comes_first: Whether a save has to compare before it plans: what differs is then written by one rank alone.
+        comes_first: Whether a save has to compare before it plans; one rank alone then writes replicas that differ.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Replicas:
         """Take the shards of all ranks, and this rank's tensors by row of their catalog.
 
         ``policies`` has the policy of each row, uint8 ``[n]`` (:mod:`~paddle_flexckpt.live.save_options`).
-        ``save_replicas``: each replica is to stand in for the others later, which those that differ cannot.
+        ``save_replicas``: each replica is to serve in place of the others later, so none may differ.
         """
         self._comm, self.held, self._catalog, self._groups = comm, held, catalog, groups
         self._context, self.compares = context, compares or save_replicas
@@ -73,13 +73,13 @@ class Replicas:
         self.comes_first = self.compares and bool(tolerant.any())
 
     def first(self) -> Comparison:
-        """Plan what a save compares before it plans: all of what may differ."""
+        """Plan the comparison before a save is planned: all replicas that may differ."""
         return compare_whole(self._catalog, self._groups, self._may_differ)
 
     def beside(self, items: Items, turn: int) -> Comparison:
-        """Plan what a save compares while it writes: of what :meth:`first` has not, what is written, or all.
+        """Plan the comparison beside the writes: the replicas not in :meth:`first`, of what is written or of all.
 
-        ``items`` are what is written; ``turn`` is a number that all ranks agree on, another one for each save.
+        ``items`` are the written ones; ``turn`` is a number that all ranks agree on, another one for each save.
         """
         rest = np.full(len(self._groups), self.compares) & ~(self._may_differ & self.comes_first)
         all_of, part_of = rest & self._looks_at_all, rest & ~self._looks_at_all
@@ -89,7 +89,7 @@ class Replicas:
         return written.and_also(samples).and_also(whole)
 
     def take(self, comparison: Comparison, on_device: bool | None = None) -> bytes:
-        """Return the digests of this rank's lines, where nothing is written meanwhile."""
+        """Return the digests of this rank's lines, if nothing is written meanwhile."""
         with Digests(
             self.held, self._catalog, comparison.of_rank(self._catalog, self._comm.rank), on_device
         ) as digests:
@@ -98,8 +98,8 @@ class Replicas:
     def compare(self, comparison: Comparison, answers: Sequence[bytes]) -> np.ndarray:
         """Compare the digests of all ranks; return the groups whose replicas differ, bool ``[g]``.
 
-        Only where one replica of a shard is on a device and another on the host is one more collective needed: the
-        ranks take the digest that both can.
+        If one replica of a shard is on a device and another on the host, one more collective is needed: the ranks take
+        a digest that both can compute.
 
         Raises:
             ValidationError: Replicas differ that have to be equal; the same on every rank.
@@ -127,7 +127,7 @@ class Replicas:
         return differing
 
     def _by_line(self, comparison: Comparison, answers: Sequence[bytes]) -> np.ndarray:
-        """Return the digests of all lines, of what each rank has encoded of its own."""
+        """Return the digests of all lines, from each rank's encoded digests of its own."""
         found = np.zeros(len(comparison), dtype=DIGEST)
         answer = dict(zip(self._comm.ranks, answers))
         in_order = np.argsort(self._catalog.rank[comparison.row], kind="stable")
@@ -174,19 +174,19 @@ class Replicas:
         return sorted(map(int, self._catalog.rank[rows]))
 
     def narrowed(self, differing: np.ndarray | None = None) -> ReplicaGroups:
-        """Return the groups as they may be read: where replicas may differ, the one replica that counts is left.
+        """Return the groups as they may be read: where replicas may differ, only the replica that counts is left.
 
-        ``differing`` is of :meth:`compare`; None: not known yet, so that all that may differ do.
+        ``differing`` is the result of :meth:`compare`; None: not known yet, so all that may differ count as differing.
         """
         rows = self._counting
         return self._groups.without_others(rows if differing is None else rows[differing[self._groups.of_row[rows]]])
 
     @functools.cached_property
     def _counting(self) -> np.ndarray:
-        """Return one row of each group whose replicas may differ, all of a layer of one rank where one holds them all.
+        """Return one row of each group whose replicas may differ: one rank's for a whole layer, if it holds all of it.
 
-        That is the rank which holds the most of the layer's groups, among several the lowest; of a group that it does
-        not hold, the next by the same rule.
+        The rank is the one that holds the most of the layer's groups, the lowest if there are several. For a group that
+        it does not hold, the next rank by the same rule counts.
         """
         catalog, groups = self._catalog, self._groups
         rows = groups.order[np.repeat(self._may_differ, groups.count)]
@@ -209,7 +209,7 @@ class Replicas:
         return np.concatenate(found)
 
     def report(self, differing: np.ndarray, warns: bool) -> dict[str, str]:
-        """Return what became of each key whose replicas need not be equal; where it is asked for, measure how far.
+        """Return the result for each key whose replicas need not be equal; measure the distance where it is needed.
 
         Two collectives where replicas differ that have to be close, else none. ``warns``: this rank warns of keys that
         have to be close and differ, of each once in a process.
@@ -252,15 +252,15 @@ class Replicas:
         return f"rank {self._catalog.rank[row]}'s values count"
 
     def _measure(self, rows: list[int]) -> list[_Distance]:
-        """Return how far apart the replicas of some groups are.
+        """Return the distance of the replicas of some groups.
 
-        ``rows`` has the row of each group that counts. Its rank tells the others its values, MEASURED_BYTES at most.
+        ``rows`` has the row of each group that counts. Its rank sends the others its values, MEASURED_BYTES at most.
         """
         catalog, groups, room = self._catalog, self._groups, MEASURED_BYTES
         size, dtypes = catalog.size, [dtype_of(catalog.dtype_name(row)).numpy for row in rows]
         counts: dict[int, int] = {}
         for i in sorted(range(len(rows)), key=lambda i: int(size[rows[i]]) * dtypes[i].itemsize):
-            # None goes without: an even share of what is left.
+            # Every group gets an even share of the bytes that are left.
             share = room // (len(rows) - len(counts)) // dtypes[i].itemsize
             counts[i] = min(int(size[rows[i]]), max(share, 1))
             room -= counts[i] * dtypes[i].itemsize
@@ -291,7 +291,7 @@ class Replicas:
 
 
 class _Distance(NamedTuple):
-    """Say how far apart replicas are: at most, as a part of the largest value, and whether all was compared."""
+    """The distance of replicas: at most, as a part of the largest value, and whether all was compared."""
 
     difference: float
     part: float
@@ -299,7 +299,7 @@ class _Distance(NamedTuple):
 
 
 def _bound(dtype: str) -> float:
-    """Return by which part of the largest value replicas that have to be close may differ."""
+    """Return the part of the largest value by which replicas that have to be close may differ."""
     kind = np.zeros(0, dtype_of(dtype).numpy).real.dtype
     try:
         return max(CLOSE_PART, 2 * float(ml_dtypes.finfo(kind).eps))
@@ -324,7 +324,7 @@ def _values(tensor: Any, count: int) -> np.ndarray:
 def _difference(values: np.ndarray, others: np.ndarray) -> tuple[float, float]:
     """Return the largest absolute difference, and that as a part of the largest finite value.
 
-    Both are NaN where one of two elements is no number and they are not the same bits.
+    Both are NaN if one of two elements is NaN and their bits differ.
     """
     bits = [each.view(np.uint8).reshape(-1, each.dtype.itemsize) for each in (values, others)]
     differ = np.flatnonzero((bits[0] != bits[1]).any(axis=1))
@@ -338,7 +338,7 @@ def _difference(values: np.ndarray, others: np.ndarray) -> tuple[float, float]:
 
 
 def _causes() -> str:
-    """Return what to do about each of the causes of replicas that differ, but about ranks that may differ."""
+    """Return the remedy for each cause of differing replicas, except for ranks that may differ."""
     return (
         "if each rank has its own part of a tensor, describe it by shard_weight(key, tensor, axis, group): "
         "one rank's part would be saved as the whole; give different tensors (such as the experts of different ranks) "
@@ -349,7 +349,7 @@ def _causes() -> str:
 def _drift(ranks: Collection[int]) -> str:
     """Return the remedy where Paddle itself lets replicas on these ranks drift apart; else an empty text.
 
-    Sharding V2 steps slices of parameters, whose gradients fleet does not average over data and segment parallelism.
+    Sharding V2 updates slices of parameters, whose gradients fleet does not average over data and segment parallelism.
     """
     hcg = getattr(sys.modules.get("paddle.distributed.fleet.base.topology"), "_HYBRID_PARALLEL_GROUP", None)
     topology = getattr(hcg, "_topo", None)

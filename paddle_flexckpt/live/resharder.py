@@ -33,7 +33,7 @@ from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 
-# A plan's number: bytes that one rank draws.
+# The size of a plan's number, which one rank draws.
 PLAN_BYTES = 6
 _CONTEXT = "cannot reshard"
 
@@ -56,8 +56,8 @@ def reshard_sharded_state_dict(
 ) -> LoadReport:
     """Move live state from one layout to another, in memory.
 
-    Every rank of the group calls this with the shards that it holds and the shards that it wants. What a rank has
-    itself it copies; it receives exactly the bytes that it lacks.
+    Every rank of the group calls this with the shards that it holds and the shards that it wants. A rank copies the
+    bytes that it has itself, and receives exactly those that it lacks.
 
     Args:
         src_sharded_state_dict: Names to the shards (or plain, replicated tensors) that this rank holds. All ranks'
@@ -99,23 +99,23 @@ def plan_reshard(
     aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> ReshardPlan:
-    """Plan a reshard that is to be run many times, such as from training to rollout layout in reinforcement learning.
+    """Plan a reshard to be run many times, such as from training to rollout layout in reinforcement learning.
 
     Every rank of the group calls this. Arguments, and the errors of a layout that does not fit, are those of
     :func:`reshard_sharded_state_dict`; no target is touched yet.
 
     Returns:
-        The plan. It keeps both state dicts, and what was planned for them, until it is deleted.
+        The plan. It holds both state dicts until it is deleted.
     """
     asked = ReshardOptions(coordinator_rank=coordinator_rank, offload=offload, aoa_config=aoa_config, **options)
     return ReshardPlan(src_sharded_state_dict, dst_sharded_state_dict, communicator_for(process_group), asked)
 
 
 class ReshardPlan:
-    """Move live state between two layouts as often as one likes; made by :func:`plan_reshard`.
+    """A plan to move live state between two layouts as often as one likes; made by :func:`plan_reshard`.
 
-    While nothing has changed but values, a run plans, gathers and checks nothing: ranks tell each other in 64 bytes
-    that this is so, and move the data. Replicas are compared as ever, which is one more collective.
+    While nothing but values has changed, a run plans, gathers and checks nothing: ranks confirm this to each other in
+    64 bytes and move the data. Replicas are compared in every run, by one more collective.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class ReshardPlan:
             return self._move(begin)
 
     def _check_runs(self, answers: list[bytes]) -> list[bytes]:
-        """Return what each rank says of its plan: whether it still holds, and the rank's address.
+        """Return each rank's message about its plan: whether it still holds, and the rank's address.
 
         Raises:
             ValidationError: Ranks make different calls, or run different plans; the same on every rank.
@@ -179,7 +179,7 @@ class ReshardPlan:
         except BaseException:
             self._peers.closing.close()
             raise
-        # Not before all ranks have agreed that these are states: an error here would be this rank's alone.
+        # Only when all ranks have agreed that these are states: an error before would be this rank's alone.
         self._layout = self._layout_now()
         self._planned = True
 
@@ -187,7 +187,7 @@ class ReshardPlan:
         return layout_of(self._source), layout_of(self._target)
 
     def _move(self, begin: float) -> LoadReport:
-        # Whatever fails while data moves, the next run begins with nothing that it left behind.
+        # If anything fails while data moves, the next run uses nothing that this one has left behind.
         self._planned = False
         report = self._transfer.again(begin)
         self._planned = True
@@ -197,7 +197,7 @@ class ReshardPlan:
 def _gather_sources(
     comm: Communicator, state_dict: Mapping[str, Any], options: ReshardOptions, call: str
 ) -> tuple[Catalog, dict[str, dict[str, Any]], bytes]:
-    """Describe the sources of all ranks as virtual files; return these, and a number that no other call has."""
+    """Describe the sources of all ranks as virtual files; return these, and a number that is unique to the call."""
 
     def said() -> tuple[bytes, ...]:
         check_coordinator(comm, options.coordinator_rank)
@@ -218,12 +218,13 @@ def gather_memory(
     Args:
         comm: The ranks.
         describe: Gives this rank's shards, or raises.
-        said: Checks what else there is; gives what has to be the same on every rank, and then what need not.
+        said: Checks the other arguments; returns a message that has to be the same on every rank, and one that need
+            not.
         context: What is being done, for errors.
 
     Returns:
-        The catalog of all; this rank's tensors and shards by virtual file and name; of ``said``, what need not be the
-        same, each from every rank.
+        The catalog of all; this rank's tensors and shards by virtual file and name; from every rank, the message of
+        ``said`` that need not be the same.
 
     Raises:
         ValidationError: A rank's shards or options are not sound, or ranks differ; the same on every rank.
@@ -245,13 +246,13 @@ def gather_memory(
 
 
 class GatheredState:
-    """Hold what all ranks have in memory, described once, to fill targets from it as often as wanted.
+    """All ranks' state in memory, described once, to fill targets from as often as wanted.
 
     Attributes:
         catalog: The shards of all ranks, each rank's in a virtual file.
-        tensors: This rank's.
-        checked: What checks of the shards found out.
-        said: What ranks told each other besides, as of :func:`gather_memory`.
+        tensors: This rank's tensors.
+        checked: The results of the checks of the shards.
+        said: The other messages that ranks gathered, as of :func:`gather_memory`.
     """
 
     def __init__(
@@ -270,7 +271,7 @@ class GatheredState:
         self.checked = check_sources(comm, owned, self.catalog, context)
 
     def peers(self, options: ReshardOptions, readable: Layout | None = None) -> MemoryPeers:
-        """Return what gives these tensors; arguments as of :class:`MemoryPeers`."""
+        """Return the source of these tensors; arguments as of :class:`MemoryPeers`."""
         return MemoryPeers(self._comm, self.catalog, self.checked, self._described, options, self._context, readable)
 
     def fill(
@@ -283,7 +284,7 @@ class GatheredState:
     ) -> LoadReport:
         """Fill targets of all ranks; ``describe`` gives this rank's, or raises. Every rank calls this.
 
-        ``check`` looks at those rows of the catalog that this rank gives, or raises.
+        ``check`` checks the rows of the catalog that this rank provides, or raises.
 
         Raises:
             ValidationError: The two sides do not fit; no target was changed.
@@ -320,8 +321,8 @@ def _load_state_dict(
     Args:
         target_state_dict: Names to the shards to fill.
         source_state_dict: For every file that this rank holds, its tensors (or ShardedWeights) by name.
-        metadata_list: What all files of all ranks hold, the same on every rank: catalogs, or ``Metadata`` objects (of
-            this library or of Paddle). Global shapes that they leave out are those of the targets.
+        metadata_list: The contents of all files of all ranks, the same on every rank: catalogs, or ``Metadata`` objects
+            (of this library or of Paddle). Global shapes that they leave out are those of the targets.
         process_group: The ranks that take part.
         worker_groups: Accepted for compatibility.
         comm_method: Accepted for compatibility: tensors go straight from holder to receiver.
@@ -351,7 +352,7 @@ def _between_ranks(
     source_state_dict: Mapping[str, Mapping[str, Any]],
     options: ReshardOptions,
 ) -> tuple[Transfer, MemoryPeers]:
-    """Return what fills targets from what all ranks hold together; arguments as of :func:`_load_state_dict`."""
+    """Return the source that fills targets from all ranks' shards; arguments as of :func:`_load_state_dict`."""
     described = owned_tensors(source, source_state_dict, comm.rank, _CONTEXT)
     owned = {row: getattr(value, "local_tensor", value) for row, value in described.items()}
     peers = MemoryPeers(comm, source, check_sources(comm, owned, source, _CONTEXT), described, options, _CONTEXT)

@@ -1,7 +1,7 @@
 """Rounds: one rank's part of an exchange, in rounds of which each needs few source rows at a time.
 
-What ranks have in memory is exchanged in one round. What they read for each other is read in rounds: each source row
-once, whoever wants it, and no more than a few rounds are held.
+Rows in the ranks' memory are exchanged in one round. Rows that ranks read for each other are read in rounds: each once,
+however many ranks want it, and only a few rounds are held at a time.
 
 Tested in tests/live/test_rounds.py.
 """
@@ -23,31 +23,31 @@ ROUNDS_HELD = 2
 
 
 class HeldRows:
-    """Give the storages of source rows that are there all the time."""
+    """The storages of source rows that are there all the time."""
 
     def __init__(self, storage: Storage) -> None:
         """Args: storage: gives the storage of a row."""
         self._storage = storage
 
     def of(self, number: int) -> Storage:
-        """Return what gives the storages of a round's rows; waits until they are there."""
+        """Return the storages of a round's rows, as a function of the row; wait until the rows are there."""
         return self._storage
 
     def done(self, number: int) -> None:
-        """Note that a round's rows have been sent, or copied: both is done once."""
+        """Note that a round's rows have been sent, or copied; a round ends after both."""
 
     def stop(self) -> None:
-        """Note that there will be no further rounds; whoever waits for one gets an error."""
+        """Note that there will be no further rounds; a thread that waits for one gets an error."""
 
     def close(self) -> None:
-        """Release what is held."""
+        """Release the rows that are held."""
 
 
 class RowsReadAhead(HeldRows):
-    """Read the source rows of each round in a thread, ahead of the thread that sends them and the one that copies."""
+    """The source rows of each round, read by a thread ahead of the thread that sends them and the one that copies."""
 
     def __init__(self, count: int, read: Callable[[int], Storage]) -> None:
-        """Read nothing before somebody asks for the first round: a rank first connects to those that wait for it.
+        """Read nothing before the first round is requested: a rank first connects to those that wait for it.
 
         Args:
             count: Number of rounds.
@@ -117,7 +117,7 @@ class RowsReadAhead(HeldRows):
 
 
 class _Cut:
-    """Cut pieces into rounds, in each of which they keep their order."""
+    """Pieces cut into rounds, in each of which they keep their order."""
 
     def __init__(self, pieces: Pieces, round_of_row: np.ndarray) -> None:
         number = round_of_row[pieces.source]
@@ -132,12 +132,12 @@ class _Cut:
 
 
 class Rounds:
-    """Cut one rank's part of an exchange into rounds.
+    """One rank's part of an exchange, cut into rounds.
 
     Attributes:
-        count: Rounds in which this rank needs rows of its own.
+        count: The number of rounds in which this rank needs rows of its own.
         peers: The ranks that it sends to, and those that it receives from.
-        bytes_copied: Bytes that it has copied to its own targets.
+        bytes_copied: The bytes that it has copied to its own targets.
     """
 
     def __init__(self, plan: ExchangePlan, round_of_row: np.ndarray) -> None:
@@ -150,11 +150,11 @@ class Rounds:
         self.bytes_copied = 0
 
     def used(self, number: int) -> list[Pieces]:
-        """Return the pieces of this rank's own rows in a round."""
+        """Return the pieces of a round that this rank needs of its own rows."""
         return [self._local.of(number), *(cut.of(number) for cut in self._outgoing.values())]
 
     def sending(self, rows: HeldRows) -> Iterator[Streams]:
-        """Yield what this rank sends in each round."""
+        """Yield the data that this rank sends in each round."""
         for number in range(self.count):
             storage = rows.of(number)
             parts = {rank: cut.of(number) for rank, cut in self._outgoing.items()}
@@ -162,7 +162,7 @@ class Rounds:
             rows.done(number)
 
     def receiving(self, rows: HeldRows, target: Storage, dtype: Callable[[int], np.dtype]) -> Iterator[Streams]:
-        """Yield what this rank receives in each round, and then copy what it needs of its own.
+        """Yield the memory for the data that this rank receives in each round; then copy what it needs of its own rows.
 
         Args:
             rows: This rank's own source rows.

@@ -21,19 +21,19 @@ from paddle_flexckpt.engine.options import ProgressOptions, Storage, rule
 ReplicaPolicy = Literal["equal", "all", "close", "first"]
 CheckReplicas = Union[bool, ReplicaPolicy, Mapping[Union[str, "re.Pattern[str]"], ReplicaPolicy]]
 
-# In an array of policies. Where ranks describe a shard in different ways, the highest counts.
+# In an array of policies. If ranks give a shard different policies, the highest counts.
 EQUAL, ALL, CLOSE, FIRST = range(4)
 _CODES: dict[Any, int] = {"equal": EQUAL, "all": ALL, "close": CLOSE, "first": FIRST}
 _DEFAULT = "*"
-# A slice has some elements of any dtype, and is worth a call.
+# A slice holds at least one element of any dtype, and is large enough to be worth a call.
 _LEAST_SLICE = 4096
 
 
 class ReplicaPolicies:
-    """Hold the meaning of ``check_replicas``.
+    """The meaning of ``check_replicas``.
 
-    A key has the policy of the first pattern that matches it; else what its layer says (running statistics are
-    ``"first"``); else the default. Extra state is never only close.
+    A key has the policy of the first pattern that matches it; else that of its layer (running statistics are
+    ``"first"``); else the default. Extra state is never compared as ``"close"``.
 
     Attributes:
         compares: Whether replicas are compared at all.
@@ -44,7 +44,7 @@ class ReplicaPolicies:
         """Take the argument of a public call.
 
         Raises:
-            ValidationError: It is none of the values that it can have.
+            ValidationError: It has an invalid value.
         """
         self.compares = check_replicas is not False
         if isinstance(check_replicas, bool):
@@ -74,7 +74,7 @@ class ReplicaPolicies:
         self.agreed = [self.compares, self._default, patterns]
 
     def of(self, keys: Sequence[str], weights: Sequence[Any]) -> np.ndarray:
-        """Return the policy of each shard by its key, uint8 ``[n]``; of what is no ShardedWeight, None does."""
+        """Return the policy of each shard by its key, uint8 ``[n]``; a plain tensor is None in ``weights``."""
         policies = np.full(len(keys), self._default, dtype=np.uint8)
         if self._default == CLOSE:
             policies[[row for row, key in enumerate(keys) if key.startswith(EXTRA_STATE)]] = EQUAL
@@ -88,41 +88,41 @@ class ReplicaPolicies:
 
 @dataclass(frozen=True)
 class SaveOptions(ProgressOptions):
-    """Hold the options of a save.
+    """The options of a save.
 
     Attributes:
         coordinator_rank: The rank, counted within the group, that chooses the id and commits.
-        unique_id: The checkpoint's id. None takes the next free one. An id that exists is replaced, and stays what it
-            was until the new checkpoint is complete.
+        unique_id: The checkpoint's id. None takes the next free one. A checkpoint with the same id is replaced: it
+            stays as it was until the new one is complete.
         overwrite: Whether an id that exists may be replaced. If not, the save is refused before anything is written.
         async_save: Return as soon as this rank's share is copied to memory that a writer process shares; that process
-            does the rest. Tensors may be changed then. True: with one writer for the whole process; or a
-            BackgroundWriter. It takes memory for the copy, and Linux.
+            does the rest. Tensors may be changed as soon as the call returns. True uses one writer for the whole
+            process; or pass a BackgroundWriter. It needs Linux, and memory for the copy.
         save_replicas: Write every replica of every shard.
         step: Training step to record in the manifest.
-        check_replicas: What is asked of the replicas of one shard. For all keys, or in a dict by glob or compiled
-            regular expression: the first that matches counts, and ``"*"`` is the default (``"equal"`` without it).
-            ``"equal"``, or True: the same bytes, else the save is an error. What is saved is compared on two ranks,
-            another two with each plan, and 64 bytes of each replica on all ranks; a copy that deviates in a few bytes,
-            and is not what is saved, may stay unseen. ``"all"``: likewise, with every byte compared on all ranks, each
-            of which reads all that it has. ``"close"``: where they differ, the values of one rank are saved, and the
-            report and a warning say how far apart they are; more than 1/16 of the largest value is an error (of what
-            is no floating point, any difference). ``"first"``: the values of one rank are saved, and the
-            report says whether others differ. False: the same without comparing (with ``save_replicas`` they are
-            compared nonetheless). That rank is, for a whole layer and its states, the lowest that holds them. Running
-            statistics of normalisation layers are ``"first"`` unless a pattern matches them.
+        check_replicas: How replicas of one shard are compared: one policy for all keys, or a dict by glob or compiled
+            regular expression, where the first match counts and ``"*"`` is the default (``"equal"`` without it).
+            ``"equal"``, or True: the save fails unless their bytes are equal. The shard that is saved is compared on
+            two ranks, another two with each plan, and 64 bytes of each replica on all ranks; a difference of a few
+            bytes in a replica that is not saved may go unnoticed. ``"all"``: as ``"equal"``, but every rank reads and
+            compares every byte that it holds. ``"close"``: where replicas differ, the values of one rank are saved,
+            and the report and a warning have the distance; more than 1/16 of the largest value is an error, and so is
+            any difference between values that are not floating point. ``"first"``: the values of one rank are saved,
+            and the report has whether others differ. False: as ``"first"`` without comparing (with ``save_replicas``
+            they are compared nonetheless). The one rank is the same for a whole layer and its states: the lowest that
+            holds them. Running statistics of normalisation layers are ``"first"`` unless a pattern matches them.
         storage: ``"shared"``: all ranks see the same directory. ``"per_node"``: the ranks of each node see one of their
             own, under the same path or another; each gets the data of its ranks and a manifest of all, and the
             checkpoint exists on all of them or on none. Which ranks share a directory is found out. It is loaded with
             ``storage="per_node"``; not with ``async_save``.
-        node_copies: With ``storage="per_node"``: on how many nodes each data file is kept. With 2, a checkpoint
+        node_copies: With ``storage="per_node"``: the number of nodes that store each data file. With 2, a checkpoint
             survives the loss of any one node.
-        staging_bytes: With ``async_save``: take no more memory for the copy, 64 MiB at least. A share that is larger
-            goes through it in waves: the writer writes while the call copies, which returns after the last copy.
-        slice_bytes: With ``async_save``: the call reads this rank's share, copies tensors of up to 64 KiB, and returns
-            a SlicedSave. Its ``stage_next()`` copies at most so many bytes, between micro-steps;
-            ``finish_staging()``, before ``optimizer.step()``, copies what is left. The larger tensors must not change
-            until then. Ranks may have slices of different sizes.
+        staging_bytes: With ``async_save``: the most memory for the copy, 64 MiB at least. A larger share uses it in
+            waves: the writer writes while the call copies, and the call returns after the last copy.
+        slice_bytes: With ``async_save``: the most bytes to copy at a time. The call reads this rank's share, copies
+            tensors of up to 64 KiB, and returns a SlicedSave. Call its ``stage_next()`` between micro-steps to copy
+            at most so many bytes, and ``finish_staging()`` before ``optimizer.step()`` to copy the rest. The larger
+            tensors must not change until then. Ranks may have slices of different sizes.
     """
 
     coordinator_rank: int = 0
@@ -171,5 +171,5 @@ class SaveOptions(ProgressOptions):
 
 
 def _is_least(nbytes: object, least: int) -> bool:
-    """Return whether this is a number of bytes, and not too few."""
+    """Return whether this is a number of bytes, and large enough."""
     return type(nbytes) is int and nbytes >= least

@@ -1,4 +1,4 @@
-"""What planning a save gives, and what one rank writes by it.
+"""The result of planning a save, and one rank's share of it.
 
 Tested in tests/live/test_saver.py and tests/distributed/test_save_load.py.
 """
@@ -30,15 +30,15 @@ from paddle_flexckpt.planning.comparison import Comparison, Lines
 from paddle_flexckpt.planning.write_plan import Items, WritePlan
 from paddle_flexckpt.progress import Meter, ProgressCallback
 
-# Host tensors whose memory is looked up in one call.
+# The most host tensors whose memory is looked up in one call.
 _TENSORS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class SavePlan:
-    """Say what one rank writes of a save, and which replicas it compares, for itself and as a planner.
+    """A plan of one rank's part in a save: what it writes, and which replicas it compares, also as a planner.
 
-    It has no tensors and no names of files, and follows from what ranks described (and from ``differing``).
+    It has no tensors and no names of files. It follows from the ranks' descriptions (and from ``differing``).
 
     Attributes:
         is_spread: Whether each key is planned by one rank alone.
@@ -46,17 +46,17 @@ class SavePlan:
         groups: Their replica groups.
         differing: bool ``[number of groups]``, where replicas had to be compared first: whether they differ. Else None.
         first_row: Where every rank plans all keys: the row of :attr:`shards` that is the first of this rank's.
-        turn: Says which two ranks compare what is written; each save by this plan has another.
-        all_items: What all ranks write of the shards.
-        compared: What this rank compares, as a planner, in this turn; rows are those of the shards.
+        turn: A number that chooses the two ranks that compare what is written; each save by this plan has another.
+        all_items: The items of the shards that all ranks write.
+        compared: The rows of the shards that this rank compares, as a planner, in this turn.
         by_device: Whether digests have to be those that devices can take, as some ranks have no other.
-        file: What this rank writes, in the order of its file; rows are its state's.
-        lines: Of what this rank takes digests in this turn, by the position of the planner that compares them; rows are
-            its state's.
-        counts: What of the report is this rank's: keys planned, items written, bytes written, bytes and shards owned.
-        partitions: In how many partitions ranks write the manifest, where planning is spread; else 0.
-        origin: Fingerprint of what all ranks made it of, and of its turn; nothing where no later save may use it.
-        messages: What ranks have told each other for the destination, the same as long as what they described is.
+        file: The items that this rank writes, in the order of its file; rows are its state's.
+        lines: By the position of the planner that compares them, the rows of this rank's state that it takes digests of
+            in this turn.
+        counts: This rank's part of the report: keys planned, items written, bytes written, bytes and shards owned.
+        partitions: The number of partitions in which ranks write the manifest, where planning is spread; else 0.
+        origin: Fingerprint of the plan's inputs on all ranks, and of its turn; empty where no later save may use it.
+        messages: The gathered messages for the destination. They are the same as long as the ranks' descriptions are.
     """
 
     is_spread: bool
@@ -90,10 +90,10 @@ class SavePlan:
         return names + sum([column.nbytes for column in columns]) + sum(map(len, self.messages))
 
     def next_turn(self, replicas: Replicas) -> tuple[SavePlan, dict[int, Deal]]:
-        """Plan what the next save by this plan compares.
+        """Plan the comparison of the next save by this plan.
 
         Returns:
-            The plan of that save, where this rank has still to know its lines; and what it deals as a planner.
+            The plan of that save, without this rank's lines; and the lines that this rank deals as a planner.
         """
         if not self.origin or not (self.is_spread or len(self.compared)):
             return self, {}
@@ -109,7 +109,7 @@ class SavePlan:
 
     @property
     def written(self) -> Lines:
-        """Return what this rank writes, as stretches of its shards."""
+        """Return the written items, as stretches of this rank's shards."""
         source, start = self.file.source, self.file.source_start
         return Lines(source, start, start + self.file.catalog.size)
 
@@ -120,7 +120,7 @@ class SavePlan:
         return int(self.shards.number[np.argmax(rows)])
 
     def told(self, planned: float, written: float) -> bytes:
-        """Return what all ranks have to know of this one for the report; the seconds of planning, and of writing."""
+        """Return this rank's message to all for the report; with the seconds of planning, and of writing."""
         return np.asarray((self.counts, (planned, written)), dtype=_TOLD).tobytes()
 
 
@@ -128,9 +128,9 @@ _TOLD = np.dtype([("counts", "<i8", 5), ("seconds", "<f8", 2)])
 
 
 def report_of(told: Sequence[bytes], own: SavePlan, writing: str) -> dict[str, Any]:
-    """Return the fields of the report that say how much is saved, and in how many seconds, of what all ranks told.
+    """Return the fields of the report on how much is saved, and in how many seconds, from all ranks' messages.
 
-    ``writing`` is what the second phase is called.
+    ``writing`` is the name of the second phase.
     """
     found = np.frombuffer(b"".join(told), dtype=_TOLD)
     counts, (planned, written) = found["counts"], found["seconds"].T.tolist()
@@ -149,12 +149,12 @@ def report_of(told: Sequence[bytes], own: SavePlan, writing: str) -> dict[str, A
 
 
 class Written(NamedTuple):
-    """Hold what ranks have to know of what one of them has written.
+    """A rank's messages to others about what it has written.
 
     Attributes:
-        told: What all have to know.
-        checksums: Block checksums, at least of what is compared.
-        rows: By position of a rank, what that one alone has to know.
+        told: The message to all ranks.
+        checksums: Block checksums, at least of the items that are compared.
+        rows: By position of a rank, the message to that rank alone.
     """
 
     told: bytes
@@ -163,13 +163,14 @@ class Written(NamedTuple):
 
 
 class Share:
-    """Hold what one rank writes of a save.
+    """One rank's share of a save.
 
     Attributes:
         items: Its items, all of one file.
-        step: Training step to record, if known.
-        devices: Those that some of the tensors are on.
-        partitions: In how many partitions ranks write the manifest if they can meet when their data is written; else 0.
+        step: The training step to record, if known.
+        devices: The devices that some of the tensors are on.
+        partitions: The number of partitions in which ranks write the manifest, if they can communicate at the end; else
+            0.
     """
 
     def __init__(
@@ -181,7 +182,7 @@ class Share:
         devices: Sequence[str],
         progress: ProgressCallback | None = None,
     ) -> None:
-        """Take a rank's items of a plan, the name of its data file, its tensors, and who is told of progress."""
+        """Take a rank's items of a plan, the name of its data file, its tensors, and the reporter of progress."""
         self._progress, self.partitions = progress, plan.partitions
         self.items = replace(plan.file.catalog, files=(file,))
         self.step, self.devices = step, devices
@@ -190,7 +191,7 @@ class Share:
         self._stops = self._starts + self.items.byte_length
 
     def written(self) -> dict[str, Any]:
-        """Return the step, and what counts this rank's items: how they are written."""
+        """Return the step, which counts this rank's items as they are written."""
         nbytes = int(self.items.byte_length.sum())
         return {"step": self.step, "meter": Meter(self._progress, "write", nbytes, len(self.items))}
 
@@ -198,8 +199,8 @@ class Share:
     def data(self) -> Iterator[Iterator[np.ndarray]]:
         """Give the items' bytes for the duration of a block: uint8 arrays, as ``write_data_file`` wants them.
 
-        What is written of a device tensor, and no more, crosses to the host in steps of whole blocks, ahead of the
-        caller; a strided host view is copied when it is asked for.
+        Only the written part of a device tensor crosses to the host, in steps of whole blocks, ahead of the caller. A
+        strided host view is copied when it is requested.
         """
         if not self.devices:
             yield chain.from_iterable(self._data(None))
@@ -232,7 +233,7 @@ class Share:
             yield ready
 
     def sources(self) -> Iterator[Source]:
-        """Yield where each item's bytes are: in host memory, which may be a copy, or on a device."""
+        """Yield the place of each item's bytes: in host memory, which may be a copy, or on a device."""
         for group in self._groups():
             for tensor, start, stop, memory in zip(*group, host_bytes(*group, bool(self.devices))):
                 if memory is not None:
@@ -245,8 +246,8 @@ class Share:
     def digests(self, staged: np.ndarray | None = None) -> np.ndarray:
         """Return a digest of each item, to notice any change of its bytes.
 
-        ``staged`` has the copies of all items: that of one that was in host memory is looked at instead of its tensor.
-        A device looks at its own memory; whether somebody has written there, and taken it back, says Paddle's counter.
+        ``staged`` has the copies of all items: for an item in host memory, its copy is digested instead of its tensor.
+        A device digests its own memory; Paddle's counter shows writes there that were undone again.
         """
         sizes, some = self.items.size, np.flatnonzero(self.items.size)
         tensors = [self._tensors[row] for row in self._rows.tolist()]

@@ -63,7 +63,7 @@ from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")
-# What a rank tells beside a kept plan: a digest of its place, and the names of the save, if it knows them.
+# A rank's message beside a cached plan: a digest of its place, and the names of the save, if it knows them.
 _BRIEF = struct.Struct("<8sQ16s")
 _NO_NAMES = SaveNames(0, bytes(16).hex())
 
@@ -127,8 +127,7 @@ def save_state_dict(
     """Save a distributed state to a directory that all ranks share, or to one on each node.
 
     Every rank of the group calls this with its own shards. Each distinct shard is written once; replicas share the
-    work evenly. The checkpoint exists, whole, once this returns on any rank; until then whatever was there before is
-    what a reader finds.
+    work evenly. The whole checkpoint exists once this returns on any rank; until then a reader finds the old one.
 
     Args:
         state_dict: Names to ShardedWeights (of this library or of Paddle) or tensors (taken as replicated), possibly
@@ -137,18 +136,18 @@ def save_state_dict(
             by id.
         process_group: The ranks that take part; all ranks of the job by default. ``"self"``: this rank alone, which has
             to hold everything (pure data parallelism, where one rank may save for all).
-        safetensors: Accepted for compatibility: data files are safetensors files always.
+        safetensors: Accepted for compatibility: data files are always safetensors files.
         **options: Like all other arguments, of :class:`~paddle_flexckpt.live.save_options.SaveOptions`.
 
     Returns:
-        What was done; of an asynchronous save, a handle. A failure of an asynchronous save is raised by its handle's
-        ``result()``, or else by the next save on every rank, or else it is printed when the interpreter exits, and the
-        exit status is 1.
+        A report of the save; of an asynchronous save, a handle. A failure of an asynchronous save is raised by its
+        handle's ``result()``, or else by the next save on every rank; without these it is printed when the interpreter
+        exits, and the exit status is 1.
 
     Raises:
         ValidationError: The state is not sound (on every rank, with the same text); nothing was written.
         CheckpointError: A rank could not write (likewise); the directory holds what it held before. Or an earlier
-            asynchronous save failed and nobody has seen that; this one was not begun.
+            asynchronous save failed and its error has not been raised yet; this one was not begun.
     """
     asked = SaveOptions(
         coordinator_rank=coordinator_rank,
@@ -161,10 +160,10 @@ def save_state_dict(
 
 
 class Save:
-    """Save the shards of all ranks. Every rank makes one and calls :meth:`run`.
+    """A save of the shards of all ranks. Every rank makes one and calls :meth:`run`.
 
     Attributes:
-        destination: Where the save goes; known when this rank's shards are described.
+        destination: The destination; known when this rank's shards are described.
         state: This rank's shards; likewise.
     """
 
@@ -172,13 +171,13 @@ class Save:
     state: LocalState
 
     def __init__(self, state_dict: Mapping[str, Any], path: Location, comm: Communicator, options: SaveOptions) -> None:
-        """Take this rank's shards, the directory, the ranks, and what was asked for."""
+        """Take this rank's shards, the directory, the ranks, and the options."""
         self._state_dict, self._comm, self._options = state_dict, comm, options
         self._begin = time.perf_counter()
         self._waited = 0.0
         self._per_node = options.storage == "per_node"
         self._context = "cannot save to the nodes' directories" if self._per_node else f"cannot save to {shown(path)}"
-        # Opened in a step that all ranks take together: an error is everybody's.
+        # Opened in a step that all ranks take together, so that an error is raised on all of them.
         self._directory = functools.cache(lambda: open_to_save(path))
         self._stack, self._undo = contextlib.ExitStack(), contextlib.ExitStack()
 
@@ -187,19 +186,20 @@ class Save:
         comm, context = self._comm, self._context
         with self._stack, self._undo:
             if self._per_node:
-                # Which ranks share a directory: two collectives.
+                # Find out which ranks share a directory: two collectives.
                 self.destination = meet_nodes(comm, self._directory, self._options, self._stack, context)
             try:
-                # All tell the options and, in brief where they have kept a plan, what they have: one collective, and
+                # All ranks send their options and their state, in brief if they have a cached plan: one collective, and
                 # one more where directories are not known to be the same.
                 plan, answers = recall(comm, plans_of(comm), self, context)
                 said = self.agree(plan, answers)
             except LostRankError:
-                self._undo.pop_all()  # others may be writing already: the next save needs the marker
+                self._undo.pop_all()  # others may be writing already, so the marker has to stay for the next save
                 raise
             self._undo.pop_all()
             with self._tidying():
-                # Who writes what: a collective only where shards overlap, replicas may differ, or planning is spread.
+                # Plan which rank writes what: a collective if shards overlap, replicas may differ, or planning is
+                # spread.
                 plan = self.plan(said) if plan is None else plan
                 share = self.share(plan)
                 if self._options.slice_bytes is not None:
@@ -216,8 +216,8 @@ class Save:
     ) -> SaveReport | SaveHandle:
         """Write, compare and commit what is planned.
 
-        A save in slices has digests of what its share was at the call, a handle, and seconds that its caller spent
-        ``elsewhere``, between the slices.
+        A save in slices has digests of its share at the time of the call, a handle, and the seconds that its caller
+        spent ``elsewhere``, between the slices.
         """
         comm, context, options, destination = self._comm, self._context, self._options, self.destination
         # All have written, or staged: one collective.
@@ -253,9 +253,9 @@ class Save:
 
     @contextlib.contextmanager
     def _tidying(self) -> Iterator[None]:
-        """Remove what was written if all ranks were told of a failure: nobody can commit then.
+        """Remove what was written if all ranks learned of a failure: no rank can commit then.
 
-        If a rank is lost nobody knows how far the others are; the marker stays, and the next save removes the rest.
+        If a rank is lost, the progress of the others is not known: the marker stays, for the next save.
         """
         try:
             yield
@@ -269,7 +269,7 @@ class Save:
     def describe(self) -> bytes:
         """Describe this rank's shards, and begin the save, when there is room for it and earlier ones are over.
 
-        Return a fingerprint of what a plan is made of.
+        Return a fingerprint of this rank's inputs to a plan.
         """
         comm, options = self._comm, self._options
         self._head = options.encode("save_state_dict")
@@ -288,7 +288,7 @@ class Save:
         whole = indivisible_rows(catalog, [getattr(weight, "fused", None) for weight in weights])
         policies = ReplicaPolicies(options.check_replicas).of(catalog.keys, weights)
         self._flags = whole | policies.astype(np.int64) << 1
-        # None of these has a part in a plan.
+        # These options do not affect a plan.
         lasting = replace(options, step=None, unique_id=None, overwrite=True).encode("save_state_dict")
         layout = message, self._flags.tobytes(), bytes([bool(self._devices)]), encode_catalog(catalog)
         self._own = fingerprint((lasting, repr(comm.ranks).encode(), *layout))
@@ -304,7 +304,7 @@ class Save:
         return self._own
 
     def in_brief(self, plan: SavePlan) -> bytes:
-        """Return what tells that this rank has kept a plan; nothing if the names have no room in that."""
+        """Return this rank's message if it has a cached plan; nothing if the names do not fit into it."""
         names = self._names or _NO_NAMES
         if names.unique_id >= 1 << 64 or len(names.token) != len(_NO_NAMES.token):
             return b""
@@ -313,7 +313,7 @@ class Save:
         return brief(BRIEF_SAVE, fingerprint((plan.origin, self._head)), told)
 
     def in_full(self) -> bytes:
-        """Return what this rank tells first where not all have kept a plan."""
+        """Return this rank's first message where not all ranks have a cached plan."""
         shards = encode_shards(self.state.catalog, self._flags, self._comm.size)
         return self._summary._replace(shards=shards).encode(self._head)
 
@@ -327,7 +327,7 @@ class Save:
             self.destination = SharedSave(*common) if slot is None else BackgroundSave(slot, *common)
 
     def agree(self, plan: SavePlan | None, answers: list[bytes]) -> list[RankSummary]:
-        """Let the destination know what all ranks told; return that, where no plan was kept.
+        """Pass the messages of all ranks to the destination; return them, where no plan was cached.
 
         Raises:
             ValidationError: Ranks differ in an option, or do not share the directory.
@@ -347,7 +347,7 @@ class Save:
 
     @without_collector()
     def plan(self, said: Sequence[RankSummary]) -> SavePlan:
-        """Check that the shards of all ranks are whole tensors, and plan who writes what: the same on every rank.
+        """Check that all ranks' shards make whole tensors, and plan which rank writes what: the same on every rank.
 
         Raises:
             ValidationError: The state is not sound.
@@ -367,7 +367,7 @@ class Save:
             _, digests = comm.together(lambda: (None, replicas.take(first)), context)
             differing = replicas.compare(first, digests)
         plan = planners.plan(replicas, differing, options.save_replicas, int(self.destination.names.token[-8:], 16))
-        # No plan is kept that depends on values or on a check of them, nor where messages never come again.
+        # A plan is not cached if it depends on values or on a check of them, or if its messages never recur.
         if differing is not None or planners.overlaps or options.node_copies > 1:
             return plan
         return replace(plan, origin=fingerprint([each.own for each in said]), messages=[each.message for each in said])
@@ -380,7 +380,7 @@ class Save:
         return Replicas(self._comm, held, rows.catalog, groups, policies, compares, self._context, save_replicas)
 
     def share(self, plan: SavePlan) -> Share:
-        """Return what this rank writes by a plan."""
+        """Return this rank's share of a plan."""
         options = self._options
         file = self.destination.names.data_file(self._comm.rank)
         share = Share(plan, file, self.state.tensors, options.step, self._devices, options.progress)
@@ -392,7 +392,7 @@ class Save:
         return Digests(held, catalog, plan.all_lines, plan.by_device or None, plan.written)
 
     def _write(self, plan: SavePlan, share: Share, found: bytes | None, planned: float) -> Told:
-        """Write this rank's share, and take digests of it unless some were ``found``; return what others have to know.
+        """Write this rank's share, and take digests of it unless some were ``found``; return its messages to others.
 
         ``planned``: the seconds that planning took.
         """
@@ -415,7 +415,7 @@ class Save:
         parts: Sequence[bytes],
         rows: Mapping[int, bytes],
     ) -> tuple[np.ndarray, SavePlan, Mapping[int, bytes]]:
-        """Return which groups of replicas differ, the plan in its next turn, and what ranks tell of their partitions.
+        """Return which groups of replicas differ, the plan in its next turn, and the ranks' messages about partitions.
 
         Raises:
             ValidationError: Replicas differ that have to be equal; the same on every rank.
@@ -442,7 +442,7 @@ class Save:
         parts: Sequence[bytes],
         rows: Mapping[int, bytes],
     ) -> tuple[tuple[np.ndarray, SavePlan, dict[int, Deal]], bytes, dict[int, bytes]]:
-        """Compare replicas as a planner, and write partitions; return what others have to know of both."""
+        """Compare replicas as a planner, and write partitions; return this rank's messages about both."""
         try:
             differing = replicas.compare(plan.compared, digests)
             turned, deals = plan.next_turn(replicas)
@@ -460,7 +460,7 @@ class Save:
         return self._comm.position == self._options.coordinator_rank
 
     def _slice(self, plan: SavePlan, share: Share) -> SlicedSave:
-        """Look at this rank's share as it is now, and return a handle that stages it in slices. One collective."""
+        """Digest this rank's share as it is now, and return a handle that stages it in slices. One collective."""
         staging = cast("BackgroundSave", self.destination)
         found, _ = self._comm.together(functools.partial(self._begin_slices, plan, share, staging), self._context)
         last = functools.partial(self._resume, self._stack.pop_all())
@@ -493,7 +493,7 @@ def _background_writer(async_save: bool | BackgroundWriter, directory: SaveDirec
     """Return the writer of an asynchronous save.
 
     Raises:
-        ValidationError: The argument is none, or other processes cannot reach the directory.
+        ValidationError: The argument is invalid, or other processes cannot reach the directory.
     """
     if async_save is False:
         return None

@@ -29,25 +29,25 @@ from paddle_flexckpt.report import SaveReport
 
 
 class SharedSave:
-    """Carry out one save to a directory that all ranks share; the coordinator commits.
+    """One save to a directory that all ranks share. The coordinator commits it.
 
     Attributes:
         directory: The directory.
-        names: What the save calls its files: from :meth:`begin` on for the coordinator, from :meth:`agree` on for all.
+        names: The names of the save's files: the coordinator has them from :meth:`begin` on, all from :meth:`agree` on.
         lock: The coordinator's right to save here.
     """
 
     names: SaveNames
 
     def __init__(self, comm: Communicator, directory: SaveDirectory, options: SaveOptions, context: str) -> None:
-        """Take the ranks, their directory, what was asked for, and errors' context."""
+        """Take the ranks, their directory, the options, and errors' context."""
         self.directory = directory
         self.lock: SaveLock | None = None
         self._comm, self._options, self._context = comm, options, context
         self._coordinator_rank = options.coordinator_rank
-        # What the coordinator found here when it had the lock.
+        # The files that the coordinator found here when it had the lock.
         self._before: list[str] = []
-        # Whether there is something here that this rank may remove: not from the commit on.
+        # Whether this rank may remove files here: not from the commit on.
         self._is_removable = False
         self._is_committing = False
         self._partitions: PartitionWriter | None = None
@@ -60,7 +60,7 @@ class SharedSave:
     def begin(self) -> tuple[SaveNames | None, bytes]:
         """Lock the directory and mark the save as begun, on the coordinator; return its names there.
 
-        The second result is what the other ranks have to know of this one.
+        The second result is this rank's message to the others.
         """
         if not self.is_coordinator:
             return None, b""
@@ -71,7 +71,7 @@ class SharedSave:
         return self.names, b""
 
     def agree(self, names: SaveNames, places: Sequence[bytes], messages: Sequence[bytes]) -> None:
-        """Take what the ranks know: the names of the save, their directories, and what :meth:`begin` returned.
+        """Take what the ranks sent: the names of the save, their directories, and the results of :meth:`begin`.
 
         One collective if the directories are not known to be the same, so that each rank looks for the marker.
 
@@ -95,8 +95,8 @@ class SharedSave:
     def write(self, share: Share, hashed: np.ndarray) -> Written:
         """Write this rank's data file.
 
-        Returns block checksums at least of the items ``hashed``, bool ``[n]``; and what others have to know: the rows,
-        for those who write partitions, or the part, for the coordinator.
+        Returns block checksums at least of the items ``hashed``, bool ``[n]``; and messages to others: the rows, to
+        those who write partitions, or the part, to the coordinator.
         """
         save = self._save = GroupSave(self._comm, self.directory, self.names, self._coordinator_rank)
         with share.data() as data:
@@ -108,11 +108,11 @@ class SharedSave:
         return Written(told, part.checksums, rows)
 
     def write_partitions(self, said: Sequence[bytes], received: Mapping[int, bytes]) -> dict[int, bytes]:
-        """Write this rank's partitions, if ranks write them; return what the coordinator has to know, by position.
+        """Write this rank's partitions, if ranks write them; return its message to the coordinator, by position.
 
         Args:
-            said: What each rank's :meth:`write` told all.
-            received: What others' :meth:`write` told this one alone, by position.
+            said: The message of each rank's :meth:`write` to all.
+            received: The messages of others' :meth:`write` to this one alone, by position.
         """
         if self._partitions is None:
             return {}
@@ -122,14 +122,14 @@ class SharedSave:
         """Make the checkpoint exist. One collective.
 
         Args:
-            parts: What each rank's :meth:`write` told all.
-            received: What others' :meth:`write` told this rank alone.
-            described: What each rank's :meth:`write_partitions` told the coordinator.
+            parts: The message of each rank's :meth:`write` to all.
+            received: The messages of others' :meth:`write` to this rank alone.
+            described: The message of each rank's :meth:`write_partitions` to the coordinator.
 
         Raises:
             CheckpointError: The coordinator could not commit.
         """
-        # The coordinator alone knows whether it has committed.
+        # Only the coordinator knows whether it has committed.
         self._is_removable, self._is_committing = False, True
         if self._partitions is None:
             self._save.commit(received, self._context)
@@ -142,10 +142,10 @@ class SharedSave:
             self.directory.commit_manifest(self.names, manifest, is_checked=True)
 
     def discard(self) -> None:
-        """Remove what all ranks wrote, unless the save may exist: the task of the coordinator, which has the lock.
+        """Remove what all ranks wrote, unless the save may exist. The coordinator, which has the lock, does this.
 
-        If the commit failed because somebody else has the right to save by now, the marker has gone, and nobody else
-        looks for this rank's files.
+        If the commit failed because another save has the right to save by now, the marker is gone, and each rank has to
+        remove its own files.
         """
         if self._is_committing:
             self.directory.discard_late(self.names, [self._comm.rank])
@@ -154,17 +154,17 @@ class SharedSave:
             self.directory.discard(self.names, self._comm.ranks, count)
 
     def lose_rank(self, error: LostRankError) -> None:
-        """Leave everything as it is, as nobody knows how far the others are; or say that this rank has come late."""
+        """Leave everything as it is, as the progress of other ranks is not known; or report that this rank is late."""
         self.directory.discard_late(self.names, [self._comm.rank])
 
     def release(self) -> None:
-        """Give back the right to save here."""
+        """Release the right to save here."""
         if self.lock is not None:
             self.lock.release()
 
 
 class BackgroundSave(SharedSave):
-    """Stage one save in memory, and hand it over to this rank's background writer.
+    """One save that is staged in memory and handed over to this rank's background writer.
 
     The writers of all ranks carry it out as a group (``background/outcome.py``).
     """
@@ -175,14 +175,14 @@ class BackgroundSave(SharedSave):
         self._slot = slot
         self._addresses: tuple[str, ...] = ()
         self._staging: Staging | None = None
-        # Of a save in slices: its memory, what the items were at the call, and what went wrong with a slice.
+        # For a save in slices: its memory, the items' digests at the call, and the error of a slice.
         self._space: np.ndarray = np.empty(0, dtype=np.uint8)
         self._then: np.ndarray = self._space
         self._small = min(SMALL_BYTES, self._options.slice_bytes or 0)
         self._failure: Exception | None = None
 
     def begin(self) -> tuple[SaveNames | None, bytes]:
-        """Implement :meth:`SharedSave.begin`. The other writers have to know where to reach this rank's."""
+        """Implement :meth:`SharedSave.begin`. The other writers need the address of this rank's writer."""
         names, _ = super().begin()
         return names, self._slot.address.encode()
 
@@ -207,14 +207,14 @@ class BackgroundSave(SharedSave):
         )
 
     def _open_staging(self, share: Share) -> Staging:
-        """Take memory for this rank's data, where the writer finds it; nothing is copied yet."""
+        """Allocate memory for this rank's data that the writer shares; nothing is copied yet."""
         self._space = self._slot.stage(self._job(share), _page_lock(share))
-        # Memory that an earlier save had locked for a device may serve one that has tensors of the host alone.
+        # Memory that an earlier save had locked for a device may serve one whose tensors are all on the host.
         device = share.devices[0] if share.devices and self._slot.is_locked else None
         return Staging(share.sources(), self._space, device)
 
     def begin_slices(self, share: Share) -> np.ndarray:
-        """Take memory for this rank's data, copy what is small, and return a digest of each item as it is now."""
+        """Allocate memory for this rank's data, copy small items, and return a digest of each item as it is now."""
         self._staging = self._open_staging(share)
         self._staging.begin(share.sources(), self._small)
         self._then = share.digests()
@@ -222,21 +222,21 @@ class BackgroundSave(SharedSave):
         return digests
 
     def keep(self, handle: SaveHandle) -> None:
-        """Keep the handle of a save in slices with the writer, which knows of it then, whoever forgets it."""
+        """Register the handle of a save in slices with the writer, so that a save whose handle was dropped is known."""
         self._slot.sliced = handle
 
     def stage_slice(self, nbytes: int) -> bool:
-        """Copy so much more of this rank's data; return whether there is more. :meth:`write` raises what fails."""
+        """Copy the next slice of this rank's data; return whether there is more. :meth:`write` raises its errors."""
         if self._staging is None or self._failure is not None:
             return False
         try:
             self._staging.advance(nbytes)
-        except Exception as error:  # the other ranks are not here: they learn it when all meet
+        except Exception as error:  # the other ranks are not waiting here: they learn of it in the next exchange
             self._failure = error
         return self._failure is None and not self._staging.is_done
 
     def write(self, share: Share, hashed: np.ndarray) -> Written:
-        """Copy this rank's data to where the writer finds it, or what slices have left of it.
+        """Copy this rank's data, or what slices have left of it, to memory that the writer shares.
 
         Raises:
             ValidationError: It has changed since the first slice.
@@ -269,7 +269,7 @@ class BackgroundSave(SharedSave):
         """
         job = self._job(share)
         lock, self.lock = self.lock, None
-        self._is_removable = False  # the files are the writer's
+        self._is_removable = False  # the files belong to the writer
         waves = self._slot.stage_in_waves(job, nbytes, _page_lock(share), lock)
         staging, left = Staging(share.sources(), np.empty(0, dtype=np.uint8), None), job.data_bytes
         blocks, checksums, begin = blocks_of(hashed), [], 0
@@ -286,15 +286,15 @@ class BackgroundSave(SharedSave):
         return checksums
 
     def hand_over(self, report: SaveReport, begin: float, handle: SaveHandle | None = None) -> SaveHandle:
-        """Hand the save over, and the lock with it. What goes wrong now is its outcome: the ranks do not meet again."""
+        """Hand the save over, and the lock with it. From now on a failure is its outcome: ranks do not meet again."""
         lock, self.lock = self.lock, None
         return self._slot.hand_over(report, begin, lock, handle)
 
     def lose_rank(self, error: LostRankError) -> None:
-        """Tell the other ranks' writers: those ranks may not have noticed, and have handed their shares over."""
+        """Tell the other ranks' writers, as those ranks may not have noticed, and have handed their shares over."""
         self._slot.refuse(error)
 
 
 def _page_lock(share: Share) -> LockPages | None:
-    """Return what page-locks memory for the device of a share."""
+    """Return a function that page-locks memory for the device of a share."""
     return functools.partial(lock_pages, device=share.devices[0]) if share.devices else None

@@ -1,8 +1,8 @@
 """Carry a byte stream between two processes of one machine through memory that both have mapped.
 
-The sender copies into slots, the receiver out of them, while they are in cache: that is twice as fast as a socket. The
-socket between the two carries only how many bytes a slot has, and back, that it is free; so either notices at once when
-the other has gone.
+The sender copies into slots and the receiver out of them, while they are in cache: that is twice as fast as a socket.
+The socket between the two carries only the number of bytes in a slot, and back, that the slot is free; so either end
+notices at once when the other has died.
 
 Tested in tests/live/test_transport.py.
 """
@@ -17,7 +17,7 @@ import struct
 import numpy as np
 
 SLOTS = 4
-# One slot is at most so long, and all that a rank has to do with are about that much together.
+# The longest slot, and about the bytes of all slots of one rank together.
 SLOT_BYTES, _ALL_BYTES = 512 << 10, 16 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -27,7 +27,7 @@ def receive_exactly(connection: socket.socket, view: memoryview) -> None:
 
     Raises:
         EOFError: The other side has closed it.
-        OSError: The connection broke, or nothing came for too long.
+        OSError: The connection broke, or timed out.
     """
     while len(view):
         got = connection.recv_into(view)
@@ -37,10 +37,10 @@ def receive_exactly(connection: socket.socket, view: memoryview) -> None:
 
 
 class SharedSender:
-    """Send bytes to a process of this machine."""
+    """A sender of bytes to a process of this machine."""
 
     def __init__(self, connection: socket.socket, ranks: int) -> None:
-        """Make the memory and hand it over; ``connection``: a socket of this machine. ``ranks``: members in all."""
+        """Allocate the memory and hand it over; ``connection``: a socket of this machine. ``ranks``: members in all."""
         self._connection, self._slot, self._free = connection, 0, SLOTS
         size = max(64 << 10, min(SLOT_BYTES, _ALL_BYTES // (SLOTS * ranks)))
         descriptor = os.memfd_create("flexckpt-stream", os.MFD_CLOEXEC)
@@ -66,7 +66,7 @@ class SharedSender:
             self._slot, self._free = (self._slot + 1) % SLOTS, self._free - 1
 
     def finish(self) -> None:
-        """Wait until all has been received; raises as :meth:`send`."""
+        """Wait until all has been received; errors as of :meth:`send`."""
         self._wait_for(SLOTS)
 
     def _wait_for(self, slots: int) -> None:
@@ -78,7 +78,7 @@ class SharedSender:
 
 
 class SharedReceiver:
-    """Receive what a :class:`SharedSender` sends."""
+    """A receiver of what a :class:`SharedSender` sends."""
 
     def __init__(self, connection: socket.socket) -> None:
         """Take the memory that the sender hands over.

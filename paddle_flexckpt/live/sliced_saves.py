@@ -17,13 +17,13 @@ from paddle_flexckpt.undo import Undo
 
 
 class OpenSave(NamedTuple):
-    """Carry on a save that is agreed and planned, of which nothing is staged yet.
+    """A save that is agreed and planned, of which nothing is staged yet.
 
     Attributes:
         stage_slice: Stages the next slice of this rank's share; returns whether there is more.
-        hand_over: Stages what is left and hands the save over; is given the handle, and how many seconds the caller
-            spent elsewhere since it began.
-        give_up: Takes back what has been begun, on all ranks: it raises CheckpointError.
+        hand_over: Stages the rest and hands the save over; its arguments are the handle, and the seconds that the
+            caller spent elsewhere since the save began.
+        give_up: Undoes what has been begun, on all ranks, and raises CheckpointError.
     """
 
     stage_slice: Callable[[], bool]
@@ -32,9 +32,9 @@ class OpenSave(NamedTuple):
 
 
 class SlicedSave(SaveHandle):
-    """Stage an asynchronous save in slices, then follow it as any other.
+    """An asynchronous save that is staged in slices, then followed as any other.
 
-    The checkpoint is the state of the call. Tensors of more than 64 KiB, or of more than a slice, must not change
+    The checkpoint has the state at the call. Tensors of more than 64 KiB, or of more than a slice, must not change
     before :meth:`finish_staging` has returned.
     """
 
@@ -53,7 +53,7 @@ class SlicedSave(SaveHandle):
         return self._save is None
 
     def stage_next(self) -> bool:
-        """Stage one slice more: at most ``slice_bytes``. Call it between micro-steps; ranks do not wait for each other.
+        """Stage one more slice: at most ``slice_bytes``. Call it between micro-steps; ranks do not wait for each other.
 
         Returns:
             Whether there is more to stage.
@@ -65,7 +65,7 @@ class SlicedSave(SaveHandle):
             self._left = time.perf_counter()
 
     def finish_staging(self) -> SlicedSave:
-        """Stage what is left, wait until all is there, and hand the save over. Every rank calls this; one collective.
+        """Stage the rest, wait until all of it is there, and hand the save over. Every rank calls this; one collective.
 
         Returns:
             The handle itself, which ``wait()`` and ``result()`` serve from now on.
@@ -85,10 +85,10 @@ class SlicedSave(SaveHandle):
         return self
 
     def finish_before(self, optimizer: Any) -> Undo:
-        """Have the next ``optimizer.step()`` call :meth:`finish_staging` first. Nothing else of it is changed.
+        """Have the next ``optimizer.step()`` call :meth:`finish_staging` first. The step is not changed otherwise.
 
         Returns:
-            What takes the hook back before that: ``put_back()``. So does the end of the staging, whoever calls it.
+            An object whose ``put_back()`` removes the hook before that. The end of the staging removes it too.
         """
         self._hook.put_back()
         step = optimizer.step
@@ -102,9 +102,9 @@ class SlicedSave(SaveHandle):
         return self._hook
 
     def give_up(self) -> None:
-        """Do not save after all. Every rank calls this in place of :meth:`finish_staging`; one collective.
+        """Cancel the save. Every rank calls this in place of :meth:`finish_staging`; one collective.
 
-        Where others call :meth:`finish_staging`, that raises, and nothing is saved either.
+        If other ranks call :meth:`finish_staging`, that raises, and nothing is saved either.
         """
         save = self._close()
         self.seen = True
@@ -120,7 +120,7 @@ class SlicedSave(SaveHandle):
         """Wait as :meth:`SaveHandle.wait` does.
 
         Raises:
-            ValidationError: Not all is staged: the save would never be over.
+            ValidationError: Not all is staged, so that the save would never end.
         """
         if self._save is not None and timeout != 0:
             raise ValidationError(

@@ -30,7 +30,7 @@ from paddle_flexckpt.ranks.communicator import Communicator
 
 
 def check_layout(catalog: Catalog, context: str) -> Layout:
-    """Check that all ranks' shards make whole tensors, as far as their descriptions tell.
+    """Check that all ranks' shards make whole tensors, as far as their descriptions show.
 
     Raises:
         ValidationError: Shards are malformed, disagree or leave holes.
@@ -44,7 +44,7 @@ def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, c
     """Check that all ranks' shards, which ``describe`` gives, can be saved. One collective; no value is read.
 
     Raises:
-        ValidationError: They cannot; the same on every rank, and in the words of the save.
+        ValidationError: They cannot; the same on every rank, with the text of a save.
         CheckpointError: ``describe`` has failed somewhere; likewise.
     """
 
@@ -58,8 +58,8 @@ def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, c
 def check_sources(comm: Communicator, owned: Mapping[int, Any], catalog: Catalog, context: str) -> Layout:
     """Check that all ranks' shards make whole tensors.
 
-    Every rank computes the same from the same catalog. Only where shards overlap without being replicas of each other
-    is one collective needed: their common elements have to be equal.
+    Every rank computes the same from the same catalog. One collective is needed only where shards overlap without being
+    replicas of each other: their common elements have to be equal.
 
     Raises:
         ValidationError: As of :func:`check_layout`, or overlapping shards differ; the same on every rank.

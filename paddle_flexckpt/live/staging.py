@@ -14,14 +14,14 @@ import numpy as np
 from paddle_flexckpt.live.device_memory import DeviceMemory, current_device
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
 
-# Where an item's bytes are, the first of them there, and how many they are; host memory is uint8.
+# The place of an item's bytes, the first of them there, and their number; host memory is uint8.
 Source = tuple[Union[np.ndarray, DeviceMemory], int, int]
-# Slices end between elements of any dtype.
+# Slices end at multiples of this, which are between elements of any dtype.
 _UNIT = 16
 
 
-# Of a save in slices items of at most so many bytes, and at most a slice, are copied in the call, all of them. Running
-# statistics are among them, which every forward pass changes.
+# In a save in slices, items of at most so many bytes, and at most a slice, are copied as a whole in the call. Running
+# statistics, which every forward pass changes, are among them.
 SMALL_BYTES = 64 << 10
 
 
@@ -33,18 +33,18 @@ def blocks_of(items: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
 
 
 class Staging:
-    """Copy items, end to end, into a segment.
+    """A segment, and the items that are copied into it end to end.
 
-    With a device whose copies can go on beside other work, a slice is begun on a stream of its own, and there when
-    :meth:`finish` returns. The other copies are done when the call returns that makes them.
+    If the device can copy beside other work, the copy of a slice runs on a stream of its own and is complete when
+    :meth:`finish` returns. Other copies are complete when the call that makes them returns.
     """
 
     def __init__(self, sources: Iterable[Source], space: np.ndarray, device: str | None) -> None:
-        """Take the items, uint8 memory of their size, and the device of which the memory is page-locked, if any."""
+        """Take the items, uint8 memory of their size, and the device that the memory is page-locked for, if any."""
         self._sources, self._space, self._device = iter(sources), space, device
         self._source: Source | None = None
         self._is_there = False
-        # Items of so many bytes are there already.
+        # Items of at most so many bytes have been copied already.
         self._small = -1
         self._position = 0
         self._stream: Any = None
@@ -55,7 +55,7 @@ class Staging:
         return self._position == len(self._space)
 
     def begin(self, sources: Iterable[Source], small: int) -> None:
-        """Copy items of so many bytes of these, which are the sources once more, before all others; wait for them."""
+        """Copy the small items of the sources, given once more, before all others, and wait for them."""
         position, self._small = 0, small
         for memory, start, count in sources:
             if count <= small:
@@ -63,15 +63,15 @@ class Staging:
             position += count
 
     def advance(self, nbytes: int) -> None:
-        """Copy so many bytes more, or what is left; they may still be on their way when this returns."""
+        """Begin to copy so many more bytes, or the rest; they may still be on their way when this returns."""
         with self._side_stream():
             self._copy(nbytes, wait=self._device is None)
 
     def finish(self, hashed: Iterable[tuple[int, int]] = ()) -> list[int]:
-        """Copy what is left, and wait for all of it.
+        """Copy the rest, and wait for all of it.
 
         Returns the block checksums of ``hashed``: of items, by their first bytes in the memory and last ones exclusive.
-        What is copied now is hashed while it is in cache.
+        Bytes that are copied now are hashed while they are in cache.
         """
         if self._stream is not None:
             self._stream.synchronize()

@@ -13,10 +13,10 @@ from paddle_flexckpt.overlaps import stale_parameters
 
 
 def refuse_stale(keys: Sequence[str], tensors: Sequence[Any], rank: int) -> None:
-    """Raise if one of these tensors is a parameter that other ranks' steps have changed, and it has not their values.
+    """Raise if one of these tensors is a parameter that other ranks' steps have changed, without their values.
 
     Raises:
-        ValidationError: There are such; the text has their keys, and the ranks that have to gather them.
+        ValidationError: There are such parameters; the text has their keys, and the ranks that have to gather them.
     """
     stale = {_address(parameter): ranks for parameter, ranks in stale_parameters()}
     stale.pop(None, None)  # some have no memory

@@ -27,8 +27,8 @@ from paddle_flexckpt.live.tensor_memory import (
 )
 from paddle_flexckpt.sharded_weight import MasterSlice, ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
 
-_SCHEDULER = "LR_Scheduler"  # where Paddle's optimizer.state_dict() has the state of its scheduler
-# Paddle's name of a rank's range of a parameter in a buffer, and of the states of it.
+_SCHEDULER = "LR_Scheduler"  # the key under which Paddle's optimizer.state_dict() has the state of its scheduler
+# Paddle's name of a rank's range of a parameter in a buffer, and of its states.
 _SLICE = re.compile(r"(?:^|\.)slice@")
 _SHAPES = ("local_shape", "global_shape", "global_offset")
 _TENSORS = ("local_tensor", "dist_tensor")
@@ -37,10 +37,10 @@ _ODD = re.compile("slice@|[\ud800-\udfff]")
 
 @dataclass(frozen=True, eq=False)
 class LocalState:
-    """Hold one rank's shards, and the catalog that has a row for each.
+    """One rank's shards, with a catalog row for each.
 
     Attributes:
-        weights: The ShardedWeight of each row; None where a tensor was given, of which every rank holds all.
+        weights: The ShardedWeight of each row; None for a plain tensor, which every rank holds all of.
         tensors: The live tensor of each row.
         catalog: The catalog.
     """
@@ -55,9 +55,9 @@ class LocalState:
 
 
 class _Row(NamedTuple):
-    """Describe one shard of a state.
+    """One shard of a state.
 
-    ``weight`` is None of a tensor that every rank holds all of, ``flat`` where the shard is the whole box.
+    ``weight`` is None for a plain tensor, all of which each rank holds; ``flat`` is None if the shard is the whole box.
     """
 
     key: str
@@ -114,15 +114,15 @@ def flatten_state_dict(state_dict: Mapping[str, Any]) -> tuple[dict[str, Any], d
 
 
 def unflatten_state_dict(flat_state_dict: Mapping[str, Any], mapping: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Return the nested state dict that :func:`flatten_state_dict` made one level of.
+    """Return the nested state dict that :func:`flatten_state_dict` has flattened.
 
     Args:
         flat_state_dict: Values by joined name.
         mapping: The names that were joined, by joined name; those of other keys are not used.
 
     Raises:
-        ValidationError: The mapping lacks a key, has something else than names for it, or leads two keys to one place
-            or one into another's value; all are listed.
+        ValidationError: The mapping lacks a key, does not have names for it, or gives two keys the same place or one a
+            place inside another's value; all are listed.
     """
     nested: dict[str, Any] = {}
     places: dict[tuple[str, ...], str] = {}
@@ -160,7 +160,7 @@ def open_state(
             and tensors or arrays (taken as replicated), nested as deep as one likes.
         rank: This rank's number.
         file: Name of the (virtual) file that the state stands for.
-        is_source: Whether values are taken from it: then a parameter that is described by its master is there, as well.
+        is_source: Whether values are read from it: then a parameter that is described by its master is included, too.
 
     Raises:
         ValidationError: Some value is not a usable shard; all of them are listed.
@@ -198,7 +198,7 @@ def open_state(
 
 
 def _with_parameters(flat_state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with each parameter that is described by its master, rounded from that, and the master as such."""
+    """Return a state with each parameter that its master describes, rounded from the master, and the master itself."""
     state: dict[str, Any] = {}
     for key, value in flat_state.items():
         if type(value) is MasterSlice:
@@ -209,7 +209,7 @@ def _with_parameters(flat_state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usual_rows(flat_state: Mapping[str, Any], rank: int) -> list[_Row | None]:
-    """Describe, without a call for each, values that are as nearly all are; None for those that need a closer look."""
+    """Describe ordinary values without a call for each; return None for those that need :func:`_described`."""
     kinds, odd, new = _kinds(flat_state.values()), _odd_names(flat_state), tuple.__new__
     found: list[_Row | None] = [None] * len(flat_state)
     origins: dict[int, tuple[int, ...]] = {}
@@ -270,12 +270,12 @@ def _described(key: str, value: Any, rank: int, path: tuple[str, ...]) -> _Row |
     return _Row(key, weight, weight.local_tensor, whole, offset, shape, flat, order)
 
 
-# What the values of a type are; of none of the first three, or not of Paddle: what needs a closer look.
+# The kinds of a type's values. Values of no kind but the first three, or not of Paddle, need a closer look.
 _SHARD, _ARRAY, _TENSOR, _OTHER = range(4)
 
 
 def _kinds(values: Collection[Any]) -> dict[type, int]:
-    """Return what each type of the values is, and of the tensors of those that are shards."""
+    """Return the kind of each type of the values, and of the types of the shards' tensors."""
     examples = {type(value): value for value in values}
     kinds = {kind: _SHARD for kind, example in examples.items() if is_sharded_weight(example)}
     if kinds:
@@ -288,7 +288,7 @@ def _kinds(values: Collection[Any]) -> dict[type, int]:
 
 
 def _odd_names(names: Collection[str]) -> set[str]:
-    """Return the names that :func:`_unusable` may have something against."""
+    """Return the names that :func:`_unusable` may refuse."""
     text = "\n".join(names)
     if "" not in names and (("slice@" not in text) if text.isascii() else not _ODD.search(text)):
         return set()
@@ -296,17 +296,17 @@ def _odd_names(names: Collection[str]) -> set[str]:
 
 
 def layout_of(state_dict: Mapping[str, Any]) -> list[Any]:
-    """Return what :func:`open_state` makes of a state but its values, to be compared with that of another time.
+    """Return the result of :func:`open_state` except the values, to be compared with that of another time.
 
-    It takes a few microseconds a tensor, without a call for each: nothing is checked. Two states of which it is equal
-    have the same shards, of the same tensors, in the same memory.
+    It takes a few microseconds a tensor, without a call for each: nothing is checked. If it is equal for two states,
+    they have the same shards, of the same tensors, in the same memory.
     """
     flat = flatten_state_dict(state_dict)[0]
     kinds = _kinds(flat.values())
     shards = [value for value in flat.values() if kinds[type(value)] == _SHARD]
     layout: list[Any] = [list(flat), [type(value) for value in flat.values()]]
     if MasterSlice in kinds:
-        layout.append(object())  # what is rounded from a master is another tensor each time
+        layout.append(object())  # a parameter rounded from a master is another tensor each time
     for kind in dict.fromkeys(map(type, shards)):
         alike = [shard for shard in shards if type(shard) is kind]
         names = [name for name in vars(alike[0]) if name not in (*_TENSORS, *_SHAPES)]
@@ -314,14 +314,14 @@ def layout_of(state_dict: Mapping[str, Any]) -> list[Any]:
         for name in _SHAPES:
             column = list(map(attrgetter(name), alike))
             if set(map(type, column)) != {tuple}:
-                layout.append(list(map(tuple, column)))  # lists could be changed where they are
+                layout.append(list(map(tuple, column)))  # lists could be changed in place
         layout.append(_memory([getattr(shard, "dist_tensor", None) for shard in alike], kinds))
     tensors = [value.local_tensor if kinds[type(value)] == _SHARD else value for value in flat.values()]
     return [*layout, _memory(tensors, kinds)]
 
 
 def _memory(tensors: Collection[Any], kinds: Mapping[type, int]) -> list[tuple[Any, ...]]:
-    """Return which tensors these are, and where their elements are; ``kinds`` says what their types are."""
+    """Return the identities of these tensors, and the addresses of their elements; ``kinds`` has their types' kinds."""
     found: list[tuple[Any, ...]] = []
     for tensor in tensors:
         kind = kinds.get(type(tensor), _OTHER)
@@ -357,12 +357,12 @@ def is_tensor(value: Any) -> bool:
     """Return whether a value is a tensor of Paddle, or an array of numpy."""
     if isinstance(value, np.ndarray):
         return True
-    # Asked of the class: the place of a tensor without memory raises.
+    # Looked up on the class: the place of a tensor without memory raises.
     return all(hasattr(type(value), name) for name in ("data_ptr", "is_contiguous", "place"))
 
 
 def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem | None:
-    """Return why a value cannot be a shard, if it cannot."""
+    """Return why a value cannot be a shard, or None."""
     problem = functools.partial(Problem, key=key, rank=rank)
     if not key or any("\ud800" <= letter <= "\udfff" for letter in key):
         what = "a name is not empty" if not key else "a name is text, without lone surrogates"
@@ -403,7 +403,7 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
 
 
 def _malformed(key: str, weight: ShardedWeight, rank: int) -> Problem | None:
-    """Return what is wrong with a shard by itself, if anything is (what columns could not even hold)."""
+    """Return what is wrong with a shard by itself, or None (what columns could not even hold)."""
     problem = functools.partial(Problem, key=key, rank=rank)
     tensor = weight.local_tensor
     lengths = [len(weight.global_shape), len(weight.global_offset), len(weight.local_shape)]

@@ -1,7 +1,8 @@
-"""Tell whose states a plain state dict has: ``optimizer.state_dict()`` names them as Paddle counts layers.
+"""Find the parameters of the states in a plain state dict: ``optimizer.state_dict()`` uses names with Paddle's numbers.
 
-The same count means another layer in another process. But parameters know their raw names, so where the model's are in
-the same state dict they tell the structured names of the states, which a save records and a load compares.
+The same number means another layer in another process. But parameters know their raw names. So where the model's
+parameters are in the same state dict, they give the states' structured names, which a save records and a load compares.
+
 Tested in tests/live/test_state_names.py.
 """
 
@@ -19,7 +20,7 @@ from paddle_flexckpt.dist_tensor import is_dist_tensor
 from paddle_flexckpt.engine.names import bare, raw_parameter, split_raw
 from paddle_flexckpt.sharded_weight import is_sharded_weight
 
-# A cheap look, at all keys at once.
+# A cheap test of all keys at once.
 _STATE = re.compile(rf"_(?:{'|'.join(ACCUMULATORS)}|fp32_master)_\d+$|(?:^|\.)master_weights\.", re.MULTILINE)
 _UNNAMED = re.compile(rf"_((?:{'|'.join(ACCUMULATORS)})_\d+)$")
 # One number per parameter, whatever the parameter's shape.
@@ -37,10 +38,10 @@ def tensor_name(value: Any) -> str | None:
 
 
 def keys_by_name(state: Mapping[str, Any]) -> dict[str, dict[Any, list[str]]]:
-    """Return keys, sorted, by the raw name of the tensor behind them, and by what is equal for one tensor.
+    """Return keys, sorted, by the raw name of the tensor behind them, and by the tensor's identity.
 
-    Networks that are made under ``unique_name.guard()`` have tensors of one name. Then only parameters count: what
-    ``paddle.load`` gives has the names of the parameters that were saved.
+    Networks that are made under ``unique_name.guard()`` have tensors of the same names. Then only parameters count: the
+    tensors of ``paddle.load`` have the names of the parameters that were saved.
     """
     found: dict[str, dict[Any, list[str]]] = {}
     parameters: dict[str, set[Any]] = {}
@@ -58,11 +59,11 @@ def keys_by_name(state: Mapping[str, Any]) -> dict[str, dict[Any, list[str]]]:
 
 
 class StateNames(NamedTuple):
-    """Hold what a state dict tells of the states in it.
+    """The names of the states in a state dict, and problems with them.
 
     Attributes:
         names: As ``state_names`` of a catalog.
-        problems: States that belong to one of several parameters, and parts of states that look like wholes.
+        problems: States that may belong to any of several parameters, and parts of states that look like whole ones.
     """
 
     names: dict[str, tuple[str, ...]]
@@ -70,9 +71,9 @@ class StateNames(NamedTuple):
 
 
 def state_names(flat_state: Mapping[str, Any], rank: int, *, are_placed: bool = False) -> StateNames:
-    """Return whose states a flattened state dict has under raw names, as far as it tells.
+    """Return the owners of the states that a flattened state dict has under raw names, as far as it shows them.
 
-    ``are_placed``: metadata tells of what a plain tensor is which part.
+    ``are_placed``: whether metadata has the place of each plain tensor in its whole.
     """
     found = StateNames({}, [])
     if not _STATE.search("\n".join(flat_state)):
@@ -87,7 +88,7 @@ def state_names(flat_state: Mapping[str, Any], rank: int, *, are_placed: bool = 
             problem = several(owner.parameter, holders[owner.parameter], key, rank)
         else:
             ((keys),) = holders[owner.parameter].values()
-            # An optimizer with a name puts it in front of the names of its accumulators.
+            # An optimizer with a name prefixes it to the names of its accumulators.
             suffixes = {owner.state, *_UNNAMED.findall(owner.state)}
             owners = {name for each in keys for name in (each, bare(each))}
             names = {f"{owner.path}{name}.{state}" for name in owners for state in suffixes}
@@ -105,7 +106,7 @@ class _Owner(NamedTuple):
 
 
 def _owner(key: str, holders: Mapping[str, Any]) -> _Owner | None:
-    """Return the parameter, among those that are known by name, whose state a key is."""
+    """Return the parameter, among those with a known name, whose state a key is."""
     start = 0
     while True:
         raw = split_raw(key[start:], holders)
@@ -121,7 +122,7 @@ def _owner(key: str, holders: Mapping[str, Any]) -> _Owner | None:
 
 
 def several(name: str, places: Mapping[Any, list[str]], key: str | None = None, rank: int | None = None) -> Problem:
-    """Return the problem that a state may be that of several parameters, which all have one raw name."""
+    """Return the problem that a state may belong to any of several parameters with the same raw name."""
     return Problem(
         f"the states of several parameters cannot be told apart, as all have the name {name!r}",
         key=key,
@@ -132,7 +133,7 @@ def several(name: str, places: Mapping[Any, list[str]], key: str | None = None, 
 
 
 def _part(key: str, state: Any, rank: int, name: str, parameter: Any) -> Problem | None:
-    """Return that a plain state is one rank's part of a whole, if its parameter tells so."""
+    """Return the problem that a plain state is one rank's part of a whole, if its parameter shows it."""
     if is_sharded_weight(state) or is_dist_tensor(state) or _POWERS.search(key) or "int" in str(state.dtype):
         return None
     tensor, is_part = _tensor_of(parameter), bool(getattr(parameter, "is_distributed", False))
@@ -153,7 +154,7 @@ def _part(key: str, state: Any, rank: int, name: str, parameter: Any) -> Problem
 
 
 def _unknown_part(key: str, state: Any, rank: int) -> Problem | None:
-    """Return that nobody knows of what a plain state is a part, in a job whose ranks have parts of parameters."""
+    """Return the problem that a plain state may be an unknown part, in a job whose ranks have parts of parameters."""
     topology = sys.modules.get("paddle.distributed.fleet.base.topology")
     hcg = getattr(topology, "_HYBRID_PARALLEL_GROUP", None)
     if hcg is None or is_sharded_weight(state) or is_dist_tensor(state) or split_raw(bare(key)) is None:
@@ -181,7 +182,7 @@ def _tensor_of(value: Any) -> Any:
 
 
 def _identity(value: Any) -> Any:
-    """Return what is equal for two looks at one tensor."""
+    """Return the identity of a tensor, the same for every Python object that shows it."""
     tensor, slice_of = _tensor_of(value), getattr(value, "slice_of", None)
     if slice_of is not None or tensor.is_dist() or not tensor._is_initialized():
         return slice_of or id(tensor)

@@ -1,4 +1,4 @@
-"""AOA statements about what users have in hand: made for a plain state dict, and explained.
+"""AOA statements for the user's own objects: made for a plain state dict, and explained.
 
 Tested in tests/live/test_name_compatibility.py and tests/aoa/test_docs.py.
 """
@@ -27,23 +27,23 @@ def plain_state_statements(
 ) -> list[str]:
     """Return the AOA statements that rename what a plain state dict of a live model holds, from or to structured names.
 
-    Raw names of parameters (``linear_0.w_0``) count layers, so the same model has others in another world. Only the
-    process that has the model can say what they mean; any other may use what it says.
+    Raw names of parameters (``linear_0.w_0``) count layers, so the same model has other names in another world. Only
+    the process that has the model can make these statements; any other may use them.
 
     Args:
         model_sharded_state_dict: The model's ``sharded_state_dict()``, or anything else that has its tensors, or
             ShardedWeights of them, by structured name.
         plain_state_dict: The plain state dict as it is, or is to be, saved: of the model, the optimizer, or both,
-            nested as it is there. What is no tensor (the state of an LR scheduler) is left out.
+            nested as it is there. Values that are not tensors (the state of an LR scheduler) are left out.
         direction: ``"from_plain"``: the checkpoint has the plain names and the targets the structured ones.
             ``"to_plain"``: the other way round.
 
     Returns:
-        One statement for each key whose structured name is another, in the order of the state dict.
+        One statement for each key whose structured name differs, in the order of the state dict.
 
     Raises:
         ValidationError: A key belongs to no parameter of the model, two keys have one structured name, or the direction
-            is none; all are listed.
+            is invalid; all are listed.
     """
     if direction not in ("from_plain", "to_plain"):
         raise ValidationError([f"direction is 'from_plain' or 'to_plain'; got {direction!r}"])
@@ -82,7 +82,7 @@ def _structured(plain: str, value: Any, model: Mapping[str, Any], names: Mapping
     own = tensor_name(value)
     keys = names.get(raw_parameter(own), []) if own is not None else []
     if keys:
-        # A parameter itself; of a tied one, the key says by which name. A wrapper's state_dict() may have others.
+        # A parameter itself. The key decides between the names of a tied one. A wrapper's state_dict() may have others.
         return next((key for key in keys if plain == key or plain.endswith(f".{key}")), keys[0])
     for _, name in without_prefix(plain):
         raw = split_raw(name, names)
@@ -92,16 +92,16 @@ def _structured(plain: str, value: Any, model: Mapping[str, Any], names: Mapping
 
 
 def explain(aoa_config: AoaConfig, src: Tensors, dst: Tensors | None = None, keys: Iterable[str] = ()) -> str:
-    """Tell where each target of a load with AOA statements would come from; nothing is read but the manifest.
+    """Explain where each target of a load with AOA statements would come from; only the manifest is read.
 
     Args:
         aoa_config: The statements, as in :func:`load_state_dict`.
         src: The source: a checkpoint's directory, a state dict of this rank's shards, or a catalog.
-        dst: The destination, likewise; None takes what the statements make and leave of the source.
+        dst: The destination, likewise; None means all that the statements make or leave of the source.
         keys: Only these targets; all by default.
 
     Returns:
-        A few lines for each target; at the end, what nothing feeds and what nothing uses.
+        A few lines for each target; at the end, the targets without a source and the sources without a use.
 
     Raises:
         ValidationError: The statements are malformed or do not fit, or there is no such key.

@@ -23,12 +23,12 @@ from paddle_flexckpt.live.tensor_memory import address_range, device_of, dtype_n
 from paddle_flexckpt.live.tensors import HostTensor
 from paddle_flexckpt.sharded_weight import MasterSlice
 
-# Steps that numpy may take to find out whether two strided tensors have an element in common.
+# The most steps in which numpy finds out whether two strided tensors have an element in common.
 _MAX_WORK = 100_000
 
 
 def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
-    """Return the table of a rank's targets; arguments and errors as of :func:`.open_state`, and what is read-only."""
+    """Return the table of a rank's targets, none read-only; arguments and errors as of :func:`.open_state`."""
     state = open_state(state_dict, rank, is_source=False)
     spans, addresses, devices, strides = _locate(state)
     fixed = [row for row in np.flatnonzero(addresses < 0).tolist() if _is_read_only(state.tensors[row])]
@@ -62,7 +62,7 @@ def _is_read_only(tensor: Any) -> bool:
 
 
 def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str], dict[int, tuple[int, ...]]]:
-    """Return the spans of a state's tensors, addresses where they can be filled as they stand, devices, odd strides."""
+    """Return the spans of a state's tensors, addresses of those that can be filled in place, devices, odd strides."""
     tensors, sizes = state.tensors, state.catalog.byte_length
     places: list[tuple[int, bool]] = []
     elsewhere = []
@@ -89,10 +89,10 @@ def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str], dict[
 
 
 class TargetTensors(Memory):
-    """Reach the tensors of a rank's targets."""
+    """The tensors of a rank's targets, as memory."""
 
     def __init__(self, state: LocalState, rank: int, addresses: np.ndarray, devices: list[str]) -> None:
-        """Take the targets of a rank, the addresses of those that are filled as they stand, and their devices."""
+        """Take the targets of a rank, the addresses of those that are filled in place, and their devices."""
         self._state, self._rank, self._addresses, self._devices = state, rank, addresses, devices
 
     @property
@@ -115,7 +115,7 @@ class TargetTensors(Memory):
 
     @contextlib.contextmanager
     def host_buffers(self, count: int, nbytes: int) -> Iterator[list[np.ndarray]]:
-        """Lend buffers, page-locked where the backend can."""
+        """Lend buffers, page-locked if the backend can lock memory."""
         memory = np.empty((count, nbytes), dtype=np.uint8)
         unlock = lock_pages(memory, self._devices[0])
         try:
@@ -145,16 +145,16 @@ class TargetTensors(Memory):
         return dict(betas_by_address())
 
     def wait(self) -> None:
-        """Wait until devices have done what was begun on them."""
+        """Wait until devices have finished the work that was begun on them."""
         wait_for_devices(self.devices)
 
     def finish(self, untouched: Collection[str]) -> None:
-        """Renew the masters that live optimizers have of what was filled."""
+        """Renew the masters of live optimizers whose parameters were filled."""
         renew_masters(self._state, untouched, self._rank)
 
 
 class _Addresses:
-    """Show the addresses of a tensor, for numpy, which does not read them."""
+    """The addresses of a tensor as an array for numpy, which does not read them."""
 
     def __init__(self, tensor: Any) -> None:
         size = dtype_of(dtype_name(tensor)).itemsize

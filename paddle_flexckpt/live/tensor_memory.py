@@ -1,4 +1,4 @@
-"""Ask a tensor what it is, reach its memory where the host can, and refuse targets that share memory with sources.
+"""Properties and memory of a tensor, and the check that no target shares memory with a source.
 
 Tested in tests/live/test_tensors.py, tests/live/test_odd_tensors.py and tests/live/test_shared_memory.py.
 """
@@ -21,7 +21,7 @@ from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS
 
 # "Place(gpu:0)" is a device; "Place(cpu)" and "Place(gpu_pinned)" are memory of the host.
 _DEVICE = re.compile(r"Place\((\w+:\d+)\)")
-# A slice of it costs less than an array of its own.
+# A slice of this array costs less than a new one.
 _MEMORY = np.frombuffer(ADDRESSES, dtype=np.uint8)
 
 
@@ -43,7 +43,7 @@ def element_count(tensor: Any) -> int:
 
 
 def unusable_tensor(tensor: Any, problem: Callable[..., Problem]) -> Problem | None:
-    """Return why a tensor or an array cannot be a shard: elements are not all there, or not as they look."""
+    """Return why a tensor or an array cannot be a shard: its elements are not all in memory, or not as they seem."""
     if isinstance(tensor, np.ndarray) and type(tensor) not in (np.ndarray, np.memmap):
         return problem(
             "an array of numpy has to be a plain one, as others may show other elements than their memory has",
@@ -66,7 +66,7 @@ def unusable_tensor(tensor: Any, problem: Callable[..., Problem]) -> Problem | N
 
 
 def address_range(tensor: Any) -> tuple[int, int] | None:
-    """Return first and last byte address (exclusive) that a tensor's elements span, or None if it has none."""
+    """Return the byte address of a tensor's first element, and the one behind its last; None if it has none."""
     if element_count(tensor) == 0:
         return None
     itemsize = dtype_of(dtype_name(tensor)).itemsize
@@ -80,7 +80,7 @@ def address_range(tensor: Any) -> tuple[int, int] | None:
 
 
 def odd_strides(tensor: Any) -> tuple[int, ...]:
-    """Return a tensor's strides in bytes, or nothing if its elements lie one after the other in row-major order."""
+    """Return a tensor's strides in bytes, or nothing if its elements are contiguous in row-major order."""
     size = dtype_of(dtype_name(tensor)).itemsize
     unit = 1 if isinstance(tensor, np.ndarray) else size
     strides = tuple(int(stride) * unit for stride in tensor.strides)
@@ -105,7 +105,7 @@ def empty_on_host(shape: Sequence[int], dtype: str) -> Any:
     import paddle
     from paddle.base.framework import convert_np_dtype_to_dtype_
 
-    # paddle.empty() takes memory on the current device, and only newer releases have an argument for another.
+    # paddle.empty() allocates memory on the current device, and only newer releases have an argument for another.
     return paddle._C_ops.empty([int(n) for n in shape], convert_np_dtype_to_dtype_(dtype), paddle.CPUPlace())
 
 
@@ -132,8 +132,8 @@ def host_bytes(
 ) -> list[np.ndarray | None]:
     """Return the bytes ``[start, stop)`` of each contiguous host tensor as they stand in memory; None for the others.
 
-    Makes no call for each tensor, and keeps none of them alive: the arrays serve as long as the tensors do.
-    ``any_device`` says whether some may be on a device; to ask a tensor takes long.
+    This makes no call for each tensor, and keeps none of them alive: the arrays are valid as long as the tensors live.
+    ``any_device``: whether some may be on a device; finding out takes long.
     """
     found: list[np.ndarray | None] = []
     for tensor, start, stop in zip(tensors, starts, stops):
@@ -168,7 +168,7 @@ def strided_memory(tensor: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Span:
-    """Hold the memory of one shard: addresses ``[begin, end)``, what is how in it, which target (None: source)."""
+    """The memory of one shard: addresses ``[begin, end)``, its layout there, and its target (None: a source)."""
 
     begin: int
     end: int
@@ -179,7 +179,7 @@ class _Span:
 def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targets, names: Sequence[str]) -> None:
     """Check that no target shares memory with a source, unless both are the very same shard.
 
-    ``names`` has the targets' names, so that only those look like a source shard that may be it.
+    ``names`` has the targets' names, so that only a target that may be a source shard passes for it.
 
     Raises:
         ValidationError: A target would overwrite a source that is still being read.

@@ -1,8 +1,8 @@
-"""Reach a tensor's bytes: in place where the host can, through a copy or the device elsewhere.
+"""Access to a tensor's bytes: in place where the host can, through a copy or the device elsewhere.
 
-A contiguous host tensor is used where it stands, through its address, whatever its dtype and without a copy. A strided
-host view goes through a host copy of that one tensor: :class:`HostTensor` hides which. Device tensors are reached in
-slices (:mod:`~paddle_flexckpt.live.device_memory`), and as a :class:`HostTensor` only where a load fills them.
+A contiguous host tensor is accessed in place, through its address, whatever its dtype. A strided host view goes through
+a host copy of that one tensor: :class:`HostTensor` hides which. Device tensors are accessed in slices
+(:mod:`~paddle_flexckpt.live.device_memory`), and as a :class:`HostTensor` only where a load fills them.
 
 Tested in tests/live/test_tensors.py and tests/live/test_assign.py.
 """
@@ -30,9 +30,9 @@ from paddle_flexckpt.live.tensor_memory import (
 
 
 def open_storage(tensor: Any) -> AnyStorage:
-    """Open a tensor to be read, element by element in row-major order, or to be written where it is not staged.
+    """Open a tensor to be read, element by element in row-major order, or to be written if it is not staged.
 
-    That is the memory of a contiguous host tensor, a host copy of a strided one, or a DeviceMemory.
+    The result is the memory of a contiguous host tensor, a host copy of a strided one, or a DeviceMemory.
     """
     if device_of(tensor) is None:
         return host_memory(tensor) if is_contiguous(tensor) else HostTensor(tensor).array
@@ -40,7 +40,7 @@ def open_storage(tensor: Any) -> AnyStorage:
 
 
 class HostTensor:
-    """Show the elements of one tensor as a contiguous 1-D numpy array on the host.
+    """The elements of one tensor as a contiguous 1-D numpy array on the host.
 
     Attributes:
         array: The elements in row-major order. While ``staged`` is false it *is* the tensor's memory.
@@ -80,7 +80,7 @@ def _host_copy(tensor: Any, fresh: bool) -> Any:
     if fresh:
         return copy
     if device_of(tensor) is None:
-        # clone() of a strided view may keep its strides; a fresh row-major tensor is wanted.
+        # clone() of a strided view may have the same strides, but a new row-major tensor is needed.
         host_memory(copy).reshape([int(n) for n in tensor.shape])[...] = strided_memory(tensor)
     elif element_count(tensor):
         copy_values(DeviceMemory(tensor).whole(), DeviceMemory(tensor), host_memory(copy))
@@ -101,7 +101,7 @@ def assign_sharded_slice(
         src_shard: The source shard, not flattened.
         dst_desc: Box in the target's coordinates.
         dst_shard: The target shard, not flattened; its tensor is written in place.
-        postprocess_list: Not available; transformations are AOA's business.
+        postprocess_list: Not available; use AOA statements for transformations.
 
     Raises:
         ValidationError: A box does not overlap its shard, the two overlaps differ in shape, the dtypes differ, or a

@@ -1,10 +1,10 @@
-"""Load transforms: functions that make logical tensors of a checkpoint's, as Paddle's develop branch knows them.
+"""Load transforms: functions that make logical tensors from a checkpoint's, in the form of Paddle's develop branch.
 
-A transform has ``logical_metadata()``: names to ``global_shape`` and ``dtype``; ``source_keys(name)``: what of the
-checkpoint such a tensor is made of; and ``apply(name, source_tensors, output_dtype)``, which makes it. Where it has a
-``read_plan()``, which asks for parts of sources, that is told that they come whole. Here logical tensors stand in a
-file that no storage has: reading from it reads the sources whole, by the reader of every load, and makes the tensor.
-So targets, statements and casts see logical tensors as they see stored ones.
+A transform has ``logical_metadata()``: names to ``global_shape`` and ``dtype``; ``source_keys(name)``: the tensors of
+the checkpoint that a logical tensor is made from; and ``apply(name, source_tensors, output_dtype)``, which makes it. If
+it has a ``read_plan()``, which requests parts of sources, it is informed that they come whole. Here logical tensors are
+in a file that no storage has: reading from it reads the sources whole, by the reader of every load, and makes the
+tensor. So targets, statements and casts see logical tensors as they see stored ones.
 
 Tested in tests/live/test_transforms.py.
 """
@@ -49,9 +49,9 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.planning import ReadPlan
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 
-# Fused parameters are read turn by turn from several tensors, which have to be kept meanwhile.
+# Fused parameters are read alternately from several tensors, which have to stay in memory meanwhile.
 KEPT_BYTES = 1 << 30
-# No program calls a data file so.
+# No program gives a data file this name.
 _FILE = "load_transform"
 _ALIGNMENT = 64
 _REASON = "load_transform: every rank makes what it needs"
@@ -59,7 +59,7 @@ _REASON = "load_transform: every rank makes what it needs"
 
 @dataclass(frozen=True)
 class LogicalTensor:
-    """Describe a tensor that a transform makes: its name, what it is, and the names of its sources."""
+    """A tensor that a transform makes: its name, its description, and the names of its sources."""
 
     key: str
     shape: tuple[int, ...]
@@ -73,10 +73,10 @@ class LogicalTensor:
 
 
 def logical_tensors(transform: Any, stored: Catalog) -> list[LogicalTensor]:
-    """Return what a transform makes of a checkpoint, in the order of the names.
+    """Return the tensors that a transform makes of a checkpoint, in the order of the names.
 
     Raises:
-        ValidationError: It says something else than a transform does, or the checkpoint lacks a source.
+        ValidationError: Its answers are not those of a transform, or the checkpoint lacks a source.
     """
     described = _ask(transform, "logical_metadata")
     if not isinstance(described, dict):
@@ -133,9 +133,9 @@ def _ask(transform: Any, name: str, *arguments: Any) -> Any:
 
 
 class TransformedFiles(Files):
-    """Read a checkpoint of which a transform makes other tensors; each rank makes those that it needs, whole.
+    """The files of a checkpoint, whose tensors a transform turns into others. Each rank makes those it needs, whole.
 
-    The sources are known under their logical tensors' names alone.
+    The sources are reachable under their logical tensors' names only.
     """
 
     _made: MadeTensors
@@ -146,7 +146,7 @@ class TransformedFiles(Files):
         self._transform = options.load_transform
 
     def open(self) -> dict[str, str]:
-        """Open the checkpoint; return which one it is, and what is made of it."""
+        """Open the checkpoint; return its description, with the tensors that are made of it."""
         said, stored, backend = super().open(), self.manifest, self.directory.backend
         tensors = logical_tensors(self._transform, stored.catalog)
         made = self._made = MadeTensors(self._transform, tensors, backend, stored, self._options)
@@ -156,7 +156,7 @@ class TransformedFiles(Files):
         return {**said, "load_transform": made.digest}
 
     def recall(self, task: Task, planned: ReadPlan) -> bytes:
-        """Do what the base class does, and make the first tensor: what is always wrong is so before a target is."""
+        """Do what the base class does; also make the first tensor, to find errors before a target changes."""
         address = super().recall(task, planned)
         rows = planned.pieces.source
         made = rows[self.catalog.file[rows] == self._made.file]
@@ -165,20 +165,20 @@ class TransformedFiles(Files):
         return address
 
     def move(self, task: Task) -> dict[str, Any]:
-        """Read and make; what is reported as read are the sources."""
+        """Read and make; the report counts the sources as read."""
         self._made.touched = True
         moved = super().move(task)
         return {**moved, "bytes_read": moved["bytes_read"] - self._made.bytes_given + self._made.bytes_read}
 
 
 class MadeTensors(InputFile):
-    """Make tensors when they are read, as a file of all of them, one after the other; threads may read.
+    """Tensors that are made when they are read, as a file of all of them, one after the other. Threads may read it.
 
     Attributes:
         digest: The same for the same tensors.
         file: The file's number in the catalog.
-        bytes_given: What has been read of it.
-        bytes_read: What has been read of the checkpoint for that.
+        bytes_given: The bytes that have been read of this file.
+        bytes_read: The bytes that have been read of the checkpoint for them.
         touched: Whether targets may have been written, for errors.
     """
 
@@ -193,11 +193,11 @@ class MadeTensors(InputFile):
         """Make nothing yet.
 
         Args:
-            transform: What makes them.
-            tensors: What it makes.
+            transform: The transform.
+            tensors: The tensors that it makes.
             backend: The checkpoint's files.
             stored: The checkpoint.
-            options: How it is read.
+            options: The options of reading.
         """
         self._transform, self._tensors = transform, {tensor.key: tensor for tensor in tensors}
         self._backend, self._stored = backend, stored
@@ -255,10 +255,10 @@ class MadeTensors(InputFile):
         return count
 
     def make(self, key: str) -> np.ndarray:
-        """Return the bytes of a tensor, and keep them as long as there is room.
+        """Make a tensor; return its bytes, which stay in memory as long as there is room.
 
         Raises:
-            CheckpointError: The transform failed, or has made something else.
+            CheckpointError: The transform failed, or its result does not fit.
             CorruptCheckpointError: A source is damaged.
         """
         with self._lock:
@@ -296,9 +296,9 @@ class MadeTensors(InputFile):
         return host_memory(made if is_contiguous(made) else made.contiguous()).view(np.uint8)
 
     def _empty(self, names: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return tensors that sources go to, as a transform gets them and as they are filled: FP8 numbers come as bits.
+        """Return tensors for sources, as a transform gets them and as they are filled: FP8 numbers come as bits.
 
-        Paddle's reader gives those of safetensors files as uint8.
+        Paddle's reader returns those of safetensors files as uint8.
         """
         sources = empty_tensors(self._stored.catalog, names)
         targets = dict(sources)
@@ -310,7 +310,7 @@ class MadeTensors(InputFile):
         return sources, targets
 
     def _plan(self, tensor: LogicalTensor) -> None:
-        """Tell a transform that plans what it reads that its sources come whole; Paddle's loader may ask for parts."""
+        """Inform a transform with a read plan that its sources come whole; Paddle's loader may request parts."""
         plan = getattr(self._transform, "read_plan", None)
         if plan is None:
             return
@@ -331,13 +331,13 @@ class MadeTensors(InputFile):
         )
 
     def close(self) -> None:
-        """Let go of what has been made."""
+        """Free the tensors that have been made."""
         with self._lock:
             self._kept.clear()
 
 
 class _Overlay(Backend):
-    """Show a directory with one file more, which is made when it is read. Nothing is written to it."""
+    """A directory with one more file, which is made when it is read. Nothing is written to it."""
 
     def __init__(self, inner: Backend, made: MadeTensors) -> None:
         self._inner, self._made = inner, made

@@ -1,8 +1,8 @@
 """Carry tensor data between ranks through host memory, as one byte stream per pair.
 
-Both ends know from the plan how many bytes a stream has and what they mean, so nothing but data is sent. Host sockets
-need no device and no gloo point-to-point, which desynchronises gloo's collectives. Between devices data goes through
-the backend's all-to-all instead (:mod:`~paddle_flexckpt.live.device_exchange`).
+Both ends know from the plan how many bytes a stream has and what they mean, so only data is sent. Host sockets need no
+device and no gloo point-to-point, which desynchronises gloo's collectives. Between devices data goes through the
+backend's all-to-all instead (:mod:`~paddle_flexckpt.live.device_exchange`).
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ from paddle_flexckpt.ranks.presence import own_host
 # A peer that sends nothing for so long has died or hangs.
 STALL_SECONDS = 600.0
 
-# How long a rank waits for others to connect until it looks whether they live; after each look twice as long.
+# How long a rank waits for connections before it checks whether the others live; twice as long after each check.
 LOOK_SECONDS = 1.0
 
-# What a rank sends in one round, by receiver, or receives, by sender.
+# The data that a rank sends in one round, by receiver, or receives, by sender.
 Streams = Mapping[int, Iterator[np.ndarray]]
 
-# A port, and how long the name on the machine is.
-_HELLO = struct.Struct("<16si")  # the token of the one that listens, the rank of the one that connects
+# A port, and the length of the name on the machine.
+_HELLO = struct.Struct("<16si")  # the token of the listener, the rank that connects
 _PLACE = struct.Struct("<HB")
 
 
 class Transport(ABC):
-    """Move byte streams between the members of a group.
+    """A connection that moves byte streams between the members of a group.
 
-    One exchange is: 1. every member calls :meth:`address` and they exchange the answers; 2. every member calls
+    One exchange is: 1. every member calls :meth:`address`, and they gather each other's; 2. every member calls
     :meth:`exchange` or :meth:`exchange_rounds` once; 3. :meth:`close`.
     """
 
     @abstractmethod
     def address(self) -> bytes:
-        """Return what the other members need in order to reach this one."""
+        """Return the address by which the other members reach this one."""
 
     def exchange(self, addresses: list[bytes], outgoing: Streams, incoming: Streams) -> None:
         """Send and receive all streams in one round; arguments and errors as of :meth:`exchange_rounds`."""
@@ -67,17 +67,17 @@ class Transport(ABC):
     ) -> None:
         """Send and receive streams, round by round.
 
-        A round of a rank is what it sends before it sends anything of the next. Its receivers have the same rounds, so
-        that both ends of a pair know what follows on what; a rank may have more rounds than another.
+        A rank sends all data of a round before any of the next. Its receivers have the same rounds, so that both ends
+        of a pair know the order; a rank may have more rounds than another.
 
         Args:
             addresses: Every member's address, in the group's order.
             peers: The ranks that some round has a stream to, and those that some round has a stream from.
-            outgoing: By round and receiving rank, contiguous uint8 arrays; each is used up before the next is asked
-                for. Another thread asks for them.
+            outgoing: By round and receiving rank, contiguous uint8 arrays; each has been sent before the next is
+                requested. Another thread requests them.
             incoming: By round and sending rank, writable contiguous uint8 arrays; each is full before the next is
-                asked for.
-            stop: Called when the exchange has failed: what a round may wait for will not come.
+                requested.
+            stop: Called when the exchange has failed, as a round may wait for data that will not come.
 
         Raises:
             StoppedExchangeError: A peer went away or stalled.
@@ -86,19 +86,19 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the transport holds."""
+        """Release the resources of the transport."""
 
 
 class SocketTransport(Transport):
-    """Move byte streams through host sockets, and between ranks on one machine through shared memory.
+    """A transport through host sockets, and between ranks on one machine through shared memory.
 
-    In step k of a round every rank sends to the rank k places after it and receives from the one k places before it; a
-    thread sends while the caller receives. So every stream has its receiver ready, and no ring of sends can wait for
-    itself: of all streams that are not through, the one of the lowest round and step has both its ends waiting for it.
+    In step k of a round every rank sends to the rank k places after it and receives from the one k places before it. A
+    thread sends while the caller receives. So no ring of sends can deadlock: of all unfinished streams, the one of the
+    lowest round and step has both its ends ready.
     """
 
     def __init__(self, ranks: tuple[int, ...], position: int, stall_seconds: float = STALL_SECONDS) -> None:
-        """Args: ranks: global ranks of the members. position: this rank's place. stall_seconds: patience."""
+        """Args: ranks: global ranks of the members. position: this rank's place. stall_seconds: the longest silence."""
         self._ranks = ranks
         self._position = position
         self._stall = stall_seconds
@@ -177,24 +177,24 @@ class SocketTransport(Transport):
             self._stop()
         # Wakes the accepting and the receiving thread.
         for open_socket in (*arrived, *self._listeners):
-            with contextlib.suppress(OSError):  # it may be closed, or never have had a connection
+            with contextlib.suppress(OSError):  # it may be closed, or never have been connected
                 open_socket.shutdown(socket.SHUT_RDWR)
 
     def _send_all(self, receivers: list[int], reach: dict[int, bytes], outgoing: Iterable[Streams]) -> None:
         connections: dict[int, socket.socket] = {}
         shared: dict[int, SharedSender] = {}
         with contextlib.ExitStack() as stack:
-            # Before anything is read or sent: whoever waits for a rank that dies then sees its connection end. After a
+            # Before anything is read or sent: a rank that waits for one that dies then sees its connection end. After a
             # failure likewise: the others see the end.
             for rank in receivers:
                 try:
                     connections[rank] = stack.enter_context(self._connect(reach[rank]))
                     if connections[rank].family == socket.AF_UNIX:
                         shared[rank] = SharedSender(connections[rank], len(self._ranks))
-                except Exception as error:  # handed to the caller's thread, which raises it
+                except Exception as error:  # passed to the caller's thread, which raises it
                     self._fail(error)
-            # The error is kept before a connection closes: a peer answers that by closing its own streams, which this
-            # rank must not take for the cause.
+            # The error is stored before a connection closes: a peer answers by closing its own streams, which this rank
+            # must not take for the cause.
             try:
                 if self._failure is None:
                     for streams in outgoing:
@@ -223,9 +223,9 @@ class SocketTransport(Transport):
         return connection
 
     def _reach(self, host: str, port: int, name: bytes, timeout: float) -> socket.socket:
-        """Connect to a member, past the network if it is on this machine.
+        """Connect to a member, by a Unix socket if it is on this machine.
 
-        It may be elsewhere though its host has our name: containers may each have a network of their own.
+        A member whose host has the same name may be elsewhere: containers may each have a network of their own.
         """
         connection = self._reach_here(name, timeout) if name and host == own_host() else None
         return connection or socket.create_connection((host, port), timeout=timeout)
@@ -266,16 +266,17 @@ class SocketTransport(Transport):
                     if shared is not None:
                         self._shared[rank] = shared
                     self._arrival.notify_all()
-        except Exception as error:  # handed to the caller's thread, which raises it
+        except Exception as error:  # passed to the caller's thread, which raises it
             self._fail(error)
         finally:
             if self._failure is not None:
-                # Who has connected and was not accepted gets an error: a shutdown does not end that on this machine.
+                # Ranks that have connected and were not accepted get an error: a shutdown does not end their
+                # connections on this machine.
                 for listener in self._listeners:
                     listener.close()
 
     def _accept(self, expected: Mapping[int, bytes]) -> socket.socket:
-        """Return the next connection, while those that are to connect, by address, live."""
+        """Return the next connection, as long as the ranks that are to connect, given by address, live."""
         pause, end = LOOK_SECONDS, time.monotonic() + self._stall
         with selectors.DefaultSelector() as waiting:
             for listener in self._listeners:
@@ -284,7 +285,7 @@ class SocketTransport(Transport):
                 if time.monotonic() >= end:
                     raise TimeoutError("timed out")
                 gone = [rank for rank, address in expected.items() if self._is_gone(address)]
-                # It may have connected, and be through, since.
+                # It may have connected, and finished, since.
                 if gone and not (ready := waiting.select(0)):
                     raise EOFError(f"rank {', '.join(map(str, gone))} has gone")
                 if ready:
@@ -295,7 +296,7 @@ class SocketTransport(Transport):
         return listener.accept()[0]
 
     def _is_gone(self, address: bytes) -> bool:
-        """Return whether nobody listens at a member's address; no answer says nothing."""
+        """Return whether nobody listens at a member's address; an answer that does not come proves nothing."""
         host, port, name = place_of(address)
         try:
             connection = self._reach(host, port, name, min(CONNECT_SECONDS, self._stall))
@@ -303,13 +304,13 @@ class SocketTransport(Transport):
             return True
         except OSError:
             return False
-        connection.close()  # without a greeting: it is dismissed at once
+        connection.close()  # without a greeting: it is dropped at once
         return False
 
     def _greet(self, connection: socket.socket) -> int | None:
-        """Return the rank that a connection says it is, or None for a stranger."""
+        """Return the rank that a connection identifies itself as, or None for a stranger."""
         hello = bytearray(_HELLO.size)
-        # A stranger that says nothing must not keep the members waiting.
+        # A silent stranger must not keep the members waiting.
         connection.settimeout(min(GREETING_SECONDS, self._stall / 10))
         try:
             receive_exactly(connection, memoryview(hello))
@@ -345,21 +346,21 @@ class SocketTransport(Transport):
 
 
 def _reset(connection: socket.socket) -> None:
-    """End a connection at once: its sender, who may wait for bytes to be read that nobody will read, gets an error."""
-    # Without lingering, closing is a reset. An ordinary end leaves a sender whose window is full where it is.
+    """End a connection at once, so that its sender, who may wait for bytes to be read, gets an error."""
+    # Without lingering, closing is a reset. An ordinary close would leave a sender whose window is full waiting.
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     connection.close()
 
 
 def place_of(address: bytes) -> tuple[str, int, bytes]:
-    """Return the host and port of a rank's address, and its name on that machine; the token comes before them."""
+    """Return the host and port in a rank's address, and its name on that machine; the token precedes them."""
     port, length = _PLACE.unpack_from(address, 16)
     begin = 16 + _PLACE.size
     return _unpack_host(address[begin + length :]), port, address[begin : begin + length]
 
 
 def _pack_host(host: str) -> bytes:
-    """Return a host in few bytes: agreements have addresses in them. An IPv4 address takes four, after a zero."""
+    """Return a host in few bytes, as agreements contain addresses. An IPv4 address takes four, after a zero."""
     with contextlib.suppress(OSError):
         packed = socket.inet_pton(socket.AF_INET, host)
         return b"\0" + packed

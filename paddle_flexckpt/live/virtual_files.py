@@ -30,8 +30,8 @@ def gather_virtual_files(
 ) -> Catalog:
     """Return the catalog of all ranks' files, each row with the rank that holds its file.
 
-    ``source_state_dict`` has this rank's files, each with its tensors by name; ``targets`` gives this rank's targets,
-    which tell the global shapes that the metadata leaves out.
+    ``source_state_dict`` has this rank's files, each with its tensors by name; ``targets`` returns this rank's targets,
+    which have the global shapes that the metadata leaves out.
 
     Raises:
         ValidationError: The metadata does not describe what the ranks hold; the same on every rank.
@@ -63,12 +63,12 @@ def gather_virtual_files(
         if lost:
             raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
         source = catalog_from_metadata(metadata, holders.__getitem__, global_shapes)
-        # Metadata has no place for orders and names of states; the shards that it is about have.
+        # Metadata has no place for orders and names of states; the shards that it describes do.
         said = [({key: Order.decode(order) for key, order in orders}, names) for *_, orders, names in told]
         nothing = np.zeros(0, dtype=np.int64)
         known = (replace(source.with_orders(orders), state_names=_tuples(names)) for orders, names in said)
         source = concat([source, *(each.take(nothing) for each in known)])
-        owned_tensors(source, source_state_dict, comm.rank, context)  # what is wrong here has to be every rank's error
+        owned_tensors(source, source_state_dict, comm.rank, context)  # an error here has to be every rank's error
         return source, b""
 
     return comm.together(build, context)[0]
@@ -79,7 +79,7 @@ def _tuples(names: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
 
 
 def _orders(source_state_dict: Mapping[str, Mapping[str, Any]], rank: int) -> list[tuple[str, Any]]:
-    """Return keys and orders of the elements, as ShardedWeights say.
+    """Return keys and orders of the elements, as defined by ShardedWeights.
 
     Raises:
         ValidationError: A FusedAxis does not fit its tensor.

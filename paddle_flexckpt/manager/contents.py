@@ -1,4 +1,4 @@
-"""Collect what the manager saves: shards of model, optimizer and caller, the run's extra state, its record.
+"""The contents of a manager's save: shards of model, optimizer and caller, the run's extra state, the step's record.
 
 Tested in tests/manager/test_manager.py and tests/manager/test_check.py.
 """
@@ -32,7 +32,7 @@ OWN_OBJECTS = {
 
 
 class StepArguments(TypedDict, total=False):
-    """Name, for type checkers, what a manager's ``save`` takes besides ``step`` and ``blocking``."""
+    """The arguments of a manager's ``save`` besides ``step`` and ``blocking``, for type checkers."""
 
     model: Any
     optimizer: Any
@@ -50,7 +50,7 @@ class StepArguments(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class StepContents:
-    """Hold what one rank saves of a step: shards and extra state by name, and metrics, the same on every rank.
+    """The contents of a step on one rank: shards and extra state by name, and metrics, the same on every rank.
 
     The coordinator's ``run`` is the identity of the run.
     """
@@ -60,7 +60,7 @@ class StepContents:
     run: str
 
     def describe_metrics(self) -> bytes:
-        """Return what this rank tells the others of its metrics, in exact text, and of its clock."""
+        """Return this rank's message to the others: its metrics, in exact text, its clock and the run's identity."""
         metrics = {name: repr(number) for name, number in self.metrics.items()}
         return json.dumps({"time": time.time(), "metrics": metrics, "run": self.run}).encode()
 
@@ -70,10 +70,10 @@ class StepContents:
         Raises:
             ValidationError: Options or metrics differ between ranks; the same on every rank.
         """
-        answered = agree_and_collect(answers, context)
-        check_same_metrics(ranks, [each["metrics"] for each in answered], context)
-        run = str(answered[0]["run"])
-        self.shards[RECORD] = StepRecord(step, answered[0]["time"], self.metrics, run).encode()
+        gathered = agree_and_collect(answers, context)
+        check_same_metrics(ranks, [each["metrics"] for each in gathered], context)
+        run = str(gathered[0]["run"])
+        self.shards[RECORD] = StepRecord(step, gathered[0]["time"], self.metrics, run).encode()
         return run
 
 
@@ -81,7 +81,7 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
     """Return the shards of this rank, one level deep. With a model, ``install()`` is in effect from then on.
 
     Raises:
-        ValidationError: There is nothing, a method is missing, or a name stands twice.
+        ValidationError: There is nothing to save, a method is missing, or two shards have the same name.
         ValueError: Model or optimizer cannot be described.
     """
     if model is None and state is None:
@@ -108,7 +108,7 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
             )
         shards.update(model.sharded_state_dict())
     if optimizer is not None:
-        # The model's shards are what it looks parameters up in; some optimizers give them back as well.
+        # The optimizer looks parameters up in the model's shards; some optimizers return these as well.
         shards.update(optimizer_sharded_state_dict(optimizer, dict(shards)))
     for key, value in flatten_state_dict(state or {})[0].items():
         if key in shards or key.startswith(EXTRA_STATE):
@@ -124,13 +124,13 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
 
 
 def schedule_of(lr_scheduler: Any, optimizer: Any) -> Any:
-    """Return what decides about the rate: what was given, else the optimizer's own scheduler or constant rate."""
+    """Return the object with the rate: the given scheduler, else the optimizer's own scheduler or constant rate."""
     from paddle.optimizer.lr import LRScheduler
 
     inside: list[Any] = []
     while lr_scheduler is None and optimizer is not None and not any(optimizer is each for each in inside):
         inside.append(optimizer)
-        # The rate of LookAhead is another thing than that of the optimizer in it, which steps.
+        # LookAhead has a rate of its own, which is not that of the optimizer in it, which steps.
         optimizer = getattr(optimizer, "inner_optimizer", None) or optimizer_inside(optimizer)
     for each in reversed(inside):
         rate = getattr(each, "_learning_rate", None)
@@ -142,10 +142,10 @@ def schedule_of(lr_scheduler: Any, optimizer: Any) -> Any:
 
 
 def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the caller's own values, checked for names that the extra state has another use for.
+    """Return the caller's own values, after a check that their names are free.
 
     Raises:
-        ValidationError: It is not a dict, or a name is taken or no text.
+        ValidationError: ``extra`` is not a dict, or a name is in use or not a string.
     """
     if extra is None:
         return {}
@@ -161,7 +161,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     """Return metrics as plain numbers.
 
     Raises:
-        ValidationError: It is not a dict of names to numbers.
+        ValidationError: ``metrics`` is not a dict of names to numbers.
     """
     if metrics is None:
         return {}
@@ -170,7 +170,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
     found, problems = {}, []
     for name, value in metrics.items():
         try:
-            # Of tensors and arrays that have one element.
+            # Tensors and arrays of one element.
             number = value.item() if hasattr(value, "item") else value
             if not isinstance(name, str) or isinstance(number, (str, bytes, bool)):
                 raise TypeError("not a name and a number")
@@ -207,7 +207,7 @@ def check_step(step: object) -> None:
 
 
 def agree_and_collect(answers: list[bytes], context: str) -> list[Any]:
-    """Return what each rank answered, from messages of a head that has to be the same on all and a JSON text.
+    """Return the decoded JSON of each rank's message; the heads of the messages have to be the same on all ranks.
 
     Raises:
         ValidationError: Heads differ; the same on every rank.
@@ -216,7 +216,7 @@ def agree_and_collect(answers: list[bytes], context: str) -> list[Any]:
 
 
 def given(options: Mapping[str, Any]) -> dict[str, bool]:
-    """Return what is compared of a rank's schedule and scaler: a rank without one would save or restore none."""
+    """Return whether this rank has a schedule and a scaler, which is compared: without one it would save none."""
     return {name: options[name] is not None for name in ("lr_scheduler", "scaler")}
 
 
@@ -229,10 +229,10 @@ def check(
     state: Mapping[str, Any] | None = None,
     process_group: Any = None,
 ) -> None:
-    """Raise what a save of all this would raise: call it before the training starts.
+    """Raise the error that a save would raise: call this before the training starts.
 
     Everything is described once, and the ranks compare the descriptions in one collective. No tensor is read or moved,
-    and no state of the optimizer is created: states that only the first step creates are not looked at.
+    and no state of the optimizer is created: states that only the first step creates are not checked.
 
     Args:
         model: As in :meth:`CheckpointManager.save`; so are ``optimizer``, ``lr_scheduler``, ``scaler`` and ``state``.

@@ -49,7 +49,7 @@ EVERY_STEP = SaveEvery(1)
 
 
 class CheckpointManager:
-    """Save, keep and restore the checkpoints of a run, each in a directory of its own, ``{root}/step_{step:08d}``.
+    """The checkpoints of a run: their saves, retention and restores, each in its directory ``{root}/step_{step:08d}``.
 
     ::
 
@@ -64,13 +64,14 @@ class CheckpointManager:
                     manager.save(
                         step, model=model, optimizer=optimizer, lr_scheduler=scheduler, metrics={"loss": loss}
                     )
-                if manager.should_stop:  # a rank has been told that it will be ended, and that is saved
+                if manager.should_stop:  # a rank received a preemption signal, and the step is saved
                     break
 
-    Every rank of the group makes a manager and calls the same methods with the same arguments: all of them, and making
-    it, communicate, unless they say that they do not. Errors are raised on every rank with the same text.
+    Every rank of the group makes a manager and calls the same methods with the same arguments. The constructor and all
+    methods communicate, except where their documentation says otherwise. Errors are raised on every rank with the same
+    text.
 
-    Giving it a model or an optimizer puts ``fc.install()`` into effect.
+    A manager that is given a model calls ``fc.install()``.
 
     Attributes:
         path: The root; a relative path is made absolute when the manager is made.
@@ -100,9 +101,9 @@ class CheckpointManager:
 
         Args:
             root: The directory of the run, on storage that all ranks share.
-            save_when: The steps at which :meth:`should_save` says so: where any of the policies wants it.
+            save_when: The policies of :meth:`should_save`: it returns True if any of them wants a save.
             keep: After a save, checkpoints that none of the policies keeps are removed (see
-                :func:`~paddle_flexckpt.manager.policies.steps_to_remove`). Without policies nothing ever is.
+                :func:`~paddle_flexckpt.manager.policies.steps_to_remove`). Without policies none is removed.
             process_group: The ranks that take part, as in :func:`save_state_dict`.
             async_save: Whether saves run in the background, as in :func:`save_state_dict`.
             slice_bytes: As in :func:`save_state_dict`, for saves in the background that are given an optimizer. Call
@@ -110,11 +111,11 @@ class CheckpointManager:
             staging_bytes: As in :func:`save_state_dict`, for saves in the background.
             pages: Whether the coordinator writes a page beside each step, ``{root}/step_{step:08d}.html``, once the
                 checkpoint is complete: what each rank wrote, how long that took, and who saved what.
-            preemption_signals: Signals that say that this process will soon be ended. They are caught, until
-                :meth:`close`: the loop saves at its next step and stops. That needs the main thread.
+            preemption_signals: Signals that announce the end of this process. They are caught, until :meth:`close`:
+                the loop saves at its next step and stops. The manager then has to be made in the main thread.
             reports: Whether the coordinator's report of each save is written beside the step's directory, as
-                ``step_{step:08d}.report.json``. That of a save in the background is written when the manager next
-                looks after these: in :meth:`save`, :meth:`wait` or :meth:`close`. It is removed with the step.
+                ``step_{step:08d}.report.json``. The report of a save in the background is written by the next
+                :meth:`save`, :meth:`wait` or :meth:`close`. It is removed with the step.
             model: What :meth:`save` will be given; so are ``optimizer``, ``lr_scheduler``, ``scaler`` and ``state``.
                 They are checked now, by :func:`check`, and not kept.
 
@@ -127,7 +128,7 @@ class CheckpointManager:
         self._pending, self._writes_reports = PendingSteps(self._comm), reports
         self._closed = False
         self._run: str | None = None  # what identifies the run, from the first save on
-        self._restored: Which | None = None  # the step that the run goes on from
+        self._restored: Which | None = None  # the step that the run continues
         self._signals = PreemptionSignals(())
 
         def open_root() -> tuple[None, bytes]:
@@ -175,7 +176,7 @@ class CheckpointManager:
         if kind is None:
             self.close()
         else:
-            # The other ranks may be anywhere: waiting for them could be for ever. Background saves go on.
+            # The other ranks may be anywhere in the program: a wait for them might never end. Background saves go on.
             if not self._closed:
                 self._pending.leave(f"{kind.__name__} has ended the manager's block")
             self._closed = True
@@ -183,7 +184,7 @@ class CheckpointManager:
 
     @property
     def preempted(self) -> bool:
-        """Return whether this rank has got a preemption signal. Other ranks may not have; communicate nothing."""
+        """Return whether this rank, perhaps alone, has received a preemption signal; communicate nothing."""
         return self._signals.received
 
     @property
@@ -193,9 +194,9 @@ class CheckpointManager:
 
     @same_on_all_ranks()
     def should_save(self, step: int) -> bool:
-        """Return whether to save now: a policy wants it, or a rank got a preemption signal and nothing was saved since.
+        """Return whether to save now: by a policy, or as a rank got a preemption signal and nothing was saved since.
 
-        The step that was saved or restored last is not saved again. One small collective; none with
+        It is False for the step that was saved or restored last. One small collective; none with
         ``preemption_signals=()`` and policies that need no clock.
 
         Args:
@@ -254,20 +255,20 @@ class CheckpointManager:
             extra: Portable values, the same on every rank.
             metrics: Numbers by which the best checkpoint is chosen, the same on every rank.
             blocking: Whether the checkpoint exists when this returns; None: unless the manager has ``async_save``.
-            overwrite: Whether a checkpoint of this step may be replaced; it stays until the new one is complete. One
-                that a restore of this manager has skipped for an older one, or of which a save of it has raised
-                NotDurableError, may be replaced in any case.
+            overwrite: Whether a checkpoint of this step may be replaced; it stays until the new one is complete. It
+                may be replaced in any case if a restore of this manager has skipped it for an older one, or if its
+                save by this manager has raised NotDurableError.
             save_replicas: As in :func:`save_state_dict`, like ``check_replicas``.
 
         Returns:
             A SaveReport; without ``blocking`` a SaveHandle, with ``slice_bytes`` and an optimizer a SlicedSave.
 
         Raises:
-            ValidationError: What is to be saved is not sound, the step is there already, or metrics differ between
+            ValidationError: An argument is invalid, the step has a checkpoint already, or metrics differ between
                 ranks; nothing was written.
-            CheckpointError: A rank could not write: what was there is still there. Or an earlier save in the background
-                has failed; then this one has not begun. Or something old could not be removed; then the new checkpoint
-                is complete, or on its way, and the text says so.
+            CheckpointError: A rank could not write: earlier checkpoints are unchanged. Or an earlier save in the
+                background has failed; then this one has not begun. Or something old could not be removed; then the
+                text says whether the new checkpoint is complete or on its way.
         """
         step = plain_integer(step)
         options = locals()
@@ -305,7 +306,7 @@ class CheckpointManager:
                 save_replicas=save_replicas,
                 check_replicas=check_replicas,
                 async_save=(self._async_save or True) if background else False,
-                # Without an optimizer nothing tells when the state begins to change.
+                # Without an optimizer it is unknown when the state begins to change.
                 slice_bytes=self._slice_bytes if background and optimizer is not None else None,
                 staging_bytes=self._staging_bytes if background else None,
             )
@@ -313,8 +314,8 @@ class CheckpointManager:
             if isinstance(error, NotDurableError):
                 self._pending.doubtful.add(step)
             if self._comm.position == 0 and is_full(error):
-                # Else there might never be room for a save that could go well, after which this would be done.
-                # The save has failed on all ranks, and this must not hide why.
+                # Retention usually follows a successful save, for which there might never be room without it. Its
+                # errors must not hide the error of the save.
                 with contextlib.suppress(CheckpointError, OSError):
                     self._retain()
             self._steps.give_up(step, error, bool(self._keep))
@@ -331,9 +332,9 @@ class CheckpointManager:
         return report
 
     def stage_next(self) -> bool:
-        """Copy at most ``slice_bytes`` of a save that is staged in slices, between micro-steps; communicate nothing.
+        """Copy at most ``slice_bytes`` of a save that is staged in slices; communicate nothing.
 
-        Returns whether there is more to copy; without such a save, False.
+        Call it between micro-steps. It returns whether there is more to copy; without such a save, False.
         """
         return self._pending.stage_next()
 
@@ -349,7 +350,7 @@ class CheckpointManager:
             self._follow_up("all saves in the background are complete")
 
     def close(self) -> None:
-        """Do as :meth:`wait`, and put the old signal handlers back. A second call does nothing.
+        """Do the same as :meth:`wait`, and restore the previous signal handlers. A second call does nothing.
 
         Raises:
             CheckpointError: As in :meth:`wait`; the manager is closed all the same.
@@ -367,7 +368,7 @@ class CheckpointManager:
         self._steps.retain(self._keep, pending.newest, pending.steps, pending.doubtful)
 
     def _follow_up(self, done: str, reports: Mapping[int, SaveReport] | None = None) -> None:
-        """Write pages and reports, and remove what may go; ``done`` is what has gone well, for the error."""
+        """Write pages and reports, and apply retention; ``done`` says what has succeeded, for the error text."""
         ended = self._pages.take(self._pending.steps)
         if ended:
             write = partial(self._pages.write, ended)
@@ -397,16 +398,16 @@ class CheckpointManager:
         state: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> RestoreReport:
-        """Put model, optimizer and the run's extra state back to what they were at a step, in place.
+        """Restore model, optimizer and the run's extra state of a step, in place.
 
         Args:
             model: As in :meth:`save`; so are ``optimizer``, ``lr_scheduler`` and ``scaler``.
             state: As in :meth:`save`; its tensors are written.
-            **options: Like ``step``, of :class:`~paddle_flexckpt.manager.restore.RestoreOptions`. Without an optimizer,
-                ``optimizer_states="ignore"`` says that the model alone is wanted.
+            **options: Like ``step``, of :class:`~paddle_flexckpt.manager.restore.RestoreOptions`. To restore the model
+                alone, give no optimizer and ``optimizer_states="ignore"``.
 
         Returns:
-            What was restored, and which steps were skipped and why.
+            The report, with the steps that were skipped and why.
 
         Raises:
             ValidationError: There is no such checkpoint, or it does not fit; nothing was changed.
@@ -436,7 +437,7 @@ class CheckpointManager:
         try:
             report, whole = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
         except CorruptCheckpointError:
-            self._run, self._restored = None, "latest"  # if it begins anew, it is the same run
+            self._run, self._restored = None, "latest"  # a training that starts anew is the same run
             raise
         self._pending.doubtful |= report.skipped.keys() - whole
         self._schedule.note(report.step, saved=False)
@@ -444,7 +445,7 @@ class CheckpointManager:
         return report
 
     def all_steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, in rising order. One that is on its way is not there yet."""
+        """Return the steps that have a checkpoint, in rising order; not those whose save has not committed."""
         return list(self._look(self._steps.steps))
 
     def latest_step(self) -> int | None:
@@ -470,14 +471,14 @@ class CheckpointManager:
         return order[0] if order else None
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Return what there is of :meth:`all_steps`, and whether it is complete, as :func:`list_checkpoints` does."""
+        """Return an entry, as of :func:`list_checkpoints`, for each of :meth:`all_steps`."""
         return [CheckpointInfo(**each) for each in self._look(lambda: [c.as_dict() for c in self._steps.checkpoints()])]
 
     def _best(self) -> KeepBest | None:
         return next((policy for policy in self._keep if isinstance(policy, KeepBest)), None)
 
     def _look(self, work: Callable[[], Any], head: bytes = b"{}") -> Any:
-        """Return what the coordinator sees, on every rank; ``head`` is what has to be the same on all of them."""
+        """Return the coordinator's result of ``work`` on every rank; ``head`` has to be the same on all of them."""
 
         def look() -> tuple[None, bytes]:
             self._check_open()

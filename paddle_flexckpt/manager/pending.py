@@ -1,4 +1,4 @@
-"""Track saves in the background that are not known to have ended, on all ranks alike."""
+"""Saves in the background that are not known to have ended, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")
 
-# One byte for each save, in a message of each rank. Of a failure the caller may have been told by the handle.
+# The state of one save, a byte in the message of each rank. _TOLD: failed, and the handle has raised the error already.
 _RUNNING, _ENDED, _FAILED, _TOLD = range(4)
-# Added if the checkpoint is there, and could not be made durable.
+# Added if the checkpoint exists and could not be made durable.
 _DOUBTFUL = 4
 
 
 class PendingSteps:
-    """Track the saves in the background. Every rank has the same ones. Two methods communicate, and say so.
+    """The saves in the background, the same on every rank. Only ``collect`` and ``finish_staging`` communicate.
 
     Attributes:
-        doubtful: Steps whose checkpoint is there, and is damaged or could not be made durable. A save may replace it,
+        doubtful: Steps whose checkpoint exists, and is damaged or could not be made durable. A save may replace it,
             and retention does not count it.
         newest: The step that was saved last and is known to be complete; None if this manager has saved none.
     """
@@ -35,7 +35,7 @@ class PendingSteps:
         self.doubtful: set[int] = set()
         self.newest: int | None = None
         self._saves: list[tuple[int, SaveHandle]] = []
-        # By step, the reports of those that have ended well.
+        # By step, the reports of saves that have committed.
         self._reports: dict[int, SaveReport] = {}
 
     @property
@@ -55,11 +55,11 @@ class PendingSteps:
 
     @property
     def steps(self) -> set[int]:
-        """Return their steps."""
+        """Return the steps of these saves."""
         return {step for step, _ in self._saves}
 
     def add(self, step: int, handle: SaveHandle, optimizer: Any = None) -> None:
-        """Note a save that has begun; of one in slices, have the next ``optimizer.step()`` stage what is left first."""
+        """Add a save that has begun; if it is in slices, the next ``optimizer.step()`` first stages the rest."""
         if optimizer is not None and isinstance(handle, SlicedSave):
             handle.finish_before(optimizer)
         self._saves.append((step, handle))
@@ -69,7 +69,7 @@ class PendingSteps:
         return any([save.stage_next() for save in self._unstaged()])
 
     def finish_staging(self) -> None:
-        """Stage what is left of it. One collective, and none without such a save.
+        """Stage the rest of a save that is being staged in slices. One collective; none without such a save.
 
         Raises:
             CheckpointError: As of :meth:`SlicedSave.finish_staging`.
@@ -78,7 +78,7 @@ class PendingSteps:
             save.finish_staging()
 
     def leave(self, how: str) -> None:
-        """Stage what is left where that needs no other rank, and log what is lost; ``how`` says why nobody waits."""
+        """Finish staging in a job of one rank; log the saves that are lost. ``how`` is the reason, for the log."""
         for step, save in self._saves:
             if not isinstance(save, SlicedSave) or save.is_staged:
                 continue
@@ -97,12 +97,12 @@ class PendingSteps:
         return [handle for _, handle in self._saves if isinstance(handle, SlicedSave) and not handle.is_staged]
 
     def collect(self, context: str, wait_for: int | Literal["all"] | None = None) -> None:
-        """Forget those that have ended on all ranks, after waiting for those of a step, or all. Communicates.
+        """Remove the saves that have ended on all ranks, after waiting for those of a step, or for all. Communicates.
 
-        What is not staged is staged first. Without any save, nothing is communicated.
+        Saves that are not fully staged are staged first. Without any save, nothing is communicated.
 
         Raises:
-            CheckpointError: One has failed that nobody was told of; the same on every rank, once.
+            CheckpointError: A save has failed, and its error was not raised yet; the same on every rank, once.
         """
         if not self._saves:
             return
@@ -110,7 +110,7 @@ class PendingSteps:
             try:
                 save.finish_staging()
             except CheckpointError:
-                save.seen = False  # told below, as the failures of other saves are
+                save.seen = False  # raised below, like the failures of other saves
 
         def look() -> tuple[None, bytes]:
             for step, handle in self._saves:
@@ -119,7 +119,7 @@ class PendingSteps:
             return None, bytes(_state(handle) for _, handle in self._saves)
 
         _, answers = self._comm.together(look, context)
-        states = [{said % _DOUBTFUL for said in column} for column in zip(*answers)]
+        states = [{each % _DOUBTFUL for each in column} for column in zip(*answers)]
         for (step, handle), seen, column in zip(self._saves, states, zip(*answers)):
             if seen == {_ENDED}:
                 self._reports[step] = handle.result()

@@ -1,8 +1,8 @@
-"""Decide when to save and what to keep, by pure functions of steps, times and metrics.
+"""Policies of when to save and what to keep: pure functions of steps, times and metrics.
 
-Retention is a function of the records of the checkpoints that there are. A policy says which of them it keeps; what no
-policy keeps may be removed. So nothing has to be remembered between runs, and a run that was interrupted goes on as if
-it had not been.
+Retention is a function of the records of the existing checkpoints. Each policy selects the ones that it keeps; a
+checkpoint that no policy keeps may be removed. No state is needed between runs, so an interrupted run goes on as if it
+had not been interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Policy = TypeVar("Policy")
 
 
 class _Checked:
-    """Check the numbers of a policy when it is made."""
+    """Base of policies, which checks their numbers when they are made."""
 
     def __post_init__(self) -> None:
         """Raise ValidationError where a number is not positive, or there is no such mode."""
@@ -41,9 +41,9 @@ class _Checked:
 
 
 class SavePolicy(ABC):
-    """Say at which steps to save."""
+    """A policy of when to save."""
 
-    #: Whether the answer depends on a clock, so that ranks have to agree on it.
+    #: Whether :meth:`wants` depends on a clock, so that ranks have to agree on its result.
     uses_clock = False
 
     @abstractmethod
@@ -58,7 +58,7 @@ class SavePolicy(ABC):
 
 @dataclass(frozen=True)
 class SaveEvery(_Checked, SavePolicy):
-    """Save at every step that is a multiple of ``steps``."""
+    """A save at every step that is a multiple of ``steps``."""
 
     steps: int
 
@@ -69,7 +69,7 @@ class SaveEvery(_Checked, SavePolicy):
 
 @dataclass(frozen=True)
 class SaveInterval(_Checked, SavePolicy):
-    """Save at the first step that ends ``seconds`` or more after the last save, by the coordinator's clock."""
+    """A save at the first step that ends ``seconds`` or more after the last save, by the coordinator's clock."""
 
     seconds: float
     uses_clock = True
@@ -80,20 +80,20 @@ class SaveInterval(_Checked, SavePolicy):
 
 
 class KeepPolicy(ABC):
-    """Say which checkpoints to keep."""
+    """A policy of which checkpoints to keep."""
 
     @abstractmethod
     def kept(self, records: Sequence[StepRecord]) -> Collection[int]:
         """Return the steps that this policy keeps.
 
         Args:
-            records: Of all checkpoints that there are, each step once, in rising order.
+            records: The records of all checkpoints, each step once, in rising order.
         """
 
 
 @dataclass(frozen=True)
 class KeepLatest(_Checked, KeepPolicy):
-    """Keep the ``count`` highest steps."""
+    """Retention of the ``count`` highest steps."""
 
     count: int
 
@@ -104,7 +104,7 @@ class KeepLatest(_Checked, KeepPolicy):
 
 @dataclass(frozen=True)
 class KeepEvery(_Checked, KeepPolicy):
-    """Keep every step that is a multiple of ``steps``, for ever."""
+    """Permanent retention of every step that is a multiple of ``steps``."""
 
     steps: int
 
@@ -115,7 +115,7 @@ class KeepEvery(_Checked, KeepPolicy):
 
 @dataclass(frozen=True)
 class KeepBest(_Checked, KeepPolicy):
-    """Keep the ``count`` best by a metric; of equals the later. Those without it, or with NaN, do not count."""
+    """Retention of the ``count`` best steps by a metric (of equal ones the later); it may not be missing or NaN."""
 
     count: int
     metric: str = "loss"
@@ -128,7 +128,7 @@ class KeepBest(_Checked, KeepPolicy):
 
 @dataclass(frozen=True)
 class KeepInterval(_Checked, KeepPolicy):
-    """Keep the oldest, and after each one kept the next that was saved ``seconds`` or more later, for ever."""
+    """Permanent retention of the oldest, and after each one kept the next that was saved ``seconds`` or more later."""
 
     seconds: float
 
@@ -144,14 +144,15 @@ class KeepInterval(_Checked, KeepPolicy):
 def steps_to_remove(
     records: Sequence[StepRecord], policies: Sequence[KeepPolicy], newest: int | None = None
 ) -> list[int]:
-    """Return the steps that may go, in rising order: those that no policy keeps.
+    """Return the steps that may be removed, in rising order: those that no policy keeps.
 
-    Never among them: the highest step, and the one that was saved last. Without policies nothing goes.
+    The highest step and the step that was saved last are never removed. Without policies no step is.
 
     Args:
-        records: Of all checkpoints that there are, each step once.
-        policies: Each keeps what it keeps, whatever the others say.
-        newest: The step that was saved last, where that is known better than from the times: clocks may go back.
+        records: The records of all checkpoints, each step once.
+        policies: The policies; a step is kept if any of them keeps it.
+        newest: The step that was saved last, if known; by the times in the records another may be, as clocks may go
+            back.
     """
     if not policies or not records:
         return []
@@ -173,7 +174,7 @@ def check_policies(name: str, given: Policy | Sequence[Policy], kind: type) -> t
     """Return one policy or several, as a tuple.
 
     Raises:
-        ValidationError: Something of another kind is among them.
+        ValidationError: One is of another kind.
     """
     policies: tuple[Policy, ...] = tuple(given) if isinstance(given, (list, tuple)) else (given,)  # type: ignore[assignment]
     for policy in policies:

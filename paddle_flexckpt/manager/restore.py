@@ -35,20 +35,21 @@ from paddle_flexckpt.run_state.extra_state import (
 
 logger = logging.getLogger("paddle_flexckpt")
 
-# Of one step, if another process saves it again each time.
+# The most tries to restore one step, if another process saves it again each time.
 _TRIES = 3
 
 
 @dataclass(frozen=True)
 class RestoreReport:
-    """Report what a restore did on this rank.
+    """The result of a restore on this rank.
 
     Attributes:
         step: The step that was restored.
         path: Its directory.
-        load: What was loaded into model, optimizer and ``state``.
-        extra: Schedule, scaler, random numbers and the caller's own values; what of them could not be restored.
-        skipped: Steps that were to be restored rather than this one and are damaged or unreadable, with what is wrong.
+        load: The report of the load into model, optimizer and ``state``.
+        extra: The report of schedule, scaler, random numbers and the caller's own values.
+        skipped: Steps that come before this one in the order of the restore, and were skipped as they are damaged or
+            unreadable, with the reason.
     """
 
     step: int
@@ -80,17 +81,18 @@ class RestoreReport:
 
 @dataclass(frozen=True)
 class RestoreOptions(LoadOptions):
-    """Hold the options of a restore: those of a load, and these.
+    """The options of a restore: those of a load, and these.
 
     Attributes:
         step: A step, ``"latest"``, or ``"best"`` by the manager's first KeepBest.
         rng: Whether to restore the random number generators, where the layout is the same.
-        fallback: Whether, where that checkpoint is damaged or cannot be read, to go on to the next lower step that can
-            (for ``"best"``, to the next best). Damage that only reading finds leaves targets partly overwritten; the
-            next checkpoint overwrites all of them, and a target that it lacks is an error whatever ``strict`` says.
-            What is no damage (names, shapes, dtypes) is raised: an older checkpoint would not be better.
-        schedule: ``"raise"``: a saved schedule (or constant rate) or scaler that this run has not, or has another kind
-            of, is an error, unless the model alone is wanted. ``"ignore"``: this run's stays as it is, with a warning.
+        fallback: Whether to go on to the next lower step (for ``"best"``, to the next best) if a checkpoint is damaged
+            or cannot be read. Damage that only reading finds leaves targets partly overwritten; the next checkpoint
+            overwrites all of them, and a target that it lacks is an error whatever ``strict`` is. Errors that are no
+            damage (names, shapes, dtypes) are raised: an older checkpoint would have them too.
+        schedule: ``"raise"``: it is an error if a schedule (or constant rate) or scaler was saved, and this run has
+            none or another kind, unless the model alone is wanted. ``"ignore"``: this run's stays as it is, with a
+            warning.
     """
 
     coordinator_rank: int = field(default=0, init=False)
@@ -104,7 +106,7 @@ class RestoreOptions(LoadOptions):
 
 @dataclass(frozen=True, eq=False)
 class Targets:
-    """Hold what is to be put back on this rank: schedule and scaler if there are some."""
+    """The objects that a restore fills on this rank; schedule and scaler may be None."""
 
     shards: Mapping[str, Any]
     lr_scheduler: Any
@@ -133,22 +135,22 @@ class Targets:
 
 
 class ReplacedError(CheckpointError):
-    """Signal that another process has saved a step again while it was restored."""
+    """An error of a restore during which another process saved the step again."""
 
 
 class MisnamedError(ValidationError):
-    """Signal that a step's directory has the checkpoint of another step, which is whole."""
+    """An error of a step's directory that has the intact checkpoint of another step."""
 
 
 def restore_checkpoint(
     directory: Backend, step: int, comm: Communicator, targets: Targets, options: RestoreOptions
 ) -> RestoreReport:
-    """Restore the checkpoint in a step's directory; first its extra state, which is small and touches nothing.
+    """Restore the checkpoint in a step's directory. Its extra state is read first: it is small and changes no target.
 
     Raises:
         ValidationError: It does not fit; nothing was changed.
         CorruptCheckpointError: It is damaged; targets may be partly overwritten.
-        UnreadableCheckpointError: The storage does not let it be read, or it has been removed meanwhile; likewise.
+        UnreadableCheckpointError: The storage does not allow reading it, or it has been removed meanwhile; likewise.
         ReplacedError: Another process has saved the same step meanwhile.
     """
     context = f"cannot restore step {step} from {directory.path!r}"
@@ -168,7 +170,7 @@ def restore_checkpoint(
             return manifest.save_token, manifest.save_token.encode()
 
         token, tokens = comm.together(hold, context)
-        misnamed = [said[1:].decode() for said in tokens if said[:1] == b"!"]
+        misnamed = [each[1:].decode() for each in tokens if each[:1] == b"!"]
         if misnamed:
             raise MisnamedError(misnamed[:1], context)
         if len(set(tokens)) > 1:
@@ -179,8 +181,8 @@ def restore_checkpoint(
                 comm.together(lambda: targets.refuse(state, options), context)
             load = load_state_dict(targets.shards, directory, comm, **options.keywords(LoadOptions))
         except (CorruptCheckpointError, UnreadableCheckpointError, ValidationError) as error:
-            # Where there are no locks for readers, the files of what is replaced go at once. And ranks that look at it
-            # one after the other may see two.
+            # Without locks for readers, the files of a replaced checkpoint are removed at once. And two ranks may see
+            # different checkpoints.
             _, found = comm.together(lambda: (None, b"yes" if _is_replaced(directory, token) else b""), context)
             if any(found):
                 raise ReplacedError(_replaced(context)) from error
@@ -232,9 +234,9 @@ def restore_first(
 ) -> tuple[RestoreReport, set[int]]:
     """Restore the first of some checkpoints, or with ``fallback`` the first that is whole and can be read.
 
-    Returned are the report, and which of the skipped steps have the whole checkpoint of another step.
+    Returned are the report, and those of the skipped steps whose directory has the intact checkpoint of another step.
 
-    ``skipped`` are steps that are out of the question already, with what is wrong.
+    ``skipped`` are steps that were ruled out before, with the reason.
 
     Raises:
         CheckpointError: As of :func:`restore_checkpoint`.
@@ -266,7 +268,7 @@ def restore_first(
 
 
 def _strict_after_damage(strict: Strict) -> Strict:
-    """Return the strictness of a fall-back: a target that it lacks would keep what a damaged checkpoint left."""
+    """Return ``strict`` for a fallback: a target that it lacks would keep values of the damaged checkpoint."""
     if strict is False:
         return "missing"
     return True if strict == "unexpected" else strict

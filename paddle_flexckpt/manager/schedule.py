@@ -1,4 +1,4 @@
-"""Decide when to save, on all ranks alike: by the policies, and by signals that say that the process will soon end."""
+"""The decision to save, the same on all ranks: by the policies, and by signals that the process will soon be ended."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from paddle_flexckpt.manager.policies import SavePolicy
 from paddle_flexckpt.ranks.communicator import Communicator
 
 _LIBC = ctypes.CDLL(None)
-# Room for a struct sigaction or a sigset_t of any C library; what is in it is the library's own business.
+# Room for a struct sigaction or a sigset_t of any C library. Their contents are not used here.
 _STRUCT_BYTES = 1024
 
 
 class PreemptionSignals:
-    """Set a flag when a signal comes, and do nothing else: the loop saves, between two steps.
+    """Handlers of preemption signals, which only set a flag; the loop saves between two steps.
 
-    A handler that was there before and is a Python function is called as well; Python's own handler of SIGINT, which
-    raises KeyboardInterrupt, is not. Without signals nothing is installed. A fork of the process has the handlers that
-    were there before, from its first instruction.
+    A previous handler that is a Python function is called as well, except for Python's own handler of SIGINT, which
+    raises KeyboardInterrupt. Without signals no handler is installed. A fork of the process has the previous handlers,
+    from its first instruction.
     """
 
     def __init__(self, signals: Iterable[int]) -> None:
@@ -43,7 +43,7 @@ class PreemptionSignals:
         """
         self._received = False
         self._closed = False
-        # What Python knows of the handler that was there, and what the system knows: it may be one in C.
+        # The previous handlers, as Python and as the system knows them: a handler may be one in C.
         self._previous: dict[int, tuple[Any, Any]] = {}
         numbers = tuple(dict.fromkeys(signals))
         if numbers and threading.current_thread() is not threading.main_thread():
@@ -77,10 +77,10 @@ class PreemptionSignals:
         return self._received
 
     def close(self) -> None:
-        """Put the old handlers back.
+        """Restore the previous handlers.
 
-        Where that cannot be done, in another thread or because somebody's handler has come on top of this one, this one
-        stays, and does what the old one did.
+        In another thread than the main thread, or if another handler was installed after this one, that is impossible.
+        Then this handler stays, and does what the previous one did.
         """
         if self._closed:
             return
@@ -102,30 +102,30 @@ class PreemptionSignals:
             previous(number, frame)
 
 
-# Those that live, closed or not.
+# All that exist, closed or not.
 _WATCHES: weakref.WeakSet[PreemptionSignals] = weakref.WeakSet()
-# For each thread that forks, the arguments of what gives it back the signals that it had blocked before.
+# For each thread that forks, the arguments of the call that restores its signal mask.
 _MASKS: dict[int, tuple[int, Any, None]] = {}
 
 
 def _uncover(number: int) -> None:
-    """Put back what the handlers of closed watches on top have replaced."""
+    """Restore the handlers that closed watches have replaced, from the newest on."""
     while True:
         watch = getattr(signal.getsignal(number), "__self__", None)
         if not isinstance(watch, PreemptionSignals) or not watch._closed:
             return
         previous, action = watch._previous[number]
-        # What Python does not know (None) cannot be given to it; the system gets it back all the same.
+        # Python cannot set a handler that it does not know (None), but the system can.
         signal.signal(number, signal.SIG_DFL if previous is None else previous)
         _LIBC.sigaction(number, action, None)
 
 
 @functools.cache
 def _watch_forks() -> None:
-    """Have each fork end the watches; a signal that comes before that waits until it is done.
+    """Have each fork end the watches; a signal that comes earlier is held until then.
 
-    Signals are given back by a function that runs no Python: one of a handler that raises has to raise in the caller,
-    and not in this.
+    A function that runs no Python restores the signal mask: an exception of a handler has to be raised in the caller,
+    and not here.
     """
     arguments = map(_MASKS.pop, iter(threading.get_ident, None))
     give_back = functools.partial(next, itertools.starmap(_LIBC.pthread_sigmask, arguments))
@@ -149,21 +149,21 @@ def _end_watches() -> None:
 
 
 class SaveSchedule:
-    """Say when to save.
+    """The decision to save, by policies and signals.
 
     Attributes:
-        should_stop: Whether a rank had got a signal when ranks last agreed; the same on every rank.
+        should_stop: Whether a rank had received a signal when the ranks last agreed; the same on every rank.
     """
 
     def __init__(self, comm: Communicator, policies: Sequence[SavePolicy], signals: PreemptionSignals) -> None:
-        """Take the ranks that save, the policies, any of which may want it, and the signals of this rank."""
+        """Take the ranks that save, the policies, any of which is enough for a save, and the signals of this rank."""
         self._comm = comm
         self._policies = policies
         self._signals = signals
         self._agrees = signals.watches or any(policy.uses_clock for policy in policies)
         self.should_stop = False
         self._saved_since_stop = False
-        # The step that storage and live state have in common, if they have, and since when.
+        # The step that was saved or restored last, and when.
         self._last_step: int | None = None
         self._last_time = time.monotonic()
 
@@ -194,7 +194,7 @@ class SaveSchedule:
         return any(policy.wants(step, seconds) for policy in self._policies)
 
     def note(self, step: int, saved: bool) -> None:
-        """Note that live state and the checkpoint of a step are the same now: it was saved, or else restored."""
+        """Record that a step was saved, or else restored: its checkpoint and the live state are the same now."""
         self._last_step = step
         self._last_time = time.monotonic()
         self._saved_since_stop = self._saved_since_stop or (saved and self.should_stop)

@@ -1,4 +1,4 @@
-"""Write a page beside each step: what its save did, and who saved what. Tested in tests/manager/test_step_pages.py."""
+"""Pages beside the steps: the save's report and who saved what. Tested in tests/manager/test_step_pages.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Saved = Union[SaveReport, SaveHandle]
 
 
 class StepPages:
-    """Remember the saves that have no page yet: the same on every rank. The coordinator writes the pages."""
+    """The saves that have no page yet, the same on every rank. The coordinator writes the pages."""
 
     def __init__(self, steps: StepDirectories, is_wanted: bool) -> None:
         """Take the directories, and whether pages are wanted at all."""
@@ -28,7 +28,7 @@ class StepPages:
         return len(self._saves)
 
     def add(self, step: int, saved: _Saved, metrics: Mapping[str, float]) -> None:
-        """Note a save that has ended, or one in the background that has begun."""
+        """Add a save that has ended, or one in the background that has begun."""
         if self._is_wanted:
             self._saves[step] = saved, dict(metrics)
 
@@ -39,7 +39,7 @@ class StepPages:
         return ended
 
     def write(self, ended: Mapping[int, tuple[_Saved, Mapping[str, float]]]) -> None:
-        """Write the pages of saves that have ended; of one that failed none.
+        """Write the pages of saves that have ended, except failed ones.
 
         Raises:
             CheckpointError: A page could not be written; the others have been.

@@ -1,9 +1,9 @@
-"""Look after the root directory: one directory for each step, what is known of it, and its removal.
+"""The root directory of a run: one directory for each step, its record, and its removal.
 
-A removal is carried through whatever happens in between. First a file of the root, ``step_{step:08d}.removing``, says
-which files are to go; then the manifest goes, and with it the checkpoint; then the files, the file that told of them,
-and last the directory. What is found without its manifest but with that file is removed by whoever comes next. Nothing
-else is ever removed: not what is being saved or read, and no file that the checkpoint does not consist of.
+An interrupted removal is finished by the next manager. First a file of the root, ``step_{step:08d}.removing``, is
+written with the names of the checkpoint's files. Then the manifest is removed, and with it the checkpoint; then the
+files, the list of them, and last the directory. A step that has this list and no manifest is removed by the next
+retention. Nothing else is ever removed: no checkpoint that is being saved or read, and no file of another origin.
 """
 
 from __future__ import annotations
@@ -54,26 +54,26 @@ _REMOVING = re.compile(r"step_(\d{8,})\.removing", re.ASCII)
 
 @dataclass(frozen=True)
 class _Known:
-    """Hold what has been read of one checkpoint."""
+    """The facts that have been read of one checkpoint."""
 
-    token: str  # of its save: another save of the same step is another checkpoint
+    token: str  # of its save: each save of a step has another
     record: StepRecord | None  # None if no manager saved it, or it is damaged
     problem: str = ""
 
 
 class StepDirectories:
-    """Look after the directories of a root. One process uses it at a time: the coordinator's."""
+    """The step directories of a root, as the coordinator reads and changes them. One process uses it at a time."""
 
     def __init__(self, root: Location) -> None:
         """Take the root directory; it need not exist."""
         backend = open_destination(root)
-        # A program that changes its directory has the same run still.
+        # A relative root is made absolute: the program may change its working directory.
         self._root = reopen(backend.reopen_token()) if type(backend) is LocalBackend else backend
         self.path = self._root.path
         self._known: dict[int, _Known] = {}
-        # Steps with a checkpoint in whose directory nothing is left of dead saves, as long as nobody saves there again.
+        # Steps with a checkpoint whose directory has no leftovers of dead saves, until the next save of the step.
         self._cleaned: set[int] = set()
-        self._links: set[int] = set()  # steps whose directory is a link, which has been said
+        self._links: set[int] = set()  # steps whose directory is a link, for which a warning was logged
 
     def directory(self, step: int) -> Backend:
         """Return the directory of a step, whether it exists or not."""
@@ -82,7 +82,7 @@ class StepDirectories:
     def steps(self, trusted: Collection[int] = ()) -> list[int]:
         """Return the steps that have a checkpoint, damaged or not, in rising order.
 
-        ``trusted`` are not looked into: whoever reads them finds out.
+        The directories of ``trusted`` steps are not listed: a read finds out whether they have a checkpoint.
         """
         before: list[int] | None = None
         while True:
@@ -91,7 +91,7 @@ class StepDirectories:
             there = map_files(self._root, self._may_have_checkpoint, unknown)
             missing = {step for step, is_there in zip(unknown, there) if not is_there}
             found = [step for step in steps if step not in missing]
-            # One that has been removed may have been replaced, after the listing or after the look at the new one.
+            # A removed step may have been replaced by a new one since the listing: list again.
             if (steps and not missing) or found == before:
                 return found
             before = found
@@ -100,14 +100,14 @@ class StepDirectories:
         try:
             return _MANIFEST in self.directory(step).names()
         except OSError:
-            return True  # whoever reads it will be told why that cannot be done
+            return True  # a read raises the error
 
     def _directories(self) -> list[int]:
         matches = [(name, _STEP.fullmatch(name)) for name in self._root.names("directories")]
         return sorted(int(match[1]) for name, match in matches if match and name_of(int(match[1])) == name)
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Return what there is, and whether it is complete, in rising order of steps."""
+        """Return an entry for each step that has a checkpoint, in rising order of steps."""
         found = []
         for step in self.steps():
             directory = self.directory(step)
@@ -119,14 +119,14 @@ class StepDirectories:
         return found
 
     def records(self) -> tuple[list[StepRecord], dict[int, str]]:
-        """Return what is known of the checkpoints that a manager saved, and what is wrong with damaged ones.
+        """Return the records of the checkpoints that a manager saved, and the problems of damaged ones by step.
 
-        Read are the first bytes of the manifests, and the records of those that are new.
+        This reads the first bytes of all manifests, and the records of new checkpoints.
         """
         trusted = {step for step, each in self._known.items() if not each.problem}
         known = self._look_at(self.steps(trusted))
         if trusted - known.keys():
-            known = self._look_at(self.steps())  # one that has been removed may have been replaced meanwhile
+            known = self._look_at(self.steps())  # a removed step may have been replaced by a new one meanwhile
         self._known = known
         records = [each.record for each in known.values() if each.record is not None]
         return records, {step: each.problem for step, each in known.items() if each.problem}
@@ -167,7 +167,7 @@ class StepDirectories:
             return _Known(token, None, str(error))
 
     def order(self, which: Which, best: KeepBest | None, fallback: bool) -> tuple[list[int], dict[int, str]]:
-        """Return the steps to restore, in the order in which they are tried, and damaged ones, with what is wrong.
+        """Return the steps to restore, in the order in which they are tried, and the problems of damaged ones.
 
         The first is ``which``. With ``fallback`` come the next lower ones, for ``"best"`` the next best.
 
@@ -198,7 +198,7 @@ class StepDirectories:
         return order if fallback else order[:1], damaged
 
     def best(self, best: KeepBest | None, fallback: bool = False) -> tuple[list[int], dict[int, str]]:
-        """Return steps by a metric, the best one first, and those that are damaged; errors as of :meth:`order`."""
+        """Return steps by a metric, the best first, and the problems of damaged ones; errors as of :meth:`order`."""
         if best is None:
             raise ValidationError(
                 [
@@ -216,17 +216,17 @@ class StepDirectories:
         return best_first(records, best.metric, best.mode), damaged
 
     def begin_run(self, step: int, restored: Which | None) -> str:
-        """Return the identity of a run that is about to save its first step: that of the step that it goes on from.
+        """Return the identity of a run that is about to save its first step: that of the step that it continues.
 
-        ``"latest"`` stands for the highest that has one.
+        ``"latest"`` is the highest step that has an identity.
 
         Raises:
-            ValidationError: There are higher steps of another run, which would be taken for this run's latest.
+            ValidationError: Another run has higher steps, which a later restore would take for this run's latest.
         """
         found: dict[int, _Known] = {}
         for each in self._directories():
             if each == restored or each > step:
-                with contextlib.suppress(OSError):  # it is not there, or nobody can restore it
+                with contextlib.suppress(OSError):  # it does not exist, or cannot be restored
                     found[each] = self._look(each)
         records = [known.record for known in found.values() if known.record is not None]
         before = [record.run for record in records if restored in (record.step, "latest")]
@@ -245,11 +245,11 @@ class StepDirectories:
         return run
 
     def prepare(self, step: int, replace: bool) -> None:
-        """Make way for a save.
+        """Prepare a step's directory for a save.
 
         Raises:
-            ValidationError: There is a checkpoint of this step, and it is not to be replaced.
-            OSError: What an interrupted removal left could not be removed.
+            ValidationError: There is a checkpoint of this step, and ``replace`` is False.
+            OSError: The rest of an interrupted removal could not be removed.
         """
         self._cleaned.discard(step)
         if step in _interrupted(self._root.names()):
@@ -262,20 +262,20 @@ class StepDirectories:
                 f"there is a checkpoint of step {step} in {directory.path}. Remedy: give another run its own "
                 "directory; or, to lose that checkpoint, overwrite=True replaces it as soon as the new one is complete"
             )
-        self._root.remove(page_of(step))  # it is not of the new one
+        self._root.remove(page_of(step))  # the page of the old checkpoint
 
     def write_page(self, step: int, content: str) -> None:
-        """Write the page of a step, in place of one that may be there."""
+        """Write or replace the page of a step."""
         self._write_beside(step, page_of(step), content)
         self._root.sync()
 
     def give_up(self, step: int, error: CheckpointError, keeps: bool) -> None:
-        """Remove the directory of a save that failed, and say more of a full disk where a policy says what is kept.
+        """Remove the directory of a save that failed; explain a full disk if there are policies (``keeps``).
 
-        All ranks may call it. The coordinator has removed the files of all, so it finds the directory empty.
+        All ranks may call it. The coordinator has removed the files of all ranks, so the directory is empty.
 
         Raises:
-            CheckpointError: The disk is full: what can be done.
+            CheckpointError: The disk is full; the text has a remedy.
         """
         with contextlib.suppress(OSError):
             self.directory(step).remove_directory()
@@ -289,12 +289,12 @@ class StepDirectories:
     def retain(
         self, policies: Sequence[KeepPolicy], newest: int | None, busy: Collection[int], doubtful: Collection[int] = ()
     ) -> list[int]:
-        """Remove what no policy keeps, and what dead saves and interrupted removals left behind.
+        """Remove the checkpoints that no policy keeps, and leftovers of dead saves and interrupted removals.
 
-        A checkpoint that is being read, or that no manager saved, or that is damaged, is left alone, and so are those
-        that are ``busy``: being saved in the background. A loss of power may take these back until all ranks know that
-        they are complete, and ``doubtful`` ones may be of no use, so what goes may go with them and without them.
-        Returned are the steps removed.
+        A checkpoint is left alone if it is being read, was not saved by a manager, is damaged, or is ``busy``: being
+        saved in the background. A power loss may undo busy saves, and ``doubtful`` checkpoints may be useless. So a
+        checkpoint is removed only if the policies do not keep it, whether these are counted or not. Returned are the
+        steps removed.
 
         Raises:
             CheckpointError: Something could not be removed; all that could be has been.
@@ -321,7 +321,7 @@ class StepDirectories:
                 attempt(self._remove_dead_save, step)
         records, damaged = self.records()
         self._cleaned = {record.step for record in records} - {*busy}
-        # Nobody was told of these, as they may be read the next time.
+        # For these no warning was logged, as they may be readable the next time.
         problems += [f"step {step} {why}" for step, why in damaged.items() if why.startswith(_UNREADABLE)]
         complete = [record for record in records if record.step not in {*busy, *doubtful}]
         with_busy = steps_to_remove(records, policies, newest)
@@ -347,14 +347,14 @@ class StepDirectories:
             try:
                 write_file(self._root, name, content.encode(), "replace")
                 break
-            except FileNotFoundError:  # another job's manager has taken it for what a dead one had begun
+            except FileNotFoundError:  # another job's manager took the temporary file for a dead one's and removed it
                 if is_last:
                     raise
         if _MANIFEST not in self.directory(step).names():
             self._root.remove(name)
 
     def _leads_elsewhere(self, step: int) -> bool:
-        """Return whether a step's directory is a link: what it points to may be of use to somebody else."""
+        """Return whether a step's directory is a link, whose target others may need."""
         backend = self.directory(step)
         if not (backend.has_path and os.path.islink(backend.path)):
             return False
@@ -397,9 +397,9 @@ class StepDirectories:
         return True
 
     def _finish_removal(self, step: int) -> bool:
-        """Carry an interrupted removal through; return whether that could be done now."""
+        """Finish an interrupted removal; return whether that could be done now."""
         backend = self.directory(step)
-        # A store's listing may be out of date: there the note alone counts.
+        # The listing of an object store may be out of date, so its directory is not looked for.
         if backend.has_path and not exists(backend):
             self._end_removal(step)
             return True
@@ -408,19 +408,19 @@ class StepDirectories:
                 return False
             directory = open_to_save(backend)
             if directory.has_manifest(UNIQUE_ID):
-                # It had not come so far as to remove anything, or the step has been saved again.
+                # The removal had removed no file yet, or the step has been saved again.
                 self._root.remove(_marker_of(step))
                 return True
             try:
                 files = [check_file_name(name) for name in json.loads(self._root.read(_marker_of(step)))["files"]]
             except FileNotFoundError:
-                return True  # another job's manager has just done it
+                return True  # another job's manager has just finished it
             except (ValueError, KeyError, TypeError, RecursionError) as error:
                 note = self._root.where(_marker_of(step))
                 logger.warning(f"{note} cannot be understood, and is left alone: {error}")
                 return False
             _remove_files(backend, files)
-            # A loss of power may have brought back what had been removed before.
+            # A power loss may have brought back files that had been removed.
             directory.cleaner.remove_dead_saves()
             directory.companion.remove_refusal()
             self._end_removal(step)
@@ -428,9 +428,9 @@ class StepDirectories:
         return True
 
     def _end_removal(self, step: int) -> None:
-        """Remove what is beside the directory, and then the note; in the directory is nothing of the checkpoint.
+        """Remove the step's files in the root, the list of the removal last; the checkpoint's own files are removed.
 
-        The caller has the right to save there, so that the files are not those of a later save.
+        The caller holds the directory's lock, so the files are not those of a later save.
         """
         self._root.remove(page_of(step))
         self._root.remove(_report_of(step))
@@ -438,14 +438,14 @@ class StepDirectories:
         self._root.remove(_marker_of(step))
 
     def _remove_dead_save(self, step: int) -> bool:
-        """Remove what saves that died left behind, and the directory if nothing else is in it.
+        """Remove the leftovers of saves that died, and the directory if nothing else is in it.
 
-        Files of unknown origin stay: their manifest may have been lost. Returns whether there was something.
+        Files of unknown origin stay: their manifest may have been lost. Returns whether there were leftovers.
         """
         backend = self.directory(step)
         directory, names = open_to_save(backend), backend.names()
         begun = any(marked_by(name) or is_message(name) for name in names)
-        # A save that lost its marker with the power may have left the refusal for Paddle's loader.
+        # A save that lost its marker in a power loss may have left the refusal for Paddle's loader.
         refused = list(names) == [directory.companion.name]
         if not (begun or refused) and (names or backend.names("directories")):
             return False
@@ -459,7 +459,7 @@ class StepDirectories:
 
 
 def is_full(error: CheckpointError) -> bool:
-    """Return whether a save has failed because there was no room."""
+    """Return whether a save has failed because the disk was full."""
     return any(text in str(error) for text in _FULL)
 
 
@@ -479,7 +479,7 @@ def page_of(step: int) -> str:
 
 
 def save_token_in(directory: Backend) -> str:
-    """Return what tells this checkpoint of a step from others; errors of :func:`read_save_token`."""
+    """Return the save token of a step's checkpoint; errors of :func:`read_save_token`."""
     with directory.open(_MANIFEST) as file:
         return read_save_token(file, directory.where(_MANIFEST))
 
@@ -493,14 +493,14 @@ def _report_of(step: int) -> str:
 
 
 def _remove_files(directory: Backend, files: Sequence[str]) -> None:
-    """Remove data files; they are gone for good when this returns."""
+    """Remove data files durably."""
     map_files(directory, directory.remove, files)
     directory.sync()
     open_to_save(directory).companion.update()
 
 
 def try_lock(directory: Backend, stack: contextlib.ExitStack) -> bool:
-    """Take the right to save there for the time of a context; return whether nobody else has it."""
+    """Take a directory's lock for the time of a context; return whether it was free."""
     try:
         lock = directory.locks.take()
     except (CheckpointError, FileNotFoundError):

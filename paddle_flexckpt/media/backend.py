@@ -1,4 +1,4 @@
-"""Backends: the files of one directory, on whatever medium it is.
+"""Backends: the files of one directory, on any medium.
 
 The format needs little of a medium: files that are written once and whole, byte ranges of them, a small file that
 appears with all its bytes or not at all (the commit, :func:`publish`), and a lock among savers.
@@ -26,22 +26,22 @@ Self = TypeVar("Self", bound="Lock")
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# How a new file comes to its name:
-#   new        There must be none of that name.
-#   replace    It appears whole when it is finished, instead of what is there then.
-#   publish    As replace; what another process puts there since a last look is not replaced, where a medium can tell.
-#   overwrite  It is written where it stands: for small files that may be seen half written.
+# How a new file gets its name:
+#   new        No file may have the name.
+#   replace    It appears whole when it is finished, in place of any file of that name.
+#   publish    As replace, but a file put there since the last look is not replaced, where a medium can detect that.
+#   overwrite  It is written in place: for small files that may be seen half written.
 Mode = Literal["new", "replace", "publish", "overwrite"]
 REPLACING: tuple[Mode, ...] = ("replace", "publish")
-# What is listed: files without the lease; directories; or whatever is there.
+# The kinds of entries to list: files without the lease; directories; or all.
 Kind = Literal["files", "directories", "any"]
 
 
 class InputFile(ABC):
-    """Read a file.
+    """A file that is read.
 
     Attributes:
-        size: Its bytes.
+        size: Its size in bytes.
     """
 
     size: int
@@ -54,7 +54,7 @@ class InputFile(ABC):
         """Fill buffers, one after the other, from byte ``offset``, by one request if the medium answers it whole.
 
         Returns:
-            How many bytes, as of :meth:`read_into`: the last of them may be missing.
+            The number of bytes, as of :meth:`read_into`: the last ones may be missing.
         """
         if len(buffers) == 1:
             return self.read_into(buffers[0], offset)
@@ -69,19 +69,19 @@ class InputFile(ABC):
         return count
 
     def read_ahead(self, files: Sequence[InputFile], wanted: Wanted) -> int:
-        """Begin to bring what will be read of open files of a kind, of which this is one, where a request takes long.
+        """Begin to fetch the ranges that will be read of this and other open files of its kind, if requests take long.
 
         Args:
             files: Those that ``wanted`` counts; they are closed together.
             wanted: The ranges, in the order in which they will be read.
 
         Returns:
-            How many bytes come along that nobody wants.
+            The number of bytes that are fetched without being needed.
         """
         return 0
 
     def memory_map(self) -> mmap.mmap | None:
-        """Return the file as a read-only memory map, which the caller closes; None where the medium has none."""
+        """Return the file as a read-only memory map, which the caller closes; None if the medium has none."""
         return None
 
     @abstractmethod
@@ -103,14 +103,14 @@ class InputFile(ABC):
 
 
 class OutputFile(ABC):
-    """Write a new file. Leaving its context finishes it; leaving by an exception aborts it."""
+    """A new file that is written. Leaving its context finishes it; leaving by an exception aborts it."""
 
     @abstractmethod
     def write(self, data: Buffer) -> None:
         """Write all of the data after what was written before."""
 
     def write_many(self, parts: Sequence[Buffer]) -> None:
-        """Write one after the other, in as few requests as the medium can."""
+        """Write several buffers one after the other, in as few requests as possible."""
         for part in parts:
             self.write(part)
 
@@ -118,7 +118,7 @@ class OutputFile(ABC):
         """Make the bytes durable where that can be done before :meth:`finish`, which then takes little time."""
 
     def look(self) -> None:  # noqa: B027
-        """Look at what a published file would replace now, where a medium can keep it from replacing anything else."""
+        """Look at the file that a published one would replace now, if a medium can avoid replacing any other."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -126,7 +126,7 @@ class OutputFile(ABC):
 
     @abstractmethod
     def abort(self) -> None:
-        """Close the file, and remove it where it is known to be this one; another error is on its way."""
+        """Close the file, and remove it if it is known to be this one; another error is being raised."""
 
     def __enter__(self) -> OutputFile:
         return self
@@ -145,14 +145,14 @@ class OutputFile(ABC):
 
 
 class Lock:
-    """Hold a right until it is released; this one holds nothing.
+    """A lock that is held until it is released. This class locks nothing; subclasses do.
 
-    It is for media without locks, and for callers who keep savers apart themselves, as are the next two classes.
-    ``local_locks.py`` has the locks of the kernel, ``lease.py`` those of media without locks.
+    This class and the next two serve media without locks, and callers who keep savers apart themselves.
+    ``local_locks.py`` has the kernel's locks, ``lease.py`` leases for media without locks.
     """
 
     def release(self) -> None:
-        """Give the right back; to do so again is fine."""
+        """Release the lock; a second call does nothing."""
 
     def __enter__(self: Self) -> Self:
         return self
@@ -162,60 +162,60 @@ class Lock:
 
 
 class SaveLock(Lock):
-    """Hold the right to save to a directory; this one asks nobody."""
+    """The right to save to a directory. This class grants it to everybody."""
 
     def handover(self) -> tuple[dict[str, Any], int | None]:
-        """Return what :meth:`Locks.adopt` needs in another process: JSON-safe values, and a descriptor to be sent."""
+        """Return the arguments of :meth:`Locks.adopt` in another process: JSON-safe values, and a descriptor."""
         return {"kind": "none"}, None
 
     def detach(self) -> None:
-        """End this process's part after another process has adopted the lock: the lock is not freed."""
+        """End this process's part after another process has adopted the lock: the lock is not released."""
 
 
 class Locks:
-    """Hand out the locks of one directory: to one saver at a time, and to readers of a file or one who removes it."""
+    """The locks of one directory: one for savers, and one for each file, shared by readers, exclusive for removal."""
 
     def take(self) -> SaveLock:
         """Take the right to save here.
 
         Raises:
-            CheckpointError: Somebody else has it.
+            CheckpointError: Another saver has it.
         """
         return SaveLock()
 
     def adopt(self, token: dict[str, Any], descriptor: int | None) -> SaveLock:
-        """Take over a lock from another process, by what :meth:`SaveLock.handover` returned there."""
+        """Take over a lock from another process, with the result of :meth:`SaveLock.handover` there."""
         return SaveLock()
 
     def is_here(self) -> bool:
-        """Return whether the path leads to the directory of which the right to save was taken."""
+        """Return whether the path still leads to the directory whose lock was taken."""
         return True
 
     def check(self) -> None:
         """Make sure, right before a commit, that the right to save is still held.
 
         Raises:
-            CheckpointError: Somebody else has it by now, or the directory is another one.
+            CheckpointError: Another saver has it by now, or the directory is another one.
         """
 
     def recheck(self) -> None:
-        """Make sure again, if that was so long ago that it may have changed; errors as of :meth:`check`."""
+        """Make sure again, unless the last check is so recent that its answer holds; errors as of :meth:`check`."""
 
     @property
     def can_run_out(self) -> bool:
-        """Return whether the right that was taken can be lost by who is stopped, and goes on without knowing it."""
+        """Return whether the right can be lost by a process that is suspended and goes on without knowing it."""
         return False
 
     def forget_lost(self) -> None:
-        """Forget the right to save if it has been lost: what follows is done as by one who never had it."""
+        """Forget the right to save if it has been lost: later steps are then done as by a process that never had it."""
 
     def confirm(self) -> None:
-        """Ask what a release that follows soon would have to ask: beside another request it takes no time."""
+        """Make the request now that a release would need soon; beside another request it takes no time."""
 
     def share(self, name: str) -> Lock:
-        """Keep a file from being claimed as long as it is read. Wait for whoever has claimed it.
+        """Protect a file from being claimed while it is read. Wait for a process that has claimed it.
 
-        Media without locks keep nothing, and do not look for the file.
+        Media without locks protect nothing, and do not look for the file.
 
         Raises:
             FileNotFoundError: It is not there, or not any more.
@@ -227,19 +227,19 @@ class Locks:
         """Take the right to remove or replace a file, and with it others that its readers need.
 
         Returns:
-            The lock; None if somebody reads the file. A file that is not there has no readers.
+            The lock; None if the file is being read. A file that does not exist has no readers.
         """
         return Lock()
 
 
 class Backend(ABC):
-    """Reach the files of one directory.
+    """The files of one directory, through one kind of storage.
 
     Attributes:
         path: The directory as the caller named it; of a URL, without what is secret.
-        locks: Who may save, read and remove.
+        locks: The locks of savers, readers and removers.
         has_path: Whether other programs of this machine can open the files by their paths.
-        replaces: Whether a file can take the place of another at once; otherwise :func:`publish` refuses to.
+        replaces: Whether one file can replace another atomically; otherwise :func:`publish` refuses to replace any.
         at_once: How many requests about several files may be under way at a time.
     """
 
@@ -281,16 +281,16 @@ class Backend(ABC):
 
     @abstractmethod
     def create(self, name: str, mode: Mode = "new", size: int | None = None) -> OutputFile:
-        """Begin a file; ``mode`` says what becomes of one of that name, ``size`` how many bytes it will have, if known.
+        """Begin a file; ``mode`` decides what happens to one of its name, ``size`` is the number of bytes, if known.
 
         Raises:
-            FileExistsError: There is one of that name, and it is not to be replaced; now or when it is finished.
+            FileExistsError: A file of that name exists, now or at the end, and may not be replaced.
             OSError: The medium refused.
         """
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Remove a file; one that is not there is fine.
+        """Remove a file, if it exists.
 
         Raises:
             CheckpointError: This process has lost the lease that it had here: another save may have the name by now.
@@ -298,19 +298,19 @@ class Backend(ABC):
         """
 
     def remove_unfinished(self, wanted: Callable[[str], bool]) -> None:  # noqa: B027
-        """Remove what a medium keeps of wanted files that were begun and not finished; :meth:`names` lists none."""
+        """Remove a medium's unfinished uploads of ``wanted`` files, which :meth:`names` does not list."""
 
     @abstractmethod
     def make_directory(self) -> None:
         """Make the directory, if it is not there.
 
         Raises:
-            ValidationError: There is something else in its place.
+            ValidationError: A file has its name.
         """
 
     @abstractmethod
     def remove_directory(self) -> None:
-        """Remove the directory if it is empty; one that is not there is fine."""
+        """Remove the directory, if it exists and is empty."""
 
     @abstractmethod
     def sync(self) -> None:
@@ -318,7 +318,7 @@ class Backend(ABC):
 
     @abstractmethod
     def reopen_token(self) -> dict[str, Any]:
-        """Return what opens this directory in another process with :func:`media.opening.reopen`, JSON-safe.
+        """Return a token with which :func:`media.opening.reopen` opens this directory in another process, JSON-safe.
 
         Raises:
             ValidationError: Other processes cannot reach it.
@@ -329,17 +329,17 @@ Location = Union[str, "os.PathLike[str]", Backend]
 
 
 def publish(backend: Backend, name: str, data: bytes, *checks: Callable[[], object]) -> None:
-    """Commit: make durable all that was written before, then let a file appear, whole or not at all.
+    """Commit: make all earlier writes durable, then make a file appear, whole or not at all.
 
     It takes the place of a file of that name, and is durable when this returns.
 
-    The ``checks`` are called right before the file appears, at the same time where the medium gains by that; what one
-    raises keeps the file from appearing.
+    The ``checks`` are called right before the file appears, at the same time if that is faster on the medium. If one
+    raises, the file does not appear.
 
     Raises:
-        CheckpointError: Somebody else has the right to save by now, or the directory is another one.
-        FileExistsError: There is a file of that name, and this medium cannot replace it at once.
-        OSError: The medium refused; what is there may be the old file or the new one.
+        CheckpointError: Another saver has the right to save by now, or the directory is another one.
+        FileExistsError: There is a file of that name, and this medium cannot replace it atomically.
+        OSError: The medium refused; the file may be the old one or the new one.
     """
     backend.sync()
     try:
@@ -347,7 +347,7 @@ def publish(backend: Backend, name: str, data: bytes, *checks: Callable[[], obje
             file.write(data)
             file.make_durable()
             run_beside(backend, backend.locks.check, file.look, *checks)
-            # The others may have taken long.
+            # The other checks may have taken long.
             backend.locks.recheck()
     except FileNotFoundError:
         # Where a file is renamed, the next saver has removed it before. The lease says who that is.
@@ -363,7 +363,7 @@ def write_file(backend: Backend, name: str, data: bytes, mode: Mode = "overwrite
 
 
 def map_files(backend: Backend, function: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Do the same for each of several files; several at a time where the medium gains by that.
+    """Call a function for each of several files; several at a time if that is faster on the medium.
 
     The first error, in the order of the items, is raised.
     """
@@ -375,20 +375,20 @@ def map_files(backend: Backend, function: Callable[[Item], Result], items: Itera
 
 
 def run_beside(backend: Backend, *steps: Callable[[], object]) -> None:
-    """Take steps that need nothing of each other, as :func:`map_files` does."""
+    """Run steps that are independent of each other, as :func:`map_files` does."""
     map_files(backend, lambda step: step(), steps)
 
 
 def exists(backend: Backend) -> bool:
-    """Return whether the directory is there; on media without directories, whether a file is in it."""
+    """Return whether the directory exists; on media without directories, whether it has a file."""
     return os.path.isdir(backend.path) if backend.has_path else bool(backend.names("any"))
 
 
 def place_of(backend: Backend) -> str:
-    """Return a text that is the same in two processes only if this is the same directory for both."""
+    """Return a text that is equal in two processes only if this is the same directory for both."""
     if not backend.has_path:
         return backend.path
-    # What tells this host's view of its files from that of others.
+    # Distinguishes this host's view of its files from those of other hosts.
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             host = [file.read().strip(), os.stat("/proc/self/ns/mnt").st_ino, os.stat("/").st_ino]
@@ -419,7 +419,7 @@ def open_member(backend: Backend, name: str) -> InputFile:
 
 @contextlib.contextmanager
 def reading(path: str) -> Iterator[None]:
-    """Make an OSError of the medium an UnreadableCheckpointError, which a restore may pass over."""
+    """Turn an OSError of the medium into an UnreadableCheckpointError, which a restore may skip."""
     try:
         yield
     except OSError as error:
@@ -430,7 +430,7 @@ def reading(path: str) -> Iterator[None]:
 
 
 def fill(file: InputFile, buffer: memoryview, offset: int) -> int:
-    """Fill a buffer from byte ``offset``; return how many bytes there were before the file's end."""
+    """Fill a buffer from byte ``offset``; return the number of bytes before the file's end."""
     count = 0
     while count < len(buffer):
         got = file.read_into(buffer[count:], offset + count)

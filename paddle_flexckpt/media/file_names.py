@@ -1,4 +1,4 @@
-"""File names that a checkpoint gives: they stay inside its directory, and so do the files behind them.
+"""File names in a checkpoint: they, and the files behind them, stay inside its directory.
 
 Tested in tests/attacks/test_files.py.
 """
@@ -19,7 +19,7 @@ _MAX_NAME_BYTES = 255
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Give errors of descriptors, which do not know a name, the file's."""
+    """Add the file's name to errors of descriptors, which do not know it."""
     try:
         yield
     except OSError as error:
@@ -34,7 +34,7 @@ def check_file_name(name: str) -> str:
     Raises:
         ValueError: It is not one: a path, ``..``, absolute, empty, too long, or with control characters in it.
     """
-    # Lone surrogates are no text and have no bytes.
+    # Lone surrogates are not text and have no bytes.
     plain = name not in ("", ".", "..") and not any(c in "/\\\x7f" or c < " " or "\ud800" <= c < "\ue000" for c in name)
     if not plain or len(name.encode()) > _MAX_NAME_BYTES:
         raise ValueError(f"file name {name[:80]!r} leaves the checkpoint's directory or is none")
@@ -67,7 +67,7 @@ def _real_path(directory: str, name: str, kind: str) -> str:
 
 
 def _blobs_of(directory: str) -> str:
-    """Return where the files of a snapshot in a cache of Hugging Face's are; of any other directory itself."""
+    """Return the directory of the files of a snapshot in a cache of Hugging Face's; for any other directory, itself."""
     above = next((each for each in Path(directory).parents if each.name == "snapshots"), None)
     return directory if above is None else str(above.parent / "blobs")
 
@@ -84,7 +84,7 @@ def open_inside(directory: str, name: str) -> int:
     """
     path = os.path.join(directory, name)
     check_member(directory, name)
-    # O_NONBLOCK: the opening of a pipe would wait for its writer.
+    # Without O_NONBLOCK the opening of a pipe would wait for its writer.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags)

@@ -1,13 +1,13 @@
 """Leases: the right to save on media without locks.
 
 A holder writes the file ``.lease`` and renews it while it lives. Another saver that finds one watches it: a lease that
-changes belongs to somebody who lives; one that stays the same for its whole time belongs to nobody, and is taken over.
-What counts is the time that the watcher sees pass, so clocks need not agree.
+changes has a living holder. A lease that stays the same for its whole time has expired, and is taken over. The watcher
+measures this time itself, so clocks need not agree.
 
-A holder that was stopped, or whose requests hung, for longer than that finds its lease taken, and must not commit:
-:meth:`LeaseLock.check` stands right before every commit, and :meth:`LeaseLock.recheck` before each try of its request.
-So the lease is certain for half of its time when that is made. A request that takes effect later is the window that
-remains.
+A holder that was suspended, or whose requests hung, for longer than that finds its lease taken, and must not commit:
+:meth:`LeaseLock.check` is called right before every commit, and :meth:`LeaseLock.recheck` before each try of its
+request. So the lease is certain for half of its time when the request is made. A request that takes effect later than
+that is the remaining risk.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ logger = logging.getLogger("paddle_flexckpt")
 
 LEASE_FILE = ".lease"
 LEASE_SECONDS = 30.0
-# Of the lease's time: renewals, so that some may be late; looks of a watcher; and how long a claim stands before it
-# counts, where two that claim at a time may both succeed at first.
+# Fractions of the lease's time: between renewals, so that some may be late; between looks of a watcher; and before a
+# claim counts, where two claims at a time may both succeed at first.
 _RENEWALS = 6
 _LOOKS = 30
 _SETTLING = 10
-# How long after a renewal the lease is certain enough for what follows.
+# The time after a renewal in which the lease is certain enough to continue.
 _CERTAIN = 1 / 2
 _RECHECKS = 5
-# On Linux this clock alone counts the time that a suspended machine sleeps, in which others may take its lease. Who
-# watches a lease counts the time that it is awake.
+# On Linux only this clock counts the time that a machine is suspended, in which others may take its lease. A watcher of
+# a lease counts only the time that it is awake.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-# A look that falls into the writing of the file sees a part of it.
+# A read during a write of the file sees a part of it.
 _READS = 10
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Name the holder of a lease, as its file does; the counter rises with every renewal."""
+    """The contents of a lease's file: its holder, and a counter that rises with every renewal."""
 
     token: str
     host: str
@@ -77,30 +77,30 @@ class Claim:
 
 
 def check_lease_seconds(seconds: object) -> float:
-    """Return a lease's time; ValidationError if it is none."""
+    """Return a lease's time; ValidationError if it is invalid."""
     if not isinstance(seconds, (int, float)) or isinstance(seconds, bool) or not 0 < seconds < 86400:
         raise ValidationError(f"lease_seconds has to be a number of seconds, at most a day; got {seconds!r}")
     return float(seconds)
 
 
 class LeaseLock(SaveLock):
-    """Hold a lease, and renew it in a thread of its own."""
+    """A lease on a directory, renewed by a thread of its own."""
 
     def __init__(self, backend: Backend, claim: Claim, renewed_at: float) -> None:
         """Hold a lease.
 
         Args:
             backend: The directory.
-            claim: What its lease file says, or will say soon.
-            renewed_at: When the writing of it was begun at the latest, by this host's clock.
+            claim: The contents of its lease file, now or soon.
+            renewed_at: The latest time at which the write of the lease was begun, by this host's clock.
         """
         self._backend = backend
         self._claim = claim
         self._renewed_at = renewed_at
-        # One renewal at a time: another's unfinished one would look like a lease that is held.
+        # One renewal at a time: another's unfinished write would look like a lease of another holder.
         self._renewing = threading.Lock()
         self._failure: Exception | None = None
-        # When it was asked last whether the lease is still held, if it was.
+        # The time of the last successful check that the lease is still held.
         self._confirmed_at = -math.inf
         self._ended = threading.Event()
         close_in_forks(self, LeaseLock._leave_to_owner)
@@ -111,7 +111,7 @@ class LeaseLock(SaveLock):
         while not self._ended.wait(self._claim.seconds / _RENEWALS):
             try:
                 self._keep()
-            # Whatever it is: the save fails with it.
+            # Any error: the save fails with it.
             except Exception as error:
                 self._failure = error
                 return
@@ -127,7 +127,8 @@ class LeaseLock(SaveLock):
             write_file(self._backend, LEASE_FILE, self._claim.encode())
             now, settling = _now(), _settling_seconds(self._claim.seconds)
             if now - self._renewed_at >= self._claim.seconds:
-                # It may have run out. Whoever took it over since the look finds this claim, if the look was just now.
+                # The lease may have expired. A process that took it over since the look finds this claim, if it is
+                # recent.
                 if now - looked >= settling:
                     raise CheckpointError(
                         "this save was stopped for so long that somebody may have taken over the right to save to "
@@ -146,19 +147,19 @@ class LeaseLock(SaveLock):
 
     @property
     def _is_certain(self) -> bool:
-        """Return whether the last renewal is so young that nobody can have taken the lease, or soon will."""
+        """Return whether the last renewal is so recent that nobody can have taken the lease, or will soon."""
         return _now() - self._renewed_at < self._claim.seconds * _CERTAIN
 
     def check(self) -> None:
-        """Make sure that the lease is still held, and will be; do nothing once it has been given back.
+        """Make sure that the lease is still held, and will be; do nothing after its release.
 
         Raises:
-            CheckpointError: It could not be renewed, or somebody else has it.
+            CheckpointError: It could not be renewed, or another saver has it.
             OSError: The medium failed.
         """
         if self._ended.is_set():
             return
-        # Not while this process renews it: a slow medium shows the file half written for long.
+        # Not while this process renews it: on a slow medium the file is half written for long.
         with self._renewing:
             self._raise_failure()
             self._check_file()
@@ -166,7 +167,7 @@ class LeaseLock(SaveLock):
             self._keep()
 
     def recheck(self) -> None:
-        """Check again until that took less time than it is good for; errors as of :meth:`check`."""
+        """Check again until a check takes less time than its result is valid; errors as of :meth:`check`."""
         for _ in range(_RECHECKS):
             if self._ended.is_set():
                 return
@@ -195,9 +196,9 @@ class LeaseLock(SaveLock):
             )
 
     def confirm(self) -> None:
-        """Find out whether the lease is still held, so that a release that follows soon need not ask."""
+        """Find out whether the lease is still held, so that a release that follows soon need not."""
         now = _now()
-        # The release asks where this could not.
+        # The release makes the request if this one failed.
         with contextlib.suppress(OSError):
             self._confirmed_at = now if self._is_held() else -math.inf
 
@@ -215,7 +216,7 @@ class LeaseLock(SaveLock):
             if age < self._claim.seconds / _RENEWALS or self._is_held():
                 self._backend.remove(LEASE_FILE)
         except OSError as error:
-            # What was saved is saved, and the lease runs out by itself.
+            # The save is complete, and the lease expires by itself.
             logger.warning(f"a lease could not be given back; the next save waits until it runs out: {error}")
 
     def handover(self) -> tuple[dict[str, Any], int | None]:
@@ -223,7 +224,7 @@ class LeaseLock(SaveLock):
         return {"kind": "lease", "claim": asdict(self._claim), "renewed_at": self._renewed_at}, None
 
     def _leave_to_owner(self) -> None:
-        self._ended = threading.Event()  # a thread that a fork does not have may hold the lock inside the other
+        self._ended = threading.Event()  # another thread, which a fork does not have, may hold the inner lock
         self._ended.set()
 
     def detach(self) -> None:
@@ -236,11 +237,11 @@ class LeaseLock(SaveLock):
 
 @dataclass
 class Conditions:
-    """Know of a store whether, of two that create a file at a time, one fails for certain.
+    """A store's support for conditional creates: whether, of two concurrent ones, one is certain to fail.
 
     Attributes:
-        are_taken: Tells whether the store takes the condition that there be no such file.
-        are_kept: Whether it keeps it too, as some do not; None until a saver has tried.
+        are_taken: A call that returns whether the store accepts the condition that there be no such file.
+        are_kept: Whether it also enforces it, as some stores do not; None until a saver has tried.
     """
 
     are_taken: Callable[[], bool]
@@ -248,14 +249,14 @@ class Conditions:
 
 
 class LeaseLocks(Locks):
-    """Let savers of a directory exclude each other by a lease; there is nothing for readers."""
+    """Locks by a lease, which excludes savers of a directory from each other. Readers have no lock."""
 
     def __init__(self, backend: Backend, seconds: float, conditions: Conditions | None = None) -> None:
         """Take nothing yet; ``conditions`` is shared by the directories of one store."""
         self._backend = backend
         self._seconds, self._conditions = check_lease_seconds(seconds), conditions or Conditions(lambda: True)
         self._lease: LeaseLock | None = None
-        # When the writing of the last claim was begun.
+        # The time when the write of the last claim began.
         self._wrote_at = -math.inf
 
     @property
@@ -264,7 +265,7 @@ class LeaseLocks(Locks):
         return self._lease is not None
 
     def take(self) -> SaveLock:
-        """Take the right to save, after waiting for a lease that nobody renews to run out; errors as of the base class.
+        """Take the right to save, once a lease that nobody renews has expired; errors as of the base class.
 
         Raises:
             OSError: The medium failed.
@@ -284,7 +285,7 @@ class LeaseLocks(Locks):
         watched: bytes | None = None
         since = 0.0
         while True:
-            # Who creates it first need not look: there is a lease if that is refused.
+            # The first try is to create the lease without a look: if that is refused, there is one.
             if found is None and self._create(claim):
                 return self._is_alone(claim)
             found = _read(self._backend)
@@ -304,7 +305,7 @@ class LeaseLocks(Locks):
             time.sleep(self._seconds / _LOOKS)
 
     def _is_alone(self, claim: Claim) -> bool:
-        """Return whether nobody else can have created the lease that this one has; a store is tried once."""
+        """Return whether nobody else can have created the same lease; each store is tested once."""
         conditions = self._conditions
         if not conditions.are_taken():
             return False
@@ -315,7 +316,7 @@ class LeaseLocks(Locks):
         return conditions.are_kept
 
     def _create(self, claim: Claim) -> bool:
-        """Return whether there was no lease, so that there is this one now."""
+        """Create the lease if there is none; return whether it was created."""
         self._wrote_at = _now()
         try:
             write_file(self._backend, LEASE_FILE, claim.encode(), "new")
@@ -331,15 +332,15 @@ class LeaseLocks(Locks):
         )
 
     def adopt(self, token: dict[str, Any], descriptor: int | None) -> SaveLock:
-        """Renew from here as well, from now on, the lease that another process holds and hands over."""
+        """Renew the lease that another process holds and hands over, from now on also from here."""
         if token["kind"] != "lease":
             return super().adopt(token, descriptor)
         claim = Claim(**token["claim"])
         claim = replace(claim, host=socket.gethostname(), pid=os.getpid(), counter=claim.counter + 1)
-        # A first request may take long, as it connects, so it is made before.
+        # The first request may take long, as it connects, so it is made before.
         with contextlib.suppress(OSError):
             _read(self._backend)
-        # Who hands it over, on the same host, may have renewed it since, or have died long ago.
+        # The previous holder, on the same host, may have renewed it since, or have died long ago.
         self._lease = LeaseLock(self._backend, claim, float(token["renewed_at"]))
         return self._lease
 
@@ -371,7 +372,7 @@ def _now() -> float:
 
 
 def _settling_seconds(seconds: float) -> float:
-    """Return how long a claim stands before it counts, where it may not be the only one."""
+    """Return the seconds before a claim counts, where it may not be the only one."""
     return min(seconds, LEASE_SECONDS) / _SETTLING
 
 

@@ -1,6 +1,6 @@
 """The local backend: a directory of a file system that this machine has mounted.
 
-Whatever becomes durable here goes through :func:`fsync`; :func:`sync_path` does it for the names of files.
+Files and directories become durable through :func:`fsync`; :func:`sync_path` does it by their path.
 
 Tested in tests/media/test_local.py, tests/media/test_destinations.py and tests/crash/test_faults.py.
 """
@@ -24,20 +24,20 @@ from paddle_flexckpt.media.local_locks import LocalLocks
 
 logger = logging.getLogger("paddle_flexckpt")
 
-# What file systems say that cannot make names durable: CIFS, 9p, vboxsf, some of FUSE.
+# Errors of file systems that cannot make names durable: CIFS, 9p, vboxsf, some of FUSE.
 _NO_DURABLE_NAMES = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP)
-# Devices of which that has been told.
+# Devices that a warning was given for.
 _WARNED: set[int] = set()
-# What file systems say that have no locks.
+# Errors of file systems without locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
-# What one readv or writev takes (IOV_MAX of Linux; no system has less than 16).
+# The most buffers of one readv or writev (IOV_MAX of Linux; no system has less than 16).
 _MOST_PARTS = min(1024, os.sysconf("SC_IOV_MAX"))
-# How often a directory is made that others remove as long as it is empty.
+# How many times a directory is created that others remove as long as it is empty.
 _TRIES = 5
 
 
 class LocalInputFile(InputFile):
-    """Read a file with ``preadv``."""
+    """A file that is read with ``preadv``."""
 
     def __init__(self, descriptor: int, path: str) -> None:
         """Args: descriptor: of the file; it is closed with this. path: for errors."""
@@ -77,19 +77,19 @@ class LocalInputFile(InputFile):
             return mmap.mmap(self._descriptor, 0, prot=mmap.PROT_READ) if self.size else None
 
     def close(self) -> None:
-        """Close the file; to do so again is fine."""
+        """Close the file; a second call does nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            # Nothing was written through it, and it is closed whatever the answer is.
+            # Nothing was written through it, and it is closed in spite of an error.
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
 
 class LocalOutputFile(OutputFile):
-    """Write a file from its beginning to its end."""
+    """A file that is written from its beginning to its end."""
 
     def __init__(self, path: str, mode: Mode = "new") -> None:
-        """Begin the file; under another name if it is to replace what is there."""
+        """Begin the file; under a temporary name if it is to replace another."""
         self._final = path
         self._path = f"{path}.{os.urandom(16).hex()}.tmp" if mode in REPLACING else path
         self._overwrites = mode == "overwrite"
@@ -122,20 +122,20 @@ class LocalOutputFile(OutputFile):
             os.rename(self._path, self._final)
 
     def abort(self) -> None:
-        """Implement the base class; what was there before, and is overwritten, stays as it is by now."""
-        # What cannot be removed does no harm, and must not hide why the file is aborted.
+        """Implement the base class; a file that was being overwritten stays as it is by now."""
+        # A file that cannot be removed does no harm, and must not hide the error behind the abort.
         with contextlib.suppress(OSError):
             if self._is_own():
                 os.unlink(self._path)
-                # Its save may be over. Nobody would remove it if a loss of power brought it back.
+                # Its save may be over. Nobody would remove the file if a loss of power brought it back.
                 sync_path(os.path.dirname(self._path))
         with contextlib.suppress(OSError):
             self._close()
 
     def _is_own(self) -> bool:
-        """Return whether nobody else has made the file that has the name.
+        """Return whether the file of this name is this one.
 
-        Of who was stopped for long the file may have been removed, and a later save may have the name.
+        If this process was suspended for long, its file may have been removed, and a later save may have the name.
         """
         if self._path != self._final:
             return True
@@ -150,10 +150,10 @@ class LocalOutputFile(OutputFile):
 
 
 class OutputParts:
-    """Write parts of a file, with ``pwrite``, as other processes of this machine do; leaving the context closes it."""
+    """A file that this and other processes of the machine write in parts. Leaving the context closes it."""
 
     def __init__(self, path: str) -> None:
-        """Open the file; who comes first makes it."""
+        """Open the file; the first process creates it."""
         self._path, self._descriptor = path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
 
     def write_at(self, data: Buffer, offset: int) -> None:
@@ -165,10 +165,10 @@ class OutputParts:
                 left, offset = left[count:], offset + count
 
     def take_turn(self, wait: bool) -> bool:
-        """Keep others who take turns from writing; return whether it is this process's turn.
+        """Keep other processes that take turns from writing; return whether it is this process's turn.
 
-        Without turns writes are as safe, but the kernel lets only one in at a time, and others wait for it busily. On
-        file systems without locks it is everybody's turn.
+        Without turns writes are as safe, but the kernel admits only one at a time while the others spin. On file
+        systems without locks it is always this process's turn.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -185,11 +185,11 @@ class OutputParts:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def make_durable(self) -> None:
-        """Make durable what any process has written: one kernel has all of it."""
+        """Make durable what all processes have written: they share one kernel."""
         fsync(self._descriptor, self._path)
 
     def close(self) -> None:
-        """Close the file; to do so again is fine."""
+        """Close the file; a second call does nothing."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -202,7 +202,7 @@ class OutputParts:
 
 
 class LocalBackend(Backend):
-    """Reach a directory of a local or mounted file system."""
+    """A directory of a local or mounted file system."""
 
     has_path = True
 
@@ -241,7 +241,7 @@ class LocalBackend(Backend):
         """Implement the base class; it needs the lease, of a process that has taken one.
 
         Raises:
-            CheckpointError: Somebody has taken the lease over, and may have files of this name by now.
+            CheckpointError: Another saver has taken the lease over, and may have files of this name by now.
         """
         self.locks.recheck()
         with contextlib.suppress(FileNotFoundError):
@@ -266,9 +266,9 @@ class LocalBackend(Backend):
         while not os.path.isdir(path) and path != os.path.dirname(path):
             missing.append(path)
             path = os.path.dirname(path)
-        # Who made the lowest one that is there may have died, or may not be done: its entry may not be durable.
+        # The creator of the lowest existing directory may have died, or may not be done: its entry may not be durable.
         _sync_entry(path)
-        # One by one, so that of those that a dead process has left only the lowest is in doubt.
+        # One by one, so that only the lowest of those that a dead process has left is in doubt.
         for lacking in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(lacking)
@@ -286,7 +286,7 @@ class LocalBackend(Backend):
         except FileNotFoundError:
             pass
         except OSError as error:
-            # The last one: it is a link to one, which somebody has made.
+            # The last name is a link to a directory, which a user has made.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
                 raise
 
@@ -305,8 +305,8 @@ def _is_of(entry: os.DirEntry[str], kind: Kind) -> bool:
         try:
             return entry.is_dir()
         except OSError:
-            return True  # whoever opens it will be told why that cannot be told
-    # Anything but a directory counts as a file: what is in the way of one is not to be overlooked.
+            return True  # opening it raises an error that says why
+    # Anything but a directory counts as a file, so that an object in the way of one is found.
     return kind == "any" or (not entry.is_dir(follow_symlinks=False) and entry.name != LEASE_FILE)
 
 
@@ -319,7 +319,7 @@ def fsync(descriptor: int, path: str) -> None:
 def sync_path(path: str) -> None:
     """Make the entries of a directory, or the bytes of a closed file, durable.
 
-    Where a file system has no such call for directories, this is told once, and the save goes on.
+    If a file system has no such call for directories, a warning is logged once, and the save goes on.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     with naming(path):
@@ -328,13 +328,13 @@ def sync_path(path: str) -> None:
         except OSError as error:
             if error.errno not in _NO_DURABLE_NAMES or not os.path.isdir(path):
                 raise
-            _tell_of_names(path, os.stat(path).st_dev, error)
+            _warn_of_names(path, os.stat(path).st_dev, error)
         finally:
             os.close(descriptor)
 
 
-def _tell_of_names(path: str, device: int, error: OSError) -> None:
-    """Warn once of a device what is not promised there."""
+def _warn_of_names(path: str, device: int, error: OSError) -> None:
+    """Warn once for each device that names may not be durable there."""
     if device not in _WARNED:
         _WARNED.add(device)
         logger.warning(
@@ -347,7 +347,7 @@ def _tell_of_names(path: str, device: int, error: OSError) -> None:
 
 
 def _sync_entry(path: str) -> None:
-    """Make durable that a directory is there, unless what it is in cannot be changed from here."""
+    """Make durable that a directory exists, unless its parent cannot be changed from here."""
     try:
         sync_path(os.path.dirname(path))
     except OSError as error:
@@ -356,7 +356,7 @@ def _sync_entry(path: str) -> None:
 
 
 def write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
-    """Write all bytes of all parts; a short write is not an error but a beginning."""
+    """Write all bytes of all parts, also after short writes."""
     left = [memoryview(part) for part in parts if len(part)]
     while left:
         count, done = os.writev(descriptor, left[:_MOST_PARTS]), 0

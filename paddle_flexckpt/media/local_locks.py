@@ -25,31 +25,31 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL
 
 
 class Flock(Lock):
-    """Hold a lock of a descriptor: the kernel frees it with its last holder."""
+    """A lock of a descriptor. The kernel releases it with its last holder."""
 
     def __init__(self, descriptor: int) -> None:
         """Args: descriptor: of the file or directory, with the lock; it is closed with this."""
         self._descriptor = descriptor
-        close_in_forks(self, Flock.detach)  # else the lock would outlive its holder
+        close_in_forks(self, Flock.detach)  # or the lock would outlive its holder
 
     def is_of(self, path: str) -> bool:
-        """Return whether the file has this path still: another may have taken its place meanwhile. If not, release."""
+        """Return whether the file still has this path: another may have replaced it. If not, release the lock."""
         is_same = False
         try:
             with naming(path):
                 is_same = os.path.samestat(os.fstat(self._descriptor), os.stat(path))
         except FileNotFoundError:
             pass
-        finally:  # whatever the file system says, nobody has the lock without this
+        finally:  # also after an error: the caller then has no lock
             if not is_same:
                 self.release()
         return is_same
 
     def release(self) -> None:
-        """Give the lock back; to do so again is fine."""
+        """Release the lock; a second call does nothing."""
         if self._descriptor >= 0:
-            # Closing alone would not do: a process forked meanwhile has the descriptor too. But it is what is left to
-            # do where the file system fails, and the save has had its outcome by now, the same on every rank.
+            # Closing alone is not enough: a process forked meanwhile has the descriptor too. But nothing else is left
+            # to do if the file system fails, and the save has had its outcome by now, the same on every rank.
             try:
                 with contextlib.suppress(OSError):
                     fcntl.flock(self._descriptor, fcntl.LOCK_UN)
@@ -60,13 +60,13 @@ class Flock(Lock):
         """Close the descriptor; another process that has it keeps the lock."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            # Nothing was written through it, and it is closed whatever the answer is.
+            # Nothing was written through it, and it is closed in spite of an error.
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 
 
 class DirectoryLock(Flock, SaveLock):
-    """Hold the right to save by ``flock`` of the directory itself: no file is needed."""
+    """The right to save, by ``flock`` of the directory itself. It needs no file."""
 
     @classmethod
     def take(cls, path: str) -> DirectoryLock:
@@ -74,7 +74,7 @@ class DirectoryLock(Flock, SaveLock):
 
         Raises:
             CheckpointError: Another save has it.
-            FileNotFoundError: There is no such directory, or another has taken its place meanwhile.
+            FileNotFoundError: There is no such directory, or another has replaced it meanwhile.
             OSError: The file system has no locks, by its number one of ``NO_LOCKS``; or another error.
         """
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -97,7 +97,7 @@ class DirectoryLock(Flock, SaveLock):
 
 
 class LocalLocks(LeaseLocks):
-    """Hand out ``flock`` locks of one directory, or a lease where its file system has none."""
+    """``flock`` locks of one directory, or a lease where its file system has none."""
 
     def __init__(self, backend: Backend, enabled: bool, lease_seconds: float, identity: list[int] | None) -> None:
         """Take nothing yet; arguments as of :class:`LocalBackend`."""
@@ -135,7 +135,7 @@ class LocalLocks(LeaseLocks):
             return False
 
     def check(self) -> None:
-        """Make sure of the lease, and that the path still leads to the directory that the save has begun in."""
+        """Make sure of the lease, and that the path still leads to the directory in which the save has begun."""
         super().check()
         if not self.is_here():
             raise CheckpointError(
@@ -168,7 +168,7 @@ class LocalLocks(LeaseLocks):
         path = self._backend.where(name)
         try:
             try:
-                # NFS gives an exclusive lock to a descriptor that can write only.
+                # NFS gives an exclusive lock only to a descriptor that can write.
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             except PermissionError:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -183,11 +183,11 @@ class LocalLocks(LeaseLocks):
 
 
 def _flock(descriptor: int, operation: int, path: str, required: bool = True) -> None:
-    """Lock a descriptor, and close it where that fails; unless ``required``, a file system may have no locks."""
+    """Lock a descriptor, and close it if that fails; unless ``required``, a file system may have no locks."""
     try:
         with naming(path):
             fcntl.flock(descriptor, operation)
-    except BaseException as error:  # a signal's, too: whoever goes on after it must find the file free
+    except BaseException as error:  # a signal's, too: the file must be free after it
         if required or not isinstance(error, OSError) or error.errno not in NO_LOCKS:
             os.close(descriptor)
             raise

@@ -1,4 +1,4 @@
-"""Media: what the files of a directory of an fsspec file system can do, and how each kind of file system commits.
+"""Media: the operations on files of an fsspec file system's directory, and how each kind of file system commits.
 
 Tested in tests/media/test_remote.py.
 """
@@ -17,8 +17,8 @@ from paddle_flexckpt.media.read_ahead import Budget
 from paddle_flexckpt.media.retrying import Retrier, is_unanswered
 from paddle_flexckpt.media.urls import Secrets
 
-# How a file takes the place of another at once:
-#   put      An object appears whole, when its last byte has been taken, or not at all, and replaces what was there.
+# How a file replaces another atomically:
+#   put      An object appears whole, after its last byte, or not at all, and replaces the one that was there.
 #   replace  Files grow visibly; renaming is atomic and replaces.
 #   rename   Files grow visibly; renaming is atomic, and fails or leaves a gap where the target exists.
 Commit = Literal["put", "replace", "rename"]
@@ -27,27 +27,27 @@ COMMITS = get_args(Commit)
 COMMIT_OF: dict[str, Commit] = {
     # Object stores: a key is set by one request, or by the last one of an upload in parts.
     **dict.fromkeys(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "obs", "cos", "tos", "oci"), "put"),
-    # One dict of the process; whole files are set under their key.
+    # A dict of the process; whole files are set under their key.
     "memory": "put",
     # POSIX renaming on the server (fsspec asks for posix-rename@openssh.com).
     "sftp": "replace",
     "ssh": "replace",
-    # The name node renames atomically; it refuses a target that exists, so that it would have to be removed before.
+    # The name node renames atomically, but refuses an existing target, which would have to be removed before.
     "hdfs": "rename",
     "webhdfs": "rename",
-    # What these servers do with a target that exists is up to them.
+    # These servers treat an existing target in different ways.
     "ftp": "rename",
     "smb": "rename",
 }
-# Of these the request that creates a file fails if there is one, whoever is faster.
+# On these, the request that creates a file fails if there is one, also if another is faster.
 _EXCLUSIVE = frozenset({"gs", "gcs", "abfs", "abfss", "az", "memory"})
 
 
 def commit_of(protocol: str, file_system: Any) -> Commit | None:
-    """Return how the files of a protocol commit; None if that is not known, and so nothing can be saved there.
+    """Return how the files of a protocol commit; None if that is not known, so that nothing can be saved there.
 
-    A protocol that is not in the table takes the careful way if it renames. fsspec's own ``mv`` does not rename: it
-    copies and removes, and what it copies can be seen half.
+    A protocol that is not in the table uses "rename" if it can rename. fsspec's own ``mv`` does not rename: it copies
+    and removes, so that a half copied file is visible.
     """
     import fsspec
 
@@ -57,14 +57,14 @@ def commit_of(protocol: str, file_system: Any) -> Commit | None:
 
 
 class Listing(NamedTuple):
-    """Name what is in a directory."""
+    """The contents of a directory."""
 
     files: list[str]
     directories: list[str]
 
 
 class Upload:
-    """Write a file in chunks through fsspec's own stream. Where that fails, so does the file."""
+    """A file that is written in chunks through fsspec's own stream. If the stream fails, so does the file."""
 
     def __init__(self, medium: Medium, name: str, part_bytes: int) -> None:
         """Open the stream."""
@@ -72,16 +72,16 @@ class Upload:
         self._stream: Any = medium.ask(name, medium.file_system.open, medium.path(name), "wb", block_size=part_bytes)
 
     def send(self, chunk: bytearray) -> None:
-        """Write what follows; all chunks but the last have the same size."""
+        """Write the next chunk; all chunks but the last have the same size."""
         view = memoryview(chunk)
         while len(view):
             count = self._medium.ask_once(self._name, self._stream.write, view)
-            # Some streams do not tell; a short write is not an error but a beginning.
+            # Some streams do not return a number; after a short write the rest is written.
             view = view[count if isinstance(count, int) else len(view) :]
         self._written += len(chunk)
 
     def finish(self) -> None:
-        """Close the file; it is there, whole, when this returns."""
+        """Close the file; it exists, whole, when this returns."""
         self._medium.ask_once(self._name, self._stream.close)
         size = self._medium.size(self._name)
         if size != self._written:
@@ -89,8 +89,8 @@ class Upload:
             raise OSError(errno.EIO, text, self._medium.where(self._name))
 
     def abort(self) -> None:
-        """Give up; the caller removes what can be seen of the file."""
-        # Anything may be wrong with the stream, and another error is on its way.
+        """Abort; the caller removes any visible part of the file."""
+        # The stream may raise anything, and another error is being raised.
         with contextlib.suppress(Exception):
             self._stream.discard()
         with contextlib.suppress(Exception):
@@ -102,12 +102,12 @@ class Upload:
 
 
 class Medium:
-    """Ask an fsspec file system for the files of one directory; the name "" stands for the directory itself.
+    """The files of one directory of an fsspec file system. The name "" stands for the directory itself.
 
     Attributes:
         file_system: fsspec's.
         pid: The process that may use it.
-        budget: What may be under way at a time, of a file that is written and for one who reads.
+        budget: The limits of concurrent requests, for each file that is written and for each reader.
     """
 
     def __init__(
@@ -127,22 +127,22 @@ class Medium:
         return f"{self._root}/{name}" if name else self._root
 
     def ask(self, name: str, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Make a request about a file, again where that may help; arguments and errors as of :class:`Retrier`."""
+        """Make a request about a file, with retries; arguments and errors as of :class:`Retrier`."""
         return self._retrier(self.where(name), function, *arguments, **keywords)
 
     def ask_once(self, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Make a request that cannot be made again."""
+        """Make a request that cannot be repeated."""
         return self._once(self.where(name), function, *arguments)
 
     @property
     def exclusive(self) -> bool:
-        """Return whether, of two that create a file, one fails for certain."""
+        """Return whether, of two that create a file at a time, one is certain to fail."""
         put = getattr(self.file_system, "_pipe_file", self.file_system.pipe_file)
         return self._protocol in _EXCLUSIVE and "mode" in inspect.signature(put).parameters
 
     def entries(self) -> Listing:
-        """List the directory; nothing if it is not there."""
-        # Others write there: what this process has seen earlier does not count.
+        """List the directory; return nothing if it does not exist."""
+        # Others write there, so fsspec's cache does not count.
         self.file_system.invalidate_cache(self._root)
         found = Listing([], [])
         try:
@@ -152,7 +152,7 @@ class Medium:
         start = self._root.rstrip("/") + "/"
         for entry in entries:
             name = entry["name"].rstrip("/")
-            # A file is its own and only entry; a marker of a directory is called like it.
+            # A file is its own only entry; a marker of a directory has the same name.
             if name.startswith(start):
                 (found.directories if entry["type"] == "directory" else found.files).append(name[len(start) :])
         return found
@@ -194,7 +194,7 @@ class Medium:
         """
         keywords: dict[str, Any] = {"start": begin, "end": end, "stop": stop}
         if not self.file_system.async_impl:
-            # Else it reads ahead at every call.
+            # Without this it reads ahead at every call.
             keywords["cache_type"] = "none"
         data: bytes = self.ask(name, self.file_system.cat_file, self.path(name), **keywords)
         return data
@@ -213,7 +213,7 @@ class Medium:
                 keywords["mode"] = "create"
 
         def is_ours(error: Exception) -> bool | None:
-            """Tell whether an earlier try has created the file that is in the way now."""
+            """Return whether an earlier try has created the file that now exists."""
             return True if exclusive and isinstance(error, FileExistsError) and self.read(name) == data else None
 
         def send() -> None:
@@ -223,13 +223,13 @@ class Medium:
         self.ask(name, send, again=is_ours)
 
     def look(self, name: str) -> str:
-        """Return what :meth:`publish` replaces; empty if there is nothing, or the medium cannot tell."""
+        """Return the version that :meth:`publish` would replace; empty if there is none, or the medium has none."""
         return ""
 
     def publish(self, name: str, data: bytes | bytearray, replaced: str, before: Callable[[], None]) -> None:
-        """Write a whole file instead of what :meth:`look` has found.
+        """Write a whole file in place of the version that :meth:`look` has found.
 
-        What is another one by now is looked at again, and replaced if ``before`` still allows it, which is called
+        If the version has changed, it is looked at again, and replaced if ``before`` still allows it, which is called
         before each try as for :meth:`put`. Where the medium has no such condition, it is replaced in any case.
         """
         if self.exclusive:
@@ -238,7 +238,7 @@ class Medium:
                 return
             except FileExistsError as error:
                 if is_unanswered(error):
-                    raise  # it may have been put there, and another save have replaced it since
+                    raise  # an earlier try may have written it, and another save have replaced it since
         self.put(name, data, before=before)
 
     def check_new(self, name: str, text: str = "exists") -> None:
@@ -261,7 +261,7 @@ class Medium:
         self.ask_once(target, self.file_system.mv, self.path(source), self.path(target))
 
     def remove(self, name: str, before: Callable[[], None] = lambda: None) -> None:
-        """Remove a file; one that is not there is fine. ``before`` is called as for :meth:`put`."""
+        """Remove a file, if it exists. ``before`` is called as for :meth:`put`."""
 
         def send() -> None:
             before()
@@ -271,20 +271,20 @@ class Medium:
             self.ask(name, send)
 
     def unfinished(self, start: str = "") -> list[tuple[str, str]]:
-        """Return names, with a certain beginning, and ids of uploads that nobody has finished, if that can be told."""
+        """Return the names, with a given beginning, and ids of unfinished uploads, if the medium lists them."""
         return []
 
     def abandon(self, name: str, upload: str) -> None:
-        """Give up an upload of :meth:`unfinished`."""
+        """Abort an upload of :meth:`unfinished`."""
 
     def make_directory(self) -> None:
         """Make the directory and those above it."""
         self.ask("", self.file_system.makedirs, self._root, exist_ok=True)
 
     def remove_directory(self) -> None:
-        """Remove the directory, if it is empty; one that is not there is fine.
+        """Remove the directory, if it exists and is empty.
 
-        Arrow (HDFS) removes a directory with all that has come meanwhile, so there an empty one stays.
+        Arrow (HDFS) removes a directory with all files that came meanwhile, so there an empty one stays.
         """
         is_recursive = any(kind.__name__ == "ArrowFSWrapper" for kind in type(self.file_system).__mro__)
         if not is_recursive and not any(self.entries()):

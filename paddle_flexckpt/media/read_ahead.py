@@ -1,7 +1,7 @@
-"""Read ahead: bring byte ranges that will be read soon, several at a time, within a budget.
+"""Read ahead: fetch byte ranges that will be read soon, several at a time, within a budget.
 
 A request for bytes of an object takes tens of milliseconds, whatever its length. So near neighbours share one, long
-ranges are cut into several, and many are under way at the same time. Only what was announced is brought.
+ranges are cut into several, and many are under way at the same time. Only announced ranges are fetched.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import numpy as np
 # The longest request, and the shortest that long ones are cut down to where many files are read in turns.
 LONGEST_REQUEST = 4 << 20
 LEAST_REQUEST = 256 << 10
-# Gaps up to this are read over, as they take less time than a request; but no more of a file than is wanted of it,
-# beyond what is little in any case.
+# Gaps up to this are fetched too, as they take less time than a request; but at most as many bytes of a file as are
+# needed of it, apart from a small amount that is allowed in any case.
 GAP_BYTES = 256 << 10
 SMALL_GAP_BYTES = 16 << 10
 
 
 @dataclass(frozen=True)
 class Budget:
-    """Say how many requests, and how many of their bytes, may be under way at a time.
+    """Limits of concurrent requests and of their bytes.
 
     Attributes:
-        requests: Requests under way.
-        bytes: Bytes that are on their way, or have arrived and are not read yet. One request is made whatever its size,
-            and one more for bytes that are read out of turn.
+        requests: The most requests under way.
+        bytes: The most bytes that are requested and not read yet. One request is made whatever its size, and one more
+            for bytes that are read out of turn.
     """
 
     requests: int = 16
@@ -38,7 +38,7 @@ class Budget:
 
 
 class Wanted(NamedTuple):
-    """Name byte ranges in the order in which they will be read: number of the file, first byte, first one beyond."""
+    """Byte ranges in the order in which they will be read: the file's number, the first byte, the first one beyond."""
 
     file: np.ndarray
     begin: np.ndarray
@@ -46,7 +46,7 @@ class Wanted(NamedTuple):
 
 
 class Requests(NamedTuple):
-    """Name the requests that bring ranges, in the order of need, and how many bytes of them nobody wants."""
+    """The requests that bring ranges, in the order of need, and how many of their bytes no range includes."""
 
     file: np.ndarray
     begin: np.ndarray
@@ -55,10 +55,9 @@ class Requests(NamedTuple):
 
 
 def plan_requests(wanted: Wanted, budget: Budget = Budget()) -> Requests:
-    """Join near neighbours of a file, and cut what is long.
+    """Join near neighbours of a file, and cut long ranges.
 
-    Where the ranges alternate between many files, requests are shorter, so that what is wanted at a time fits into half
-    of the budget.
+    Where the ranges alternate between many files, requests are shorter, to fit into half of the budget at a time.
     """
     return plan_for_readers(wanted, np.zeros(len(wanted.file), dtype=np.int64), budget)[0]
 
@@ -68,22 +67,22 @@ def plan_for_readers(wanted: Wanted, reader: np.ndarray, budget: Budget = Budget
 
     Args:
         wanted: One reader's ranges after the other's.
-        reader: int64 per range, who reads it; rising.
-        budget: Of each.
+        reader: int64 per range, the reader of it; rising.
+        budget: The budget of each reader.
 
     Returns:
-        The requests, and int64 for each of them: whose it is, rising.
+        The requests, and int64 for each of them: its reader, rising.
     """
     full = np.flatnonzero(wanted.end > wanted.begin)
     if not len(full):
         return Requests(*(np.empty(0, dtype=np.int64),) * 3, 0), np.empty(0, dtype=np.int64)
     length, reader = (wanted.end - wanted.begin)[full], np.asarray(reader)[full]
     order = np.lexsort((wanted.file[full], reader))
-    # How much has been read before a range is.
+    # The bytes that have been read before a range is.
     turn, length = (np.cumsum(length) - length)[order], length[order]
     file, begin, end = (np.asarray(column)[full][order] for column in wanted)
     rises = (reader[1:] == reader[:-1]) & (file[1:] == file[:-1]) & (begin[1:] >= begin[:-1])
-    # Runs of rising ranges laid end to end, so that one sweep finds how far each has come.
+    # Runs of rising ranges, laid end to end, so that one sweep finds how far each has advanced.
     run = np.flatnonzero(np.concatenate(([True], ~rises)))
     reach = np.maximum.reduceat(end, run) - begin[run]
     away = (np.cumsum(reach) - reach - begin[run])[np.cumsum(np.concatenate(([0], ~rises)))]
@@ -121,11 +120,11 @@ def plan_for_readers(wanted: Wanted, reader: np.ndarray, budget: Budget = Budget
 def _most_at_a_time(
     need: np.ndarray, done: np.ndarray, length: np.ndarray, reader: np.ndarray, readers: int
 ) -> np.ndarray:
-    """Return int64 per reader: the most bytes of requests that are between their first use and their last at a time."""
+    """Return int64 per reader: the most bytes of requests at a time that are between their first use and their last."""
     times, change = np.concatenate((done, need)), np.concatenate((-length, length))
-    # What goes makes room for what comes at the same time.
+    # Leaving bytes make room for arriving ones at the same time.
     order = np.lexsort((times, np.concatenate((reader, reader))))
-    # A reader's changes add up to nothing, so the next one's begin at 0.
+    # A reader's changes add up to 0, so the next one's begin at 0.
     held = np.cumsum(change[order])
     edges = np.flatnonzero(np.diff(reader, prepend=-1))
     most = np.zeros(readers, dtype=np.int64)
@@ -134,7 +133,7 @@ def _most_at_a_time(
 
 
 class _Request:
-    """Hold the bytes of one request, from when it is made until they have been read."""
+    """The bytes of one request, from the request until they have been read."""
 
     __slots__ = ("arrived", "begin", "end", "file", "future")
 
@@ -149,27 +148,28 @@ class _Request:
         return self.end - self.begin
 
 
-# Reads bytes of a file, by its number, from one to another; gives up waiting for another try when the event is set.
+# Reads bytes of a file, by its number, from one to another; makes no more tries once the event is set.
 ReadBytes = Callable[[int, int, int, threading.Event], bytes]
 
 
 class ReadAhead:
-    """Bring announced ranges in their order, as far ahead of their reader as the budget lets it.
+    """A reader of announced ranges: it requests them in order, as far ahead of its caller as the budget allows.
 
-    What the reader asks for earlier than announced comes at once, and takes the place of what it has passed over.
+    A range that the caller reads before its turn is requested at once. Ranges that it skipped are
+    dropped when their memory is needed.
     """
 
     def __init__(self, read: ReadBytes, requests: Requests, budget: Budget) -> None:
         """Begin."""
         self._read, self._budget = read, budget
         columns = (column.tolist() for column in requests[:3])
-        # In the order of need; those that have been read or passed over go.
+        # In the order of need; ranges that have been read or skipped are removed.
         self._waiting = dict.fromkeys(_Request(*each) for each in zip(*columns))
         self._of_file: dict[int, dict[_Request, None]] = {}
         for request in self._waiting:
             self._of_file.setdefault(request.file, {})[request] = None
         self._held: dict[_Request, None] = {}
-        # What has been read to its end, or something later of its file has been read: it goes when its room is needed.
+        # Requests that have been read to their end, or skipped: they are dropped when their room is needed.
         self._passed: dict[_Request, None] = {}
         self._held_bytes = self._running = 0
         self._stop = threading.Event()
@@ -195,7 +195,7 @@ class ReadAhead:
         start = offset - request.begin
         count = max(0, min(len(buffer), len(data) - start))
         buffer[:count] = memoryview(data)[start : start + count]
-        if not count:  # the file has become shorter, which is for others to find out
+        if not count:  # the file has become shorter, which the caller finds out
             self._drop(request)
         elif start + count == request.length:
             with self._lock:
@@ -204,7 +204,7 @@ class ReadAhead:
         return count
 
     def _find(self, file: int, offset: int) -> _Request | None:
-        """Return the request that has a byte, on its way; those of the file that were to be read before may go."""
+        """Return the request that has a byte, started; skipped ones of the file may then be dropped."""
         with self._lock:
             passed = []
             for request in self._of_file.get(file, ()):
@@ -235,7 +235,7 @@ class ReadAhead:
         if request.future.cancel():
             self._running -= 1
         elif not request.arrived:
-            # It is on its way, and counts until it is here.
+            # It is on its way, and counts until it arrives.
             return
         self._held_bytes -= request.length
 
@@ -248,7 +248,7 @@ class ReadAhead:
             self._start(request)
 
     def _make_room(self, request: _Request, others: list[_Request]) -> None:
-        """Forget what has arrived of others, one by one, until a request fits into the budget."""
+        """Drop arrived bytes of others, one by one, until a request fits into the budget."""
         for each in others:
             if self._held_bytes + request.length <= self._budget.bytes:
                 return
@@ -274,7 +274,7 @@ class ReadAhead:
                 self._start_more()
 
     def close(self) -> None:
-        """Ask for nothing more, and wait for the requests that are under way."""
+        """Request nothing more, and wait for the requests that are under way."""
         self._stop.set()
         with self._lock:
             for request in [*self._waiting, *self._held]:

@@ -23,14 +23,14 @@ from paddle_flexckpt.media.retrying import DEFAULT_RETRIES, Retrier
 from paddle_flexckpt.media.s3 import LEAST_PART_BYTES, MOST_PARTS, PROTOCOLS, S3Medium, s3_options
 from paddle_flexckpt.media.urls import Secrets, has_password, redacted
 
-# What is sent at a time of a long file.
+# The bytes of a long file that are sent at a time.
 PART_BYTES = 8 << 20
-# Besides its parts: whether it is there, begin, and put together.
+# The requests besides its parts: whether it exists, begin, and put together.
 _UPLOAD_REQUESTS = 3
 
 
 def count_sends(sizes: np.ndarray, part_bytes: int = PART_BYTES) -> np.ndarray:
-    """Return how many requests send new files to S3, where none has to be made again; int64, 0 for no bytes.
+    """Return how many requests send new files to S3, if none has to be repeated; int64, 0 for no bytes.
 
     Args:
         sizes: int64, bytes of each.
@@ -41,7 +41,7 @@ def count_sends(sizes: np.ndarray, part_bytes: int = PART_BYTES) -> np.ndarray:
 
 
 class FsspecBackend(Backend):
-    """Reach a directory of a remote file system or object store."""
+    """A directory of a remote file system or object store."""
 
     def __init__(
         self,
@@ -59,10 +59,10 @@ class FsspecBackend(Backend):
     ) -> None:
         """Connect to nothing yet; ``options`` are fsspec's, the others as of :func:`media.opening.open_storage`.
 
-        ``conditions`` is what another directory of the store has found out.
+        ``conditions`` are those that another directory of the store has found out.
 
         Raises:
-            ValidationError: An argument is none, or the URL has a password in it that would not be used.
+            ValidationError: An argument is invalid, or the URL has a password in it that would not be used.
         """
         self._url = url.rstrip("/") if not url.endswith("://") else url
         self.path = redacted(self._url)
@@ -84,7 +84,7 @@ class FsspecBackend(Backend):
         self._own = threading.local()
         self._windows = Windows()
         self._is_made = False
-        # Of a protocol that is not in the table it is found out later whether anything can be saved there at all.
+        # For a protocol that is not in the table it is found out later whether anything can be saved there.
         self.replaces = (commit or COMMIT_OF.get(self._protocol, "rename")) != "rename"
         self._conditions = conditions or Conditions(lambda: self._medium.exclusive)
         self.locks = LeaseLocks(self, lease_seconds, self._conditions) if lock else Locks()
@@ -113,7 +113,7 @@ class FsspecBackend(Backend):
 
     @property
     def _medium(self) -> Medium:
-        """Return this thread's way to the files."""
+        """Return this thread's access to the files."""
         known: Medium | None = self._shared or getattr(self._own, "medium", None)
         if known is None or known.pid != os.getpid():
             known = _open_medium(self._url, self.path, self._options, self._settings, self._secrets)
@@ -124,7 +124,7 @@ class FsspecBackend(Backend):
         return known
 
     def _commit(self) -> Commit:
-        """Return how files are replaced here; ValidationError if that is not known."""
+        """Return how files are replaced here; ValidationError if it is not known."""
         chosen: Commit | None = self._settings["commit"] or commit_of(self._protocol, self._medium.file_system)
         if chosen is None:
             raise ValidationError(
@@ -156,24 +156,24 @@ class FsspecBackend(Backend):
             ) from error
 
     def read(self, name: str) -> bytes:
-        """Return a whole file in one request, where the medium can."""
+        """Return a whole file, in one request if the medium can."""
         check_member(self.path, name)
         return self._medium.read(name)
 
     def create(self, name: str, mode: Mode = "new", size: int | None = None) -> OutputFile:
-        """Begin a file as the base class does; a new one must not be there when it is begun, nor when it is finished.
+        """Begin a file as the base class does; a new one must not exist when it is begun, nor when it is finished.
 
         Raises:
-            FileExistsError: It is there; also if it is to be replaced, where the file system cannot do that at once.
+            FileExistsError: It exists; also if it is to be replaced, where the file system cannot do that atomically.
         """
-        # S3 takes a certain number of parts; this many are fine for everybody.
+        # S3 accepts a certain number of parts; this many are fine for all stores.
         part_bytes = max(self._settings["part_bytes"], -(-(size or 0) // MOST_PARTS))
-        # What replaces another file is replaced by who has the right to.
+        # Only a holder of the right to save replaces files.
         before = self.locks.recheck if mode in REPLACING else lambda: None
         return RemoteOutputFile(self._medium, name, part_bytes, size, mode, self._commit(), before)
 
     def remove(self, name: str) -> None:
-        """Implement the base class; each try needs the lease, of a process that has taken it."""
+        """Implement the base class; each try needs the lease, if this process has taken one."""
         self._medium.remove(name, self.locks.recheck)
 
     def remove_unfinished(self, wanted: Callable[[str], bool]) -> None:
@@ -182,15 +182,15 @@ class FsspecBackend(Backend):
         map_files(self, lambda each: medium.abandon(*each), [each for each in medium.unfinished() if wanted(each[0])])
 
     def make_directory(self) -> None:
-        """Make the directory, where there are any.
+        """Create the directory, if the medium has directories.
 
         Raises:
-            ValidationError: There is a file in its place, or nothing can be saved to this kind of storage.
+            ValidationError: A file has its name, or nothing can be saved to this kind of storage.
         """
         if self._is_made:
             return
         commit, medium = self._commit(), self._medium
-        # A bucket alone is nothing that can be asked for.
+        # A bucket alone is nothing that can be requested.
         if "/" in medium.path("").strip("/"):
             with contextlib.suppress(FileNotFoundError):
                 if medium.info("")["type"] == "file":
@@ -208,7 +208,7 @@ class FsspecBackend(Backend):
             self._medium.remove_directory()
 
     def sync(self) -> None:
-        """Do nothing: what a request has done is done."""
+        """Do nothing: a finished request is durable."""
 
     def reopen_token(self) -> dict[str, Any]:
         """Implement the base class; there may be secrets in it, so it is for processes of this job, not for files."""

@@ -14,18 +14,18 @@ from paddle_flexckpt.media.backend import REPLACING, Buffer, InputFile, Mode, Ou
 from paddle_flexckpt.media.medium import Commit, Medium, Upload
 from paddle_flexckpt.media.read_ahead import ReadAhead, Wanted, plan_requests
 
-# What opening a file brings of it: the save token, and most headers.
+# The first bytes that opening a file reads: the save token, and most headers.
 HEAD_BYTES = 16 << 10
 # A request takes as long as some MiB of its answer.
 LONGEST_WINDOW = 8 << 20
-# All windows of a directory: a load that joins the files of many ranks reads from all of them in turns.
+# Bytes of all windows of a directory: a load that joins the files of many ranks reads from all of them in turns.
 WINDOWS_BYTES = 64 << 20
-# Gaps up to this are read over, as they take less time than a request.
+# Gaps up to this are fetched too, as they take less time than a request.
 GAP_BYTES = 256 << 10
 
 
 class Windows:
-    """Keep bytes of several files that were read ahead; bounded, the longest unused go first."""
+    """Bytes of several files that were read ahead. The memory is bounded: the least recently used are dropped first."""
 
     def __init__(self, most_bytes: int = WINDOWS_BYTES) -> None:
         """Args: most_bytes: of all windows; one is kept whatever its size."""
@@ -44,7 +44,7 @@ class Windows:
             return window
 
     def put(self, file: int, begin: int, data: bytes) -> None:
-        """Give a file a window instead of the one that it has; an empty one ends it."""
+        """Replace a file's window; an empty one removes it."""
         with self._lock:
             self._bytes += len(data) - len(self._windows.pop(file, (0, b""))[1])
             if data:
@@ -54,10 +54,10 @@ class Windows:
 
 
 class RemoteInputFile(InputFile):
-    """Read a file by requests for byte ranges.
+    """A file that is read by requests for byte ranges.
 
-    What was announced comes from a :class:`ReadAhead`. Else a request asks for what is wanted. Where reads follow each
-    other it asks for twice as much each time, up to a bound, so that no more is read ahead than has been read.
+    Announced ranges come from a :class:`ReadAhead`. Other reads make a request each. Where reads follow each other,
+    each request is twice as long as the one before, up to a bound, so that no more is read ahead than has been read.
     """
 
     def __init__(self, medium: Medium, name: str, windows: Windows) -> None:
@@ -86,14 +86,14 @@ class RemoteInputFile(InputFile):
         length = min(length, len(window) - start)
         buffer[:length] = memoryview(window)[start : start + length]
         self._read_to = offset + length
-        if self._read_to == begin + len(window):  # it is used up
+        if self._read_to == begin + len(window):  # all of it has been read
             self._windows.put(id(self), 0, b"")
         elif begin == offset:
             self._windows.put(id(self), begin, window)
         return length
 
     def read_into_each(self, buffers: Sequence[memoryview], offset: int) -> int:
-        """Implement the base class, without a copy of what was announced."""
+        """Implement the base class, without a copy of announced bytes."""
         count = 0
         if self._ahead is not None:
             ahead, number = self._ahead
@@ -111,7 +111,7 @@ class RemoteInputFile(InputFile):
         return self._medium.read(self._name, offset, min(self.size, offset + self._last))
 
     def close(self) -> None:
-        """Implement the base class; what was announced of it and of the files along with it is not brought any more."""
+        """Implement the base class; announced ranges of it and of the files along with it are not fetched any more."""
         self._windows.put(id(self), 0, b"")
         if self._ahead is not None:
             self._ahead[0].close()
@@ -139,9 +139,9 @@ class RemoteInputFile(InputFile):
 
 
 class RemoteOutputFile(OutputFile):
-    """Send a file in chunks; as a whole if it is not longer than one, or is written in one piece.
+    """A file that is sent in chunks, or as a whole if it fits into one chunk or is written in one piece.
 
-    Where files can be seen to grow, one that replaces another grows under a name of its own, and is renamed.
+    Where a file is visible while it grows, one that replaces another is written under a name of its own and renamed.
     """
 
     def __init__(
@@ -167,13 +167,13 @@ class RemoteOutputFile(OutputFile):
         self._buffer, self._piece = bytearray(), b""
         self._upload: Upload | None = None
         self._whole = False
-        # Whether there may be something of it that is its own.
+        # Whether the medium may have a part of it.
         self._is_there = False
 
     def write(self, data: Buffer) -> None:
         """Implement the base class."""
         if isinstance(data, bytes) and len(data) == self._size:
-            # Whoever writes it in one piece has it in memory: one request is the surest way.
+            # Data that is written in one piece is in memory: one request is the safest way.
             self._piece = data
             return
         view = memoryview(data).cast("B")
@@ -190,7 +190,7 @@ class RemoteOutputFile(OutputFile):
             self._whole = self._upload is None
             self._is_there = self._upload is not None
         if self._upload is not None:
-            # Given away, not copied: a chunk is large.
+            # Passed on, not copied: a chunk is large.
             chunk, self._buffer = self._buffer, bytearray()
             self._upload.send(chunk)
 
@@ -203,7 +203,7 @@ class RemoteOutputFile(OutputFile):
         """Send the rest, and give the file its name.
 
         Raises:
-            FileExistsError: There is one of that name, which cannot be replaced at once.
+            FileExistsError: A file of that name exists, and cannot be replaced atomically.
         """
         if self._upload is not None:
             self._send()
@@ -230,8 +230,8 @@ class RemoteOutputFile(OutputFile):
         self._buffer = bytearray()
         if self._upload is not None:
             self._upload.abort()
-        # What it was to replace stays. An object appears whole or not at all: what is there now may be another save's,
-        # which has the names of this one by now.
+        # The file that it was to replace stays. An object appears whole or not at all: one that exists now may be
+        # another save's, which has taken over the names of this one.
         if self._exclusive and self._is_there and self._commit != "put":
             with contextlib.suppress(OSError):
                 self._medium.remove(self._name)

@@ -1,4 +1,4 @@
-"""Retry requests to remote storage: which errors pass by themselves, and how long to wait for that.
+"""Retry requests to remote storage: which errors pass by themselves, and how long to wait.
 
 Tested in tests/media/test_remote.py.
 """
@@ -26,8 +26,8 @@ DEFAULT_RETRIES = 5
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 20.0
 
-# What asks to be tried again: timeouts, throttling, and servers that fail or are being replaced. 409: two conditional
-# requests for one object at a time.
+# Statuses that ask for another try: timeouts, throttling, and servers that fail or are being replaced. 409: two
+# conditional requests for one object at a time.
 _TRANSIENT_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 # Codes of errors in bodies, some of which come with the status 400 or 403.
 _TRANSIENT_CODES = frozenset(
@@ -42,21 +42,21 @@ _TRANSIENT_ERRNO = frozenset(
     "ENETUNREACH EPIPE ETIMEDOUT".split()
     if hasattr(errno, name)
 )
-# Errors of connections that are no OSErrors, by name: their packages need not be there.
+# Errors of connections that are not OSErrors, by name: their packages need not be installed.
 _TRANSIENT_TYPES = frozenset(
     "ClientConnectionError ClientPayloadError ConnectionClosedError ConnectionError EndpointConnectionError "
     "HTTPClientError IncompleteRead IncompleteReadError ProtocolError ReadTimeoutError ResponseParserError "
     "ResponseStreamingError ServerDisconnectedError ServiceRequestError ServiceResponseError TransportError".split()
 )
-# Of gateways and servers that may have passed a request on before they failed.
+# Statuses of gateways and servers that may have passed a request on before they failed.
 _UNSURE_STATUS = frozenset({500, 502, 504})
-# A connection was never made.
+# Errors before a connection was made.
 _UNSENT_TYPES = frozenset(
     "ClientConnectorError ConnectTimeoutError ConnectionRefusedError EndpointConnectionError".split()
 )
 # One class from Python 3.11 on.
 _TIMEOUTS = (TimeoutError, asyncio.TimeoutError, socket.timeout)
-# They say what they are; more tries do not change it.
+# Errors whose cause is known; more tries do not change it.
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, IsADirectoryError, NotADirectoryError)
 _NUMBERS: tuple[tuple[Any, int], ...] = (
     *zip(_FINAL, (errno.ENOENT, errno.EEXIST, errno.EACCES, errno.EISDIR, errno.ENOTDIR)),
@@ -65,7 +65,7 @@ _NUMBERS: tuple[tuple[Any, int], ...] = (
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an error and those that it stands for."""
+    """Yield an error and its causes."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
@@ -74,10 +74,10 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Return the HTTP status that an error stands for."""
+    """Return the HTTP status behind an error."""
     for each in causes(error):
         if any(kind.__name__ == "HttpProcessingError" for kind in type(each).__mro__):
-            # aiohttp's number for an answer that it cannot read, such as one that is cut off; no server sent it.
+            # aiohttp's number for an answer that it cannot read, such as a truncated one; no server sent it.
             continue
         response = getattr(each, "response", None)
         if isinstance(response, dict):
@@ -90,7 +90,7 @@ def status_of(error: BaseException) -> int | None:
 
 
 def code_of(error: BaseException) -> str | None:
-    """Return the code that a server's body gives an error."""
+    """Return the error code in a server's answer."""
     for each in causes(error):
         response = getattr(each, "response", None)
         code = response.get("Error", {}).get("Code") if isinstance(response, dict) else None
@@ -100,7 +100,7 @@ def code_of(error: BaseException) -> str | None:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the same request may do well a little later."""
+    """Return whether the same request may succeed a little later."""
     if any(isinstance(each, ssl.SSLCertVerificationError) for each in causes(error)):
         return False
     if code_of(error) in _TRANSIENT_CODES:
@@ -121,7 +121,7 @@ def _passes(error: BaseException) -> bool:
 
 
 def _may_be_done(error: BaseException) -> bool:
-    """Return whether a request that failed may have been carried out, or may be later: there was no clear answer."""
+    """Return whether a request that failed may have been carried out, or may be later: its answer was lost."""
     if not is_transient(error):
         return False
     status = status_of(error)
@@ -142,7 +142,7 @@ def pause_seconds(attempt: int) -> float:
 
 
 class Retrier:
-    """Make requests, again where that may help, and give their errors one form: OSErrors that name the file."""
+    """A maker of requests: it retries where that may help, and turns errors into OSErrors that name the file."""
 
     def __init__(self, retries: int, secrets: Secrets) -> None:
         """Args: retries: tries after the first one. secrets: what errors must not show."""
@@ -158,15 +158,15 @@ class Retrier:
         stop: threading.Event | None = None,
         **keywords: Any,
     ) -> Result:
-        """Make a request about the file ``where``; none again once ``stop`` is set.
+        """Make a request about the file ``where``; no more tries once ``stop`` is set.
 
-        ``again`` looks at an error of a try after the first: an earlier try may have done what was asked for, although
-        its answer was lost. What it gives back, if not None, is the result.
+        ``again`` examines an error of a later try: an earlier one may have succeeded although its answer was lost. If
+        it returns a value other than None, that is the result.
 
         Raises:
-            CheckpointError: The function has raised it, and no try before has been left without an answer.
-            OSError: The last error; FileNotFoundError, FileExistsError and PermissionError where it is one. Of it
-                :func:`is_unanswered` can be asked.
+            CheckpointError: The function has raised it, and every try before was answered.
+            OSError: The last error; FileNotFoundError, FileExistsError and PermissionError where it is one. Pass it to
+                :func:`is_unanswered`.
         """
         begin = time.monotonic()
         attempt, unanswered = 0, False
@@ -177,7 +177,7 @@ class Retrier:
             # Whatever an fsspec file system raises: their errors have no common base.
             except Exception as error:
                 if isinstance(error, CheckpointError) and not unanswered:
-                    raise  # no answer of the store: the right to ask it has run out
+                    raise  # the store has not answered, and the right to repeat the request has expired
                 unanswered = unanswered or _may_be_done(error)
                 result = again(error) if attempt > 1 and again is not None else None
                 if result is not None:
@@ -196,23 +196,23 @@ class Retrier:
         if not isinstance(error, OSError):
             text = f"{type(error).__name__}: {text}"
         status = status_of(error)
-        # Of the class that belongs to the number.
+        # Of the class that fits the number.
         translated = OSError(_number_of(error, status), text + tries, where)
         if status is not None:
-            # For where the cause is not to be shown.
+            # For errors whose cause must not be shown.
             translated.status = status  # type: ignore[attr-defined]
         if unanswered:
             translated.is_unanswered = True  # type: ignore[attr-defined]
         return translated
 
     def _presentable(self, error: Exception) -> Exception | None:
-        """Return the error as the cause of another; None if its text has a secret in it."""
+        """Return the error as the cause of another; None if its text contains a secret."""
         told = "".join(f"{each} {each.args!r}" for each in causes(error))
         return error if self._secrets.hide(told) == told else None
 
 
 def _number_of(error: Exception, status: int | None) -> int:
-    """Return the errno of an error; of a refused condition that of a file that exists."""
+    """Return the errno of an error; for a refused condition, that of an existing file."""
     if status == 412 or code_of(error) == "PreconditionFailed":
         return errno.EEXIST
     for kind, number in _NUMBERS:

@@ -1,7 +1,7 @@
-"""Move data in two stages that run at the same time: threads fill buffers, their caller uses those that are full.
+"""Move data in two stages that run at the same time: threads fill buffers, and their caller uses the full ones.
 
-A save fills them from a device and writes them to a file, a load fills them from a file and copies them to a device.
-There are a few buffers, each used again and again, so the memory is bounded whatever passes through.
+A save fills them from a device and writes them to a file; a load fills them from a file and copies them to a device. A
+few buffers are used again and again, so the memory is bounded, whatever the amount of data.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ T = TypeVar("T")
 
 
 class BufferRing(Generic[T]):
-    """Fill buffers in threads of its own, in order, while the caller uses those that are full.
+    """A ring of buffers that threads fill, in order, while the caller uses the full ones.
 
-    A context manager: at its end the threads have ended, whatever happened.
+    A context manager: leaving it ends the threads, also after an error.
     """
 
     def __init__(
@@ -29,18 +29,18 @@ class BufferRing(Generic[T]):
         fill: Callable[[np.ndarray], T | None],
         finish: Callable[[T], None] | None = None,
     ) -> None:
-        """Take what is to be filled and how; :meth:`take` begins.
+        """Take the buffers and the functions that fill them; :meth:`take` begins.
 
         Args:
             buffers: The buffers.
-            fill: Puts something into a buffer and returns what it is; None when there is nothing more. One thread at a
+            fill: Chooses the next content of a buffer and returns its description; None at the end. One thread at a
                 time calls it.
-            finish: Does what ``fill`` has only decided. Two threads do so, so that whatever moves the data has the next
-                to do when one is done.
+            finish: Carries out the copy that ``fill`` has chosen. Two threads do so, so that the device or disk always
+                has a next copy.
         """
         self._fill, self._finish = fill, finish
         self._free: SimpleQueue[np.ndarray | None] = SimpleQueue()
-        # What has begun, in order.
+        # The begun fills, in order.
         self._begun: SimpleQueue[Future[tuple[np.ndarray, T] | None]] = SimpleQueue()
         self._end: Future[tuple[np.ndarray, T] | None] | None = None
         self._order, self._is_over = threading.Lock(), False
@@ -49,7 +49,7 @@ class BufferRing(Generic[T]):
             self._free.put(buffer)
 
     def take(self) -> tuple[np.ndarray, T] | None:
-        """Return the next full buffer and what is in it; None at the end. What ``fill`` raised is raised here."""
+        """Return the next full buffer and its content's description; None at the end. Raises an error of ``fill``."""
         if not self._threads:
             for _ in range(1 if self._finish is None else 2):
                 thread = threading.Thread(target=self._run, name="flexckpt-ring", daemon=True)
@@ -61,7 +61,7 @@ class BufferRing(Generic[T]):
         return taken.result()
 
     def give_back(self, buffer: np.ndarray) -> None:
-        """Let a buffer be filled again."""
+        """Allow a buffer to be filled again."""
         self._free.put(buffer)
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""S3 and stores that speak like it: conditional writes, and uploads in chunks of which each can be sent again."""
+"""S3 and compatible stores: conditional writes, and uploads in chunks each of which can be repeated."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ PROTOCOLS = frozenset({"s3", "s3a"})
 # S3's limits.
 LEAST_PART_BYTES = 5 << 20
 MOST_PARTS = 10_000
-# Of a commit where the object is another one each time.
+# The most tries of a commit where the object is another one each time.
 _TRIES = 5
-# Connections that are kept; botocore's own bound is less than what may be under way.
+# Connections that are cached; botocore's own bound is less than the requests that may be under way.
 CONNECTIONS = 64
 
 
 def s3_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Turn off s3fs's caches of listings and botocore's own retries: both are this library's. Allow connections."""
+    """Turn off s3fs's caches of listings and botocore's own retries, which this library replaces. Allow connections."""
     config = dict(options.get("config_kwargs") or {})
     config.setdefault("max_pool_connections", CONNECTIONS)
     config.setdefault("retries", {"total_max_attempts": 1})
@@ -35,7 +35,7 @@ def s3_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class S3Upload(Upload):
-    """Send an object in chunks, which S3 calls parts; it appears when they are put together."""
+    """An object that is sent in chunks, which S3 calls parts. It appears when they are put together."""
 
     def __init__(self, medium: S3Medium, name: str, exclusive: bool) -> None:
         """Begin an upload."""
@@ -64,7 +64,7 @@ class S3Upload(Upload):
             raise
 
     def _begin(self) -> str:
-        """Ask for an upload, and give up those of which no answer came."""
+        """Request an upload, and abort those whose answer was lost."""
         answers: list[str] = []
         tries = 0
 
@@ -81,7 +81,7 @@ class S3Upload(Upload):
         return answers[0]
 
     def _abandon_others(self, own: list[str]) -> None:
-        """Give up other uploads to this name, as far as the store lets us: only its bill depends on it."""
+        """Abort other uploads to this name, as far as the store allows it: only its bill depends on it."""
         try:
             for name, upload in self._s3.unfinished(self._name):
                 if name == self._name and upload not in own:
@@ -118,7 +118,7 @@ class S3Upload(Upload):
         self._lengths.popleft()
 
     def finish(self) -> None:
-        """Put the parts together; the object is there, whole, when this returns."""
+        """Put the parts together; the object exists, whole, when this returns."""
         while self._under_way:
             self._collect()
         self._pool.shutdown()
@@ -126,25 +126,25 @@ class S3Upload(Upload):
         self._s3.conditional(self._exclusive, "complete_multipart_upload", self._name, again=self._is_done, **parts)
 
     def _is_done(self, error: Exception) -> dict[str, Any] | None:
-        """Tell whether an earlier try has put the parts together: the upload is gone, an object of its size is new."""
+        """Return whether an earlier try has joined the parts: the upload is gone; an object of its size is new."""
         etag = self._s3.etag(self._name)
         if etag is None or etag == self._before or self._s3.size(self._name) != self._size:
             return None
         return {"ETag": etag}
 
     def abort(self) -> None:
-        """Leave nothing of the upload."""
+        """Remove the upload and its parts."""
         self._stop.set()
         for future in self._under_way:
             future.cancel()
-        # A part that arrives after the end of its upload would stay, and be paid for.
+        # A part that arrives after the end of its upload would stay, and cost money.
         self._pool.shutdown(wait=True)
         with contextlib.suppress(OSError):
             self._s3.abandon(self._name, self._id)
 
 
 class S3Medium(Medium):
-    """Ask an S3 store for the objects of one directory."""
+    """The objects of one directory of an S3 store."""
 
     def __init__(self, *arguments: Any) -> None:
         """Wrap s3fs."""
@@ -157,7 +157,7 @@ class S3Medium(Medium):
 
     @property
     def exclusive(self) -> bool:
-        """Return whether the store takes conditions; some take them and do not keep them."""
+        """Return whether the store enforces conditions; some accept and ignore them."""
         return self._takes("IfNoneMatch")
 
     def _takes(self, condition: str) -> bool:
@@ -176,7 +176,7 @@ class S3Medium(Medium):
     def call(
         self, operation: str, name: str, before: Callable[[], None] = lambda: None, **parameters: Any
     ) -> dict[str, Any]:
-        """Make the same request, again where that may help; errors as of :meth:`ask`.
+        """Make the same request, with retries; errors as of :meth:`ask`.
 
         ``before`` is called before each try; what it raises ends them.
         """
@@ -201,7 +201,7 @@ class S3Medium(Medium):
         self.call(operation, name, **parameters)
 
     def _tried(self, operation: str, name: str, **parameters: Any) -> bool:
-        """Make a request with a condition; return whether the store knows it, and otherwise use none any more."""
+        """Make a request with a condition; return whether the store knows it, and use none any more if it does not."""
         try:
             self.call(operation, name, **parameters)
         except OSError as error:
@@ -212,7 +212,7 @@ class S3Medium(Medium):
         return True
 
     def _pages(self, operation: str, following: dict[str, str], **parameters: Any) -> Iterator[dict[str, Any]]:
-        """List something of the bucket page by page; ``following`` says what of a page asks for the next one."""
+        """List something of the bucket page by page; ``following`` returns the arguments for the next page."""
         more: dict[str, Any] = {}
         while True:
             page = self.ask("", self.file_system.call_s3, operation, Bucket=self._bucket, **parameters, **more)
@@ -227,7 +227,7 @@ class S3Medium(Medium):
         following = {"ContinuationToken": "NextContinuationToken"}
         for page in self._pages("list_objects_v2", following, Prefix=start, Delimiter="/"):
             found.directories.extend(each["Prefix"][len(start) : -1] for each in page.get("CommonPrefixes", ()))
-            # A console's marker of a directory has no name of its own.
+            # A console's marker of the directory has an empty name.
             found.files.extend(each["Key"][len(start) :] for each in page.get("Contents", ()) if each["Key"] != start)
         return found
 
@@ -250,7 +250,7 @@ class S3Medium(Medium):
         return {"type": "file", "size": answer["ContentLength"], "etag": answer.get("ETag")}
 
     def etag(self, name: str) -> str | None:
-        """Return what tells an object from its predecessors; None if there is none."""
+        """Return the tag that differs between versions of an object; None if there is no object."""
         try:
             return str(self.info(name)["etag"])
         except FileNotFoundError:
@@ -298,7 +298,7 @@ class S3Medium(Medium):
         self.conditional(exclusive, "put_object", name, before=before, again=self._is_put(name, data), Body=data)
 
     def _is_put(self, name: str, data: bytes | bytearray) -> Callable[[Exception], dict[str, Any] | None]:
-        """Return what tells whether an earlier try has written the object because of which a condition is not met."""
+        """Return the check whether an earlier try has written the object that fails a condition."""
         return lambda error: {} if status_of(error) == 412 and self.read(name) == data else None
 
     def look(self, name: str) -> str:
@@ -318,17 +318,17 @@ class S3Medium(Medium):
                     break
                 return
             except (FileExistsError, FileNotFoundError) as error:  # it is another one, or gone
-                # An earlier try may have put it there, and another save have replaced it since.
+                # An earlier try may have written it, and another save have replaced it since.
                 if not left or is_unanswered(error):
                     raise
                 now = self.look(name)
                 if now == replaced and (now or self.exists(name)):
-                    break  # a store that refuses whatever has such a condition, or an object without a tag
+                    break  # a store that refuses all such conditions, or an object without a tag
                 replaced = now
             except OSError as error:
                 if not (replaced and status_of(error) == 400):
                     raise
-                break  # a store that knows no such condition; what else is wrong the next request shows
+                break  # a store that does not know such a condition; the next request shows any other error
         self.put(name, data, before=before)
 
     def upload(self, name: str, part_bytes: int, exclusive: bool) -> Upload:

@@ -1,4 +1,4 @@
-"""Locations: which of them are URLs, and what of a URL and its options is secret.
+"""Locations: which of them are URLs, and the secret parts of a URL and its options.
 
 Tested in tests/media/test_remote.py.
 """
@@ -15,17 +15,16 @@ from paddle_flexckpt.catalog import ValidationError
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::")
-# What pathlib makes of a URL.
+# The form that pathlib gives a URL.
 _FOLDED = re.compile(r"(s3a?|gc?s|abfss?|az|hdfs|webhdfs|memory|oss|obs|sftp|ssh|ftp|smb|https?|file|local):/(?!/)")
-# User and password in front of the host. A password may have slashes in it, as AWS's do; a number up to a slash is a
-# port.
+# User and password in front of the host. A password may contain slashes, as AWS's do; a number up to a slash is a port.
 _PASSWORD = re.compile(r"([^/@:?#]*):(?!\d+(?:/|$))(.*)@", re.DOTALL)
 _SECRET_OPTION = re.compile(r"secret|token|passw|key|credential|sas|signature|auth", re.IGNORECASE)
-# By its name, S3's "key" is an identity.
+# By its name alone it sounds secret, but S3's "key" is an identity.
 _NO_SECRET = frozenset({"key"})
 _LOCAL = frozenset({"file", "local"})
 HIDDEN = "***"
-# Shorter values would blot out words of the text itself.
+# Hiding shorter values would also hide words of the text itself.
 _SHORTEST_SECRET = 4
 
 
@@ -47,7 +46,7 @@ def split_url(location: str) -> tuple[str | None, str]:
     """Return scheme and rest of a URL; for paths and URLs of local files no scheme and the path.
 
     Raises:
-        ValidationError: It is a URL of a kind that is not taken.
+        ValidationError: It is a URL of an unsupported kind.
     """
     match = _URL.match(location)
     if match is None:
@@ -85,10 +84,10 @@ def has_password(url: str) -> bool:
 
 
 class Secrets:
-    """Hide what errors and reports must not show."""
+    """The parts of a URL and of storage options that errors and reports must not show."""
 
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
-        """Args: url: of a storage. options: how it is reached."""
+        """Args: url: of a storage. options: of the storage."""
         found = set(_secret_values(options))
         match = _URL.match(url)
         password = _PASSWORD.match(match[2]) if match else None
@@ -100,14 +99,14 @@ class Secrets:
         self._texts = sorted((text for text in found if len(text) >= _SHORTEST_SECRET), key=len, reverse=True)
 
     def hide(self, text: str) -> str:
-        """Return a text without them."""
+        """Return a text without the secrets."""
         for secret in self._texts:
             text = text.replace(secret, HIDDEN)
         return text
 
 
 def _secret_values(options: Any, inside: bool = False) -> Iterator[str]:
-    """Yield texts in options whose names, or names of what they are in, sound like secrets."""
+    """Yield the values of options whose names, or the names of their containers, sound like secrets."""
     if isinstance(options, Mapping):
         for name, value in options.items():
             secret = name not in _NO_SECRET and bool(_SECRET_OPTION.search(str(name)))

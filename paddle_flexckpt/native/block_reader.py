@@ -1,10 +1,10 @@
-"""Read verified blocks of items, and whatever is made of them, from the replica that is as it was written.
+"""Read verified blocks of items, and values computed from them, from a replica that is undamaged.
 
-Where a file or a block turns out to be damaged, the same bytes are read from a replica in another file, if the
-checkpoint has one. A block is read again whole, so that nothing of the damaged one stays in the target.
+If a file or a block turns out to be damaged, the same bytes are read from a replica in another file, if the checkpoint
+has one. The block is then read again as a whole, so that nothing of the damaged one stays in the target.
 
-Many reads are made in portions, several at a time: what neighbours in a file is one request, and whoever has read a
-portion hashes it while it is in cache, and compares its checksums as arrays. Where a portion cannot be read, its blocks
+Many reads are made in portions, several at a time: neighbours in a file are one request, and the thread that has read a
+portion hashes it while it is in cache, and compares its checksums as arrays. If a portion cannot be read, its blocks
 are read one by one.
 
 Tested in tests/native/test_reader.py and tests/native/test_replica_reads.py.
@@ -27,22 +27,22 @@ from paddle_flexckpt.native.replicas import ReplicaChoice
 from paddle_flexckpt.native.row_files import DamagedCopy, RowFiles, Runs
 from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS, Stretches
 
-# Blocks, or as many bytes, that a thread reads before it hashes them: few enough to be in its processor's cache still.
+# The most blocks, or as many bytes, that a thread reads before it hashes them: they have to be still in its cache.
 BLOCKS_AT_ONCE = 2
 # Stretches that are read at once: as many buffers as the system takes in one request.
 STRETCHES_AT_ONCE = 1024
-# Blocks kept that were read whole for a part of them; bounds their memory to 16 MiB.
+# Blocks kept that were read as a whole though only a part was needed; their memory is at most 16 MiB.
 KEPT_BLOCKS = 16
 
 
 class Portions:
-    """Hold stretches that are each of one block, and what is looked up once for all portions of them.
+    """Stretches that are each of one block, with what is looked up once for all of them.
 
     Attributes:
         parts: The stretches.
         rows: int64 per stretch, the row that serves.
-        quick: bool per stretch: whether it may be read along with others, straight to its memory.
-        hashed: bool per stretch: whether it is a whole block, and compared with its checksum.
+        quick: bool per stretch: whether it may be read directly to its memory, in one request with others.
+        hashed: bool per stretch: whether it is a whole block, which is compared with its checksum.
         expected: That checksum, per stretch.
         edges: The first stretch of each portion, and the number of stretches.
         runs: Where the stretches are in files.
@@ -58,7 +58,7 @@ class Portions:
         edges: list[int],
         runs: Runs,
     ) -> None:
-        """Take what the attributes say."""
+        """Take the attributes."""
         self.parts, self.rows, self.quick, self.hashed = parts, rows, quick, hashed
         self.expected, self.edges, self.runs = expected, edges, runs
         self.count = len(edges) - 1
@@ -75,7 +75,7 @@ class Portions:
 
 @dataclass
 class _KeptBlock:
-    """Hold a verified block: its memory, as long as the longest block, its bytes, and those no target needed."""
+    """A verified block: a buffer as long as the longest block, the block's bytes, and those no target needed."""
 
     memory: np.ndarray
     length: int
@@ -83,18 +83,18 @@ class _KeptBlock:
 
 
 class BlockReader:
-    """Choose for every read the replica that serves it, and compare whole blocks with their checksums.
+    """A reader that chooses a replica for every read and compares whole blocks with their checksums.
 
     Attributes:
-        files: Reads the rows' bytes.
-        choice: Says which row serves an item.
+        files: The reader of the rows' bytes.
+        choice: The choice of the row that serves an item.
         count: What has been read.
     """
 
     def __init__(
         self, directory: Location, manifest: Manifest, verify: bool | VerifyMode = "read", use_replicas: bool = True
     ) -> None:
-        """Open nothing yet; ``use_replicas`` says whether a replica in another file serves where one is damaged.
+        """Open nothing yet; ``use_replicas``: whether a replica in another file replaces a damaged one.
 
         Raises:
             ValidationError: There is no such mode (see :func:`verify_mode`), or there are no checksums for it.
@@ -112,7 +112,7 @@ class BlockReader:
         self._verify: VerifyMode = "off" if manifest.foreign else mode
         self._block_bytes = manifest.checksums.block_bytes
         self._byte_length = manifest.catalog.byte_length
-        # What is made when it is read has none.
+        # Values that are computed at reading have no checksums.
         self._has_checksums = np.diff(manifest.checksums.first) > 0
         self._kept: OrderedDict[tuple[int, int], _KeptBlock] = OrderedDict()
 
@@ -129,7 +129,7 @@ class BlockReader:
     def check_files(self, items: np.ndarray) -> None:
         """Open the files of items and check their size and save token, before any target is touched.
 
-        Items of a file that is not as it was will be read from their replicas, if all of them have one.
+        Items of a file that has changed will be read from their replicas, if all of them have one.
 
         Raises:
             CorruptCheckpointError: A file is missing, of another size, or of another save.
@@ -151,19 +151,19 @@ class BlockReader:
 
     @property
     def damaged_files(self) -> list[str]:
-        """Return the names of files of which something has turned out to be damaged."""
+        """Return the names of files in which damage has been found."""
         return sorted({self.catalog.file_name(row) or "" for row in self.choice.damaged})
 
     @property
     def replicas_used(self) -> dict[str, str]:
-        """Return what was damaged and which file served instead, by key."""
+        """Return, by key, the damaged copy and the file that served instead."""
         return self.choice.used
 
     def resolve(self, item: int) -> int:
-        """Return the row to read an item from: itself, or a replica where its file is not as it was.
+        """Return the row to read an item from: itself, or a replica if its file has changed.
 
         Raises:
-            CorruptCheckpointError: No file is as it was.
+            CorruptCheckpointError: All files have changed.
             OSError: The only file cannot be opened.
         """
         row, failures = self.choice.serving(item), list[tuple[int, Exception]]()
@@ -180,7 +180,7 @@ class BlockReader:
         raise self.choice.error(failures, touched=False)
 
     def needs_whole_blocks(self, row: int) -> bool:
-        """Return whether nothing of a row may be read unverified: with ``verify="full"``, or once it is damaged."""
+        """Return whether a row may not be read unverified: with ``verify="full"``, or once it is damaged."""
         return self._verify == "full" or row in self.choice.damaged
 
     def block_length(self, item: int, block: int) -> int:
@@ -202,12 +202,12 @@ class BlockReader:
     def read_block(
         self, item: int, block: int, buffer: memoryview | np.ndarray, failures: Sequence[tuple[int, Exception]] = ()
     ) -> None:
-        """Fill a buffer with a block of an item or of a replica, the first that is as it was written.
+        """Fill a buffer with a block of an item or of a replica, the first that is undamaged.
 
         Rows in ``failures`` have been tried.
 
         Raises:
-            CorruptCheckpointError: No copy is as it was written.
+            CorruptCheckpointError: All copies are damaged.
             OSError: The only copy cannot be read.
         """
         failures = list(failures)
@@ -231,7 +231,7 @@ class BlockReader:
         raise self.choice.error(failures, touched=True)
 
     def keep_block(self, item: int, block: int, used: int) -> np.ndarray:
-        """Return a verified block, valid until the next call; ``used`` says how many bytes of it will be."""
+        """Return a verified block, valid until the next call; ``used`` is the number of its bytes that will be used."""
         kept = self._kept.pop((item, block), None)
         if kept is None:
             length = self.block_length(item, block)
@@ -243,7 +243,7 @@ class BlockReader:
             kept = _KeptBlock(memory, length, length)
             self.count.bytes_extra += length
         self._kept[item, block] = kept
-        # What several targets want was needed once.
+        # Bytes that several targets need count once.
         needed = min(kept.unused, used)
         kept.unused -= needed
         self.count.bytes_extra -= needed
@@ -285,9 +285,9 @@ class BlockReader:
         return Portions(parts, rows, quick, hashed, expected.tolist(), edges, runs)
 
     def read_portion(self, portions: Portions, number: int, address: int = 0) -> None:
-        """Fill memory with the stretches of a portion, and verify these; threads may do so at the same time.
+        """Fill memory with the stretches of a portion, and verify these. Threads may call this at the same time.
 
-        ``address`` is where the memory begins that the stretches' addresses count from.
+        ``address`` is the begin of the memory, from which the stretches' addresses count.
 
         Raises:
             CorruptCheckpointError: No copy is as it was written.
@@ -295,7 +295,7 @@ class BlockReader:
         """
         first, last = portions.edges[number : number + 2]
         buffers, quick = portions.buffers(first, last, address), portions.quick[first:last]
-        if self.choice.damaged:  # what has turned out to be damaged by now is read no more
+        if self.choice.damaged:  # rows that are known to be damaged are not read any more
             quick = quick & ~self.choice.are_damaged(portions.rows[first:last])
         if not quick.all():
             self._read_one_by_one(portions, first, np.flatnonzero(~quick), buffers)
@@ -307,7 +307,7 @@ class BlockReader:
         self._read_some(portions, first, last, buffers)
 
     def _read_some(self, portions: Portions, first: int, last: int, buffers: Sequence[memoryview]) -> None:
-        """Fill buffers with stretches of which nothing is known to be damaged, and verify these."""
+        """Fill buffers with stretches in which no damage is known, and verify these."""
         try:
             self.files.read_runs(portions.runs, first, last, buffers)
         except (CorruptCheckpointError, DamagedCopy, OSError):
@@ -334,7 +334,7 @@ class BlockReader:
         expected: Sequence[int],
         got: Sequence[int],
     ) -> None:
-        """Read blocks again that do not have their checksums."""
+        """Read blocks again whose checksums differ."""
         with self.count.lock:
             for number, buffer, right, found in zip(numbers, buffers, expected, got):
                 if found == right:
@@ -354,14 +354,14 @@ class BlockReader:
     def _read_one_by_one(
         self, portions: Portions, first: int, members: np.ndarray, buffers: Sequence[memoryview]
     ) -> None:
-        """Fill buffers with stretches behind a first one, each with the replicas there are."""
+        """Fill buffers with the stretches after a first one, each from the replicas that exist."""
         item, position = portions.parts.item, portions.parts.position
         with self.count.lock:
             for i in members.tolist():
                 self.fill(int(item[first + i]), int(position[first + i]), buffers[i])
 
     def _damage(self, row: int, block: int, length: int, got: int) -> DamagedCopy:
-        """Return what is wrong with a whole block whose checksum is another than it should be."""
+        """Return what is wrong with a whole block whose checksum differs."""
         position = block * self._block_bytes
         return DamagedCopy(
             f"bytes {position} to {position + length} of the shard (byte "

@@ -23,14 +23,14 @@ VerifyMode = Literal["read", "full", "off"]
 
 
 def verify_mode(value: bool | str) -> VerifyMode:
-    """Return what an argument ``verify`` means.
+    """Return the mode that an argument ``verify`` means.
 
     Args:
         value: ``"read"`` or True: blocks that are read whole are compared with their checksums. ``"full"``: blocks of
-            which only a part is needed are read whole and compared as well. ``"off"`` or False: none is.
+            which only a part is needed are read whole and compared as well. ``"off"`` or False: none are compared.
 
     Raises:
-        ValidationError: It is something else.
+        ValidationError: It is another value.
     """
     if value is True or value == "read":
         return "read"
@@ -41,7 +41,7 @@ def verify_mode(value: bool | str) -> VerifyMode:
     raise ValidationError(f"verify has to be 'read', 'full' or 'off' (True and False: 'read' and 'off'); got {value!r}")
 
 
-# Returns the checksum of one block, which has to be contiguous. No function around it: a block may be small.
+# Returns the checksum of one block, which has to be contiguous. Not wrapped, as a block may be small.
 hash_block: Callable[[np.ndarray | memoryview | bytes], int] = xxhash.xxh3_64_intdigest
 
 
@@ -51,20 +51,20 @@ def hash_blocks(blocks: Iterable[np.ndarray | memoryview | bytes]) -> list[int]:
 
 
 class HashThread:
-    """Hash in one thread, so that reading and writing need not wait for it; all three let other threads run."""
+    """A thread that hashes while others read and write: all three release the interpreter's lock."""
 
     def __init__(self) -> None:
         """Start nothing yet."""
         self._executor: ThreadPoolExecutor | None = None
 
     def hash(self, blocks: Sequence[np.ndarray | memoryview]) -> Future[list[int]]:
-        """Hash blocks, which have to stay as they are until that is done."""
+        """Hash blocks, which must not change until that is done."""
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="flexckpt-hash")
         return self._executor.submit(hash_blocks, blocks)
 
     def close(self) -> None:
-        """Wait for what is being hashed."""
+        """Wait for the current hashing to end."""
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
@@ -72,7 +72,7 @@ class HashThread:
 
 @dataclass(frozen=True, eq=False)
 class Checksums:
-    """Hold the checksums of the items of a catalog, in row order.
+    """The checksums of a catalog's items, in row order.
 
     Attributes:
         values: uint64 ``[total blocks]``.
@@ -98,7 +98,7 @@ class Checksums:
 
     @classmethod
     def none(cls, items: int) -> Checksums:
-        """Make no checksums, for so many items of files that came without."""
+        """Make no checksums, for so many items of files that have none."""
         return cls(np.zeros(0, dtype=np.uint64), np.zeros(items + 1, dtype=np.int64))
 
     def take(self, items: np.ndarray) -> Checksums:

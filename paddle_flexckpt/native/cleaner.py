@@ -1,11 +1,11 @@
 """Removal of files that no checkpoint needs.
 
-A file is removed if its save has died, if a later save of its id has replaced it, if it is what ranks of an ended save
-told each other, or if it is a manifest or companion that was never put in place. A save has died if its marker is here
-and somebody else has the right to save. Other files that no manifest names stay: their manifest may be lost.
+A file is removed if its save has died, if a later save of its id has replaced it, if it is a message between ranks of
+an ended save, or if it is a manifest or companion that was never put in place. A save has died if its marker is here
+and another save has the right to save. Other files that no manifest names stay: their manifest may be lost.
 
-Whoever has the right to save lists the directory, makes sure of that right, and then removes what was listed. No later
-save has these names, so it does no harm if the right is lost in between.
+The holder of the right to save lists the directory, checks that it still has the right, and then removes files of that
+listing. No later save has these names, so it does no harm if the right is lost in between.
 
 Tested in tests/native/test_cleaner.py and tests/native/test_directory.py.
 """
@@ -30,14 +30,14 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class BegunSave(NamedTuple):
-    """Describe a save by its marker.
+    """A save that has begun, as its marker describes it.
 
     Attributes:
         marker: The marker's name.
-        save: What its files are known by.
+        save: The identity that its files' names have.
         token: Its save token.
-        nodes: To how many nodes' directories it goes.
-        prepared: Files that say that it is complete here and perhaps published elsewhere; none if it is here.
+        nodes: The number of nodes' directories that it goes to.
+        prepared: Files which record that it is complete here and perhaps published elsewhere; none once it is here.
     """
 
     marker: str
@@ -61,7 +61,7 @@ def find_begun(directory: CheckpointDirectory, names: Sequence[str] | None = Non
         except FileNotFoundError:
             continue  # a rank of a save that has just failed has removed it, after that save's files
         except (ValueError, KeyError, TypeError, RecursionError):
-            pass  # it died before the marker was whole, so before any other file
+            pass  # the save died before the marker was complete, so before any other file
         prepared = [name for name in names if name.endswith(".prepared") and save_of(name) == save]
         if prepared and directory.save_token(save.unique_id) == token:
             prepared = []
@@ -69,7 +69,7 @@ def find_begun(directory: CheckpointDirectory, names: Sequence[str] | None = Non
 
 
 class Cleaner:
-    """Remove what saves have left in one directory. The caller has the right to save there."""
+    """A cleaner of one directory: it removes what saves have left. The caller holds the right to save there."""
 
     def __init__(self, directory: CheckpointDirectory, companion: CompanionFile) -> None:
         """Take the directory, which need not exist, and its companion."""
@@ -79,11 +79,11 @@ class Cleaner:
     def remove_dead_saves(
         self, own: SaveNames | None = None, aborted: Collection[str] = (), names: Sequence[str] | None = None
     ) -> list[str]:
-        """Remove what saves that died have left; return the names of the files removed.
+        """Remove the files of saves that died; return the names of the files removed.
 
-        What is prepared stays: another node may have published its part of that save. Where the right to save can run
-        out, a save that counts as dead may be stopped right before its commit. Its files stay until ``own``, the save
-        that is being made, is in place: from then on nothing can replace that.
+        Prepared saves stay: another node may have published its part of the save. Where the right to save can expire, a
+        save that counts as dead may be suspended right before its commit. So its files stay until the commit of
+        ``own``, the save that is being made, which it cannot replace any more.
 
         Args:
             own: The save that is being made, if any.
@@ -100,11 +100,11 @@ class Cleaner:
         return self._remove(useless, dead, names)
 
     def remove_replaced(self, own: SaveNames, manifest: Manifest, names: Sequence[str], being_read: bool) -> None:
-        """Remove what a save that has just been committed does not need, and what others left; its own marker is last.
+        """Remove files that a just committed save does not need, and those that others left; its own marker is last.
 
         Args:
             own: The save.
-            manifest: What was committed.
+            manifest: The manifest that was committed.
             names: The directory's files as the caller has listed them since the commit.
             being_read: Whether the checkpoint that was replaced is being read: its files stay for the next save of its
                 id, or its removal.
@@ -122,7 +122,7 @@ class Cleaner:
         run_beside(self._backend, partial(self._backend.remove, own.marker_file), self._backend.locks.confirm)
 
     def remove_save(self, save: SaveNames, also: Iterable[str] = ()) -> None:
-        """Remove a save that nothing can commit any more, and its marker.
+        """Remove a save that can no longer be committed, and its marker.
 
         None of its ranks writes any more. ``also`` has names of its files that a listing may not show yet.
         """
@@ -133,12 +133,12 @@ class Cleaner:
         self._backend.remove(save.marker_file)
 
     def _others(self, own: SaveNames | None, names: Sequence[str]) -> list[BegunSave]:
-        """Return the saves whose markers are here, but the own one, whose marker need not be read."""
+        """Return the saves whose markers are here, except the own one, whose marker need not be read."""
         return list(find_begun(self._directory, [name for name in names if own is None or name != own.marker_file]))
 
     def _remove(self, useless: Sequence[str], dead: Sequence[BegunSave], names: Sequence[str]) -> list[str]:
         named = {each.save.unique_id: self._named(each.save.unique_id) for each in dead}
-        # Where a manifest is damaged, whose files these are cannot be told.
+        # If a manifest is damaged, it cannot be known whose files these are.
         dead = [each for each in dead if named[each.save.unique_id] is not None]
         saves = {each.save: named[each.save.unique_id] or set() for each in dead}
         # These died after their commit, perhaps before they had removed what they have replaced.
@@ -156,7 +156,7 @@ class Cleaner:
         markers = [each.marker for each in dead]
         if not files and not markers:
             return []
-        # Whoever has taken the right to save over meanwhile has a marker here too.
+        # A save that has taken the right to save over meanwhile has a marker here too.
         self._backend.locks.recheck()
         if dead:
             self._remove_unfinished(saves.keys())
@@ -165,7 +165,7 @@ class Cleaner:
         self._remove_files(files)
         if markers:
             map_files(self._backend, self._backend.remove, markers)
-            # Ranks of a dead save may live. One that has looked while the marker was there leaves its files to this.
+            # Ranks of a dead save may live. A rank that still saw the marker leaves its files to this clean-up.
             late = left(self._backend.names())
             self._remove_files(late)
             self._companion.remove_refusal()
@@ -182,7 +182,7 @@ class Cleaner:
             return None
 
     def _unnamed_partitions(self, names: Sequence[str]) -> list[str]:
-        """Return the partitions of manifests in place that a repair does without."""
+        """Return the partitions of manifests in place that a repaired manifest does not have."""
 
         def find(unique_id: int) -> list[str]:
             named = self._named(unique_id) or set()
@@ -196,12 +196,12 @@ class Cleaner:
     def _remove_files(self, names: Sequence[str]) -> None:
         map_files(self._backend, self._backend.remove, names)
         if names:
-            self._backend.sync()  # nobody would look for what a loss of power brought back
+            self._backend.sync()  # nobody would look for a file that a loss of power brought back
 
     def _remove_unfinished(self, saves: Collection[SaveId]) -> None:
-        """Remove what saves had begun to send to a remote store."""
+        """Remove the unfinished uploads of saves to a remote store."""
         try:
             self._backend.remove_unfinished(lambda name: save_of(name) in saves)
         except OSError as error:
-            # Not every store lets everybody ask; nothing depends on it but its bill.
-            logger.warning(f"what a dead save had begun to send could not be looked for: {error}")
+            # Not every store lets everybody list them; leaving them only costs storage.
+            logger.warning(f"unfinished uploads of dead saves could not be looked for: {error}")

@@ -31,7 +31,7 @@ def check_columns(catalog: Catalog, file_bytes: np.ndarray) -> None:
             raise ValueError(f"column {name} points beyond its table")
     if file_bytes.shape != (len(catalog.files),) or (count and (min(map(np.min, wide), default=0) < 0)):
         raise ValueError("a file without a size, or a negative extent or offset")
-    # In floating point: products of extents that are no tensor's must not wrap around.
+    # In floating point: products of extents that no tensor has must not wrap around.
     if count and float(catalog.shape.astype(np.float64).prod(axis=1).max()) >= float(1 << 62):
         raise ValueError("a shard has more elements than a file can have bytes")
     if count and not ((catalog.ndim >= 0) & (catalog.ndim <= wide[0].shape[1])).all():

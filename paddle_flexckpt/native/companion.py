@@ -1,4 +1,4 @@
-"""Tell another program's loader what a directory of checkpoints has: whoever makes such a file derives from this.
+"""Companion files, which describe a directory of checkpoints to another program's loader: their makers' base class.
 
 Tested in tests/live/test_paddle_reads.py.
 """
@@ -16,11 +16,11 @@ from paddle_flexckpt.native.names import MANIFEST, is_message, marked_by, save_o
 
 
 class Companion(ABC):
-    """Make the file beside the manifests, of a name of its own, that tells another program's loader what is here.
+    """A companion file: it stands beside the manifests and describes the directory to another program's loader.
 
     Attributes:
         name: Its name.
-        most_rows: It refuses checkpoints of more shards: one process would need all of their rows, and seconds.
+        most_rows: The most shards that it supports: one process needs the rows of all of them, and seconds of time.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Companion(ABC):
 
     @abstractmethod
     def stored(self, data: bytes, file: str) -> dict[str, set[str]]:
-        """Return the keys by data file that a file of that name tells of, whose path is for errors.
+        """Return the keys by data file in a file of that name, whose path is for errors.
 
         Raises:
             CorruptCheckpointError: It is damaged, or refuses.
@@ -44,18 +44,18 @@ class Companion(ABC):
 
     @abstractmethod
     def is_ours(self, data: bytes) -> bool:
-        """Return whether a file of that name has been written here, if only in part."""
+        """Return whether a file of that name was written by this library, if only in part."""
 
 
 class CompanionFile:
-    """Keep the companion of one directory of checkpoints up to date.
+    """The companion of one directory of checkpoints, kept up to date.
 
     Attributes:
         name: Its name.
     """
 
     def __init__(self, directory: CheckpointDirectory, companion: Companion) -> None:
-        """Take the directory, which need not exist, and what makes the file's content."""
+        """Take the directory, which need not exist, and the maker of the file's content."""
         self.name = companion.name
         self._directory, self._backend, self._companion = directory, directory.backend, companion
 
@@ -79,7 +79,7 @@ class CompanionFile:
         self._backend.sync()
 
     def read(self) -> dict[str, set[str]]:
-        """Return the keys by data file that the file tells of; none if it is not there, refuses or is damaged."""
+        """Return the keys by data file in the file; none if it does not exist, refuses or is damaged."""
         if not self._backend.has_path:
             return {}
         try:
@@ -101,12 +101,12 @@ class CompanionFile:
     def refuse_unfinished(self) -> None:
         """Keep the other program's loader from files that no manifest names, if there is no such file yet."""
         if self._backend.has_path and self.name not in self._backend.names():
-            with contextlib.suppress(FileExistsError):  # somebody has just done more
+            with contextlib.suppress(FileExistsError):  # another process has just done more
                 refusal = self._companion.refuse("no save here has been completed")
                 write_file(self._backend, self.name, refusal, "new")
 
     def remove_refusal(self, marker: str = "") -> None:
-        """Remove the file where it has nothing to protect but a save that ends now. The caller has the lock."""
+        """Remove the file if it protects nothing but a save that ends now. The caller has the lock."""
         if not self._backend.has_path:
             return
         names = self._backend.names()

@@ -1,8 +1,8 @@
 """Write and open data files: one safetensors file per rank, streamed.
 
-The header is complete before the first byte of data is written, because the write plan knows all sizes; the data then
-goes from the tensors' own memory to the file, many neighbours in one call. A thread hashes them meanwhile; where it is
-little, it is hashed right after, while it is in cache.
+The header is complete before the first byte of data is written, because the write plan knows all sizes. The data then
+goes from the tensors' own memory to the file, many neighbours in one call. A thread hashes it meanwhile; a small amount
+is hashed right after the write, while it is in cache.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.progress import SILENT, Meter
 
-# So many bytes go to the file in one call, as blocks of large items and of many small ones: several calls cost more,
-# and a device waits for no more than this. So many blocks at most.
+# The most bytes written to the file in one call, as blocks of large items and of many small ones: several calls cost
+# more, and a device waits for no more than this. The most blocks likewise.
 BATCH_BYTES = 8 << 20
 BATCH_BLOCKS = 1024
-# Up to so many bytes are hashed by the thread that writes them: asking another costs about one block.
+# Up to so many bytes are hashed by the thread that writes them: handing them to another costs about one block.
 HASHED_INLINE = 4 << 20
-# The save token stands within the first bytes of the file, so that a reader can check it with one small read.
+# The save token is within the first bytes of the file, so that a reader can check it with one small read.
 TOKEN_WINDOW = 256
 
 
@@ -44,17 +44,17 @@ def write_data_file(
     """Write one rank's data file, make it durable, and return this rank's part of the manifest.
 
     Args:
-        directory: Where the file goes.
+        directory: The directory of the file.
         items: This rank's rows of the write plan, in the order of their byte offsets (which count from the start of
             the data here). All are in one file.
         data: The items' bytes in order: contiguous uint8 arrays, of which up to ``BATCH_BYTES`` are kept until they are
             written. An item may come in several arrays; all but its last are of whole blocks.
-        save: The save that it is of.
-        meter: Is told of what is written.
+        save: The save of the file.
+        meter: Counts the bytes that are written.
 
     Raises:
         OSError: The file system refused.
-        ValueError: The data is not of the planned length, or the header too long.
+        ValueError: The data has not the planned length, or the header is too long.
     """
     if not len(items):
         return Manifest.of_save(save, replace(items, files=()), (), {})
@@ -88,7 +88,7 @@ def write_data_file(
 
 @contextlib.contextmanager
 def _telling_how_full(path: str, nbytes: int) -> Iterator[None]:
-    """Say with the error of a full disk what is needed and what there is."""
+    """Add the bytes needed and the bytes free to the error of a full disk."""
     try:
         yield
     except OSError as error:
@@ -105,10 +105,10 @@ def _telling_how_full(path: str, nbytes: int) -> Iterator[None]:
 
 
 def _batches(path: str, lengths: Sequence[int], data: Iterable[np.ndarray]) -> Iterator[list[np.ndarray]]:
-    """Yield the blocks of the items, neighbours together; every array is let go before the next list is asked for.
+    """Yield the blocks of the items, neighbours together; every array is released before the next list is requested.
 
     Raises:
-        ValueError: The data is not of the planned lengths.
+        ValueError: The data has not the planned lengths.
     """
     blocks: list[np.ndarray] = []
     count = done = held = 0
@@ -133,7 +133,7 @@ def _batches(path: str, lengths: Sequence[int], data: Iterable[np.ndarray]) -> I
 
 
 def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) -> InputFile:
-    """Open a data file that has the size and the save token that the manifest says.
+    """Open a data file that has the size and the save token in the manifest.
 
     Raises:
         CorruptCheckpointError: It is missing, of another size, or of another save.

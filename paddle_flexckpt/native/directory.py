@@ -1,7 +1,7 @@
-"""Read a directory of checkpoints: ids, manifests, data files, and the lock that keeps a checkpoint while it is read.
+"""Read a directory of checkpoints: ids, manifests, data files, and the lock on a checkpoint that is being read.
 
-A checkpoint exists when its manifest does. A reader shares the lock of the manifest for the time of its reading.
-Removers and replacers must take this lock exclusively first.
+A checkpoint exists when its manifest does. A reader holds a shared lock of the manifest while it reads. A process that
+removes or replaces the checkpoint must take this lock exclusively first.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class CheckpointDirectory:
-    """Read one directory of this library's checkpoints, told apart by their ids.
+    """A directory of this library's checkpoints, each known by its id.
 
     Attributes:
         backend: Its files.
@@ -41,7 +41,7 @@ class CheckpointDirectory:
     def read_manifest(self, unique_id: int | None = None, keys: Sequence[str] | None = None) -> Manifest:
         """Read the manifest of a checkpoint; None takes the highest id.
 
-        With ``keys`` it has the rows of these keys, and perhaps others': of its partitions only theirs are read.
+        With ``keys`` it has the rows of these keys, and perhaps of others: only their partitions are read.
 
         Raises:
             ValidationError: There is no such checkpoint.
@@ -80,11 +80,11 @@ class CheckpointDirectory:
             return False
 
     def sees(self, save: SaveNames) -> bool:
-        """Return whether this is the directory in which a save has been marked as begun, and the save is not over."""
+        """Return whether a save has been marked as begun in this directory, and has not ended."""
         return self.has_file(save.marker_file)
 
     def has_manifest(self, unique_id: int) -> bool:
-        """Return whether there is a manifest of an id, whole or not, listed or not."""
+        """Return whether there is a manifest of an id, complete or not, listed or not."""
         return self.has_file(f"{unique_id}.manifest")
 
     def has_file(self, name: str) -> bool:
@@ -94,7 +94,7 @@ class CheckpointDirectory:
         except FileNotFoundError:
             return False
         except CorruptCheckpointError:
-            pass  # whatever it is that has its name
+            pass  # some other object has its name
         return True
 
     def manifest_file(self, unique_id: int) -> str:
@@ -108,9 +108,9 @@ class CheckpointDirectory:
         return [(unique_id, rank, name) for unique_id, rank, _, name in sorted(found)]
 
     def files_of(self, manifest: Manifest) -> list[str]:
-        """Return the names of a checkpoint's files but its manifest, and of those that it has replaced.
+        """Return the names of a checkpoint's files except its manifest, and of the files that it has replaced.
 
-        A save that has not ended is another's: its marker is here.
+        Files of a save that has not ended, whose marker is here, do not count.
         """
         names, named = self.backend.names(), manifest.files
         begun = {*map(marked_by, names)}
@@ -118,12 +118,12 @@ class CheckpointDirectory:
         return named + sorted({name for name, save in saves if save.unique_id == manifest.unique_id} - {*named})
 
     def check_complete(self, manifest: Manifest, names: Iterable[str] | None = None) -> None:
-        """Check that data files of a checkpoint (None: all) are there, of their size and of the same save.
+        """Check that data files of a checkpoint (None: all) exist, with their sizes and the same save token.
 
-        All partitions of its manifest have to be there too, of their size.
+        All partitions of its manifest have to exist too, with their sizes.
 
         Raises:
-            CorruptCheckpointError: One is not.
+            CorruptCheckpointError: A file does not.
         """
         sizes = manifest.sizes
 
@@ -135,7 +135,7 @@ class CheckpointDirectory:
         run_beside(self.backend, *files, *partitions)
 
     def usable_files(self, manifest: Manifest) -> tuple[list[bool], dict[str, str]]:
-        """Find out which data files of a checkpoint are here as they were written.
+        """Find out which data files of a checkpoint are here and unchanged.
 
         Returns:
             A flag for each file of the manifest; and by name, what is wrong with those that are here but not usable.
@@ -155,12 +155,12 @@ class CheckpointDirectory:
 
 
 def number_of(manifest: Manifest) -> int:
-    """Return the number of a checkpoint's save: of two saves of an id the one with the higher one is the newer."""
+    """Return the number of a checkpoint's save: of two saves of an id, the newer has the higher number."""
     return max((save.number for save in map(save_of, manifest.catalog.files) if save), default=0)
 
 
 class LockedManifest:
-    """Keep a checkpoint while it is read: its manifest, and the lock, which leaving the context releases."""
+    """A checkpoint's manifest, and the lock on the checkpoint. Leaving the context releases the lock."""
 
     def __init__(
         self, directory: CheckpointDirectory, unique_id: int | None = None, keys: Sequence[str] | None = None
@@ -180,7 +180,7 @@ class LockedManifest:
                     logger.warning("%s is partial: %s", directory.manifest_file(chosen or 0), self.manifest.partial)
                 return
             except FileNotFoundError as error:
-                # It has just been removed, and perhaps saved again: another one may be the highest now.
+                # The checkpoint has just been removed, and perhaps saved again: another one may be the highest now.
                 if before == ids:
                     file = directory.path if chosen is None else directory.manifest_file(chosen)
                     raise CorruptCheckpointError(

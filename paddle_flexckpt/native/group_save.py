@@ -21,7 +21,7 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class GroupSave:
-    """Carry out one save. Every member of the group makes the same calls, in the order of the methods.
+    """One save by a group. Every member makes the same calls, in the order of the methods.
 
     A member calls :meth:`write` in a step in which what it returns is sent; after that step :meth:`commit`. After an
     error that all have got from such a step, :meth:`discard` removes what was written.
@@ -35,7 +35,7 @@ class GroupSave:
         """Take the group, the directory, the names, and the position of the member that commits."""
         self.directory, self.names = directory, names
         self._comm, self._coordinator = comm, coordinator
-        # The part of the coordinator is sent to nobody.
+        # The coordinator's own part is not sent.
         self._own: Manifest | None = None
 
     @property
@@ -55,11 +55,11 @@ class GroupSave:
         """Write this member's data file, durably, and return its part of the manifest.
 
         Args:
-            items: What is written, in the order of the file.
+            items: The items to write, in the order of the file.
             data: The items' bytes, as ``write_data_file`` wants them.
             before: The directory's files, if the coordinator has listed them since it has the right to save.
             step: Training step to record, if known.
-            meter: Is told of what is written.
+            meter: Counts the bytes that are written.
         """
         if self.is_coordinator:
             self.directory.cleaner.remove_dead_saves(self.names, names=before)
@@ -67,7 +67,7 @@ class GroupSave:
         return self.directory.write_data(self.names, items, data, world_size=size, step=step, meter=meter)
 
     def send(self, part: Manifest) -> dict[int, bytes]:
-        """Return what other members have to know of this one's part, by position."""
+        """Return the messages to other members about this one's part, by position."""
         if self.is_coordinator:
             self._own = part
             return {}
@@ -77,9 +77,9 @@ class GroupSave:
         """Make the checkpoint exist. One collective.
 
         Args:
-            received: What this member has got of the others' :meth:`send`, by position.
+            received: The messages of the others' :meth:`send` to this member, by position.
             context: What is being done, for errors.
-            warnings: Takes what went wrong after the commit without harm to the checkpoint; None raises it.
+            warnings: Collects errors after the commit that do not harm the checkpoint; None raises them.
 
         Raises:
             CheckpointError: The coordinator could not commit.
@@ -99,7 +99,7 @@ class GroupSave:
             warnings.append(str(error))
 
     def _is_harmless(self, error: Exception) -> bool:
-        """Return whether the checkpoint is in place, durably, for all that an error near its commit says."""
+        """Return whether the checkpoint is in place, durably, in spite of an error near its commit."""
         if isinstance(error, NotDurableError):
             return False
         try:
@@ -108,9 +108,9 @@ class GroupSave:
             return False
 
     def discard(self, partitions: int = 0) -> None:
-        """Remove what all members wrote, and so many partitions: the task of the coordinator.
+        """Remove all that members wrote, and so many partitions; the coordinator does this.
 
-        Nobody writes any more, and nobody can commit.
+        No member writes any more, and none can commit.
         """
         if self.is_coordinator:
             self.directory.discard(self.names, self._comm.ranks, partitions)

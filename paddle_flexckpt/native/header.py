@@ -1,4 +1,4 @@
-"""Make and read headers of data files: what a rank's file says about itself, without the manifest.
+"""Make and read headers of data files: they describe a rank's file without the manifest.
 
 Tested in tests/native/test_data_file.py and tests/native/test_repair.py.
 """
@@ -22,7 +22,7 @@ from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 
 @dataclass(frozen=True)
 class DataFileHeader:
-    """Hold what the header of a data file says.
+    """The contents of a data file's header.
 
     Attributes:
         info: Its ``__metadata__`` without ``shards``.
@@ -36,12 +36,12 @@ class DataFileHeader:
 
     @classmethod
     def of_items(cls, items: Catalog, save: SaveInfo) -> DataFileHeader:
-        """Return what :func:`encode_header` makes of the same arguments."""
+        """Return the header that :func:`encode_header` makes of the same arguments."""
         return cls.decode(encode_header(items, save))
 
     @classmethod
     def decode(cls, data: bytes) -> DataFileHeader:
-        """Read a header, of the bytes that :func:`read_header` gave.
+        """Read a header from the bytes of :func:`read_header`.
 
         Raises:
             ValueError: It is not the header of a data file; the text says why.
@@ -80,7 +80,7 @@ def encode_header(items: Catalog, save: SaveInfo) -> bytes:
         entries.append(f',{name}:{entry},"data_offsets":[{begin},{end}]}}')
         shards.append(f'{name}: {{"key": {key}, {shard}}}')
     info = {
-        # First, so that it stands within the first bytes of the file.
+        # First, so that it is within the first bytes of the file.
         "save_token": save.save_token,
         "format": "flexckpt",
         "format_version": format_version(items),
@@ -96,7 +96,7 @@ def encode_header(items: Catalog, save: SaveInfo) -> bytes:
 
 
 def _descriptions(items: Catalog) -> list[tuple[str, str]]:
-    """Return the texts of each item but for names, key and place: in safetensors' own entry, and in ours."""
+    """Return the texts of each item without names, key and place: for safetensors' own entry, and for ours."""
     descriptions = items.descriptions()
     made = {}
     for description, row in dict(zip(descriptions, range(len(items)))).items():
@@ -111,7 +111,7 @@ def _descriptions(items: Catalog) -> list[tuple[str, str]]:
             "flattened_range": None if flat[0] == NOT_FLATTENED else flat,
         }
         order = items.order(int(items.key[row]))
-        # Where it is natural, headers are those of format version 1, byte by byte.
+        # For natural order, headers are those of format version 1, byte by byte.
         if order is not None and order.is_permuted:
             shard["order"] = order.encode()
         extents = json.dumps([*stored, dtype.trailing] if dtype.trailing > 1 else stored, separators=(",", ":"))
@@ -123,7 +123,7 @@ def _descriptions(items: Catalog) -> list[tuple[str, str]]:
 def _table(name: str, cursor: JsonCursor) -> dict[str, Any]:
     value = cursor.value()
     if not isinstance(value, dict):
-        raise ValueError(f"what it has for {name[:80]!r} is not an object")
+        raise ValueError(f"its entry for {name[:80]!r} is not an object")
     return value
 
 
@@ -155,7 +155,7 @@ def item_names(items: Catalog) -> list[str]:
     for row, key in enumerate(names):
         if count[row] > 1 or key == "__metadata__":
             name = key
-            while name in taken:  # as the key itself is
+            while name in taken:  # the name of another item is the key itself
                 name = f"{key}#{seen.setdefault(key, 0)}"
                 seen[key] += 1
             names[row] = name

@@ -1,7 +1,7 @@
-"""Read JSON step by step: nothing is built of what the caller does not expect, so memory stays in proportion.
+"""Read JSON step by step: only what the caller expects is built, so memory stays in proportion.
 
-``json.loads`` makes 64 bytes of every ``[],`` of a file. Here the caller says what comes next: an object, whose entries
-it takes one at a time, a text, or a small value.
+``json.loads`` makes 64 bytes of every ``[],`` of a file. Here the caller chooses what is read next: an object, whose
+entries it reads one at a time, a text, or a small value.
 
 Tested in tests/attacks/test_files.py.
 """
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-# A name or value beyond this many bytes is none of a header.
+# A name or value of more bytes than this is not one of a header.
 MAX_VALUE_BYTES = 1 << 14
 MAX_TEXTS = 4096
 _USUAL_VALUE_BYTES = 512
@@ -27,9 +27,9 @@ _TEXT = re.compile(rb'(?:[^"\\\x00-\x1f]+|\\[^\x00-\x1f])*')
 
 
 class JsonCursor:
-    """Hold a place in a JSON text; every method reads on from there.
+    """A position in a JSON text, from which every method reads on.
 
-    All methods raise ValueError, with what is wrong, if something else stands there.
+    A method raises ValueError if the text does not have there what the method reads.
     """
 
     def __init__(self, text: bytes) -> None:
@@ -38,7 +38,7 @@ class JsonCursor:
         self._at = 0
 
     def entries(self) -> Iterator[str]:
-        """Yield the names of an object; the caller reads the value of each before it asks for the next one."""
+        """Yield the names of an object; the caller reads the value of each before it requests the next one."""
         self._expect(b"{")
         seen: set[str] = set()
         if self._peek() == b"}":
@@ -55,7 +55,7 @@ class JsonCursor:
                 return
 
     def string(self, most: int | None = None) -> str:
-        """Read a text, of at most so many bytes if that is given."""
+        """Read a text, of at most so many bytes if a number is given."""
         usual = _PLAIN_NAME.match(self._text, self._at)
         if usual is not None:
             self._at = usual.end()
@@ -85,7 +85,7 @@ class JsonCursor:
         return found
 
     def match(self, pattern: re.Pattern[bytes]) -> tuple[bytes, ...] | None:
-        """Return the groups of a pattern if it stands here; None, with nothing read, if it does not."""
+        """Return the groups of a pattern if it matches here; None, with nothing read, if it does not."""
         match = pattern.match(self._text, self._at)
         if match is None:
             return None
@@ -95,7 +95,7 @@ class JsonCursor:
     def value(self, with_fractions: bool = False) -> Any:
         """Read a value of at most :data:`MAX_VALUE_BYTES` bytes: whole numbers, texts, lists and objects of them.
 
-        With ``with_fractions`` other numbers are taken too, as they are.
+        With ``with_fractions`` other numbers are accepted too, and returned as they are.
         """
         decoder = _FRACTIONS_TOO if with_fractions else _DECODER
         self._peek()
@@ -108,10 +108,10 @@ class JsonCursor:
                 if is_last:
                     raise ValueError(f"byte {self._at}: {str(error)[:200]}") from error
                 continue
-            # A number may go on behind the window.
+            # A number may go on beyond the window.
             if end < len(window) or is_last:
                 break
-        # Bytes that are no UTF-8 are lone surrogates here, which cannot be encoded.
+        # Bytes that are not UTF-8 are lone surrogates here, which cannot be encoded.
         self._at += len(window[:end].encode())
         return value
 

@@ -1,4 +1,4 @@
-"""List checkpoints, and tell whether they are whole.
+"""List checkpoints, and find out whether they are complete.
 
 Tested in tests/native/test_cleaner.py and tests/manager/test_unreadable.py.
 """
@@ -18,7 +18,7 @@ from paddle_flexckpt.native.directory import CheckpointDirectory
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """Describe one checkpoint that has been committed.
+    """A summary of one committed checkpoint.
 
     Attributes:
         path: Its directory.
@@ -50,7 +50,7 @@ class CheckpointInfo:
 def list_checkpoints(path: Location) -> list[CheckpointInfo]:
     """List the checkpoints in a directory and in the directories right below it.
 
-    A save that is not finished is no checkpoint, and is not listed; neither are checkpoints of Paddle's own.
+    An unfinished save is not a checkpoint and is not listed. Neither are checkpoints of Paddle's own.
 
     Args:
         path: A checkpoint's directory, or one that holds several such directories; or their URL.
@@ -80,7 +80,7 @@ def latest(path: Location) -> CheckpointInfo | None:
 
 
 def is_complete(path: Location, unique_id: int | None = None) -> bool:
-    """Return whether a checkpoint has been committed and all its files are there, of their size and of the same save.
+    """Return whether a checkpoint has been committed and all its files exist, with their sizes and the same save token.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
@@ -105,7 +105,7 @@ def _look(backend: Backend) -> tuple[list[CheckpointInfo], dict[str, bool]]:
 
 
 def _may_have_missed(backend: Backend, below: Mapping[str, bool]) -> bool:
-    """Return whether checkpoints may have come below while others, which these have replaced, went unseen.
+    """Return whether new checkpoints may have come below while others, which these replaced, were not seen.
 
     A directory without a checkpoint may have had one when it was listed.
     """
@@ -137,7 +137,7 @@ def _broken(path: str, unique_id: int, error: Exception) -> CheckpointInfo:
 
 
 def _info(directory: CheckpointDirectory, unique_id: int) -> CheckpointInfo | None:
-    """Describe what there is of an id; None if it has been removed meanwhile."""
+    """Return what is known of an id; None if it has been removed meanwhile."""
     try:
         manifest = directory.read_committed(unique_id, ())
     except FileNotFoundError as error:

@@ -1,8 +1,8 @@
 """Encode and decode manifests: safetensors containers with the columns of a checkpoint's catalog.
 
-A rank's *part* has the same form and holds the rows of that rank's data file; the manifest is the parts, one after the
-other. It carries a checksum of its own, so that a flipped bit in it cannot send a reader to wrong bytes. One of very
-many rows has them in :mod:`partitions <paddle_flexckpt.native.partitions>`.
+A rank's *part* has the same form and has the rows of that rank's data file; the manifest is the parts, one after the
+other. It has a checksum of its own, so that a flipped bit in it cannot send a reader to wrong bytes. The rows of a very
+large one are in :mod:`partitions <paddle_flexckpt.native.partitions>`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from paddle_flexckpt.native.partitions import from_arrays as partitions_from_arr
 from paddle_flexckpt.native.partitions import to_arrays as partitions_to_arrays
 from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header, read_header
 
-# Version 2 has tensors whose elements lie part by part: a reader of version 1 would take them for natural order.
-# Version 3 has its rows in partitions: earlier readers would find none.
+# Version 2 has tensors whose elements lie part by part: a reader of version 1 would assume natural order.
 FORMAT_VERSIONS = ("1", "2", "3")
 FORMAT_VERSION = int(FORMAT_VERSIONS[-1])
 PARTITIONED = FORMAT_VERSIONS[-1]
-# What is raised where a container has not what it should.
+# The errors of a container with unexpected contents.
 UNUSABLE = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 # It describes some 20 columns, however many items there are.
 _MAX_HEADER_BYTES = 1 << 16
-# A reader has memory for some blocks; the writer's have 1 MiB.
+# A reader allocates memory for some blocks; the writer's blocks have 1 MiB.
 _MAX_BLOCK_BYTES = 1 << 26
 _MAX_REPORTED = 300
 _CREATOR = "paddle_flexckpt"
@@ -50,7 +49,7 @@ NATIVE = "native"
 
 @dataclass(frozen=True)
 class SaveInfo:
-    """Tell which save files are of; :class:`Manifest` says what the attributes are."""
+    """The save that files belong to. :class:`Manifest` describes the attributes."""
 
     save_token: str
     unique_id: int
@@ -60,7 +59,7 @@ class SaveInfo:
 
 @dataclass(frozen=True, eq=False)
 class Manifest:
-    """Describe what a checkpoint (or one rank's part of it) consists of.
+    """The description of a checkpoint, or of one rank's part of it.
 
     Attributes:
         catalog: One row per stored item; ``byte_offset`` counts from the start of the file.
@@ -110,7 +109,7 @@ class Manifest:
     def of_foreign(
         cls, origin: str, catalog: Catalog, sizes: Mapping[str, int], digest: str, unique_id: int, world_size: int
     ) -> Manifest:
-        """Make the manifest of another program's files; ranks compare the digest of what it has been made of."""
+        """Make the manifest of another program's files; ranks compare the digest of their descriptions."""
         file_bytes = np.asarray([sizes[name] for name in catalog.files], dtype=np.int64)
         return cls(catalog, Checksums.none(len(catalog)), file_bytes, digest, unique_id, world_size, origin=origin)
 
@@ -122,7 +121,7 @@ class Manifest:
 
     @property
     def info(self) -> SaveInfo:
-        """Return the save that it is of."""
+        """Return the save of the manifest."""
         return SaveInfo(self.save_token, self.unique_id, self.world_size, self.step)
 
     def nodes_of(self, file: str) -> list[str]:
@@ -136,7 +135,7 @@ class Manifest:
 
     @property
     def files(self) -> list[str]:
-        """Return the names of all files that belong to the checkpoint, but the manifest's own."""
+        """Return the names of all files of the checkpoint, except the manifest's own."""
         return [*self.catalog.files, *(each.file for each in self.partitions)]
 
     @cached_property
@@ -164,7 +163,7 @@ class Manifest:
 
     @property
     def rows(self) -> int:
-        """Return the number of rows, whether they have been read or not."""
+        """Return the number of rows, read or not."""
         return sum(each.rows for each in self.partitions) or len(self.catalog)
 
     @property
@@ -188,11 +187,11 @@ class Manifest:
 
     @property
     def format_version(self) -> str:
-        """Return the oldest version whose readers understand all that is here."""
+        """Return the oldest version whose readers understand all of the manifest."""
         return PARTITIONED if self.partitions else format_version(self.catalog)
 
     def encode(self) -> bytes:
-        """Return the container's bytes; without rows where these are in partitions."""
+        """Return the container's bytes; without rows if these are in partitions."""
         kept = self
         if self.partitions:
             kept = replace(self.of_partitions(self.info, self.sizes, self.partitions), nodes=self.nodes)
@@ -211,7 +210,7 @@ class Manifest:
         return encode_container(arrays, info)
 
     def describe(self) -> dict[str, str]:
-        """Return what ``__metadata__`` of every container says."""
+        """Return the fields of every container's ``__metadata__``."""
         return {
             "format": "flexckpt",
             "format_version": self.format_version,
@@ -231,15 +230,15 @@ class Manifest:
         """Read a container's bytes; ``file`` is its name, for errors.
 
         Raises:
-            CorruptCheckpointError: The bytes are not a manifest, or not the ones that were written.
+            CorruptCheckpointError: The bytes are not a manifest, or have been changed.
             ValidationError: The manifest is of a newer format version.
         """
         info, arrays = read_container(data, file)
         version = info["format_version"]
         digest = info.pop("digest", None)
         if version not in FORMAT_VERSIONS:
-            # A changed digit of the version must not send the user to look for a newer library: with one of this
-            # library's versions in its place, the content then has its checksum.
+            # A changed digit of the version must not send the user to look for a newer library. So the content is
+            # checked with one of this library's versions in its place.
             if all(digest != _digest(arrays, info | {"format_version": known}) for known in FORMAT_VERSIONS):
                 raise ValidationError(
                     f"{file} has format version {version!r}; this library reads versions "
@@ -294,7 +293,7 @@ def read_container(data: bytes, file: str) -> tuple[dict[str, str], dict[str, np
     """Return ``__metadata__`` and arrays of a container of this library.
 
     Raises:
-        CorruptCheckpointError: The bytes are none.
+        CorruptCheckpointError: The bytes are not a container.
     """
     try:
         length = header_bytes(data[:8], len(data), file, _MAX_HEADER_BYTES)
@@ -305,7 +304,7 @@ def read_container(data: bytes, file: str) -> tuple[dict[str, str], dict[str, np
             for name, each in tensors.items()
         }
     except CorruptCheckpointError:
-        raise  # it says what is wrong with the file, and what to do
+        raise  # its text has the problem of the file, and the remedy
     except (ValueError, KeyError) as error:
         raise CorruptCheckpointError(f"{file} is damaged or not a manifest: {error}") from error
     if info.get("format") != "flexckpt" or "format_version" not in info:
@@ -335,7 +334,7 @@ def checksums_of(arrays: Mapping[str, np.ndarray], info: Mapping[str, str], cata
 
 
 def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:
-    """Decode the files by node; ValueError, TypeError or AttributeError if they are none."""
+    """Decode the files by node; ValueError, TypeError or AttributeError if they are malformed."""
     if column is None:
         return {}
     nodes = {str(node): tuple(files) for node, files in json.loads(column.tobytes()).items()}
@@ -346,7 +345,7 @@ def _decode_nodes(column: np.ndarray | None) -> dict[str, tuple[str, ...]]:
 
 
 def format_version(catalog: Catalog) -> str:
-    """Return the oldest format version whose readers understand all that a catalog says."""
+    """Return the oldest format version whose readers understand all of a catalog."""
     used = np.unique(catalog.key_order[catalog.key]).tolist() if len(catalog.key_order) else []
     return FORMAT_VERSIONS[any(number >= 0 and catalog.orders[number].is_permuted for number in used)]
 

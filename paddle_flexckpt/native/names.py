@@ -1,7 +1,7 @@
 """Names of the files in a directory of checkpoints.
 
-Every name of a save's files but the manifest's has the save's token. So no two saves share a name, and a process of a
-dead save cannot change a file of another one, whatever it writes and whenever.
+Every file of a save, except the manifest, has the save's token in its name. So no two saves share a name, and a process
+of a dead save cannot change a file of another one, whatever it writes and whenever.
 
 Older versions had generations in place of tokens. Their checkpoints are read, replaced and removed like others.
 
@@ -16,15 +16,15 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-# What makes a checkpoint exist.
+# The manifest, which makes a checkpoint exist.
 MANIFEST = re.compile(r"(\d+)\.manifest", re.ASCII)
 # Id, and token, or an older version's generation (none: 0).
 _SAVE = r"(\d+)(?:-([0-9a-f]{32})|\.(\d+))?"
-# What says that a save has begun.
+# The marker of a save that has begun.
 _MARKER = re.compile(rf"{_SAVE}\.saving", re.ASCII)
-# The other files of a save: rank (of a partition: its number), save, and kind.
+# The other files of a save: rank (number, for a partition), save, and kind.
 _OF_SAVE = re.compile(rf"(\d+)_{_SAVE}\.(safetensors|partition|prepared(?:\.[0-9a-f]{{32}}\.tmp)?)", re.ASCII)
-# What ranks of an older version told each other by files; nobody else has a use for it.
+# Messages between ranks of an older version, which nothing else uses.
 _MESSAGE = re.compile(
     r"\d+_(\d+)(?:\.(\d+))?(?:-[0-9a-f]{32})?\.(?:decided|late|(?:part|failed)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII
 )
@@ -33,11 +33,11 @@ _MOST_SAVES = 16**_NUMBER_DIGITS - 1
 
 
 class SaveId(NamedTuple):
-    """Tell one save from others, by the names of its files.
+    """The identity of a save, as the names of its files have it.
 
     Attributes:
         unique_id: The checkpoint's id.
-        number: Of two saves in a directory the later one has the higher number.
+        number: The save's number: a later save in the same directory has a higher one.
         token: Its save token; empty for a save of an older version.
     """
 
@@ -48,7 +48,7 @@ class SaveId(NamedTuple):
 
 @dataclass(frozen=True)
 class SaveNames:
-    """Name the files of one save.
+    """The names of one save's files.
 
     Attributes:
         unique_id: The checkpoint's id.
@@ -72,7 +72,7 @@ class SaveNames:
 
     @property
     def marker_file(self) -> str:
-        """Return the name of the file that says that this save has begun."""
+        """Return the name of the file that marks this save as begun."""
         return f"{self._stem}.saving"
 
     @property
@@ -81,11 +81,11 @@ class SaveNames:
 
     @property
     def save_id(self) -> SaveId:
-        """Return what tells this save from others."""
+        """Return the identity of this save."""
         return SaveId(self.unique_id, _number_of(self.token), self.token)
 
     def owns(self, name: str) -> bool:
-        """Return whether a file is of this save; not its manifest or marker."""
+        """Return whether a file belongs to this save; not its manifest or marker."""
         return save_of(name) == self.save_id
 
 
@@ -108,13 +108,13 @@ def _number_of(token: str) -> int:
 
 
 def save_of(name: str) -> SaveId | None:
-    """Return the save that a data file, partition or prepared manifest is of; None for other names."""
+    """Return the save of a data file, partition or prepared manifest; None for other names."""
     match = _OF_SAVE.fullmatch(name)
     return _save(match[2], match[3], match[4]) if match else None
 
 
 def marked_by(name: str) -> SaveId | None:
-    """Return the save whose marker has this name; None if it is no marker."""
+    """Return the save whose marker has this name; None if it is not a marker."""
     match = _MARKER.fullmatch(name)
     return _save(match[1], match[2], match[3]) if match else None
 
@@ -124,7 +124,7 @@ def _save(unique_id: str, token: str | None, generation: str | None) -> SaveId:
 
 
 def is_message(name: str) -> bool:
-    """Return whether a file is what a rank of an older version told others."""
+    """Return whether a file is a message between ranks of an older version."""
     return _MESSAGE.fullmatch(name) is not None
 
 

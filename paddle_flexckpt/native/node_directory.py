@@ -1,13 +1,13 @@
 """Save to nodes that share no storage: each has its part of the data, and a manifest of all of it.
 
 A save is *prepared* on a node when the data files of its ranks are durable and so is the manifest, under another name.
-No node publishes its manifest before all nodes have prepared theirs, so with the first one that is published the
-checkpoint exists, whole; and as every node's manifest has all of the catalog, any node tells what there is. What the
-save replaces goes when all nodes have published.
+No node publishes its manifest before all nodes have prepared theirs. So the checkpoint exists, complete, as soon as one
+node has published its manifest; and as every node's manifest has the whole catalog, any node can describe the
+checkpoint. Files that the save replaces are removed when all nodes have published.
 
-A node whose save died between these two steps cannot know whether another has published: what it has prepared stays
-until a save finds out. What another node has replaced since is not published any more: that node has a newer
-checkpoint of the id, and need not keep the files of the older one.
+A node whose save died between these two steps cannot know whether another has published: its prepared save stays until
+a later save finds out. A save that another node has replaced since is not published any more: that node has a newer
+checkpoint of the id, and need not have the files of the older one.
 
 Tested in tests/live/test_nodes.py.
 """
@@ -30,13 +30,13 @@ logger = logging.getLogger("paddle_flexckpt")
 
 
 class NodeSaves(NamedTuple):
-    """Hold the saves of which one node knows.
+    """The saves that one node knows of.
 
     Attributes:
-        published: Tokens of those that are checkpoints.
-        begun: Of those whose marker is here, the number of nodes by token.
-        prepared: Of those of the latter that are prepared here, and not published here, the nodes' names by token;
-            none if they cannot be read.
+        published: Tokens of the saves that are checkpoints.
+        begun: The number of nodes, by token, of the saves whose marker is here.
+        prepared: The nodes' names, by token, of those begun saves that are prepared but not published here; none
+            if they cannot be read.
     """
 
     published: list[str]
@@ -45,7 +45,7 @@ class NodeSaves(NamedTuple):
 
 
 class NodeDirectory(SaveDirectory):
-    """Save into one node's directory of checkpoints."""
+    """One node's directory of checkpoints, for saving into it."""
 
     def tokens(self) -> dict[int, str]:
         """Return the save tokens of the checkpoints whose manifest is here, by id; leave damaged manifests out."""
@@ -60,7 +60,7 @@ class NodeDirectory(SaveDirectory):
         """Return the id of a new save, as :meth:`choose_id` does, and a token that is later than those known here."""
         names = self.backend.names()
         chosen, token = self.choose_id(unique_id, names, overwrite), new_token(names)
-        # The manifest in place may name files of other nodes alone.
+        # The manifest in place may have only files of other nodes.
         with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
             token = max(token, token_after(number_of(self.read_committed(chosen, ()))))
         return chosen, token
@@ -75,7 +75,7 @@ class NodeDirectory(SaveDirectory):
         return found
 
     def known_saves(self) -> NodeSaves:
-        """Return the saves of which this node knows."""
+        """Return the saves that this node knows of."""
         begun: dict[str, int] = {}
         prepared: dict[str, list[str]] = {}
         for save in find_begun(self):
@@ -88,7 +88,7 @@ class NodeDirectory(SaveDirectory):
         return NodeSaves(list(self.tokens().values()), begun, prepared)
 
     def publish_prepared(self, published: set[str]) -> None:
-        """Publish what is prepared here of saves that another node has published.
+        """Publish the saves prepared here that another node has published.
 
         The caller has the lock. None of the saves is one that a node has replaced since.
         """
@@ -99,7 +99,7 @@ class NodeDirectory(SaveDirectory):
                     if Manifest.decode(data, where).save_token != begun.token:
                         raise CorruptCheckpointError(f"{where} is of another save")
                 except CorruptCheckpointError as error:
-                    logger.warning(f"what was prepared here of id {begun.save.unique_id} is left alone: {error}")
+                    logger.warning(f"the save prepared here of id {begun.save.unique_id} stays unpublished: {error}")
                     continue
                 replaced = self.publish(SaveNames(begun.save.unique_id, begun.token), data)
                 if replaced is not None:
@@ -109,7 +109,7 @@ class NodeDirectory(SaveDirectory):
         """Make a save ready to be published: write the manifest of all nodes as the committer of this one.
 
         Raises:
-            CorruptCheckpointError: A data file of this node is not as it was written.
+            CorruptCheckpointError: A data file of this node has changed.
             OSError: The file system refused.
         """
         manifest = self.write_partitions(save, manifest)
@@ -119,5 +119,5 @@ class NodeDirectory(SaveDirectory):
         self.backend.sync()
 
     def publish_save(self, save: SaveNames, rank: int) -> Lock | None:
-        """Publish what :meth:`prepare_save` made ready; return as :meth:`publish` does."""
+        """Publish a save that :meth:`prepare_save` has prepared; return as :meth:`publish` does."""
         return self.publish(save, self.backend.read(save.prepared_file(rank)))

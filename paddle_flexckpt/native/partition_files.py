@@ -1,7 +1,7 @@
 """Encode, decode and read the files of a manifest's partitions.
 
-A partition is a container like a manifest, without what the manifest says once for all of them: the data files. A row's
-data file is that of the rank that wrote the row. The manifest has size and digest of every partition.
+A partition is a container like a manifest, without the data files, which the manifest lists once for all partitions. A
+row's data file is that of the rank that wrote the row. The manifest has size and digest of every partition.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ def encode_partition(rows: Manifest, number: int, count: int) -> bytes:
     """Return the bytes of partition ``number`` of ``count``.
 
     Raises:
-        ValueError: A row is of another partition, or not in the data file of its rank: readers would not find it.
+        ValueError: A row belongs to another partition, or is not in its rank's data file: readers would miss it.
     """
     catalog = rows.catalog
     if len(catalog) and (partition_of(catalog.keys, count) != number).any():
         raise ValueError(f"there are keys that are not of partition {number} of {count}")
-    # Of a hundred thousand files only those that these rows are in are looked at.
+    # There may be a hundred thousand files: only those with these rows are looked up.
     files = catalog.files
     pairs = np.unique(catalog.rank.astype(np.int64) * len(files) + catalog.file).tolist()
     if any(files[pair % len(files)].partition("_")[0] != str(pair // len(files)) for pair in pairs):
@@ -65,7 +65,7 @@ def encode_partition(rows: Manifest, number: int, count: int) -> bytes:
 
 
 def describe_partition(file: str, data: bytes, rows: Manifest) -> Partition:
-    """Return what the manifest says of a partition file with these bytes."""
+    """Return the manifest's description of a partition file with these bytes."""
     digest = xxhash.xxh3_128_intdigest(data)
     return Partition(file, digest, len(data), len(rows.catalog), len(rows.catalog.keys), rows.data_bytes)
 
@@ -74,7 +74,7 @@ def decode_partition(data: bytes, file: str, manifest: Manifest, number: int) ->
     """Return the rows of a partition of a manifest; ``file`` is its path, for errors.
 
     Raises:
-        CorruptCheckpointError: The bytes are not those that the manifest means.
+        CorruptCheckpointError: The bytes are not those that the manifest describes.
     """
     expected, count = manifest.partitions[number], len(manifest.partitions)
     got = xxhash.xxh3_128_intdigest(data)
@@ -109,7 +109,7 @@ def read_partition(backend: Backend, manifest: Manifest, number: int) -> Manifes
     """Read the rows of one partition.
 
     Raises:
-        CorruptCheckpointError: The file is missing, or not what the manifest means.
+        CorruptCheckpointError: The file is missing, or not the one that the manifest describes.
         OSError: It cannot be read.
     """
     expected = manifest.partitions[number]
@@ -122,7 +122,7 @@ def read_partition(backend: Backend, manifest: Manifest, number: int) -> Manifes
 
 
 def check_partition(backend: Backend, partition: Partition) -> None:
-    """Check that a partition file is there and of its size; nothing of it is read.
+    """Check that a partition file exists and has its size; nothing of it is read.
 
     Raises:
         CorruptCheckpointError: It is not.
@@ -147,9 +147,9 @@ def _missing(backend: Backend, partition: Partition) -> CorruptCheckpointError:
 
 
 def read_rows(backend: Backend, manifest: Manifest, keys: Sequence[str] | None = None) -> Manifest:
-    """Return a manifest with the rows of some keys (None: of all), and perhaps others'; errors as of one partition.
+    """Return a manifest with the rows of some keys (None: of all), and perhaps of others; errors as of one partition.
 
-    One that has all rows itself is returned as it is.
+    A manifest that has all rows itself is returned as it is.
     """
     if not manifest.partitions:
         return manifest

@@ -1,7 +1,7 @@
-"""Say which partition of a manifest a key is in, and what a manifest says of its partitions.
+"""The partition of each key of a manifest, and the manifest's description of its partitions.
 
-A manifest of many rows has none of them itself. It lists *partitions*: files of which each has all rows of some keys,
-so that whoever wants few keys reads few files. The key's name alone tells which one.
+A manifest of many rows has none of them itself. It lists *partitions*: files each of which has all rows of some keys,
+so that a reader of few keys reads few files. The key's name alone determines its partition.
 
 Tested in tests/native/test_partition_files.py.
 """
@@ -28,14 +28,14 @@ _COUNTS = ("nbytes", "rows", "keys", "data_bytes")
 
 @dataclass(frozen=True)
 class Partition:
-    """Describe one partition file.
+    """One partition file of a manifest.
 
     Attributes:
         file: Its name.
         digest: xxh3-128 of its bytes.
         nbytes: Its size.
-        rows: Rows in it.
-        keys: Keys that have these rows.
+        rows: The number of rows in it.
+        keys: The number of keys that have these rows.
         data_bytes: Bytes of the shards that the rows describe.
     """
 
@@ -48,19 +48,19 @@ class Partition:
 
 
 def count_partitions(rows: int) -> int:
-    """Return in how many partitions one process writes a manifest of so many rows; 0: it goes into one file."""
+    """Return how many partitions one process makes of a manifest of so many rows; 0: one file has all rows."""
     return 0 if rows <= MOST_ROWS_IN_ONE_FILE else partitions_for(rows)
 
 
 def partitions_for(rows: int) -> int:
-    """Return in how many partitions so many rows go where they have to be in some."""
+    """Return the number of partitions for so many rows where they have to be in partitions."""
     return max(1, -(-rows // ROWS_PER_PARTITION))
 
 
 def partition_of(keys: Sequence[str], count: int) -> np.ndarray:
     """Return int64 per key, the number of its partition of ``count``: xxh3-64 of its name, modulo the count.
 
-    All of a run's extra state is in the partition of its prefix: it is read together.
+    All of a run's extra state is in the partition of its prefix, because it is read together.
     """
     names = (EXTRA_STATE if key.startswith(EXTRA_STATE) else key for key in keys)
     numbers = (xxhash.xxh3_64_intdigest(name.encode()) % count for name in names)

@@ -1,7 +1,7 @@
 """Read threads: the parts of a large read are carried out by the calling thread and a few more at the same time.
 
-Reading, hashing and copying all let other threads run. A thread that hashes what it has just read finds it in its
-processor's cache, which a thread of its own for hashing would not.
+Reading, hashing and copying all release the interpreter's lock. A thread that hashes the data that it has just read
+finds it in its processor's cache, which a separate thread for hashing would not.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
-# Ranks of a host share its processors and its memory's bandwidth, which a few threads use up.
+# Ranks of a host share its processors and its memory's bandwidth, which a few threads saturate.
 MOST_THREADS = 4
 
 
 class ReadThreads:
-    """Hold the threads of one reader; they are started when they are first needed, and end when it closes."""
+    """The threads of one reader. They are started when first needed and end when the reader closes."""
 
     def __init__(self, several: bool = True) -> None:
         """Start nothing yet. ``several``: whether there are more threads than the caller's, up to one a processor."""
         self._helpers = min(MOST_THREADS, _processors()) - 1 if several else 0
         self._executor: ThreadPoolExecutor | None = None
-        # Called after each part, by the thread that has carried it out; what it raises is that part's error.
+        # Called after each part, by the thread that has carried it out; its exception counts as that part's error.
         self.after: Callable[[], None] | None = None
 
     def each(self, work: Callable[[int], None], count: int) -> None:
         """Call a function with every number below ``count``, begun in this order; return when all calls have returned.
 
-        An error keeps further calls from being begun. The one with the lowest number is raised: it is the first that
-        there is, whatever threads do.
+        After an error no more calls begin. The error of the lowest number is raised, so that it does not depend on the
+        order of threads.
         """
         numbers, errors = iter(range(count)), dict[int, BaseException]()
 
@@ -59,24 +59,24 @@ class ReadThreads:
             raise errors[min(errors)]
 
     def close(self) -> None:
-        """Wait for the threads' end; to do so again is fine."""
+        """Wait for the threads' end; a second call does nothing."""
         if self._executor is not None:
             self._executor.shutdown()
             self._executor = None
 
 
 def _processors() -> int:
-    """Return how many processors this process may use; all there are where the system does not say."""
+    """Return how many processors this process may use; all processors where the system does not report it."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class SpareMemory:
-    """Hand out memory of one size to threads: as many buffers as there are at work at a time."""
+    """Buffers of one size for threads: as many as there are threads at work."""
 
     def __init__(self, nbytes: int) -> None:
-        """Take none yet."""
+        """Allocate no buffer yet."""
         self._nbytes = nbytes
         self._spare: list[np.ndarray] = []
 
@@ -85,7 +85,7 @@ class SpareMemory:
         """Keep a buffer for the time of a with statement: uint8, of any values."""
         try:
             memory = self._spare.pop()
-        except IndexError:  # asking before would not be safe: another thread may take the last one
+        except IndexError:  # testing first would not be safe: another thread may take the last one
             memory = np.empty(self._nbytes, dtype=np.uint8)
         yield memory
         self._spare.append(memory)

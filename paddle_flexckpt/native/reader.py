@@ -1,14 +1,14 @@
 """Read exactly the bytes that strided copies need, from files into memory, verified where whole blocks pass.
 
-Where the file side of a copy is contiguous, it is read block by block, straight into the target where that is
-contiguous too. Short scattered runs (a column cut) are copied out of a memory map: one numpy call instead of a system
-call per run.
+If the file side of a copy is contiguous, it is read block by block, straight into the target if that is contiguous too.
+Short scattered runs (a column cut) are copied out of a memory map: one numpy call instead of a system call per run.
 
 With ``verify="full"`` no byte reaches a target unverified: a block of which only a part is needed is read whole, and
-the part is copied out of it; the latest such blocks are kept, as the next run or the next target often goes on there.
+the part is copied out of it. The latest such blocks are cached, as the next run or the next target often continues
+there.
 
-Many copies come in columns (:mod:`paddle_flexckpt.native.stretches`), and several threads carry them out; what is
-special is read one by one.
+Many copies come in columns (:mod:`paddle_flexckpt.native.stretches`), and several threads carry them out; special ones
+are read one by one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MIN_PREAD_BYTES = 16 << 10
 
 
 class FileReader(BlockReader):
-    """Read items of one checkpoint. Each file is opened when first needed and stays open until the reader closes."""
+    """A reader of one checkpoint's items. A file is opened when first needed and stays open until the reader closes."""
 
     def __init__(
         self, directory: Location, manifest: Manifest, verify: bool | VerifyMode = "read", use_replicas: bool = True
@@ -59,7 +59,7 @@ class FileReader(BlockReader):
         return self._block_bytes
 
     def tell(self, meter: Meter) -> None:
-        """Tell a meter from now on how many bytes of those that targets need have been read."""
+        """Report to a meter from now on how many of the bytes that targets need have been read."""
         self._meter = meter
         self.files.threads.after = self._tell if meter.is_heard else None
 
@@ -67,10 +67,10 @@ class FileReader(BlockReader):
         self._meter.reach(self.count.bytes_read - self.count.bytes_extra)
 
     def read_ahead(self, items: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
-        """Say which bytes of items will be read, in this order; it does nothing but save time.
+        """Announce the byte ranges of items that will be read, in this order; this only saves time.
 
         Raises:
-            CorruptCheckpointError: A file is not as it was.
+            CorruptCheckpointError: A file has changed.
             OSError: A file cannot be opened.
         """
         if self._verify == "full":
@@ -87,7 +87,7 @@ class FileReader(BlockReader):
             target: The target's storage, 1-D and contiguous. If its dtype differs from the item's, values are cast.
 
         Raises:
-            CorruptCheckpointError: A block does not have its checksum, or the file ends early.
+            CorruptCheckpointError: A block differs from its checksum, or the file ends early.
             OSError: The file system failed.
             OverflowingCastError: Finite numbers are too large for the target's dtype.
         """
@@ -105,7 +105,7 @@ class FileReader(BlockReader):
         outer = len(copy.extents) - copy.source_tail()
         run_bytes = math.prod(copy.extents[outer:]) * dtype.itemsize
         mapped = self.files.map(row) if outer else None
-        # What has no memory map is remote: a request takes as long as some MiB of its answer.
+        # A file without a memory map is remote: a request takes as long as some MiB of its answer.
         if outer and run_bytes < (self._block_bytes if mapped is None else MIN_PREAD_BYTES):
             if mapped is None or self.needs_whole_blocks(row):
                 self._read_scattered(item, copy.simplified(), target, dtype)
@@ -122,7 +122,7 @@ class FileReader(BlockReader):
         """Carry out strided copies of one form, in the order of the files; as :meth:`read` does with each.
 
         Raises:
-            CorruptCheckpointError: A block does not have its checksum, or a file ends early.
+            CorruptCheckpointError: A block differs from its checksum, or a file ends early.
             OSError: The file system failed.
         """
         copy, tail = copies.copy, copies.copy.source_tail()
@@ -139,7 +139,7 @@ class FileReader(BlockReader):
             else:
                 self._read_through_blocks(self._read_mapped(copies), whole=True)
             return
-        # What has no memory map is remote: a request takes as long as some MiB of its answer.
+        # A file without a memory map is remote: a request takes as long as some MiB of its answer.
         remote = self._are_remote(copies) & (run_bytes < self._block_bytes)
         self._read_through_blocks(copies.take(remote), whole=True)
         copies = copies.take(~remote)
@@ -198,7 +198,7 @@ class FileReader(BlockReader):
         length = (end - first)[starts]
         places = np.cumsum(length) - length
         blocks = Stretches(copies.item[starts], first[starts], length, places)
-        # What several copies want of a block was needed once.
+        # Bytes of a block that several copies need count once.
         needed = np.bincount(number, minlength=len(starts)) * copies.copy.size * itemsize
         portions = self.divide(blocks)
         edges = portions.edges
@@ -216,7 +216,7 @@ class FileReader(BlockReader):
         self.files.threads.each(work, portions.count)
 
     def _read_spread(self, copies: AlikeCopies) -> None:
-        """Carry out ascending copies that each reach over several blocks out of these, which are read and verified."""
+        """Carry out ascending copies that each span several blocks, which are read and verified."""
         size, catalog = self._block_bytes, self._manifest.catalog
         spread, spare = SpreadCopies(copies, size), SpareMemory(BLOCKS_AT_ONCE * size)
         groups = spread.groups(BLOCKS_AT_ONCE)

@@ -1,8 +1,8 @@
 """Rebuild the manifest of a checkpoint from the headers of its data files.
 
-What a manifest has and headers have not is the checksums: they are computed anew, from the data as it is now. A
-manifest that can be read, if only in part, is evidence: the files are compared with it, and a save that has lost a
-file, or of which something is damaged, is not made whole. Where it is lost, the companion tells which files there were.
+Headers lack only the checksums: they are computed anew, from the data as it is now. A manifest that can be read, if
+only in part, is evidence: the files are compared with it, and a save that has lost a file, or part of which is damaged,
+is not repaired. If the manifest is lost, the companion lists the files that there were.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from paddle_flexckpt.native.verify import REMEDY
 
 
 class RebuiltManifest(NamedTuple):
-    """Hold a manifest that is not written yet, and the names of the id's data files that belong to other saves."""
+    """A manifest that is not written yet, and the names of the id's data files that belong to other saves."""
 
     manifest: Manifest
     left_out: list[str]
@@ -50,7 +50,7 @@ class RebuiltManifest(NamedTuple):
 
 @dataclass(frozen=True)
 class _DataFile:
-    """Describe one data file: the rank in its name, its name, bytes and header, and where its first tensor begins."""
+    """One data file: the rank in its name, its name, bytes and header, and where its first tensor begins."""
 
     rank: int
     name: str
@@ -64,7 +64,7 @@ class _DataFile:
 
     @property
     def save(self) -> SaveInfo:
-        """Return the save that it is of; for files that agree about it."""
+        """Return the save of a file, or of files that agree about it."""
         info = self.header.info
         step = int(info["step"]) if info["step"] else None
         return SaveInfo(self.token, int(info["unique_id"]), int(info["world_size"]), step)
@@ -79,12 +79,12 @@ def rebuild_manifest(
 ) -> RebuiltManifest:
     """Rebuild the manifest that a checkpoint's data files had; read all of them once, write nothing.
 
-    There may be a manifest with ``overwrite``, and fewer files than ranks with ``fewer_files``. ``save_token`` names
-    the save whose files are meant; without it, there has to be one only, or one that the manifest in place is of.
+    ``overwrite`` allows an existing manifest, and ``fewer_files`` fewer files than ranks. ``save_token`` names the save
+    whose files are used; without it, there has to be only one save, or one whose manifest is in place.
 
     Raises:
-        ValidationError: A manifest is there, or the files do not make up a whole checkpoint of one save, or they are
-            not as the manifest in place says.
+        ValidationError: A manifest exists, or the files do not make up a whole checkpoint of one save, or they differ
+            from the manifest in place.
         CorruptCheckpointError: A file changed while it was read.
         OSError: The file system failed.
     """
@@ -157,7 +157,7 @@ def _read_headers(
         try:
             with directory.backend.open(name) as file:
                 if save_token is not None and save_token.encode() not in file.read(0, TOKEN_WINDOW):
-                    continue  # another save's: whether it is whole does not matter
+                    continue  # the manifest is of another save: whether it is whole does not matter
                 data = read_header(file)
                 files.append(_DataFile(rank, name, file.size, len(data), DataFileHeader.decode(data)))
         except ValueError as error:
@@ -186,7 +186,7 @@ def _choose_save(files: list[_DataFile], save_token: str | None, known: Manifest
 
 
 def _disagreements(directory: CheckpointDirectory, files: list[_DataFile], unique_id: int) -> list[Problem]:
-    """Find what files of one save say that does not fit together."""
+    """Find the contradictions between files of one save."""
     first = files[0].header.info
     wanted = {
         "format": "flexckpt",
@@ -218,10 +218,10 @@ def _disagreements(directory: CheckpointDirectory, files: list[_DataFile], uniqu
 def _missing_files(
     directory: SaveDirectory, files: list[_DataFile], catalog: Catalog, known: Manifest | None
 ) -> tuple[list[Problem], str]:
-    """Tell files that are lost from those of ranks that had nothing to write.
+    """Distinguish lost files from those of ranks that had nothing to write.
 
     Returns:
-        What is wrong; and what the manifest says of it, if it may be rebuilt without these files.
+        The problem; and its description for the manifest, if that may be rebuilt without these files.
     """
     here, save = [file.name for file in files], files[0].save
     if known is not None and not known.partial:
@@ -237,7 +237,7 @@ def _missing_files(
     own = {name for name in keys_of if save_of(name) == save_of(here[0])}
     if own and own <= {*here} and save.world_size > len(files):
         return [], ""
-    # Of what has no file there, nobody knows which save it is of.
+    # Nobody knows which save a missing file belonged to.
     keys = {key for name, keys in keys_of.items() if name in own or save_of(name) is None for key in keys}
     lost = [*sorted(own.difference(here)), *(repr(key) for key in sorted(keys.difference(catalog.keys)))]
     without = f"; {directory.companion.name} has besides {listed(lost)}" if lost else ""
@@ -326,7 +326,7 @@ def _part(directory: CheckpointDirectory, file: _DataFile, items: Catalog, block
 
 
 def _differences(directory: CheckpointDirectory, known: Manifest, rebuilt: Manifest) -> list[Problem]:
-    """Return what rows of the manifest in place say otherwise than the data files."""
+    """Return the differences between rows of the manifest in place and the data files."""
     was, now = (each.take(np.flatnonzero(each.catalog.byte_length)) for each in (known, rebuilt))
     both, count = concat([was.catalog, now.catalog]), len(was.catalog)
     _, place = np.unique(np.stack([both.file, both.byte_offset], axis=1), axis=0, return_inverse=True)

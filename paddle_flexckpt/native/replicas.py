@@ -1,7 +1,7 @@
-"""Find replicas in files: items that are the same bytes, so that one can be read where another is damaged.
+"""Find replicas in files: items with the same bytes, so that one can be read where another is damaged.
 
-A save with ``save_replicas=True`` writes what every rank holds. Items count as replicas if they are the same shard and
-the manifest has the same checksums for them: then any block of one is the block of the other.
+A save with ``save_replicas=True`` writes every rank's copies. Items count as replicas if they are the same shard and
+the manifest has the same checksums for them: then any block of one can replace the block of the other.
 
 Tested in tests/native/test_replica_reads.py.
 """
@@ -18,12 +18,12 @@ from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.row_files import DamagedCopy
 
-# Substitutions reported of one key: a tensor that is cut among many ranks can have very many.
+# The most substitutions reported of one key: a tensor that is cut among many ranks can have very many.
 _MAX_REPORTED = 3
 
 
 def remedy_of_copies(manifest: Manifest, file: str) -> str:
-    """Return what to do about a damaged data file of which nodes have copies; empty if there are none."""
+    """Return the remedy for a damaged data file that other nodes have copies of; empty if there are none."""
     nodes = manifest.nodes_of(file)
     remedy = (
         f"put a whole copy of {file}, of which the nodes {' and '.join(nodes)} have one each, in place of the damaged "
@@ -33,16 +33,16 @@ def remedy_of_copies(manifest: Manifest, file: str) -> str:
 
 
 class StoredReplicas:
-    """Tell which items of a checkpoint are the same bytes."""
+    """The groups of a checkpoint's items that have the same bytes."""
 
     def __init__(self, manifest: Manifest) -> None:
-        """Look at nothing yet: as long as nothing is damaged, nobody asks."""
+        """Compute nothing yet: replicas are needed only when something is damaged."""
         self._manifest = manifest
         self._groups: tuple[ReplicaGroups, np.ndarray] | None = None
 
     def others(self, item: int) -> list[int]:
-        """Return the other items with the same bytes, first of the ranks after its own, so that readers spread."""
-        if self._manifest.foreign:  # without checksums nothing says that they are the same
+        """Return the other items with the same bytes, those of the next ranks first, so that readers spread."""
+        if self._manifest.foreign:  # without checksums nothing proves that they are equal
             return []
         if self._groups is None:
             groups = group_replicas(self._manifest.catalog)
@@ -60,14 +60,14 @@ class StoredReplicas:
 
 
 class ReplicaChoice:
-    """Choose the replica that an item is read from, by what has turned out to be damaged.
+    """The choice of the replica that an item is read from, given the damage known so far.
 
     Attributes:
-        damaged: Rows of which something is known to be damaged.
+        damaged: Rows that are known to have damage.
     """
 
     def __init__(self, backend: Backend, manifest: Manifest, allowed: bool) -> None:
-        """Note nothing yet; ``allowed`` says whether replicas serve for one another."""
+        """Note nothing yet; ``allowed``: whether replicas may replace one another."""
         self._backend = backend
         self._manifest = manifest
         self._replicas = StoredReplicas(manifest)
@@ -87,7 +87,7 @@ class ReplicaChoice:
         return np.asarray([self._serving.get(item, item) for item in items.tolist()], dtype=np.int64)
 
     def are_damaged(self, rows: np.ndarray) -> np.ndarray:
-        """Return bool per row: whether something of it is known to be damaged."""
+        """Return bool per row: whether damage in it is known."""
         if not self.damaged:
             return np.zeros(len(rows), dtype=bool)
         return np.isin(rows, list(self.damaged))
@@ -97,7 +97,7 @@ class ReplicaChoice:
         first = self.serving(item)
         yield first
         if self._allowed:
-            # The sort is stable. What is damaged in one place may be whole in another, so it comes last.
+            # The sort is stable. A copy that is damaged in one place may be undamaged in another, so it comes last.
             yield from sorted(self._replicas.others(first), key=lambda row: row in self.damaged)
 
     def serve(self, item: int, row: int, failures: list[tuple[int, Exception]]) -> None:
@@ -110,7 +110,7 @@ class ReplicaChoice:
             reported.setdefault((other, row), f"{self._describe(other, error)}; read from {self._where(row)} instead")
 
     def error(self, failures: list[tuple[int, Exception]], touched: bool) -> Exception:
-        """Return the error where no copy can be read, of all rows tried; ``touched``: targets may have been touched."""
+        """Return the error when none of an item's rows tried can be read; ``touched``: targets may be changed."""
         if len(failures) == 1 and not isinstance(failures[0][1], DamagedCopy):
             return failures[0][1]
         text = "; nor can its replica be read: ".join(self._describe(row, error) for row, error in failures)
@@ -127,7 +127,7 @@ class ReplicaChoice:
         return f"file {path!r}, key {catalog.key_name(row)!r}, saved by rank {int(catalog.rank[row])}"
 
     def _describe(self, row: int, error: Exception) -> str:
-        """Return what is wrong with a copy, without a remedy."""
+        """Return the damage of a copy, without a remedy."""
         if isinstance(error, CorruptCheckpointError):
             return without_remedy(error)
         what = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
@@ -135,7 +135,7 @@ class ReplicaChoice:
 
     @property
     def used(self) -> dict[str, str]:
-        """Return what was damaged and which file served instead, by key."""
+        """Return, by key, the damaged copy and the file that served instead."""
         texts = {}
         for key, reported in sorted(self._reported.items()):
             lines = list(dict.fromkeys(reported.values()))

@@ -27,19 +27,19 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.read_threads import ReadThreads
 from paddle_flexckpt.native.stretches import AlikeCopies, reach
 
-# Pages of a memory map count as resident until they are given back; this bounds those of one thread.
+# Pages of a memory map count as resident until they are released; this bounds those of one thread.
 MAP_SPAN_BYTES = 8 << 20
 
 
 @dataclass
 class ReadCount:
-    """Count what has been read; threads add under the lock.
+    """Counts of what has been read. Threads add to them under the lock.
 
     Attributes:
         bytes_read: Bytes of tensors copied out of files.
         bytes_verified: Bytes of these that were compared with their checksum (whole blocks).
-        bytes_extra: Bytes of these that no target needed: the rest of blocks that were read whole to be verified, what
-            was read of damaged blocks before a replica served instead, and gaps between ranges that share a request.
+        bytes_extra: Bytes of these that no target needed: the rest of blocks that were read whole to be verified,
+            damaged blocks that a replica then replaced, and gaps between ranges that share a request.
         reads: Number of ``pread`` calls and mapped copies.
         files: Names of the files opened.
     """
@@ -52,7 +52,7 @@ class ReadCount:
     lock: threading.RLock = field(default_factory=lambda: threading.RLock(), repr=False, compare=False)
 
     def add(self, bytes_read: int = 0, bytes_verified: int = 0, bytes_extra: int = 0, reads: int = 0) -> None:
-        """Add to what has been counted."""
+        """Add to the counts."""
         with self.lock:
             self.bytes_read += bytes_read
             self.bytes_verified += bytes_verified
@@ -61,7 +61,7 @@ class ReadCount:
 
 
 class DamagedCopy(Exception):
-    """Tell what is wrong with a stretch of a row; caught where another copy may be read instead."""
+    """An error in a stretch of a row. It is caught where another copy may be read instead."""
 
 
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
@@ -69,7 +69,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Runs(NamedTuple):
-    """Hold stretches of files: the number of each run's first one and that of all, and the file and bytes of each."""
+    """Runs of stretches in files: each run's first stretch and the number of all, and each run's file and bytes."""
 
     first: list[int]
     file: list[int]
@@ -78,7 +78,7 @@ class Runs(NamedTuple):
 
 
 class RowFiles:
-    """Read rows of a manifest from the files that hold them. Nothing is verified but the files' size and save token.
+    """The rows of a manifest in their files. Of a file only its size and its save token are checked.
 
     Attributes:
         count: What has been read.
@@ -99,7 +99,7 @@ class RowFiles:
         """End the threads, and close all files."""
         self.threads.close()
         for mapped in filter(None, self._maps.values()):
-            # The traceback of an error holds views of the map: it is closed with the last of them.
+            # The traceback of an error holds views of the map: the map is closed with the last of them.
             with contextlib.suppress(BufferError):
                 mapped.close()
         for file in self._files.values():
@@ -108,7 +108,7 @@ class RowFiles:
         self._files.clear()
 
     def is_open(self, row: int) -> bool:
-        """Return whether a row's file is open, and so as it was written."""
+        """Return whether a row's file is open, and so unchanged."""
         return int(self._manifest.catalog.file[row]) in self._files
 
     def open(self, file: int) -> InputFile:
@@ -120,7 +120,7 @@ class RowFiles:
         """
         with self.count.lock:
             if file in self._unusable:
-                raise self._unusable[file].with_traceback(None)  # which would grow with each raise
+                raise self._unusable[file].with_traceback(None)  # the traceback would grow with each raise
             if file not in self._files:
                 name, size = self._manifest.catalog.files[file], int(self._manifest.file_bytes[file])
                 try:
@@ -140,14 +140,14 @@ class RowFiles:
 
     @property
     def reads_ahead(self) -> bool:
-        """Return whether it helps to say what will be read."""
+        """Return whether announcing reads saves time."""
         return self._backend.at_once > 1
 
     def read_ahead(self, rows: np.ndarray, begin: np.ndarray, end: np.ndarray) -> None:
-        """Begin to bring byte ranges of rows that will be read, in this order.
+        """Begin to read byte ranges of rows that will be needed, in this order.
 
         Raises:
-            CorruptCheckpointError: A file is not as it was.
+            CorruptCheckpointError: A file has changed.
             OSError: It cannot be opened.
         """
         catalog = self._manifest.catalog
@@ -159,10 +159,10 @@ class RowFiles:
             self.count.bytes_extra += extra
 
     def read(self, row: int, position: int, buffer: memoryview | np.ndarray) -> None:
-        """Fill a buffer from byte ``position`` of a row. What is read before an error counts as read in vain.
+        """Fill a buffer from byte ``position`` of a row. Bytes that were read before an error count as not needed.
 
         Raises:
-            DamagedCopy: The file ends before.
+            DamagedCopy: The file is too short.
             OSError: The file system failed.
         """
         catalog, view = self._manifest.catalog, memoryview(buffer)
@@ -170,7 +170,7 @@ class RowFiles:
         self._read_run(int(catalog.file[row]), offset, offset + len(view), [view])
 
     def find_runs(self, rows: np.ndarray, position: np.ndarray, length: np.ndarray) -> Runs:
-        """Return what of stretches of rows follows each other in a file."""
+        """Return the runs of those stretches of rows that follow each other in a file."""
         catalog = self._manifest.catalog
         file, offset = catalog.file[rows], catalog.byte_offset[rows] + position
         end = offset + length
@@ -179,13 +179,13 @@ class RowFiles:
         return Runs(first.tolist(), file.tolist(), offset.tolist(), end.tolist())
 
     def read_runs(self, runs: Runs, first: int, last: int, buffers: Sequence[memoryview]) -> None:
-        """Fill a buffer for each stretch from a first one to a last one; what of these is one run is one request.
+        """Fill a buffer for each stretch from a first one to a last one, with one request for each run.
 
-        Threads may do so at the same time. What is read before an error counts as read in vain.
+        Threads may call this at the same time. Bytes that were read before an error count as not needed.
 
         Raises:
-            CorruptCheckpointError: A file is not as it was.
-            DamagedCopy: A file ends before.
+            CorruptCheckpointError: A file has changed.
+            DamagedCopy: A file is too short.
             OSError: The file system failed.
         """
         edges, begin, done = runs.first, first, 0
@@ -239,7 +239,7 @@ class RowFiles:
     def copy_mapped(self, mapped: mmap.mmap, row: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
         """Carry out a strided copy of short scattered runs from a mapped file, a bounded span of it at a time.
 
-        That is one numpy call instead of a system call per run. The copy's outermost axis has the largest stride of the
+        This is one numpy call instead of a system call per run. The copy's outermost axis has the largest stride of the
         file; the target's storage is 1-D and contiguous; the dtype is the row's.
         """
         catalog = self._manifest.catalog
@@ -262,7 +262,7 @@ class RowFiles:
 
 
 def _behind(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
-    """Return what is left of buffers behind so many bytes."""
+    """Return the rest of buffers after so many bytes."""
     for number, buffer in enumerate(buffers):
         if count < len(buffer):
             return [buffer[count:], *buffers[number + 1 :]]
@@ -271,7 +271,7 @@ def _behind(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:
 
 
 def _give_back(mapped: mmap.mmap, begin: int, end: int) -> None:
-    """Give pages of a memory map back, while other threads run: Python's own call would keep them from it."""
+    """Release pages of a memory map, while other threads run: Python's own call would hold the interpreter's lock."""
     begin -= begin % mmap.PAGESIZE
     address = np.frombuffer(mapped, dtype=np.uint8).ctypes.data + begin
     if _madvise(address, min(end, len(mapped)) - begin, mmap.MADV_DONTNEED):

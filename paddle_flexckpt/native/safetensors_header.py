@@ -24,13 +24,13 @@ _USUAL = re.compile(
     rb'\{"dtype":"([A-Z0-9_]{1,8})","shape":\[((?:%b(?:,%b){0,31})?)\],"data_offsets":\[(%b),(%b)\]\}'
     % (_NUMBER, _NUMBER, _NUMBER, _NUMBER)
 )
-# Exponents alone, the scales of blocks: neither numpy nor Paddle has such a type.
+# A type of exponents alone, for the scales of blocks: neither numpy nor Paddle has it.
 EXPONENTS = "F8_E8M0"
 _ITEMSIZE = {dtype.safetensors: dtype.itemsize // dtype.trailing for dtype in DTYPES.values()} | {EXPONENTS: 1}
 
 
 class StoredTensor(NamedTuple):
-    """Describe a tensor of a safetensors file.
+    """A tensor of a safetensors file.
 
     Attributes:
         code: Its element type's code.
@@ -45,12 +45,12 @@ class StoredTensor(NamedTuple):
     end: int
 
 
-# What an entry says: element type, shape, and where the tensor begins and ends behind the header.
+# The contents of an entry: element type, shape, and where the tensor begins and ends behind the header.
 _Entry = tuple[str, "list[int]", int, int]
 
 
 class Header(NamedTuple):
-    """Hold what a header says: its tensors by name, ``__metadata__``, and its text."""
+    """A header's contents: its tensors by name, ``__metadata__``, and its text."""
 
     tensors: Mapping[str, StoredTensor]
     metadata: Mapping[str, str]
@@ -70,13 +70,13 @@ def header_bytes(start: bytes, file_bytes: int, file: str, most: int = MAX_HEADE
 
 
 def read_header(file: InputFile, name: str) -> Header:
-    """Read the header of a file; errors as of the two functions that do it."""
+    """Read the header of a file; errors as of the two functions that this calls."""
     length = header_bytes(file.read(0, 8), file.size, name)
     return parse_header(file.read(8, length), file.size, name)
 
 
 def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
-    """Read a header, entry by entry: what is not an entry of a header is refused before anything is made of it.
+    """Parse a header, entry by entry: text that is not an entry is refused before anything is built of it.
 
     ``text`` is JSON, without the 8 bytes before it; ``file`` is the file's name, for errors.
 
@@ -116,7 +116,7 @@ def parse_header(text: bytes, file_bytes: int, file: str) -> Header:
 
 
 def _entry(code: bytes, shape: bytes, begin: bytes, end: bytes) -> _Entry:
-    """Return the value of an entry in the spelling of safetensors' own writer, of which a header may have very many."""
+    """Return the value of an entry, of which there may be very many, in the spelling of safetensors' own writer."""
     return code.decode(), list(map(int, shape.split(b","))) if shape else [], int(begin), int(end)
 
 

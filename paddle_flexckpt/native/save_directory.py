@@ -1,14 +1,14 @@
 """Save into a directory of checkpoints: the id, the files of a save in their order, and the commit.
 
-1. Take the right to save, and write a marker, which tells the files of a dead save from others.
+1. Take the right to save, and write a marker, by which the files of a dead save are recognised.
 2. Write the data files, then the ranks' parts, and the partitions of a manifest of very many rows; each is durable at
    once. Where ranks write the partitions themselves there are no parts.
 3. Make the directory's entries durable, then put the manifest in place, whole or not at all.
 4. Bring the companion file, for another program's loader, up to date.
-5. Remove what has been replaced, then the marker.
+5. Remove the files that have been replaced, then the marker.
 
-A crash at any point leaves the manifests that were there, and the files that they name, as they were. The next save
-finds the marker and cleans up. The companion is there before the first data file, and names files that are there.
+A crash at any point leaves the existing manifests, and the files that they name, unchanged. The next save
+finds the marker and cleans up. The companion exists before the first data file, and names existing files only.
 
 Tested in tests/native/test_directory.py and tests/native/test_partition_files.py.
 """
@@ -48,20 +48,20 @@ from paddle_flexckpt.progress import SILENT, Meter
 logger = logging.getLogger("paddle_flexckpt")
 
 
-# How often a directory is made that another process may remove, as an empty one, before it is locked.
+# How many times a directory is created that another process may remove, as an empty one, before it is locked.
 _TRIES = 10
 
 
 class CleanUpError(CheckpointError):
-    """Signal that a checkpoint is complete, and that files which it does not need could not be removed."""
+    """An error of a clean-up: the checkpoint is complete, but files that it does not need could not be removed."""
 
 
 class SaveDirectory(CheckpointDirectory):
-    """Save checkpoints into one directory.
+    """A directory of checkpoints, for saving into it.
 
     Attributes:
         companion: The file for another program's loader.
-        cleaner: Removes what saves have left.
+        cleaner: The cleaner that removes what saves have left.
     """
 
     def __init__(self, location: Location, companion: Companion) -> None:
@@ -71,7 +71,7 @@ class SaveDirectory(CheckpointDirectory):
         self.cleaner = Cleaner(self, self.companion)
 
     def lock(self) -> SaveLock:
-        """Take the right to save here; make the directory.
+        """Take the right to save here; create the directory.
 
         Raises:
             CheckpointError: Another save has it, or another process removes the directory again and again.
@@ -82,7 +82,7 @@ class SaveDirectory(CheckpointDirectory):
             try:
                 return self.backend.locks.take()
             except FileNotFoundError:
-                # Another manager may have removed the directory, as an empty one, since it was made.
+                # Another manager may have removed the directory, as an empty one, since it was created.
                 if not self.backend.has_path:
                     raise
         raise self._always_removed()
@@ -98,8 +98,8 @@ class SaveDirectory(CheckpointDirectory):
     ) -> tuple[SaveLock, list[str], SaveNames]:
         """Take the right to save here, and mark a save as begun, as :meth:`lock` and :meth:`open_save` do.
 
-        Until the marker is there another manager may remove the directory, as an empty one; it is made again, and
-        nobody has the right to save there. Then all is done again.
+        Until the marker exists another manager may remove the directory, as an empty one. If the directory is created
+        again, the right to save there is lost, and all is done again.
 
         Returns:
             The right, the names of the files that were here before, and the names of the save.
@@ -157,7 +157,7 @@ class SaveDirectory(CheckpointDirectory):
             used += [save.unique_id for name in names for save in (marked_by(name), save_of(name)) if save is not None]
             unique_id = max(used, default=-1) + 1
         is_there = f"{unique_id}.manifest" in names
-        # A store's listing may be out of date. Nobody else commits here now.
+        # A store's listing may be out of date. No other process commits here now.
         if not overwrite and (is_there or (not self.backend.has_path and self.has_manifest(unique_id))):
             raise ValidationError(
                 [
@@ -179,7 +179,7 @@ class SaveDirectory(CheckpointDirectory):
         marker = json.dumps({**who, "world_size": world_size, "nodes": nodes})
         try:
             write_file(self.backend, save.marker_file, marker.encode())
-            # Before any file that it speaks of.
+            # Before any file of the save.
             self.companion.refuse_unfinished()
             self.backend.sync()
         except OSError:
@@ -197,7 +197,7 @@ class SaveDirectory(CheckpointDirectory):
         step: int | None = None,
         meter: Meter = SILENT,
     ) -> Manifest:
-        """Write a rank's data file and return its part; ``meter`` is told of what is written."""
+        """Write a rank's data file and return its part; ``meter`` counts the bytes that are written."""
         info = SaveInfo(save.token, save.unique_id, world_size, step)
         part = write_data_file(self.backend, items, data, info, meter)
         meter.finish()
@@ -207,13 +207,13 @@ class SaveDirectory(CheckpointDirectory):
         """Write all rows of some keys as a partition of the manifest, durably; any rank may do so.
 
         Args:
-            save: The save that it is of.
-            number: Which partition it is; :func:`partition_of` of every key has to say the same.
-            count: How many there are.
+            save: The save of the partition.
+            number: The partition's number, which :func:`partition_of` has to return for every key.
+            count: The number of partitions.
             rows: The rows. Each is in the data file of its rank, which the table of files has.
 
         Returns:
-            What :meth:`commit_manifest` needs of it.
+            The partition's description for :meth:`commit_manifest`.
 
         Raises:
             ValueError: There are rows of other partitions.
@@ -224,7 +224,7 @@ class SaveDirectory(CheckpointDirectory):
         return describe_partition(name, data, rows)
 
     def write_partitions(self, save: SaveNames, manifest: Manifest) -> Manifest:
-        """Write the rows of a manifest in partitions, if they are too many for one file; return what is to be put."""
+        """Write the rows of a manifest in partitions, if there are too many for one file; return the final manifest."""
         count = count_partitions(len(manifest.catalog))
         written = [
             self.write_partition(save, number, count, rows)
@@ -236,7 +236,7 @@ class SaveDirectory(CheckpointDirectory):
         """Merge the parts of all ranks, in their order, into the manifest and make the checkpoint exist.
 
         Raises:
-            CheckpointError: A data file is not there, or the directory is another one by now: nothing has changed.
+            CheckpointError: A data file is missing, or the directory is another one by now: nothing has changed.
             CleanUpError: The checkpoint is complete, but leftovers could not be removed.
             NotDurableError: The checkpoint is in place; a loss of power may undo it.
             OSError: The file system refused, before the commit.
@@ -246,10 +246,10 @@ class SaveDirectory(CheckpointDirectory):
         return manifest
 
     def commit_manifest(self, save: SaveNames, manifest: Manifest, is_checked: bool = False) -> None:
-        """Make the checkpoint exist, of which every file but the manifest is durable; errors as of :meth:`commit`.
+        """Make the checkpoint exist, when every file but the manifest is durable; errors as of :meth:`commit`.
 
-        The files are looked at once more right before: they have to be there, of their size and of this save. With
-        ``is_checked`` all ranks together have done so (:meth:`check_untouched`), and one listing shows what is there.
+        The files are checked once more right before: they have to exist, with their sizes and this save's token. With
+        ``is_checked`` all ranks together have done so (:meth:`check_untouched`), and one listing is enough here.
         """
         listed: list[list[str]] = []
 
@@ -261,13 +261,13 @@ class SaveDirectory(CheckpointDirectory):
             if is_checked:
                 look()
                 here = set(listed[0])
-                # A network's file system may list a new file too late: what is not listed is looked for.
+                # A network's file system may list a new file too late, so an unlisted file is looked up.
                 sizes = {name: size for name, size in manifest.sizes.items() if name not in here}
                 partitions = [each for each in manifest.partitions if each.file not in here]
                 left = Manifest.of_partitions(manifest.info, sizes, partitions)
             self.check_untouched(left)
 
-        # Beside the checks a listing takes no time of its own; later it would, and shows nothing else.
+        # Beside the checks a listing takes no extra time; later it would, and show nothing else.
         beside = self.backend.at_once > 1
         checks = [check, look] if beside and not is_checked else [check]
         replaced = self.publish(save, manifest.encode(), *checks)
@@ -278,10 +278,10 @@ class SaveDirectory(CheckpointDirectory):
                 replaced.release()
 
     def check_untouched(self, manifest: Manifest) -> None:
-        """Check that files of a save that is not committed yet are there, of their size and of this save.
+        """Check that files of a save that is not committed yet exist, with their sizes and this save's token.
 
         Raises:
-            CheckpointError: One is not: nothing can be committed.
+            CheckpointError: A file does not: nothing can be committed.
         """
         try:
             self.check_complete(manifest)
@@ -294,8 +294,8 @@ class SaveDirectory(CheckpointDirectory):
     def publish(self, save: SaveNames, manifest: bytes, *checks: Callable[[], object]) -> Lock | None:
         """Put the manifest of a save in place: from then on the checkpoint exists.
 
-        What one of the ``checks``, called right before, raises keeps the manifest from its place. Returns the lock of
-        the manifest that it has replaced; None if that is being read. Errors are those of :meth:`commit`.
+        The ``checks`` are called right before; if one raises, the manifest is not put in place. Returns the lock of the
+        manifest that it has replaced; None if that is being read. Errors are those of :meth:`commit`.
         """
         name = f"{save.unique_id}.manifest"
         replaced = self.backend.locks.claim(name)
@@ -311,7 +311,7 @@ class SaveDirectory(CheckpointDirectory):
         return replaced
 
     def _what_became(self, save: SaveNames, error: OSError) -> CheckpointError | None:
-        """Return what to raise of a save when storage has refused something near its commit; None before the commit."""
+        """Return the error to raise when storage has refused something near a save's commit; None before the commit."""
         # A request without an answer may still be on its way.
         is_known = not is_unanswered(error)
         try:
@@ -327,9 +327,9 @@ class SaveDirectory(CheckpointDirectory):
         )
 
     def not_durable(self, save: SaveNames, error: OSError) -> CheckpointError:
-        """Return what to raise of a save that is committed, when storage has refused to make that durable."""
+        """Return the error to raise when storage has refused to make a committed save durable."""
         where = f"the checkpoint in {self.path} (id {save.unique_id}) is"
-        if not self.backend.has_path:  # a store keeps what it shows
+        if not self.backend.has_path:  # in a store a visible object is durable
             return CheckpointError(f"{where} complete, but its storage says that it failed: {error}")
         return NotDurableError(
             f"{where} in place, but may be undone by a loss of power, as its storage has failed: {error}. Remedy: look "
@@ -343,16 +343,16 @@ class SaveDirectory(CheckpointDirectory):
         manifest: Manifest | None = None,
         names: Sequence[str] | None = None,
     ) -> None:
-        """Update the companion after a commit; remove what the save does not need, and its marker.
+        """Update the companion after a commit; remove files that the save does not need, and its marker.
 
-        What it has replaced stays where that is being read. ``manifest`` is what this caller has committed, and
-        ``names`` are those of the files that are here, if it knows. The lock is released right after.
+        A replaced checkpoint stays while it is being read. ``manifest`` is the one that this caller has committed, and
+        ``names`` are those of the files that are here, if it knows them. The lock is released right after.
 
         Raises:
             CleanUpError: Something could not be written or removed.
         """
         try:
-            # Durable before anything that it named is removed.
+            # Durable before any file that it named is removed.
             self.companion.update(manifest)
             names = self.backend.names() if names is None else names
             manifest = manifest or self.read_committed(save.unique_id, ())
@@ -368,9 +368,9 @@ class SaveDirectory(CheckpointDirectory):
         """Remove the files of a save that has failed, and its marker.
 
         None of the ``ranks`` that took part writes any more, nor any of so many ``partitions``. If the save may be
-        committed all the same, nothing is removed.
+        committed nonetheless, nothing is removed.
         """
-        # What cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
+        # A file that cannot be removed does no harm, and must not hide why the save failed: the marker stays with it.
         with contextlib.suppress(OSError, CheckpointError):
             if not self.is_committed(save):
                 self.backend.locks.forget_lost()
@@ -378,32 +378,32 @@ class SaveDirectory(CheckpointDirectory):
                 self.cleaner.remove_save(save, written)
 
     def discard_late(self, save: SaveNames, ranks: Sequence[int], was_never_committed: bool = False) -> None:
-        """Remove what ranks have written for a save that is over: its marker has gone, and it is not committed.
+        """Remove the files that ranks have written for a save that ended without a commit, and whose marker is gone.
 
-        Nobody else would look for these files. Those of a checkpoint that has been replaced, and may be read still,
-        stay for the next save of its id. The caller may know that the save ``was_never_committed``.
+        No other process would look for these files. Those of a replaced checkpoint that may still be read stay for the
+        next save of its id. The caller may know that the save ``was_never_committed``.
         """
         with contextlib.suppress(OSError, CheckpointError):
             if not self.sees(save) and (was_never_committed or not self._may_be_read(save)):
                 self.discard(save, ranks)
 
     def _may_be_read(self, save: SaveNames) -> bool:
-        """Return whether a save that is over may be a checkpoint that has been replaced, and that readers keep."""
+        """Return whether a save that is over may be a replaced checkpoint that is still being read."""
         if self.backend.locks.can_run_out or not self.backend.has_path or not self.has_manifest(save.unique_id):
             return False
         return number_of(self.read_committed(save.unique_id, ())) > save.save_id.number
 
     def manifest_bytes(self, unique_id: int) -> bytes | None:
-        """Return a manifest as it is, whole or not; None if there is none."""
+        """Return a manifest's bytes, complete or not; None if there is none."""
         try:
             return self.backend.read(f"{unique_id}.manifest")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except CorruptCheckpointError:
-            return b""  # whatever it is that has its name
+            return b""  # some other object has its name
 
     def write_manifest(self, manifest: Manifest, replaced: bytes | None = None) -> None:
-        """Put a manifest in place, instead of ``replaced`` (:meth:`manifest_bytes`); touch no data file.
+        """Put a manifest in place, instead of ``replaced`` (:meth:`manifest_bytes`); change no data file.
 
         Raises:
             CheckpointError: A save is being made here; or one has been made, or the checkpoint removed, meanwhile.

@@ -1,4 +1,4 @@
-"""Divide copies that each reach over several blocks of an item among groups of blocks, which are read one by one.
+"""Divide copies that each span several blocks of an item among groups of blocks, which are read one by one.
 
 Tested in tests/native/test_stretches.py.
 """
@@ -15,7 +15,7 @@ from paddle_flexckpt.native.stretches import AlikeCopies, reach
 
 @dataclass(frozen=True, eq=False)
 class BlockGroup:
-    """Name consecutive blocks of an item, and the copies that want something of them.
+    """Consecutive blocks of an item, and the copies that need bytes of them.
 
     Attributes:
         item: Row of the manifest's catalog.
@@ -31,9 +31,9 @@ class BlockGroup:
 
 
 class SpreadCopies:
-    """Hold ascending copies of one form, and what of each lies in a group of blocks.
+    """Ascending copies of one form, and the elements of each that lie in a group of blocks.
 
-    That is the same for all items of which the copy takes the same place, so it is found once.
+    All items that the copy reads at the same place have these in common, so they are computed once.
     """
 
     def __init__(self, copies: AlikeCopies, block_bytes: int) -> None:
@@ -44,7 +44,7 @@ class SpreadCopies:
         self._parts = cache(self._find_parts)
 
     def groups(self, most: int) -> list[BlockGroup]:
-        """Return the blocks that are wanted, at most so many together, by items and in their order."""
+        """Return the blocks that are needed, at most so many together, by items and in their order."""
         copies, found = self._copies, []
         order = np.argsort(copies.item, kind="stable")
         edges = np.flatnonzero(np.diff(copies.item[order], prepend=-1, append=-1))
@@ -59,9 +59,9 @@ class SpreadCopies:
         return found
 
     def carry_out(self, group: BlockGroup, memory: np.ndarray) -> int:
-        """Copy what of the copies lies in a group of blocks, which memory holds; return how many bytes.
+        """Copy the elements of the copies in a group of blocks, which memory holds; return the number of bytes.
 
-        Threads may do so at the same time.
+        Threads may call this at the same time.
         """
         count = 0
         for member in group.members.tolist():
@@ -72,18 +72,18 @@ class SpreadCopies:
         return count
 
     def _count_before(self, position: int) -> np.ndarray:
-        """Return how many elements of a copy, by its place, stand before each block of the item, and before the end."""
+        """Return how many elements of a copy, by its place, precede each block of the item, and the end."""
         copy = replace(self._copies.copy, source_base=position // self._copies.dtype.itemsize)
         last = copy.source_base + reach(copy.extents, copy.source_strides)[1]
         edges = range(0, last + self._per_block + 1, self._per_block)
         return np.asarray([copy.count_before(edge) for edge in edges], dtype=np.int64)
 
     def _find_parts(self, position: int, first: int, last: int) -> list[tuple[AlikeCopies, np.ndarray, int]]:
-        """Return what of a copy, by its place, lies in some blocks.
+        """Return the elements of a copy, by its place, that are in some blocks.
 
         Returns:
-            Copies without an item, the byte behind the first of the blocks where each begins, and how many bytes behind
-            the copy's own its memory begins.
+            Copies without an item; the byte where each begins, from the first block on; and the bytes from the begin of
+            the copy's own memory to that of each.
         """
         dtype, before = self._copies.dtype, self._before(position)
         copy = replace(self._copies.copy, source_base=position // dtype.itemsize)

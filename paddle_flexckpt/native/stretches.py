@@ -1,6 +1,6 @@
 """Stretches and alike copies: many reads in columns, from items of files to memory by its address.
 
-Whoever makes them keeps the memory, and has checked that they stay inside it. Tested in tests/native/test_stretches.py.
+Their maker keeps the memory alive, and has checked that they stay inside it. Tested in tests/native/test_stretches.py.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.algebra.columns import Columns
 
-# All of this process's memory as one buffer, of which a slice costs less than a buffer of its own. It begins behind the
-# page at 0, of which numpy would make an array with memory of its own.
+# All of this process's memory as one buffer, a slice of which costs less than a new buffer. It begins after the page at
+# 0, for which numpy would make an array with memory of its own.
 FIRST_ADDRESS = 1 << 12
 ADDRESSES = memoryview((ctypes.c_uint8 * ((1 << 56) - FIRST_ADDRESS)).from_address(FIRST_ADDRESS)).cast("B")
-# Runs of strided copies that are listed at once: bounds the memory of the columns.
+# The most runs of strided copies that are listed at once, which bounds the memory of the columns.
 RUNS_AT_ONCE = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
 class Stretches(Columns):
-    """Hold contiguous bytes of items, and the contiguous memory where they go; all columns are int64 ``[n]``.
+    """Contiguous bytes of items, and the contiguous memory where they go. All columns are int64 ``[n]``.
 
     Attributes:
         item: Row of the manifest's catalog.
@@ -65,10 +65,10 @@ class Stretches(Columns):
 
 @dataclass(frozen=True, eq=False)
 class AlikeCopies:
-    """Hold strided copies of one form, each from an item to memory of its own.
+    """Strided copies of one form, each from an item to memory of its own.
 
     Attributes:
-        copy: The form; both its bases are 0.
+        copy: The form, with both bases 0.
         dtype: Of the elements, on both sides.
         item: int64 ``[n]``, row of the manifest's catalog.
         position: int64 ``[n]``, byte of the copy's first element, counted from the item's start.
@@ -108,7 +108,7 @@ class AlikeCopies:
             )
 
     def carry_out(self, source: np.ndarray | mmap.mmap, begin: np.ndarray) -> None:
-        """Copy; the first element of each stands at byte ``begin`` of the source, to whose bounds numpy keeps."""
+        """Copy; the first element of each is at byte ``begin`` of the source, whose bounds numpy checks."""
         extents, dtype = self.copy.extents, self.dtype
         from_strides = [stride * dtype.itemsize for stride in self.copy.source_strides]
         to_strides = [stride * dtype.itemsize for stride in self.copy.target_strides]

@@ -1,4 +1,4 @@
-"""Verify every byte of a checkpoint's data files against its manifest; find all that is wrong, not the first only.
+"""Verify every byte of a checkpoint's data files against its manifest; find all problems, not only the first.
 
 Each file is read once, block by block, in the order of its bytes.
 """
@@ -30,16 +30,16 @@ REMEDY = "restore the file from a copy, or load another checkpoint"
 
 @dataclass
 class Verification:
-    """Hold what was found.
+    """The result of a verification.
 
     Attributes:
         problems: All of them, in the order of the files.
         bytes_read: Bytes read, headers included.
         bytes_verified: Bytes of tensors that have their checksum.
         missing: Names of the files that are missing.
-        tokens: Save tokens of files that seem to be of another save, by name.
+        tokens: Save tokens, by name, of files that seem to be of another save.
         lost_files: Files that a load refuses as a whole, by number.
-        lost_blocks: Blocks of an item that do not have their checksums, by row.
+        lost_blocks: By row, the item's blocks that differ from their checksums.
         recoverable: Whether a load can read everything nonetheless: with ``verify="full"``, and from replicas.
     """
 
@@ -58,8 +58,8 @@ def verify_files(
 ) -> Verification:
     """Read data files of a checkpoint (None: all) once and compare them with its manifest.
 
-    Compared are sizes, save tokens, headers (with the bytes that the manifest says they have), the checksum of every
-    block, and whether items follow each other without gaps. One block is in memory at a time. ``meter`` is told of the
+    It compares sizes, save tokens, headers (with the bytes that follow from the manifest) and the checksum of every
+    block, and checks that items follow each other without gaps. One block is in memory at a time. ``meter`` counts the
     bytes of tensors.
     """
     found = Verification()
@@ -108,7 +108,7 @@ def _serving_files(
 
 
 class _Note(NamedTuple):
-    """Hold a problem, the items of which a load misses bytes, and which of their blocks; no blocks stand for all."""
+    """A problem, the items that a load misses bytes of, and their blocks; no blocks stand for all."""
 
     problem: Problem
     rows: list[int]
@@ -117,7 +117,7 @@ class _Note(NamedTuple):
 
 @dataclass
 class _Stretch:
-    """Note blocks of one item with the same fault: its first byte, the first beyond, and what the first block is."""
+    """Blocks of one item with the same fault: its first byte, the first beyond, and what the first block is."""
 
     what: str
     first: int
@@ -127,7 +127,7 @@ class _Stretch:
 
 
 class _FileVerifier:
-    """Compare one data file with the manifest."""
+    """A comparison of one data file with the manifest."""
 
     def __init__(
         self,
@@ -175,7 +175,7 @@ class _FileVerifier:
         self._notes.append((problem, row, blocks))
 
     def verify(self) -> list[_Note]:
-        """Find all that is wrong with the file."""
+        """Find all problems of the file."""
         usable = self._verify()
         if not usable:
             self._found.lost_files.add(self._file)
@@ -187,7 +187,7 @@ class _FileVerifier:
         return notes
 
     def _verify(self) -> bool:
-        """Find all that is wrong; return whether a load takes the file for the one that was written."""
+        """Find all problems; return whether a load accepts the file as the one that was written."""
         try:
             opened = self._backend.open(self._name)
         except FileNotFoundError:
@@ -217,7 +217,7 @@ class _FileVerifier:
             verified = self._found.bytes_verified
             self._check_items(opened)
             if other is not None and verified == self._found.bytes_verified:
-                # That it has another step, and that none of its blocks fits, is one problem.
+                # Another step and blocks that all differ are one problem.
                 del self._notes[before:]
                 self._problem(_OTHER_TOKEN, None, (0, max(size, expected)), self._manifest.save_token, other)
                 self._found.tokens[self._name] = other
@@ -251,13 +251,13 @@ class _FileVerifier:
             )
 
     def _check_header(self, file: InputFile) -> str | None:
-        """Compare the header with the manifest; return its save token if that is another."""
+        """Compare the header with the manifest; return its save token if that differs."""
         manifest = self._manifest
         items = manifest.catalog.take(self._rows)
         begin = int(items.byte_offset.min(initial=manifest.file_bytes[self._file]))
         expected = encode_header(replace(items, byte_offset=items.byte_offset - begin), manifest.info)
         try:
-            # The header's length may be what is damaged: compare where it should stand.
+            # The header's length may be the damaged part, so the token is looked for at its expected place.
             start = file.read(0, len(expected))
             self._found.bytes_read += len(start)
             if start == expected and len(start) == begin:

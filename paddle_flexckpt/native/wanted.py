@@ -1,4 +1,4 @@
-"""Say in advance which bytes of an item a strided copy will read, where a request takes long.
+"""Announce the bytes of an item that a strided copy will read, where a request takes long.
 
 Tested in tests/media/test_object_store.py.
 """
@@ -17,10 +17,10 @@ def wanted_bytes(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the first bytes of the ranges that copies of one form read, in their order, and the first ones beyond.
 
-    Runs that are shorter than a block are read in whole blocks. Of copies that go back in the file nothing is said.
+    Runs that are shorter than a block are read in whole blocks. Copies that go back in the file are not announced.
 
     Args:
-        copy: What each of them copies, from its base on; not empty.
+        copy: The form of each copy, from its base on; not empty.
         itemsize: Bytes of an element.
         base: int64 per copy, the first element in its item.
         length: int64 per copy, bytes of its item.
@@ -39,7 +39,7 @@ def wanted_bytes(
     for extent, stride in zip(copy.extents[:outer][::-1], copy.source_strides[:outer][::-1]):
         step = stride * itemsize
         if len(starts) == 1 and step <= width + (block_bytes if in_blocks else 0):
-            # Whatever lies between belongs to blocks that are read.
+            # All bytes between them belong to blocks that are read.
             width += (extent - 1) * step
         else:
             starts = (np.arange(extent)[:, None] * step + starts).reshape(-1)

@@ -1,1 +1,1 @@
-"""HTML pages and pictures of what reports say. They need nothing but a browser; pictures need matplotlib."""
+"""HTML pages and pictures of reports. A page needs only a browser; pictures need matplotlib."""

@@ -1,7 +1,7 @@
 """Draw charts as SVG: one value for each rank, bytes from rank to rank, and the parts of a tensor.
 
-However many ranks there are, a chart has a bounded number of marks: neighbours share one. Each can be reached by
-keyboard, and says in words what it shows. Colours stand in the page's style, so that they follow its scheme.
+A chart has a bounded number of marks for any number of ranks: neighbours share one. The keyboard reaches each mark,
+which has a text. Colours are in the page's style, so that they follow its scheme.
 
 Tested in tests/pages/test_charts.py.
 """
@@ -17,20 +17,20 @@ import numpy as np
 from paddle_flexckpt.pages.markup import Content, Markup, element, join
 from paddle_flexckpt.pages.style import COLOURS, LEVELS
 
-#: Columns of a chart, and rows and columns of a heat map. Of more ranks several share one.
+#: Columns of a chart, and rows and columns of a heat map. With more ranks, several share one.
 MOST_COLUMNS, MOST_CELLS = 128, 64
-#: A rank stands out if its value is so many times the median.
+#: A rank stands out if its value is this many times the median.
 FAR = 1.2
 _WIDTH, _HEIGHT = 480, 150
 
 
 @dataclass(frozen=True)
 class Series:
-    """Hold one value for each rank.
+    """One value for each rank.
 
     Attributes:
-        name: What it is.
-        values: By rank.
+        name: The name of the values.
+        values: The values by rank.
         show: Returns the text of a value.
     """
 
@@ -40,17 +40,17 @@ class Series:
 
     @property
     def median(self) -> float:
-        """Return the median of the ranks that have something; 0 where none has."""
+        """Return the median of the ranks with a value other than 0; 0 if there are none."""
         return statistics.median([value for value in self.values if value] or [0.0])
 
     def far(self) -> list[int]:
-        """Return the ranks that stand out, those with the most first."""
+        """Return the ranks that stand out, the highest value first."""
         limit = FAR * self.median
         found = [rank for rank, value in enumerate(self.values) if value > limit]
         return sorted(found, key=lambda rank: -self.values[rank])
 
     def describe(self) -> str:
-        """Return one line that says who has the most, and how much that is beside the others."""
+        """Return one line: the rank with the highest value, compared with the others."""
         if not self.values:
             return "no rank"
         most = max(self.values)
@@ -60,7 +60,7 @@ class Series:
 
 
 def _bins(count: int, most: int) -> list[tuple[int, int]]:
-    """Return ranges of ranks of one length, at most so many; the last may be shorter."""
+    """Return ranges of ranks of equal length; the last may be shorter. Their number is bounded."""
     width = max(1, -(-count // most))
     return [(first, min(first + width, count)) for first in range(0, count, width)]
 
@@ -86,9 +86,9 @@ def _chart(svg: Markup, label: str, rows: int, across: Sequence[str], down: Sequ
 
 
 def _svg(width: float, height: float, title: str, description: str, *content: Content) -> Markup:
-    said = (element("title", title), element("desc", description))
+    words = (element("title", title), element("desc", description))
     return element(
-        "svg", *said, *content, role="img", viewBox=f"0 0 {width:g} {height:g}", aria_label=f"{title}: {description}"
+        "svg", *words, *content, role="img", viewBox=f"0 0 {width:g} {height:g}", aria_label=f"{title}: {description}"
     )
 
 
@@ -103,7 +103,7 @@ def _text(content: Content, x: float, y: float, kind: str = "") -> Markup:
 
 
 def columns(series: Series) -> Markup:
-    """Draw a column for each rank, or for some neighbours: the one of them that has the most. A line is the median."""
+    """Draw a column for each rank, or for neighbours (the highest of them), and a line for the median."""
     bins = _bins(len(series.values), MOST_COLUMNS)
     values = np.asarray(series.values, dtype=np.float64)
     top, far = float(values.max(initial=0)) or 1.0, set(series.far())
@@ -139,10 +139,10 @@ def columns(series: Series) -> Markup:
 def heat_map(
     name: str, pairs: np.ndarray, values: np.ndarray, sources: int, targets: int, show: Callable[[float], str]
 ) -> Markup:
-    """Draw how much goes from each source rank, a row, to each target rank, a column.
+    """Draw the bytes from each source rank, a row, to each target rank, a column.
 
     Args:
-        name: What it shows.
+        name: The name of the chart.
         pairs: int64 ``[n, 2]``, source and target rank.
         values: int64 ``[n]``.
         sources: Number of source ranks.
@@ -164,8 +164,8 @@ def heat_map(
         value = int(sums[row, column])
         level = f"heat-{_level(value, most) + 1}"
         x, y = left + column * size, head + row * size
-        said = f"{_ranks(*rows[row])} to {_ranks(*across[column])}: {show(value)}"
-        cells.append(_rect(level, x, y, size, size, row * len(across) + column, element("title", said)))
+        words = f"{_ranks(*rows[row])} to {_ranks(*across[column])}: {show(value)}"
+        cells.append(_rect(level, x, y, size, size, row * len(across) + column, element("title", words)))
         if is_written:
             cells.append(_text(show(value), x + size / 2, y + size / 2, f"{level} middle centre"))
     width, height = left + size * len(across), head + size * len(rows)
@@ -180,11 +180,11 @@ def heat_map(
         for column in _ticks(len(across), size, 56)
     ]
     together = rows[0][1] > 1 or across[0][1] > 1 if rows and across else False
-    said = f"{len(values)} pairs of ranks; most {show(most)}" + (" between the ranks of one cell" if together else "")
-    svg = _svg(width + 4, height + 4, name, said, *cells, *texts)
+    words = f"{len(values)} pairs of ranks; most {show(most)}" + (" between the ranks of one cell" if together else "")
+    svg = _svg(width + 4, height + 4, name, words, *cells, *texts)
     names = [[_ranks(*each) for each in some] for some in (across, rows)]
     figure = _chart(svg, name, len(rows), names[0], names[1])
-    return element("figure", element("figcaption", element("strong", name), f": {said}."), figure, _legend(most, show))
+    return element("figure", element("figcaption", element("strong", name), f": {words}."), figure, _legend(most, show))
 
 
 def _level(value: int, most: int) -> int:
@@ -196,7 +196,7 @@ def _numbers(bounds: tuple[int, int]) -> str:
 
 
 def _ticks(count: int, size: float, room: float) -> range:
-    """Return which rows or columns have room for their name."""
+    """Return the rows or columns with room for a name."""
     return range(0, count, max(1, int(-(-room // size))))
 
 
@@ -210,14 +210,14 @@ def _legend(most: int, show: Callable[[float], str]) -> Markup:
 
 @dataclass(frozen=True)
 class Area:
-    """Describe a rectangle of a tensor that somebody has.
+    """A rectangle of a tensor, with its holders.
 
     Attributes:
         row: First index along the axis that goes down, and the extent.
         column: The same along the axis that goes right.
         colour: A number that tells holders apart.
-        label: Who has it, in few characters.
-        text: The same in words.
+        label: Its holders, in few characters.
+        text: Its holders in words.
     """
 
     row: tuple[int, int]
@@ -228,7 +228,7 @@ class Area:
 
 
 def areas(title: str, shape: tuple[int, int], parts: Sequence[Area]) -> Markup:
-    """Draw rectangles of a tensor of two axes, each with who has it."""
+    """Draw rectangles of a tensor of two axes, each with its holders."""
     width = 320.0
     height = min(max(width * shape[0] / max(shape[1], 1), 28.0), 240.0)
     down, right = height / max(shape[0], 1), width / max(shape[1], 1)

@@ -1,4 +1,4 @@
-"""Show who holds what: how much each rank, and which parts of each tensor. Tested in tests/pages/test_holders.py."""
+"""Show holders: the bytes of ranks, and the ranks of parts of tensors. Tested in tests/pages/test_holders.py."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from paddle_flexckpt.pages.charts import Area, areas
 from paddle_flexckpt.pages.markup import Markup, Section, bullets, element, facts, join, page, paragraph, table
 from paddle_flexckpt.pages.ranks import by_rank, of_bytes, of_seconds
 
-#: Tensors that are drawn, rows of tables of parts, and parts of one drawing: a page stays readable, and small.
+#: The most tensors to draw, rows of tables of parts, and parts of one drawing: so a page stays readable and small.
 MOST_DRAWN, MOST_ROWS, MOST_AREAS = 12, 1000, 300
 _RANGES = 6
 
 
 def holders_page(report: HoldersReport, seconds: Mapping[str, Sequence[float]] | None = None) -> str:
-    """Return a page of who holds what.
+    """Return a page of the holders of tensors.
 
     Args:
-        report: That.
-        seconds: What a save or load took, by phase and rank.
+        report: The holders.
+        seconds: Seconds of a save or load by phase and rank.
     """
     return page(f"Who holds what: {report.source}", report.summary(), holders_sections(report, seconds))
 
@@ -69,7 +69,7 @@ def tensors_drawn(report: HoldersReport) -> Markup:
 
 
 def largest(report: HoldersReport, most: int) -> list[tuple[str, TensorHolders]]:
-    """Return the largest tensors, at most so many, by key."""
+    """Return the largest tensors, up to a number, by key."""
     size = {key: math.prod(tensor.shape) for key, tensor in report.tensors.items()}
     chosen = set(sorted(size, key=lambda key: (-size[key], key))[:most])
     return [(key, tensor) for key, tensor in report.tensors.items() if key in chosen]
@@ -98,7 +98,7 @@ def _picture(what: str, parts: Sequence[Part], shape: Sequence[int]) -> Markup:
 
 
 def cut_axes(parts: Sequence[Part], shape: Sequence[int]) -> tuple[int, int]:
-    """Return the two axes of a tensor that are drawn, those that are cut first; -1 where there is none."""
+    """Return the two axes of a tensor to draw, cut axes first; -1 if there is none."""
     cut = [axis for axis in range(len(shape)) if any(box[axis][1] < shape[axis] for box in _boxes(parts))]
     rest = [axis for axis in reversed(range(len(shape))) if axis not in cut]
     chosen = sorted((cut + rest)[:2])
@@ -109,7 +109,7 @@ def plane(parts: Sequence[Part], shape: Sequence[int]) -> list[Area]:
     """Return rectangles, along the axes of :func:`cut_axes`; a flattened range is several."""
     axes, found = cut_axes(parts, shape), []
     for part in parts:
-        where = f"{part.where()}: {_said(part)}, {format_bytes(part.bytes)}"
+        where = f"{part.where()}: {_in_words(part)}, {format_bytes(part.bytes)}"
         for box in _boxes([part]):
             row, column = (box[axis] if axis >= 0 else (0, 1) for axis in axes)
             if row[1] and column[1]:
@@ -132,7 +132,7 @@ def _boxes(parts: Sequence[Part]) -> list[list[tuple[int, int]]]:
     return found
 
 
-def _said(part: Part) -> str:
+def _in_words(part: Part) -> str:
     return ("rank " if len(part.ranks) == 1 else "ranks ") + format_ranks(part.ranks, _RANGES)
 
 

@@ -1,8 +1,8 @@
-"""Make an HTML page that stands alone: nothing is loaded, and what it shows cannot become part of it.
+"""Make a self-contained HTML page: it loads nothing, and shown text cannot become markup.
 
-Keys and paths come from checkpoints that anybody may have made. :func:`text` is the one way from text to HTML. Besides,
-the page's policy (Content-Security-Policy) allows its own style and its own script, known by their digests, and nothing
-else: should markup slip through nonetheless, it cannot run or load anything.
+Keys and paths come from checkpoints that anybody may have made. :func:`text` is the only way from text to HTML. The
+page's policy (Content-Security-Policy) also allows only its own style and its own script, by their digests: even if
+markup slipped through, it could not run or load anything.
 
 Tested in tests/pages/test_markup.py.
 """
@@ -21,7 +21,7 @@ from paddle_flexckpt.pages.style import SCRIPT, STYLE
 
 
 class Markup(str):
-    """Hold text that is HTML already."""
+    """Text that is HTML already."""
 
     __slots__ = ()
 
@@ -30,9 +30,9 @@ Content = Union[str, int]
 
 
 def text(value: Content) -> Markup:
-    """Return HTML that shows a text; what is HTML already stays as it is.
+    """Return HTML that shows a text; :class:`Markup` stays as it is.
 
-    Characters that print nothing, or turn the direction of what follows, are shown by their number.
+    Characters that print nothing, or change the direction of text, are shown by their number.
     """
     if isinstance(value, Markup):
         return value
@@ -45,18 +45,18 @@ def _named(character: str) -> str:
 
 
 def join(parts: Iterable[Content], between: str = "") -> Markup:
-    """Return parts one after the other, each as :func:`text` makes it."""
+    """Return the HTML of several parts, one after the other, each by :func:`text`."""
     return Markup(between.join(map(text, parts)))
 
 
 def element(name: str, *content: Content, **attributes: Content | None) -> Markup:
     """Return an element; attributes that are None are left out, and ``class_`` is ``class``, ``a_b`` is ``a-b``."""
-    said = "".join(
+    given = "".join(
         f' {key.rstrip("_").replace("_", "-")}="{text(value)}"'
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{said}>{join(content)}</{name}>")
+    return Markup(f"<{name}{given}>{join(content)}</{name}>")
 
 
 def paragraph(*content: Content, **attributes: Content | None) -> Markup:
@@ -71,7 +71,7 @@ def facts(pairs: Iterable[tuple[str, Content]]) -> Markup:
 
 
 def bullets(items: Iterable[Content], most: int = 200) -> Markup:
-    """Return a list; beyond so many items only how many there are."""
+    """Return a list; of many items the first ones and the number of the others."""
     every = list(items)
     shown = [element("li", item) for item in every[:most]]
     more = [element("li", f"and {len(every) - most} more")] if len(every) > most else []
@@ -84,10 +84,10 @@ def table(
     """Return a table, which can be scrolled by keyboard where it is wider than the page.
 
     Args:
-        caption: What it says.
-        head: What each column holds.
-        rows: The texts of each row; the first says what the row is about.
-        numbers: Columns of numbers, which end below each other.
+        caption: Its title.
+        head: The titles of the columns.
+        rows: The texts of each row; the first is the row's title.
+        numbers: Columns of numbers, which are aligned right.
     """
     kind = ["number" if i in numbers else None for i in range(len(head))]
     top = element("tr", *(element("th", name, scope="col", class_=each) for name, each in zip(head, kind)))
@@ -107,11 +107,11 @@ def table(
 
 @dataclass(frozen=True)
 class Section:
-    """Hold a part of a page.
+    """A part of a page.
 
     Attributes:
         title: Its heading.
-        content: What is in it, HTML.
+        content: Its HTML.
     """
 
     title: str
@@ -123,7 +123,7 @@ def page(title: str, lead: Content, sections: Sequence[Section]) -> str:
 
     Args:
         title: Its heading, and its name.
-        lead: One line that says it all.
+        lead: A summary in one line.
         sections: Its parts.
     """
     policy = f"default-src 'none'; style-src '{_digest(STYLE)}'; script-src '{_digest(SCRIPT)}'"

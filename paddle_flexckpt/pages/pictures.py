@@ -1,4 +1,4 @@
-"""Draw who holds what as a PNG file, by matplotlib. Tested in tests/pages/test_pictures.py."""
+"""Draw the holders of tensors as a PNG file, with matplotlib. Tested in tests/pages/test_pictures.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paddle_flexckpt.pages.holders import MOST_AREAS, cut_axes, largest, plane
 from paddle_flexckpt.pages.ranks import of_bytes, of_seconds
 from paddle_flexckpt.pages.style import COLOURS, PALETTE
 
-#: Tensors that are drawn.
+#: The most tensors to draw.
 MOST_DRAWN = 6
 _LIGHT = {name: colours[0] for name, colours in PALETTE.items()}
 
@@ -21,12 +21,12 @@ _LIGHT = {name: colours[0] for name, colours in PALETTE.items()}
 def holders_picture(
     report: HoldersReport, path: str | os.PathLike[str], seconds: Mapping[str, Sequence[float]] | None = None
 ) -> None:
-    """Write a picture of who holds what: bytes and seconds by rank, and the parts of the first tensors.
+    """Write a picture of the holders of tensors: bytes and seconds by rank, and the parts of the first tensors.
 
     Args:
-        report: Who holds what.
+        report: The holders.
         path: The PNG file.
-        seconds: What a save or load took, by phase and rank.
+        seconds: Seconds of a save or load by phase and rank.
 
     Raises:
         ValidationError: There is no matplotlib.
@@ -50,7 +50,7 @@ def holders_picture(
     wide = 2 if report.strategy else 1
     figure = Figure(figsize=(11, 1.9 * len(series) + 1.5 * len(tensors) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
-    # Names are no markup here either.
+    # Names are not markup here either.
     figure.suptitle(_plain(f"{report.source} (id {report.unique_id})"), fontsize=11, parse_math=False)
     grid = figure.add_gridspec(
         len(series) + len(tensors), wide, height_ratios=[1.25] * len(series) + [1] * len(tensors)

@@ -1,4 +1,4 @@
-"""Show what each rank has or did: a chart for each kind of value, and a table. Tested in tests/pages/test_ranks.py."""
+"""Show values of each rank: a chart for each kind of value, and a table. Tested in tests/pages/test_ranks.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.pages.charts import FAR, Series, columns
 from paddle_flexckpt.pages.markup import Content, Markup, element, join, paragraph, table
 
-#: Ranks that a table has. Of more ranks those that stand out the most.
+#: The most ranks in a table: those that stand out the most.
 MOST_RANKS = 64
 
 
@@ -29,7 +29,7 @@ def of_counts(name: str, values: Sequence[float]) -> Series:
 
 
 def by_rank(what: str, series: Sequence[Series]) -> Markup:
-    """Return charts of some values of each rank, who stands out in words, and a table."""
+    """Return charts of some values of each rank, a text about ranks that stand out, and a table."""
     series = [each for each in series if len(each.values)]
     count = max((len(each.values) for each in series), default=0)
     if not count:
@@ -39,23 +39,23 @@ def by_rank(what: str, series: Sequence[Series]) -> Markup:
 
 
 def _who_stands_out(series: Sequence[Series]) -> Markup:
-    said: list[Content] = []
+    remarks: list[Content] = []
     for each in series:
         far = each.far()
         if far:
             ranks = ("ranks " if len(far) > 1 else "rank ") + listed(list(map(str, far)), 5)
             most = f"{each.show(each.values[far[0]])}, {each.values[far[0]] / each.median:.1f} times the median"
-            said.append(f"{each.name}: {ranks} stand{'s' * (len(far) == 1)} out; rank {far[0]} has {most}.")
-    if not said:
+            remarks.append(f"{each.name}: {ranks} stand{'s' * (len(far) == 1)} out; rank {far[0]} has {most}.")
+    if not remarks:
         return paragraph(f"No rank has more than {FAR} times the median.")
-    return element("ul", *(element("li", text) for text in said))
+    return element("ul", *(element("li", text) for text in remarks))
 
 
 def _table(what: str, series: Sequence[Series], count: int) -> Markup:
     ranks: Sequence[int] = range(count)
     caption = f"By {what}"
     if count > MOST_RANKS:
-        # How far a rank stands above the others, in the value in which it does most.
+        # A rank's distance above the others, in the value where this is the largest.
         def above(rank: int) -> float:
             return max(each.values[rank] / (each.median or 1) for each in series if rank < len(each.values))
 

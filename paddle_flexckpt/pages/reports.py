@@ -1,4 +1,4 @@
-"""Show reports: of a rehearsal, and of what differs between two checkpoints. Tested in tests/pages/test_reports.py."""
+"""Show the reports of rehearsals and of differences between two checkpoints. Tested in tests/pages/test_reports.py."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paddle_flexckpt.pages.charts import heat_map
 from paddle_flexckpt.pages.markup import Content, Markup, Section, bullets, element, facts, join, page, paragraph, table
 from paddle_flexckpt.pages.ranks import by_rank, of_bytes, of_counts
 
-#: Rows of a table, and of one of pairs of ranks.
+#: The most rows of a table, and of a table of pairs of ranks.
 MOST_ROWS, MOST_PAIRS = 1000, 64
 _RANGES = 6
 
 
 def diff_page(report: DiffReport) -> str:
-    """Return a page of what differs between two checkpoints."""
+    """Return a page of the differences between two checkpoints."""
     overview = facts(
         [
             ("in both", report.keys),
@@ -48,7 +48,7 @@ def diff_page(report: DiffReport) -> str:
 
 
 def _values(report: DiffReport) -> Markup:
-    """Return a table of the tensors whose values differ, those of which the largest share does first."""
+    """Return a table of the tensors whose values differ, the largest share first."""
     order = sorted(report.differing.items(), key=lambda pair: (-pair[1].share, pair[0]))[:MOST_ROWS]
     rows = [
         (
@@ -79,7 +79,7 @@ def _caption(text: str, shown: int, count: int) -> str:
 
 
 def rehearsal_page(report: RehearsalReport) -> str:
-    """Return a page of what a load would do, or why it would fail."""
+    """Return a page of the rehearsal of a load, or of its error."""
     title = f"Load of {report.source} under {report.strategy}, rehearsed"
     overview = [
         facts(
@@ -109,7 +109,7 @@ def rehearsal_page(report: RehearsalReport) -> str:
 
 
 def save_rehearsal_page(report: SaveRehearsal) -> str:
-    """Return a page of what a save would do, or why it would fail."""
+    """Return a page of the rehearsal of a save, or of its error."""
     pairs: list[tuple[str, Content]] = [("saves", "yes" if report.ok else "no"), ("ranks", report.world_size)]
     if report.ok:
         pairs += [("tensors", report.keys), ("files", report.files), ("imbalance", f"{report.imbalance:.2f}")]
@@ -172,7 +172,7 @@ def _row(each: RankReads) -> tuple[str, ...]:
 
 
 def _flows(report: RehearsalReport) -> Markup | None:
-    """Return a heat map of who reads what whom saved, and a table of the largest of it; None if nothing is known."""
+    """Return a heat map of bytes from saving ranks to reading ranks, and a table of the largest; None if not known."""
     parts = []
     for each in report.ranks:
         sources = np.asarray(list(each.sources.items()), dtype=np.int64).reshape(-1, 2)

@@ -1,4 +1,4 @@
-"""Show what a save did: bytes and seconds of each rank, and who saved what. Tested in tests/pages/test_saves.py."""
+"""Show the report of a save: bytes and seconds of ranks, and the holders. Tested in tests/pages/test_saves.py."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from paddle_flexckpt.report import SaveReport
 def save_page(
     report: SaveReport, holders: HoldersReport, step: int | None = None, metrics: Mapping[str, float] | None = None
 ) -> str:
-    """Return a page of what a save did.
+    """Return a page of a save.
 
     Args:
-        report: What it did.
-        holders: Who saved what.
+        report: Its report.
+        holders: The ranks that saved each part.
         step: Training step.
-        metrics: What was recorded with it.
+        metrics: The metrics recorded with it.
     """
     pairs: list[tuple[str, Content]] = [
         ("step", "unknown" if step is None else step),

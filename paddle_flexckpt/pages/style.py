@@ -1,4 +1,4 @@
-"""Hold what pages look like, and how the keyboard moves through their charts. Tested in tests/pages/test_style.py."""
+"""The style of pages, and the script for the keyboard in charts. Tested in tests/pages/test_style.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from types import MappingProxyType
 LEVELS = 6
 #: Colours that tell ranks apart.
 COLOURS = 8
-#: By name, the colour in the light and in the dark scheme. Text on a background ``x`` has the colour ``x-text``; all
-#: else stands on ``ground``.
+#: The colours in the light and in the dark scheme, by name. Text on a background ``x`` has the colour ``x-text``; all
+#: else is on ``ground``.
 PALETTE: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "ground": ("#ffffff", "#14171c"),

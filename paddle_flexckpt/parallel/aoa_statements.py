@@ -1,9 +1,9 @@
 """gen_aoa_statements: AOA statements from the tree of layers, for checkpoints of Hugging Face's layout.
 
-Each class of layers says once how its parameters differ from those of its counterpart there: Paddle's linear layers
-have their weights ``[in, out]``, the others' are ``[out, in]``. The names come from the model's own
-``sharded_state_dict()``, and what differs in numbers alone becomes one statement with placeholders. docs/aoa.md has an
-example of a layer whose parameters are its own. Tested in tests/parallel/test_gen_aoa_statements.py.
+Each class of layers defines once how its parameters differ from those of its counterpart there: Paddle's linear layers
+have weights ``[in, out]``, the others' are ``[out, in]``. The names come from the model's own ``sharded_state_dict()``,
+and names that differ only in numbers become one statement with placeholders. docs/aoa.md has an example of a layer with
+parameters of its own. Tested in tests/parallel/test_gen_aoa_statements.py.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _FIELD = re.compile(rf"\{{({'|'.join(_FIELDS)})\}}")
 _NAMES = re.compile(rf"\"[^\"]*\"|'[^']*'|[\w.$*]*(?:{_FIELD.pattern}[\w.$*]*)+")
 _NUMBER = r"\$(?:[A-Z_]+|\{[A-Z_]+[-+]\d+\})"
 _UNQUOTED = re.compile(rf"(?:[A-Za-z_]|{_NUMBER})(?:[A-Za-z0-9_.]|{_NUMBER})*")
-# What ends a quoted name, or means something in it.
+# Characters that end a quoted name, or have a meaning in it.
 _UNWRITABLE = re.compile(r"[\"$*\n]")
-# Words of the language that stand where a name could.
+# Words of the language in places where a name could be.
 _WORDS = frozenset("_ fused_qkv fused_qkv_old fused_ffn copy stack unstack sum average lora_merge optional".split())
 
 
@@ -45,9 +45,9 @@ def gen_aoa_statements(
 ) -> list[str]:
     """Return the AOA statements between a Hugging Face checkpoint and a model, from the model's layers.
 
-    A layer's rules are, the first that there are: those of ``rules`` for its class; those that its method
+    A layer's rules are the first of these that exist: those of ``rules`` for its class; those that its method
     ``_get_aoa_rules(direction)`` returns; those of Paddle's layers that this library knows (linear layers: weight
-    transposed; embeddings and convolutions: as they are). They map names of the layer's parameters and persistable
+    transposed; embeddings and convolutions: unchanged). They map names of the layer's parameters and persistable
     buffers, or dotted names of parameters in its sub-layers, to one of
 
     * ``"copy"``: the same in both;
@@ -56,7 +56,8 @@ def gen_aoa_statements(
     * a text of one or more statements, with ``{paddle}`` for the model's name, ``{hf}`` for the checkpoint's,
       ``{hf_layer}`` for that without its last part and ``{hf_parent}`` without its last two.
 
-    The outermost layer that speaks of a parameter is heard. Without a rule, parameters of one axis or none are copied.
+    If several layers have a rule for a parameter, the outermost counts. Without a rule, parameters of one axis or none
+    are copied.
     A parameter that is tied to another comes from the other one's tensor, as checkpoints hold it once.
 
     The names are those of this rank's ``sharded_state_dict()``. Where ranks have different layers or experts (pipeline
@@ -66,8 +67,8 @@ def gen_aoa_statements(
     Args:
         model: The model.
         direction: ``"from_hf"`` or ``"to_hf"``.
-        hf_names: The checkpoint's name for a name of the model; the same name by default. A mapping has to know all
-            names of the model that statements ask for.
+        hf_names: The checkpoint's name for a name of the model; the same name by default. A mapping has to have all
+            names of the model that statements need.
         rules: Rules for classes, and their subclasses, that cannot have a method; a mapping, or a function of layer
             and direction that returns one.
         process_group: The ranks that call this together, to get the same statements, for the layers of all of them.
@@ -77,7 +78,7 @@ def gen_aoa_statements(
         The statements, in the order of the model's names.
 
     Raises:
-        ValueError: A parameter of two or more axes has no rule, a rule names no parameter or is none, a name is
+        ValueError: A parameter of two or more axes has no rule, a rule names no parameter or is invalid, a name is
             missing in ``hf_names``, or the model cannot be described.
     """
     if direction not in ("from_hf", "to_hf"):
@@ -90,7 +91,7 @@ def gen_aoa_statements(
     weights = model.sharded_state_dict()
     places = {key: _owner_of(key, weight, owners) for key, weight in weights.items()}
     treatments = {key: spoken.get(f"{place.path}{place.name}") for key, place in places.items()}
-    first: dict[int, str] = {}  # of the names of one tensor, the first that a rule speaks of, or else the first
+    first: dict[int, str] = {}  # of the names of one tensor, the first that a rule is about, or else the first
     for key, place in places.items():
         if place.identity not in first or (treatments[first[place.identity]] is None and treatments[key] is not None):
             first[place.identity] = key
@@ -128,7 +129,7 @@ def _known_rules() -> dict[type, Rule]:
 
 
 def _spoken(model: Any, direction: str, given: Mapping[type, Rule], known: Mapping[type, Rule]) -> dict[str, str]:
-    """Return treatments by dotted name of the parameter in the tree; the outermost layer's counts."""
+    """Return treatments by the parameter's dotted name in the tree; the outermost layer's counts."""
     spoken: dict[str, str] = {}
     for path, layer in model.named_sublayers(include_self=True):
         rule, checked = _rule_of(layer, given, known)
@@ -158,7 +159,7 @@ def _check_rule(layer: Any, name: str, treatment: Any) -> None:
     owner = layer
     for part in path:
         owner = getattr(owner, "_sub_layers", {}).get(part)
-    absent = owner is not None and hasattr(owner, last) and getattr(owner, last) is None  # a bias that may be left out
+    absent = owner is not None and hasattr(owner, last) and getattr(owner, last) is None  # a bias that may not exist
     if owner is None or not (absent or last in own_state(owner)):
         names = [] if owner is None else sorted(own_state(owner))
         raise ValueError(f"{where} names no parameter; {'.'.join(path) or 'the layer'} has {names}")
@@ -186,7 +187,7 @@ def _without_rule(key: str, owner: _Owner, weight: Any) -> str:
 
 @dataclass(frozen=True)
 class _Owner:
-    """Hold a parameter or buffer in the tree of layers."""
+    """A parameter or buffer in the tree of layers."""
 
     path: str  # of its layer in the tree, with the dot
     name: str  # in the layer
@@ -195,7 +196,7 @@ class _Owner:
 
 
 def _owners(model: Any) -> dict[Any, list[_Owner]]:
-    """Return parameters and buffers of the tree by identity and by name of the tensor."""
+    """Return parameters and buffers of the tree, by identity and by the tensor's name."""
     found: dict[Any, list[_Owner]] = {}
     for path, layer in model.named_sublayers(include_self=True):
         for name, tensor in own_state(layer).items():
@@ -206,9 +207,9 @@ def _owners(model: Any) -> dict[Any, list[_Owner]]:
 
 
 def _owner_of(key: str, weight: Any, owners: Mapping[Any, list[_Owner]]) -> _Owner:
-    """Return where a key's tensor stands in the tree; of a tied one, the place whose name ends as the key does."""
+    """Return the place of a key's tensor in the tree; of a tied one, the place whose name ends as the key does."""
     tensor = weight.local_tensor
-    # What stands for a slice of a parameter (stage 3) is another tensor, named after the parameter.
+    # The tensor of a slice of a parameter (stage 3) is another one, named after the parameter.
     candidates = owners.get(id(tensor)) or owners.get(parameter_name(str(tensor.name)))
     if not candidates:
         raise ValueError(
@@ -228,7 +229,7 @@ def _common_end(one: str, other: str) -> int:
 
 
 def _rename(key: str, main: str, treatment: str, direction: str, hf_names: Any) -> _Rename:
-    """Return the statement of a parameter; ``main`` is its own name, or of a tied one that which the checkpoint has."""
+    """Return the statement of a parameter; ``main`` is its name, or for a tied one, the name in the checkpoint."""
     from_hf = direction == "from_hf"
     if treatment == "absent" or (key != main and not from_hf):
         return _Rename(key, "", "_ -> {paddle}" if from_hf else "{paddle} -> _", from_hf)
@@ -273,13 +274,13 @@ def _hf_name(key: str, hf_names: Any) -> str:
 
 @dataclass(frozen=True)
 class _Rename:
-    """Hold the statement of one parameter."""
+    """The statement of one parameter."""
 
     key: str  # the model's name
-    hf: str  # the checkpoint's name; empty where the template does not ask for it
+    hf: str  # the checkpoint's name; empty if the template does not use it
     template: str  # the statement, with fields for both
     from_hf: bool  # whether the checkpoint's name is read and the model's assigned
-    folds: bool = True  # whether it may become one statement with its like
+    folds: bool = True  # whether it may be joined with similar ones into one statement
 
 
 def _fold(renames: Sequence[_Rename]) -> list[str]:
@@ -306,7 +307,7 @@ def _fold(renames: Sequence[_Rename]) -> list[str]:
 
 
 def _quoted(name: str) -> str:
-    """Return a name as it stands in a statement: between quotes where it has to be."""
+    """Return a name as written in a statement, in quotes if it needs them."""
     return name if _UNQUOTED.fullmatch(name) and name not in _WORDS else f'"{name}"'
 
 
@@ -328,7 +329,7 @@ def _folded(members: list[_Rename]) -> str | None:
         return None
     key_parts, hf_parts = first.key.split("."), first.hf.split(".")
     for placeholder, at, there in zip(_PLACEHOLDERS, keys, names or keys):
-        # Shifts of what is assigned against what is read, which has the plain number.
+        # Shifts of assigned numbers against those that are read, which are plain.
         shifts = {_shift(m, at, there) for m in members} if first.hf else {0}
         if len(shifts) > 1:
             return None
@@ -340,7 +341,7 @@ def _folded(members: list[_Rename]) -> str | None:
 
 
 def _varying(names: list[str]) -> list[int]:
-    """Return the positions of the parts, numbers all, that are not the same in names of one pattern."""
+    """Return the positions of the parts, all numbers, that differ between names of one pattern."""
     parts = [name.split(".") for name in names]
     return [at for at, column in enumerate(zip(*parts)) if len(set(column)) > 1]
 
@@ -355,7 +356,7 @@ def _shifted(placeholder: str, shift: int) -> str:
 
 
 def _filled(template: str, key: str, hf: str) -> str:
-    """Return the statement of a template, its names quoted where they have to be."""
+    """Return the statement of a template, its names quoted where needed."""
     parts = hf.split(".")
     values = {"paddle": key, "hf": hf, "hf_layer": ".".join(parts[:-1]), "hf_parent": ".".join(parts[:-2])}
 

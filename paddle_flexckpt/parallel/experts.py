@@ -1,12 +1,12 @@
 """Describe mixtures of experts: every expert under its number in the whole layer, whichever rank holds it.
 
 Under expert parallelism every rank's list of experts starts at 0, so that ``experts.0.weight`` is another tensor on
-every rank. Taken as they are, such names would make replicas of what are different experts.
+every rank. Used unchanged, such names would make different experts look like replicas.
 
-Of the marks that experts' parameters carry, Paddle itself (3.0 to 3.3) sets none in ``MoELayer``; users and model
-libraries set ``no_sync``, ``expert``, ``color`` (all three say: not a replica), ``mp_moe`` and ``is_distributed``. Only
-the last one matters here: on a parameter of a tensor-parallel layer it means "split", on an expert's it may as well
-mean "another expert on every rank". Which it is follows from the groups; see :func:`_is_whole`.
+Of the marks on experts' parameters, Paddle itself (3.0 to 3.3) sets none in ``MoELayer``; users and model libraries set
+``no_sync``, ``expert``, ``color`` (all three mean: not a replica), ``mp_moe`` and ``is_distributed``. Only the last one
+matters here: on a parameter of a tensor-parallel layer it means "split", on an expert's it may also mean "another
+expert on every rank". The groups decide which it is; see :func:`_is_whole`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CORRECTION_BIAS = "e_score_correction_bias"
 
 
 class ExpertParallelMixin:
-    """Mark a layer whose experts are spread over a process group; ``install()`` gives it to Paddle's ``MoELayer`` too.
+    """A layer whose experts are spread over a process group. ``install()`` adds this to Paddle's ``MoELayer`` too.
 
     A layer of your own adopts it as its first base class::
 
@@ -37,11 +37,11 @@ class ExpertParallelMixin:
 
     Its state is then named ``experts.{number in the whole layer}.{...}``, with the number
     ``rank in the group * experts per rank + index in the list``. A list with a slot for every expert of the whole
-    layer, in which those of other ranks are None, is understood as well. What is inside an expert describes itself
-    (tensor-parallel layers do); what is outside the lists, gate and ``e_score_correction_bias`` among it, is the same
-    on every rank of the group.
+    layer, in which those of other ranks are None, works too. The layers inside an expert describe themselves (as
+    tensor-parallel layers do). Parameters outside the lists, such as the gate and ``e_score_correction_bias``, are the
+    same on every rank of the group.
 
-    Where lists or group have other names, override :meth:`_get_expert_lists` and :meth:`_get_expert_group`. Experts
+    For other names of lists or group, override :meth:`_get_expert_lists` and :meth:`_get_expert_group`. Experts
     that are one stacked parameter ``[experts on this rank, ...]`` need no mixin but a rule: ``_get_shard_rules()``
     returns ``{"weight": 0}`` and ``_get_shard_group()`` the group.
     """
@@ -51,7 +51,7 @@ class ExpertParallelMixin:
 
         Raises:
             ValueError: Number of experts, lists and group do not fit together, or an expert's parameter is marked
-                ``is_distributed`` and it cannot be told whether it is split.
+                ``is_distributed`` and it is not known whether it is split.
         """
         place, size, ranks = _position(self)
         numbers = {name: _numbers(self, name, place, size) for name in self._get_expert_lists()}
@@ -76,19 +76,19 @@ class ExpertParallelMixin:
         )
 
     def _get_expert_count(self) -> int | None:
-        """Return the number of experts of the whole layer, per list; None if the layer does not know it."""
+        """Return the number of experts of the whole layer, per list; None if it is not known."""
         count = getattr(self, "num_experts", None)
         return count if isinstance(count, int) else None
 
 
 class MoELayerMixin:
-    """Describe ``paddle.incubate``'s MoELayer, on top of :class:`ExpertParallelMixin`."""
+    """The description of ``paddle.incubate``'s MoELayer, on top of :class:`ExpertParallelMixin`."""
 
     def _get_expert_group(self: Any) -> Any:
         return self.group
 
     def _get_expert_count(self: Any) -> int | None:
-        # num_expert is this rank's number; the gate chooses among all of them.
+        # num_expert is this rank's number; the gate chooses among the experts of all ranks.
         count = getattr(self.gate, "tot_expert", None)
         return count if isinstance(count, int) else None
 
@@ -144,7 +144,7 @@ def _whole_but_marked(layer: Any, prefix: str, lists: list[str], ranks: frozense
     """Return the tensors that are marked is_distributed though this rank has all of them.
 
     Raises:
-        ValueError: One of an expert may just as well be split.
+        ValueError: A tensor of an expert may also be a split one.
     """
     found = []
     for path, owner in layer.named_sublayers(include_self=True):
@@ -161,16 +161,16 @@ def _whole_but_marked(layer: Any, prefix: str, lists: list[str], ranks: frozense
                     "which axis it is split. Remedy: give its layer a _get_shard_rules() that returns {name: axis}; or "
                     "if the mark only says that every rank has another expert, set parameter.mp_moe = True"
                 )
-            # The correction bias has one number per expert of the whole layer: then nothing of it is missing here.
+            # The correction bias has one number per expert of the whole layer: then this rank has all of it.
             elif name == _CORRECTION_BIAS and int(tensor.shape[-1]) == total:
                 found.append(tensor)
     return found
 
 
 def _is_whole(tensor: Any, expert_ranks: frozenset[int]) -> bool:
-    """Return whether an expert's tensor that is marked is_distributed cannot be a part of one.
+    """Return whether an expert's tensor that is marked is_distributed cannot be a part of a larger one.
 
-    It cannot where all ranks that could have the other parts hold other experts.
+    It cannot if all ranks that could have the other parts hold other experts.
     """
     if getattr(tensor, "mp_moe", False):
         return True
@@ -184,9 +184,9 @@ def _is_whole(tensor: Any, expert_ranks: frozenset[int]) -> bool:
 
 @contextlib.contextmanager
 def _unmarked(tensors: list[Any]) -> Iterator[None]:
-    """Take the mark is_distributed off while open.
+    """Remove the mark is_distributed for the time of a with statement.
 
-    The experts describe themselves, through whatever their classes override, and could not be told otherwise.
+    The experts describe themselves, by methods that their classes may override, so there is no other way.
     """
     try:
         for tensor in tensors:
@@ -221,8 +221,8 @@ def check_experts(groups: Mapping[str, Any], model: ShardedStateDict, names: Map
     """Refuse experts that are sharded among ranks which hold other experts under the same parameter's name.
 
     Paddle sums the gradients of these experts, keeps one state for all of them, and sends the owner's values to the
-    others: they become equal, and what a checkpoint lacks is that state of all experts but the owner's. ``groups`` has
-    by name of parameter what it is sharded over.
+    others. So the experts become equal, and a checkpoint lacks the state of all experts except the owner's. ``groups``
+    has, by name of parameter, the group that it is sharded over.
 
     Raises:
         ValueError: There are such experts; the text has their keys.

@@ -1,4 +1,4 @@
-"""Give Paddle's classes the methods of the mixins, and take them back."""
+"""Give Paddle's classes the methods of the mixins, and remove them again."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from paddle_flexckpt.parallel.tensor_fusion import TensorFusionMixin
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 from paddle_flexckpt.undo import Undo
 
-# Where a class had a method of its own, it stays reachable under this prefix.
+# A class's own method stays reachable under this prefix.
 _KEPT = "_paddle_"
 _changes = Undo()
 
@@ -80,7 +80,7 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         (GroupShardedStage3, (WrapperMixin, Stage3OffloadMixin)),
         (MixPrecisionOptimizer, (MixPrecisionMixin,)),
         (paddle.optimizer.Optimizer, (OptimizerMixin,)),
-        # In some versions of Paddle these have a method of their own, which would hide Optimizer's.
+        # In some versions of Paddle these have a method of their own, which would override Optimizer's.
         (paddle.optimizer.AdamW, (OptimizerMixin,)),
         (paddle.optimizer.LBFGS, (LBFGSMixin,)),
         # Deprecated: the public name is a function that warns.
@@ -138,7 +138,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Take back what :func:`install` gave; Paddle is as before."""
+    """Undo :func:`install`; Paddle is as before."""
     _changes.put_back()
 
 
@@ -148,14 +148,14 @@ def is_installed() -> bool:
 
 
 def optimizer_sharded_state_dict(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Describe the state of an optimizer, whatever is wrapped around it; ``install()`` is in effect from then on.
+    """Describe the state of an optimizer, whatever wraps it; ``install()`` is in effect from then on.
 
     Args:
-        optimizer: An optimizer, or a wrapper that passes its attributes on or keeps the optimizer under a usual name.
+        optimizer: An optimizer, or a wrapper that forwards its attributes or has the optimizer under a usual name.
         model_sharded_state_dict: The model's ``sharded_state_dict()``.
 
     Raises:
-        ValueError: There is no optimizer to be found, or it cannot be described. Or it is a class of Paddle's that
+        ValueError: No optimizer is found, or it cannot be described. Or it is a class of Paddle's that
             ``install()`` does not know, with a method of its own.
     """
     install()
@@ -167,14 +167,14 @@ def init_optimizer_state(
 ) -> ShardedStateDict:
     """Create the state that the first step would create, so that a fresh job can load all of it.
 
-    ``optimizer.sharded_state_dict()`` does so as well; with a catalog the result has only what a checkpoint can fill.
+    ``optimizer.sharded_state_dict()`` does this too; with a catalog the result has only a checkpoint's states.
 
     Args:
         optimizer: An optimizer of any kind that ``install()`` serves; it is in effect from then on.
         model_sharded_state_dict: The model's ``sharded_state_dict()``.
         catalog: The names that a checkpoint has: its catalog, a dict by name, or any collection of names. States of a
             parameter of which it has no state at all (frozen or unused when it was saved) are left out of the result;
-            where it has some, all are in it, so that a load says what is missing.
+            if it has some, the result has all of them, so that a load reports the missing ones.
 
     Returns:
         The optimizer's state, to be loaded.

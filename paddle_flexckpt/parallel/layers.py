@@ -20,15 +20,15 @@ from paddle_flexckpt.sharded_weight import (
 
 # Name of the method of paddle.nn.Layer, if there is one, that completes the rules of a layer's class.
 COMPLETE_RULES = "_complete_shard_rules"
-# The attribute under which a wrapper keeps the model: GroupShardedStage2 is the one without the s.
+# The attribute under which a wrapper has the model: GroupShardedStage2 is the one without the s.
 _MODEL_NAMES = ("_layers", "_layer")
 
 
 class LayerMixin:
-    """Describe a ``paddle.nn.Layer``.
+    """The description of a ``paddle.nn.Layer``.
 
     The protocol: 1. a layer's own parameters and persistable buffers are described by its shard rules; 2. every
-    sub-layer describes itself under its name; 3. names of one and the same (tied) parameter learn of each other. A
+    sub-layer describes itself under its name; 3. the names of one tied parameter are linked to each other. A
     layer whose parameters are split overrides :meth:`_get_shard_rules`, and :meth:`_get_shard_group` if the group is
     not its ``model_parallel_group`` or fleet's.
     """
@@ -37,7 +37,7 @@ class LayerMixin:
         """Describe the layer's and its sub-layers' parameters and persistable buffers as shards.
 
         Args:
-            structured_name_prefix: Put in front of every name; with its dot.
+            structured_name_prefix: The prefix of every name, including its dot.
 
         Returns:
             Names to ShardedWeights whose tensors are the live ones.
@@ -65,15 +65,15 @@ class LayerMixin:
         return None
 
     def _get_shard_group(self) -> Any:
-        """Return the process group that splits the parameters; None is fleet's model-parallel group."""
+        """Return the process group that splits the parameters; None means fleet's model-parallel group."""
         return getattr(self, "model_parallel_group", None)
 
 
 def describe_layer(layer: Any, prefix: str) -> ShardedStateDict:
-    """Return what a layer describes; what it gives for a parameter, in whatever shape, is this or a view of it.
+    """Return a layer's description; each value in it, in whatever shape, is the parameter itself or a view of it.
 
     Raises:
-        ValueError: A layer with a ``sharded_state_dict`` of its own gives a copy: what is loaded into it would be lost.
+        ValueError: A layer with a ``sharded_state_dict`` of its own returns a copy: values in it would be lost.
     """
     sharded: ShardedStateDict = layer.sharded_state_dict(structured_name_prefix=prefix)
     if not str(getattr(layer.sharded_state_dict, "__module__", "")).startswith("paddle_flexckpt."):
@@ -82,7 +82,7 @@ def describe_layer(layer: Any, prefix: str) -> ShardedStateDict:
 
 
 def _name_views(layer: Any, prefix: str, sharded: ShardedStateDict) -> None:
-    """Give views of a layer's parameters the parameters' names, by which optimizers find them."""
+    """Name views of a layer's parameters like the parameters, so that optimizers find them."""
     named = dict(layer.named_parameters())
     by_name, known = {parameter.name: parameter for parameter in named.values()}, {*map(id, named.values())}
     for key, weight in sharded.items():
@@ -107,18 +107,18 @@ def _name_views(layer: Any, prefix: str, sharded: ShardedStateDict) -> None:
 def shard_rules(layer: Any) -> dict[str, int | FusedAxis]:
     """Return the rules in effect for a layer's own parameters.
 
-    They are the layer's own, unless :data:`COMPLETE_RULES` is there: that knows rules for classes of other libraries.
+    They are the layer's own, unless it has :data:`COMPLETE_RULES`, which knows rules for classes of other libraries.
     """
     rules = dict(layer._get_shard_rules() or {})
     complete = getattr(layer, COMPLETE_RULES, None)
     if complete is not None:
         rules = complete(rules)
-    # A layer without bias keeps its rule for one.
+    # A layer without bias has a rule for one nonetheless.
     return {name: axis for name, axis in rules.items() if getattr(layer, name, layer) is not None}
 
 
 def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
-    """Return a layer's own parameters and persistable buffers as its rules say, without its sub-layers'.
+    """Return a layer's own parameters and persistable buffers, split by its rules, without its sub-layers'.
 
     Raises:
         ValueError: A split parameter has no rule, or a rule has no parameter.
@@ -148,7 +148,7 @@ def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
 
 
 def running_statistics(layer: Any) -> tuple[str, ...]:
-    """Return the names of what a layer measures of the data that its rank sees: no two ranks have the same."""
+    """Return the names of statistics that a layer measures on its rank's data: they differ between ranks."""
     from paddle.nn.layer import norm
 
     # Paddle's two families; SyncBatchNorm and those of sparse tensors are of the first.
@@ -158,8 +158,8 @@ def running_statistics(layer: Any) -> tuple[str, ...]:
 def own_state(layer: Any) -> dict[str, Any]:
     """Return a layer's own parameters and persistable buffers by attribute name, without its sub-layers'.
 
-    Read from the layer itself, not from ``state_dict()``: a layer that overrides that to rename would be described
-    under both the old and the new names.
+    They are read from the layer itself, not from ``state_dict()``: a layer that overrides that to rename would be
+    described under both the old and the new names.
     """
     state = {name: parameter for name, parameter in layer._parameters.items() if parameter is not None}
     for name, buffer in layer._buffers.items():
@@ -169,7 +169,7 @@ def own_state(layer: Any) -> dict[str, Any]:
 
 
 def note_tied(sharded: ShardedStateDict) -> None:
-    """Tell every name of a tied parameter the others."""
+    """Link every name of a tied parameter to the others."""
     names: dict[Any, list[str]] = {}
     for key, weight in sharded.items():
         if is_sharded_weight(weight):
@@ -189,21 +189,21 @@ def note_tied(sharded: ShardedStateDict) -> None:
 
 
 class VocabParallelMixin:
-    """Split a VocabParallelEmbedding by its vocabulary."""
+    """A VocabParallelEmbedding, split by its vocabulary."""
 
     def _get_shard_rules(self) -> dict[str, int]:
         return {"weight": 0}
 
 
 class ColumnParallelMixin:
-    """Split a ColumnParallelLinear or ColumnSequenceParallelLinear by its outputs, and with them the bias."""
+    """A ColumnParallelLinear or ColumnSequenceParallelLinear, split by its outputs, as its bias is."""
 
     def _get_shard_rules(self) -> dict[str, int]:
         return {"weight": 1, "bias": 0}
 
 
 class RowParallelMixin:
-    """Split a RowParallelLinear or RowSequenceParallelLinear by its inputs."""
+    """A RowParallelLinear or RowSequenceParallelLinear, split by its inputs."""
 
     def _get_shard_rules(self) -> dict[str, int]:
         return {"weight": 0}  # the bias is added after the sum, so every rank has all of it
@@ -213,9 +213,9 @@ class RowParallelMixin:
 
 
 class WrapperMixin:
-    """Describe DataParallel, GroupShardedStage2, MixPrecisionLayer and the wrappers of fleet (MetaParallelBase).
+    """A wrapper: DataParallel, GroupShardedStage2, MixPrecisionLayer, or one of fleet (MetaParallelBase).
 
-    They add nothing to a checkpoint, least of all a prefix to its keys.
+    Wrappers add nothing to a checkpoint, and no prefix to its keys.
     """
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
@@ -229,16 +229,16 @@ class WrapperMixin:
 
 
 class Stage3OffloadMixin:
-    """Keep offloaded masters and parameters of GroupShardedStage3 equal.
+    """A GroupShardedStage3 with offload, whose masters and parameters are made equal.
 
     Stage 3 with offload keeps a float32 master of every slice, and of every parameter that is too small to be sliced.
-    A slice's master *is* the slice from the end of a backward on, and what a forward leaves there in the parameter's
-    own dtype is a copy of it: so the slice is described by its master. A small parameter is a copy of its master too,
-    in memory of the device.
+    From the end of a backward on, a slice's master *is* the slice; a forward leaves a copy of it there in the
+    parameter's own dtype. So the slice is described by its master. A small parameter is a copy of its master too, in
+    memory of the device.
     """
 
     def _update_params(self: Any) -> Any:
-        """Do as Paddle does; masters of small float32 parameters first take what a load has put into the parameters.
+        """Do as Paddle does, after setting masters of small float32 parameters to the values that a load has written.
 
         For half-precision parameters the masters themselves are loaded.
         """
@@ -252,7 +252,7 @@ class Stage3OffloadMixin:
 
 
 def build_overlap_buffers(model: Any) -> None:
-    """Build the buffers that a pipeline with sharding_comm_overlap makes in its first step; leave others alone."""
+    """Build the buffers that a pipeline with sharding_comm_overlap makes in its first step; ignore other models."""
     overlaps = getattr(model, "_sharding_comm_overlap", False) and getattr(model, "_sharding_split_param", False)
     if overlaps and not model._chunk_2_comm_buffers:
         model.register_allreduce_overlap_hook(model._layers, model.sharding_group, model.accumulate_steps, False)
@@ -262,7 +262,7 @@ def wrapped_model(wrapper: Any) -> Any:
     """Return the model inside a wrapper that has nothing else to save.
 
     Raises:
-        ValueError: It has, or there is no model.
+        ValueError: The wrapper has other state, or there is no model.
     """
     models = [name for name in _MODEL_NAMES if wrapper._sub_layers.get(name) is not None]
     if len(models) != 1:

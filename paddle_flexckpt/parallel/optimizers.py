@@ -1,9 +1,9 @@
-"""Describe optimizers: accumulators and master weights, as their parameters are.
+"""Describe optimizers: accumulators and master weights, like their parameters.
 
 Names are the in-tree ones: ``{parameter}.{accumulator}_0`` and ``{parameter}.w_0`` for the float32 master weight. They
-come from the optimizer's own tables, not from parsing tensor names, so an optimizer with a ``name``, or with
-accumulators that nobody foresaw, is described like any other. Paddle's wrappers (HybridParallelOptimizer,
-HeterParallelOptimizer) pass on what they do not have, so that the method of the optimizer inside answers.
+come from the optimizer's own tables, not from parsing tensor names, so an optimizer with a ``name``, or with unknown
+accumulators, is described like any other. Paddle's wrappers (HybridParallelOptimizer, HeterParallelOptimizer) forward
+missing attributes, so that the inner optimizer's method is called.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from paddle_flexckpt.sharded_weight import (
 )
 
 # One number per parameter, whatever the parameter's shape. They have to be known by name, because a parameter of one
-# element has accumulators of that shape too. (Numbers of other optimizers, NAdam's mu_product for one, are kept in
-# tensors of the parameter's shape: those are split like it.)
+# element has accumulators of that shape too. (Numbers of other optimizers, such as NAdam's mu_product, are in tensors
+# of the parameter's shape, and are split like it.)
 LOOKAHEAD_STEP = "lookahead_step"
 _OPTIMIZER_NAMES = ("_inner_opt", "inner_opt", "_optim", "_optimizer", "optimizer")
 _SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
@@ -52,10 +52,11 @@ _HISTORY = "y_0"
 
 
 class OverInstance:
-    """Define a method that no attribute which Paddle sets on an instance hides.
+    """A method that no attribute of an instance hides if Paddle has set the attribute.
 
     Stage 3 of Paddle 3.2 and later sets a ``sharded_state_dict`` of its own on every optimizer that it is given, before
-    or after ``install()``. It is kept there, and seen again after ``uninstall()``. One that a user sets is respected.
+    or after ``install()``. That attribute stays, and is in effect again after ``uninstall()``. A user's own is
+    respected.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -71,7 +72,7 @@ class OverInstance:
             return own
         return MethodType(self._function, instance)
 
-    # Only what has __set__ comes before the attributes of an instance.
+    # Only a descriptor with __set__ precedes the attributes of an instance.
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self._name] = value
 
@@ -81,7 +82,7 @@ class OverInstance:
 
 
 class OptimizerMixin:
-    """Describe an optimizer."""
+    """The description of an optimizer."""
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
@@ -91,18 +92,18 @@ class OptimizerMixin:
         values for every trainable parameter; nothing else changes. So the state of a fresh optimizer can be loaded.
 
         Args:
-            model_sharded_state_dict: The model's ``sharded_state_dict()``; it says how each parameter is split.
+            model_sharded_state_dict: The model's ``sharded_state_dict()``, which has the split of each parameter.
 
         Returns:
-            Names to ShardedWeights whose tensors are the live ones. A tied parameter's state stands under the first of
-            its names in sorted order and knows the others as aliases.
+            Names to ShardedWeights whose tensors are the live ones. A tied parameter's state is under the first of its
+            names in sorted order, with the others as aliases.
 
         Raises:
-            ValueError: The optimizer has a parameter that the model's dict has not, or a state whose shape is neither
-                its parameter's, with axes joined or split at the most, nor a single number.
+            ValueError: The optimizer has a parameter that the model's dict lacks, or a state whose shape is neither its
+                parameter's, apart from joined or split axes, nor a single number.
         """
         wrapper = wrapper_of_optimizer(self)
-        # Stage 3 puts slices in the place of the parameters for the time of a step, and before the first one.
+        # Stage 3 replaces the parameters by slices during a step, and before the first one.
         listed = getattr(wrapper, "_ori_parameter_list", self._parameter_list)
         names = names_by_tensor(model_sharded_state_dict, parameters_in(listed))
         if wrapper is not None:
@@ -123,18 +124,18 @@ class OptimizerMixin:
 
 
 class MixPrecisionMixin:
-    """Describe a MixPrecisionOptimizer, which passes on what it does not have; stage 3 sets its attributes on it."""
+    """A MixPrecisionOptimizer, which forwards attributes that it does not have. Stage 3 sets its attributes on it."""
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Describe the optimizer inside; if stage 3 has put its slices into this one, do as :class:`OptimizerMixin`."""
+        """Describe the inner optimizer; if stage 3 has put its slices into this one, do as :class:`OptimizerMixin`."""
         if "update_slice" in vars(self):
             return OptimizerMixin.sharded_state_dict(self, model_sharded_state_dict)
         return self._inner_opt.sharded_state_dict(model_sharded_state_dict)
 
 
 class LookAheadMixin:
-    """Describe LookAhead: the optimizer inside, the slow weights, and the number of steps that says when they mix."""
+    """A LookAhead: the inner optimizer, the slow weights, and the number of steps, which decides when they mix."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; the number of steps is under :data:`LOOKAHEAD_STEP`."""
@@ -151,7 +152,7 @@ class LookAheadMixin:
 
 
 class LBFGSMixin:
-    """Describe LBFGS, which keeps its history in lists, of all parameters laid end to end: it is extra state."""
+    """An LBFGS. Its history, in lists over all parameters laid end to end, is extra state."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Raise ValueError: the lists have the length of the steps so far, which a fresh job cannot know."""
@@ -162,7 +163,7 @@ class LBFGSMixin:
         )
 
     def set_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
-        """Put back what ``state_dict()`` gave, on the device of the parameters; Paddle's own leaves it out silently.
+        """Restore a ``state_dict()`` on the device of the parameters; Paddle's own method silently leaves it out.
 
         Raises:
             ValueError: It is the state of another optimizer.
@@ -186,12 +187,12 @@ class LBFGSMixin:
 def names_by_tensor(model: Mapping[str, ShardedWeight], parameters: Iterable[Any]) -> dict[str, list[str]]:
     """Return structured names, sorted, by the name of the parameter behind them.
 
-    Two networks that are made under ``unique_name.guard()`` have parameters of one name. So of several tensors of a
-    name only the one counts that is the optimizer's own parameter.
+    Two networks that are made under ``unique_name.guard()`` have parameters of the same names. So of several tensors of
+    one name only the optimizer's own parameter counts.
 
     Args:
         model: The model's ``sharded_state_dict()``.
-        parameters: Those of the optimizer.
+        parameters: The optimizer's parameters.
 
     Raises:
         ValueError: Two of the optimizer's parameters have one name.
@@ -217,7 +218,7 @@ def names_by_tensor(model: Mapping[str, ShardedWeight], parameters: Iterable[Any
 
 
 def on_host(optimizer: Any) -> AbstractContextManager[None]:
-    """Return what makes new tensors be in host memory, where an optimizer of group sharding has them there."""
+    """Return a context in which new tensors are in host memory, if an optimizer of group sharding has them there."""
     if not getattr(optimizer, "offload", False):
         return nullcontext()
     from paddle.distributed.fleet.meta_parallel.sharding.group_sharded_utils import device_guard
@@ -239,11 +240,11 @@ def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]])
     """Check that the model's dict has all parameters.
 
     Raises:
-        ValueError: It has not.
+        ValueError: It lacks some.
     """
     parameters = list(parameters)
     if steps_on_buffers(parameters):
-        return  # describe_states looks for those in the buffers; the optimizer may have what they were made from
+        return  # describe_states searches the buffers for it; the optimizer may have the original parameters
     lost = sorted(p.name for p in parameters if parameter_name(p.name) not in names)
     if lost:
         raise ValueError(
@@ -256,7 +257,7 @@ def create_accumulators(optimizer: Any, parameters: list[Any], names: Mapping[st
     """Create the accumulators that the first step would create, and take no step.
 
     Raises:
-        ValueError: A parameter is not in the model's dict, or what ``set_state_dict`` was given lacks a state.
+        ValueError: A parameter is not in the model's dict, or the argument of ``set_state_dict`` lacks a state.
     """
     require_described(parameters, names)
     create_dense_states(optimizer, parameters)
@@ -271,10 +272,10 @@ def describe_states(
 ) -> ShardedStateDict:
     """Describe all accumulators and master weights of the optimizer that steps, or those of ``owned`` parameters.
 
-    ``flat_ranges`` has by name of parameter the flattened range of its local box that the states of this rank are of;
+    ``flat_ranges`` has, by name of parameter, the flattened range of its local box that this rank has states of;
     parameters without one have states of their own shape. Storage beyond the range is padding.
     """
-    # Stage 3 makes masters for every half-precision parameter; without multi_precision no step ever looks at them.
+    # Stage 3 makes masters for every half-precision parameter; without multi_precision no step uses them.
     masters = getattr(optimizer, "_master_weights", {}) if getattr(optimizer, "_multi_precision", True) else {}
     owner = {master.name: name for name, master in masters.items()}
     raw_names_mean_one = _one_stage()
@@ -292,9 +293,9 @@ def describe_states(
         keys = names[parameter]
         flat = (flat_ranges or {}).get(parameter)
         if flat is not None and flat.stop <= flat.start:
-            return  # this rank's part of the buffer holds nothing of the parameter, at most padding
+            return  # this rank's part of the buffer has nothing of the parameter except padding
         state = _describe(keys[0], suffix, tensor, model[keys[0]], scalar, flat)
-        # A pipeline stage knows names of a tied parameter that are not in its own dict.
+        # A pipeline stage knows names of a tied parameter that are missing from its own dict.
         others = dict.fromkeys((*keys[1:], *getattr(model[keys[0]], "aliases", ())))
         state.aliases = tuple(f"{other}.{suffix}" for other in others)
         state.raw_names = (f"{parameter}_{raw_suffix}",) if raw_names_mean_one else ()
@@ -312,7 +313,7 @@ def describe_states(
 
 
 def _one_stage() -> bool:
-    """Return whether every rank builds the same layers, so that their count means the same on all of them."""
+    """Return whether every rank builds the same layers, so that their numbers mean the same on all of them."""
     from paddle.distributed.fleet.base import topology
 
     hcg = topology._HYBRID_PARALLEL_GROUP
@@ -341,20 +342,20 @@ def _describe(
     if shape == expected:
         return create_sharded_weight_with_new_local(key, tensor, reference)
     if getattr(reference, "dist_tensor", None) is not None and shape == tuple(reference.global_shape):
-        # Paddle leaves the states of a parameter whose first extent is 1 dense, on every rank.
+        # Paddle leaves the states of a parameter whose first axis has extent 1 dense, on every rank.
         return make_replicated_sharded_weight(key, tensor)
     if shape[1:] == expected and (shape[0] != 1 or suffix == _HISTORY):
         # One copy of the parameter's shape per index of a leading axis of the optimizer's own (ASGD's history).
         made = ShardedWeight(key, tensor, shape, (shape[0], *reference.global_shape), (0, *reference.global_offset))
         rule = getattr(reference, "fused", None)
         if rule is not None:
-            # The parameter's statement is about other axes, so it stays under one degree.
+            # The parameter's statement is about other axes, so it counts under one degree.
             made.fused = FusedAxis(rule.axis % len(reference.global_shape) + 1, None)
         return made
     if tensor.size == 1:
         return make_replicated_sharded_weight(key, tensor)
     if _splits_axes(shape, expected) or _splits_axes(expected, shape):
-        # Experts in one parameter: [E, H, I] where they are trained, [E * H, I] in the model's dict.
+        # Experts in one parameter: [E, H, I] for training, [E * H, I] in the model's dict.
         return create_sharded_weight_with_new_local(key, shaped_view(f"state {key!r}", tensor, expected), reference)
     raise ValueError(
         f"state {key!r} has shape {list(shape)}; expected {list(expected)} as its parameter, the same with axes joined "
@@ -363,7 +364,7 @@ def _describe(
 
 
 def _splits_axes(shape: Sequence[int], joined: Sequence[int]) -> bool:
-    """Return whether a shape is another one with some axes split into several: the elements are in the same order."""
+    """Return whether a shape is another one with some axes split into several, with the same order of elements."""
     axes = [extent for extent in shape if extent != 1]
     for extent in joined:
         count = next((n for n in range(len(axes) + 1) if math.prod(axes[:n]) == extent), None)
@@ -403,7 +404,7 @@ def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDic
         inner = inside
     describe = inner.sharded_state_dict
     if str(getattr(describe, "__module__", "")).startswith("paddle."):
-        # It describes the states that exist: of a fresh optimizer none, so that a load would restore nothing.
+        # It describes the existing states: none for a fresh optimizer, so that a load would restore nothing.
         kind = type(getattr(describe, "__self__", inner))
         raise ValueError(
             f"{kind.__module__}.{kind.__qualname__} describes itself by a method of Paddle's own, and "
@@ -416,6 +417,6 @@ def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDic
 
 
 def optimizer_inside(wrapper: Any) -> Any:
-    """Return the optimizer that a wrapper keeps under a usual name, or None."""
+    """Return the optimizer that a wrapper has under a usual name, or None."""
     own = getattr(wrapper, "__dict__", {})
     return next((own[name] for name in _OPTIMIZER_NAMES if own.get(name) is not None), None)

@@ -1,4 +1,4 @@
-"""Learn of optimizers whose overlap is switched on: their steps leave parameters stale until the next forward.
+"""Register optimizers whose overlap is switched on: their steps leave parameters stale until the next forward.
 
 Tested in tests/distributed/test_overlaps.py.
 """
@@ -12,7 +12,7 @@ from paddle_flexckpt.overlaps import note_overlap
 
 
 class GatherOverlapMixin:
-    """Serve sharding V2, which gathers its buffers while the next forward runs."""
+    """The overlap of sharding V2, which gathers its buffers while the next forward runs."""
 
     def _set_all_gather_overlap_forward(self: Any, *arguments: Any, **named: Any) -> None:
         note_overlap(self)
@@ -20,7 +20,7 @@ class GatherOverlapMixin:
 
 
 class BroadcastOverlapMixin:
-    """Serve sharding V1 and stage 2, which broadcast parameters while the next forward runs."""
+    """The overlap of sharding V1 and stage 2, which broadcast parameters while the next forward runs."""
 
     def _set_broadcast_overlap(self: Any, *arguments: Any, **named: Any) -> None:
         note_overlap(self)
@@ -28,7 +28,7 @@ class BroadcastOverlapMixin:
 
 
 class StorageOverlapMixin:
-    """Serve semi-automatic sharding with tensor fusion, which gathers its buffers while the next forward runs."""
+    """The overlap of semi-automatic sharding with tensor fusion, which gathers its buffers during the next forward."""
 
     def _enable_sharding_overlap(self: Any, *arguments: Any, **named: Any) -> None:
         note_overlap(self)
@@ -36,13 +36,13 @@ class StorageOverlapMixin:
 
 
 def overlap_mixins(owner: type) -> tuple[type, ...]:
-    """Return the mixins for what a class of Paddle's can overlap, in this version of Paddle."""
+    """Return the mixins for the overlaps of a class of Paddle's, in this version of Paddle."""
     kinds = (GatherOverlapMixin, BroadcastOverlapMixin, StorageOverlapMixin)
     return tuple(kind for kind in kinds if any(name in vars(owner) for name in vars(kind) if not name.startswith("__")))
 
 
 def note_earlier(owners: list[type]) -> None:
-    """Note optimizers of these classes that were there before their classes had the mixins."""
+    """Register optimizers of these classes that existed before their classes had the mixins."""
     found = [each for each in gc.get_referrers(*owners) if type(each) in owners]
     for optimizer in sorted(found, key=_first_name):  # in the same order on all ranks
         note_overlap(optimizer)

@@ -3,17 +3,17 @@
 A parameter's key is ``{index}.{name in the layer}``, where ``index`` counts the entries of the list of LayerDescs that
 the PipelineLayer was given. So the same list gives the same keys with any number of stages and of virtual stages.
 
-A layer under SharedLayerDesc stands at several positions, and every stage that has one of them holds a copy. What the
-copies share (``shared_weight_attr``) is one tensor: it has one key, under the first position, with its names at the
-other positions as aliases. It is saved once, and every copy is loaded from it. Where the descs of one shared layer
-build layers of different classes, the name in the layer is not known to every stage: there the key ends in the shared
-attribute instead.
+A layer under SharedLayerDesc is at several positions, and every stage that has one of them holds a copy. The tensor
+that the copies share (``shared_weight_attr``) has one key, under the first position, with its names at the other
+positions as aliases. It is saved once, and every copy is loaded from it. If the descs of one shared layer build layers
+of different classes, the name in the layer is not known to every stage, and the key ends in the shared attribute
+instead.
 
-What Paddle does *not* keep equal between the copies (a position embedding beside a tied word embedding) is a parameter
-of its own on every stage: it stands under the first position that its stage holds, and a stage that a checkpoint has no
-such key for takes the one of the position before.
+Tensors that Paddle does *not* keep equal between the copies (a position embedding beside a tied word embedding) are
+parameters of their own on every stage: each is under the first position that its stage holds, and a stage without such
+a key in the checkpoint uses the one of the position before.
 
-Other names: a subclass overrides ``_get_pipeline_names``, or has ``_pp_to_single_mapping`` as PaddleNLP's
+For other names, a subclass overrides ``_get_pipeline_names``, or has ``_pp_to_single_mapping`` as PaddleNLP's
 PipelinePretrainedModel does.
 """
 
@@ -34,7 +34,7 @@ _REMEDY = (
 
 
 class PipelineLayerMixin:
-    """Describe a PipelineLayer."""
+    """The description of a PipelineLayer."""
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
         """Describe the parameters and persistable buffers of this stage, each layer by its own sharded_state_dict().
@@ -43,8 +43,8 @@ class PipelineLayerMixin:
             Names, which do not depend on how the layers are spread over stages, to ShardedWeights.
 
         Raises:
-            ValueError: It cannot be told which layer of the description is where, a parameter has no name in the
-                subclass's mapping, or two parameters have the same name.
+            ValueError: The place of a layer in the description is not known, a parameter has no name in the subclass's
+                mapping, or two parameters have the same name.
         """
         shards = list(_shards(self, structured_name_prefix))
         naming = _naming(self, PipelineLayerMixin.sharded_state_dict)
@@ -85,14 +85,14 @@ class PipelineLayerMixin:
 
 @dataclass(frozen=True)
 class _Shard:
-    """Hold a described parameter, before it has its name."""
+    """A described parameter that has no name yet."""
 
     weight: Any
     key: str  # the numbered one
     aliases: tuple[str, ...]  # numbered keys that the same tensor has or had at other positions, the likeliest first
     paddle_names: tuple[str, ...]  # in Paddle's state_dict()
-    origin: str  # what it is, for errors
-    layers: tuple[int, ...] = ()  # the positions in the description that it is of
+    origin: str  # its description for errors
+    layers: tuple[int, ...] = ()  # its positions in the description
 
 
 def _shards(pipeline: Any, prefix: str) -> Iterator[_Shard]:
@@ -106,7 +106,7 @@ def _shards(pipeline: Any, prefix: str) -> Iterator[_Shard]:
         if here[0] is position:
             descs = {i: desc for i, desc in enumerate(pipeline._layers_desc) if _shared_name(desc) == position.shared}
             yield from _of_shared(here, descs, prefix)
-    # What a subclass has of its own, every stage has.
+    # Every stage has a subclass's own parameters.
     for key, weight in own_shards(pipeline, prefix).items():
         yield _beside(pipeline, key[len(prefix) :], weight)
     for name, layer in _layers_beside(pipeline, positions):
@@ -131,7 +131,7 @@ def _of_shared(here: list[_Position], descs: Mapping[int, Any], prefix: str) -> 
     first = min(descs)
     has_first = here[0].index == first
     one_class = all(_builds(desc) is _builds(descs[first]) for desc in descs.values())
-    # Paddle keeps equal what the positions of this stage ask for, always a part of what the first position does.
+    # Paddle keeps equal the tensors that this stage's positions request, always some of those of the first position.
     asked = {attribute for position in here for attribute in _attributes(position.desc)}
     shared = [name for name in _attributes(descs[first]) if has_first or name in asked]
     paths = tuple(dict.fromkeys(path for position in here for path in position.paddle_prefixes))
@@ -165,7 +165,7 @@ def _origin(position: _Position, local: str) -> str:
 
 
 def _builds(desc: Any) -> Any:
-    """Return what a desc builds its layer of: a class, or the one in its LayerSpec."""
+    """Return the class from which a desc builds its layer, or the one in its LayerSpec."""
     return desc.layer_spec.layer if getattr(desc, "using_layer_spec", False) else desc.layer_func
 
 
@@ -175,7 +175,7 @@ def _attributes(desc: Any) -> list[str]:
 
 
 def _naming(pipeline: Any, method: Any) -> Callable[[_Shard], tuple[str, tuple[str, ...]]]:
-    """Return how a shard gets its name and its other names: by the subclass's mapping, if it has one."""
+    """Return the function that names a shard and its aliases: by the subclass's mapping, if it has one."""
     names = pipeline._get_pipeline_names()
     if names is not None:
         return partial(_by_number, names)
@@ -188,8 +188,8 @@ def _naming(pipeline: Any, method: Any) -> Callable[[_Shard], tuple[str, tuple[s
     mapping = mapping() if callable(mapping) else mapping
     if mapping is None:
         return lambda shard: (shard.key, shard.aliases)
-    # A subclass with a sharded_state_dict of its own beside the mapping applies it there (PaddleFormers' models do) to
-    # Paddle's names, and has to be given these.
+    # A subclass that has its own sharded_state_dict beside the mapping applies it there (PaddleFormers' models do) to
+    # Paddle's names, and has to get these.
     return partial(_by_paddle_name, mapping, type(pipeline).sharded_state_dict is not method)
 
 
@@ -214,13 +214,13 @@ def _by_paddle_name(mapping: Mapping[str, str], applied_later: bool, shard: _Sha
 
 @dataclass(frozen=True)
 class _Position:
-    """Hold a layer of this stage and where it stands in the description."""
+    """A layer of this stage and its position in the pipeline's description."""
 
     index: int  # in the list of LayerDescs
     layer: Any
     desc: Any  # its entry in the list
     shared: str | None  # the name of the SharedLayerDesc
-    paddle_prefixes: tuple[str, ...]  # what Paddle's state_dict() puts in front of its parameters' names
+    paddle_prefixes: tuple[str, ...]  # the prefix of its parameters' names in Paddle's state_dict()
 
 
 def _shared_name(desc: Any) -> str | None:
@@ -234,7 +234,7 @@ def _positions_of(pipeline: Any) -> list[_Position]:
     """Return the layers of this stage in the order of the description; functions in it have no parameters.
 
     Raises:
-        ValueError: ``run_function`` is not what the description says.
+        ValueError: ``run_function`` does not fit the description.
     """
     positions = []
     for start, functions, chunked in _segments(pipeline):
@@ -306,6 +306,6 @@ def _segments(pipeline: Any) -> Iterator[tuple[int, list[Any], bool]]:
 
 
 def _grouped(function: Any) -> list[Any]:
-    """Return the layers in a CUDAGraphedLayer, into which Paddle puts neighbours; none if it is something else."""
+    """Return the layers in a CUDAGraphedLayer, which Paddle makes of neighbours; none if it is another function."""
     group = getattr(getattr(function, "context", None), "layer", None)
     return list(getattr(group, "run_function", ()))

@@ -34,27 +34,27 @@ from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, make
 # counts the optimizers of the process.
 _MASTER = re.compile(r"_fp32_master_\d+")
 _COUNTER = re.compile(r"_\d+$")
-# No states: what the optimizer or its scheduler sets at every step; dense tensors that the forward uses without having
-# them among the model's (tables of a rotary embedding); and sums of gradients, which a step ends with zeros in.
+# Not states: values that the optimizer or its scheduler sets at every step; dense tensors that the forward uses without
+# having them in the model (tables of a rotary embedding); and sums of gradients, which are 0 after a step.
 _NO_STATE = re.compile(r"learning_rate_\d+|eager_tmp_\d+|gradient_merge_.*|.*@GRAD@MERG.*")
-# Where shard_scaler makes the method that it sets on a scaler.
+# The place where shard_scaler makes the method that it sets on a scaler.
 _HOME = "paddle.distributed.auto_parallel.api"
 
 
 class ShardOptimizerMixin:
-    """Describe the optimizer that ``dist.shard_optimizer`` returns."""
+    """The description of the optimizer that ``dist.shard_optimizer`` returns."""
 
     def state_dict(self: Any) -> dict[str, Any]:
-        """Return Paddle's state dict; asking for it changes nothing.
+        """Return Paddle's state dict without changing anything.
 
-        States that do not exist yet are created as the first step would create them. States that ``set_state_dict``
-        was given and no step has taken over yet are returned as they were given.
+        States that do not exist yet are created as the first step would create them. States that ``set_state_dict`` was
+        given, and that no step has used yet, are returned as given.
 
         Returns:
             Names as Paddle makes them (``linear_0.w_0.dist_moment1_0``) to the live tensors; ``master_weights`` and
             ``LR_Scheduler`` as in Paddle.
         """
-        # What set_state_dict was given: Paddle would look there for every state that is created, and fail.
+        # The argument of set_state_dict: Paddle would look there for every state that is created, and fail.
         if not self._accumulators_holder:
             create_states(self)
         return self._inner_opt.state_dict()  # type: ignore[no-any-return]
@@ -63,13 +63,13 @@ class ShardOptimizerMixin:
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`.
 
-        Every state stands where its own placements put it, which under stages 1 and 2 is not where its parameter is.
-        With tensor fusion a rank describes its ranges of the flattened parameters: before the first step already, for
-        the buffers that it will make.
+        Every state is described by its own placements, which under stages 1 and 2 differ from its parameter's. With
+        tensor fusion a rank describes its ranges of the flattened parameters; before the first step, those of the
+        buffers that the step will make.
 
         Raises:
-            ValueError: The optimizer has a parameter that the model's dict has not, or what its states are of cannot
-                be told.
+            ValueError: The optimizer has a parameter that the model's dict lacks, or the parameters of its states are
+                not known.
         """
         names = names_by_tensor(model_sharded_state_dict, parameters_in(self._param_groups))
         parameters = trainable_parameters(self._param_groups)
@@ -86,10 +86,10 @@ class ShardOptimizerMixin:
 
 
 class DistModelMixin:
-    """Describe the DistModel that ``dist.to_static`` returns."""
+    """The description of the DistModel that ``dist.to_static`` returns."""
 
     def state_dict(self: Any, *args: Any, **options: Any) -> dict[str, Any]:
-        """Do as Paddle does; parameters know their raw names, which tell whose states there are."""
+        """Do as Paddle does; parameters remember their raw names, which identify the states."""
         state: dict[str, Any] = self._paddle_state_dict(*args, **options)
         for key, name in self._structured_to_parameter_name.items():
             if key in state:
@@ -124,7 +124,7 @@ class DistModelMixin:
             )
         names = self._parameter_to_structured_name
         state = self.state_dict()
-        # Of a tied parameter Paddle gives one of its names.
+        # Paddle gives one of a tied parameter's names.
         tied: dict[str, list[str]] = {}
         for key in sorted(self._structured_to_parameter_name):
             tied.setdefault(self._structured_to_parameter_name[key], []).append(key)
@@ -139,7 +139,7 @@ class DistModelMixin:
         ranges = _slice_ranges(self._engine._optimizer, sharded, names)
         for raw, tensor in state.items():
             if raw in sharded or parameter_name(raw) in names or _NO_STATE.fullmatch(raw):
-                continue  # slice@{parameter} is a look at the parameter itself
+                continue  # slice@{parameter} is a view of the parameter itself
             parameter, suffix = _split(raw, names, getattr(self._engine._optimizer, "_name", None))
             first, *others = tied[parameter]
             key = f"{first}.{suffix}"
@@ -159,7 +159,7 @@ def _split(raw: str, names: Mapping[str, str], optimizer_name: str | None) -> tu
     """Split a state's raw name into parameter and suffix: ``linear_0.w_0.dist_moment1_1`` has ``moment1_0``.
 
     Raises:
-        ValueError: It begins with no parameter's name.
+        ValueError: It does not begin with a parameter's name.
     """
     state = parameter_name(raw)
     ends = (i for i in range(len(state) - 1, 0, -1) if state[i] == "_")
@@ -179,7 +179,7 @@ def _split(raw: str, names: Mapping[str, str], optimizer_name: str | None) -> tu
 
 
 def _slice_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, str]) -> dict[str, slice]:
-    """Return, by raw name of parameter, the range of its local box that this rank's states are of.
+    """Return, by raw name of parameter, the range of its local box that this rank has states of.
 
     Each buffer has its parameters one behind the other, each padded, and is split evenly over the ranks. Paddle keeps
     for each parameter the padded size, and where this rank's piece begins and ends within its part of the buffer.
@@ -202,11 +202,11 @@ def _slice_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Map
 
 
 class ScalerMixin:
-    """Mend gradient scalers of Paddle before 3.1.1.
+    """A repair of gradient scalers of Paddle before 3.1.1.
 
-    ``dist.shard_scaler`` sets a method on the scaler that unscales every gradient that is defined. One that has no
-    memory (``clear_grad(set_to_zero=False)`` leaves such, and so do the parameters of other pipeline stages in a
-    resumed job) gets arbitrary memory, which is taken for a gradient from then on, or the process crashes.
+    ``dist.shard_scaler`` sets a method on the scaler that unscales every gradient that is defined. A gradient without
+    memory (as ``clear_grad(set_to_zero=False)`` leaves it, or the parameters of other pipeline stages in a resumed job)
+    then gets arbitrary memory and counts as a gradient from then on, or the process crashes.
     """
 
     @OverInstance
@@ -219,7 +219,7 @@ class ScalerMixin:
         if own.__module__ != _HOME:  # fleet's scaler walks through other lists
             own(optimizer)
             return
-        # What Paddle walks through: groups of parameters, or parameters.
+        # Paddle's list of groups of parameters, or of parameters.
         groups = optimizer._param_groups
         grouped = bool(groups) and isinstance(groups[0], dict)
         lists = [entry["params"] for entry in groups] if grouped else [optimizer._parameter_list]

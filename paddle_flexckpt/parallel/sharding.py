@@ -26,19 +26,19 @@ from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 
 class ShardingV1Mixin:
-    """Describe a DygraphShardingOptimizer: whole states on the rank that owns the parameter."""
+    """A DygraphShardingOptimizer: whole states on the rank that owns the parameter."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns.
 
         Raises:
-            ValueError: As well, if a fused parameter has left its buffer.
+            ValueError: Also if a fused parameter has left its buffer.
         """
         names = names_by_tensor(model_sharded_state_dict, chain.from_iterable(self._rank2params.values()))
         group = self._hcg.get_sharding_parallel_group()
         check_experts(dict.fromkeys(self._param2rank, group), model_sharded_state_dict, names)
         owned = self._rank2params[self._sharding_rank]
-        # With comm_overlap alone, too, parameters lie in buffers; but then the step is on the parameters.
+        # With comm_overlap alone, too, parameters are in buffers; but then the step is on the parameters.
         if self.tensor_fusion and self.fuse_optimizer:
             require_described(owned, names)
             tables = _fused_tables(self, owned)
@@ -48,10 +48,10 @@ class ShardingV1Mixin:
 
 
 def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
-    """Return the tables of a V1 optimizer with tensor fusion, by parameter; states that are not there are created.
+    """Return the tables of a V1 optimizer with tensor fusion, by parameter; missing states are created.
 
-    Paddle keeps no record of what lies where in its buffers, but a parameter's memory is a part of its buffer's. All
-    parameters that this rank owns are stepped, whatever their stop_gradient is by now.
+    Paddle has no record of the places in its buffers, but a parameter's memory is a part of its buffer's. The step
+    updates all parameters that this rank owns, whatever their stop_gradient is by now.
 
     Raises:
         ValueError: A parameter has memory of its own. Nothing has been created then.
@@ -81,13 +81,13 @@ def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
 
 
 class ShardingV2Mixin:
-    """Describe a DygraphShardingOptimizerV2: flattened ranges of states."""
+    """A DygraphShardingOptimizerV2: flattened ranges of states."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter.
 
         Raises:
-            ValueError: As well, if the pipeline has not made the buffers yet, or parameters are without memory.
+            ValueError: Also if the pipeline has not made the buffers yet, or parameters have no memory.
         """
         if not self._comm_buffer_list and not any(hasattr(p, "comm_buffer_ref") for p in self._parameter_list):
             raise ValueError(
@@ -109,17 +109,17 @@ class ShardingV2Mixin:
 
 
 class MuonShardingMixin:
-    """Describe a MuonShardingOptimizer: whole states of the matrices that a rank owns, flattened ranges of the rest.
+    """A MuonShardingOptimizer: whole states of the matrices that a rank owns, flattened ranges of the rest.
 
-    Muon needs whole matrices. So each of them, or each stack of experts, is stepped by one rank of its group; there is
-    a group for every color. All others are in buffers, as under V2, and stepped as by AdamW.
+    Muon needs whole matrices. So one rank of a group updates each matrix, or each stack of experts; every color has a
+    group. All other parameters are in buffers, as under V2, and are updated as by AdamW.
     """
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; a matrix has a momentum, and no other accumulator.
 
         Raises:
-            ValueError: As well, if a parameter is neither some rank's own nor in a buffer.
+            ValueError: Also if a parameter is neither owned by a rank nor in a buffer.
         """
         matrices = (owned for owners in self._rank2params_2d_by_color.values() for owned in owners.values())
         buffered = (buffer._params for buffer in self._comm_buffer_list)
@@ -149,7 +149,7 @@ def _buffer_groups(optimizer: Any) -> dict[str, Any]:
 
 
 def _buffer_slices(optimizer: Any) -> tuple[dict[str, slice], list[Any]]:
-    """Return this rank's range of each parameter that lies in a buffer, and the slices that it steps on."""
+    """Return this rank's range of each parameter that is in a buffer, and the slices that it steps on."""
     ranges, slices = {}, []
     views = (buffer._sharding_param_grad_view.items() for buffer in optimizer._comm_buffer_list)
     for parameter, view in chain.from_iterable(views):
@@ -176,7 +176,7 @@ def _owned_range(view: Any) -> slice:
 
 
 class ShardingStage2Mixin:
-    """Describe a GroupShardedOptimizerStage2: whole states on the rank that owns the parameter."""
+    """A GroupShardedOptimizerStage2: whole states on the rank that owns the parameter."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
@@ -188,14 +188,14 @@ class ShardingStage2Mixin:
             tables = _offloaded_tables(self)
             return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
         create_accumulators(self._optim, owned, names)
-        # Where a trainable parameter got no gradient, Paddle does not reduce its bucket, and every rank steps on all
-        # parameters of it: parameters are then sent by their owners, but the other ranks' states stay, and are wrong.
+        # If a trainable parameter got no gradient, Paddle does not reduce its bucket, and every rank steps on all its
+        # parameters. Owners then send the parameters, but the other ranks' states stay, and are wrong.
         mine = {p.name for p in owned}
         return describe_states(self._optim, model_sharded_state_dict, names, owned=mine)
 
 
 def _offloaded_tables(optimizer: Any) -> StateTables:
-    """Return the tables of a stage-2 optimizer with offload, by parameter; states that are not there are created.
+    """Return the tables of a stage-2 optimizer with offload, by parameter; missing states are created.
 
     Offload lays the master weights of a rank's parameters (float16) end to end in a buffer of host memory, each padded,
     and the optimizer steps on the buffer, so that its states are those of the buffer.

@@ -1,16 +1,17 @@
 """Describe parameters of which this rank holds a slice: stage 3 of group sharding, and ``fully_shard``.
 
 Stage 3, and ``fully_shard`` without a mesh, flatten a large parameter, pad it, split it evenly over the ranks and
-release the rest: it keeps its shape but has no memory, and its elements stand in ``parameter.fw_storage``. Around a
-layer's forward and backward, and after ``get_all_parameters()``, a parameter is gathered (``status`` is "all"): then it
-has all of its memory and no slice. Small parameters are not sliced at all. So nothing is communicated here: layers
-describe parameters by their shapes, and what is released is then described by its slice. The optimizer steps on the
-slices, under the parameter's name with ``slice@`` in front.
+release the rest: the parameter keeps its shape but has no memory, and its elements are in ``parameter.fw_storage``.
+Around a layer's forward and backward, and after ``get_all_parameters()``, a parameter is gathered (``status`` is
+"all"): then it has all of its memory and no slice. Small parameters are not sliced at all. So nothing is communicated
+here: layers describe parameters by their shapes, and a released parameter is then described by its slice. The optimizer
+steps on the slices, under the parameter's name with ``slice@`` in front.
 
 ``fully_shard`` on a mesh with fused parameters (its default) lays parameters of one kind end to end in a buffer, each
 padded, and each rank holds an equal piece of the buffer. The parameters themselves have memory only while their layer
-runs. The optimizer steps on the pieces: its states are those of a buffer, and here they are taken apart again into
-ranges of parameters, without the padding. Without fusion parameters and states are plain DistTensors.
+runs. The optimizer steps on the pieces: its states are those of a buffer, and here they are divided again into ranges
+of parameters, without the padding. Without fusion parameters and states are plain DistTensors.
+
 Tested in tests/parallel/test_sharding.py and tests/semi_auto/test_fully_shard.py.
 """
 
@@ -26,24 +27,24 @@ from paddle_flexckpt.parallel.tensor_fusion import trainable_parameters
 from paddle_flexckpt.sharded_weight import MasterSlice, ShardedWeight
 
 _PREFIX = "slice@"
-# Where a context keeps the identities of its parameters.
+# The attribute in which a context has the identities of its parameters.
 _MEMBERS = "_flexckpt_members"
 
 
 def parameter_name(name: str) -> str:
-    """Return the name of the parameter that a tensor of this name is a slice of; any other name as it is."""
+    """Return the name of the parameter that a tensor of this name is a slice of; any other name unchanged."""
     return name[len(_PREFIX) :] if name.startswith(_PREFIX) else name
 
 
 def identity(weight: ShardedWeight) -> Any:
-    """Return what is equal for two names of the same tensor, or for two looks at the same slice."""
-    # Each look at a slice, and at the local value of a DistTensor, is another object.
+    """Return an identity that is equal for two names of a tensor, or for two Python objects of a slice."""
+    # Each access to a slice, and to the local value of a DistTensor, makes another object.
     dist, slice_of = getattr(weight, "dist_tensor", None), getattr(weight, "slice_of", None)
     return slice_of or id(weight.local_tensor if dist is None else dist)
 
 
 def is_of(weight: ShardedWeight, parameter: Any) -> bool | None:
-    """Return whether a shard is a parameter's, and not that of another of its name; None where nothing tells."""
+    """Return whether a shard belongs to a parameter, and not to another of its name; None if it is not known."""
     if identity(weight) == id(parameter):
         return True
     tensor = weight.local_tensor
@@ -57,13 +58,13 @@ def is_of(weight: ShardedWeight, parameter: Any) -> bool | None:
 def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
     """Return a parameter's shard as it is stored: the slice of a released one, any other unchanged.
 
-    A gathered parameter is described by its own memory, of which every rank has all; when Paddle releases it, it takes
-    the slices from there. Of a released one there may be copies (``get_all_parameters(convert2cpu=True)``, or gathered
-    ahead for a layer that was not run). They would be stale after a load, so they are dropped; Paddle gathers them
-    again when it needs them.
+    A gathered parameter is described by its own memory, all of which every rank has; when Paddle releases it, it makes
+    the slices from there. A released one may have copies (``get_all_parameters(convert2cpu=True)``, or gathered ahead
+    for a layer that was not run). They would be stale after a load, so they are dropped; Paddle gathers them again when
+    it needs them.
 
     Raises:
-        ValueError: Nothing says which slice this is; or a small parameter is still its offloaded master.
+        ValueError: It is not known which slice this is; or a small parameter is still its offloaded master.
     """
     parameter = weight.local_tensor
     if is_small(parameter) and parameter._is_shared_buffer_with(parameter.master_weight):
@@ -98,21 +99,21 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
 def flat_shard(
     key: str, tensor: Any, reference: ShardedWeight, flat: slice, kind: type[ShardedWeight] = ShardedWeight
 ) -> ShardedWeight:
-    """Return a shard that is one flattened range of the box of a reference, and as fused as that."""
+    """Return a shard that is one flattened range of a reference's box, with the reference's fused parts."""
     box = reference.local_shape, reference.global_shape, reference.global_offset
     rule = getattr(reference, "fused", None)
     return kind(key, tensor, *box, is_flattened=True, flattened_range=flat, fused=rule)
 
 
 def is_small(parameter: Any) -> bool:
-    """Return whether stage 3 with offload keeps a whole parameter's master in host memory."""
+    """Return whether stage 3 with offload has a whole parameter's master in host memory."""
     return getattr(parameter, "unslice", False) and getattr(parameter, "master_weight", None) is not None
 
 
 def _wrapper_of(layer: Any, parameter: str) -> Any:
     """Return the wrapper that slices a layer's parameter.
 
-    The layer does not know it, but the hook that gathers its parameters before each forward does.
+    The layer does not refer to it, but the hook that gathers its parameters before each forward does.
     """
     for hook in layer._forward_pre_hooks.values():
         code = getattr(hook, "__code__", None)
@@ -127,7 +128,7 @@ def _wrapper_of(layer: Any, parameter: str) -> Any:
 def _drop_copies(parameter: Any, wrapper: Any) -> None:
     ahead = wrapper._task_flow.full_param.pop(parameter.name, None)
     if ahead is not None and ahead[1] is not None:
-        ahead[1].wait()  # communication into memory that is given back would be lost on another tensor
+        ahead[1].wait()  # pending communication into released memory would be lost on another tensor
     if parameter._is_initialized():
         parameter._clear_data()
 
@@ -143,7 +144,7 @@ def storage_range(storage: Any, begin: int, size: int, parameter: str) -> Any:
     """Return a range of a one-dimensional storage, sharing its memory, named as a slice of a parameter."""
     import paddle
 
-    # _slice() shares whatever FLAGS_use_stride_kernel says, but it cannot give nothing.
+    # _slice() shares whatever FLAGS_use_stride_kernel is, but it cannot return an empty slice.
     tensor = storage._slice(begin, begin + size) if size else paddle.empty([0], dtype=storage.dtype)
     tensor.name = _PREFIX + parameter  # storage that was gathered and split again has lost its name
     return tensor
@@ -153,7 +154,7 @@ def shaped_view(what: str, tensor: Any, shape: Sequence[int]) -> Any:
     """Return a dense tensor's memory in another shape, under the tensor's name; ``what`` it is, for errors.
 
     Raises:
-        ValueError: The tensor has no memory, its elements are not one after the other, or their number is another.
+        ValueError: The tensor has no memory, its elements are not contiguous, or their number differs.
     """
     import paddle
 
@@ -175,7 +176,7 @@ def shaped_view(what: str, tensor: Any, shape: Sequence[int]) -> Any:
 
 
 def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[Any]:
-    """Return what the optimizer's step works on: the slices of sliced parameters, other parameters as they are.
+    """Return the tensors that the optimizer's step updates: slices of sliced parameters, others unchanged.
 
     Raises:
         ValueError: A gathered parameter's slice cannot be found.
@@ -193,7 +194,7 @@ def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[An
         storage = parameter.fw_storage if storage is None else storage
         if storage is None:
             storage = _slice_of_gathered(optimizer, parameter.name)
-        # It lives for as long as the states are created: Paddle makes another for every step.
+        # It lives while the states are created: Paddle makes another for every step.
         tensor = EagerParamBase(shape=storage.shape, dtype=storage.dtype, name=_PREFIX + parameter.name)
         storage._share_buffer_to(tensor)
         yield tensor
@@ -202,7 +203,7 @@ def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[An
 def slice_ranges(
     optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, list[str]]
 ) -> dict[str, slice]:
-    """Return, by name of parameter, the flattened range of its local box that this rank's states are of."""
+    """Return, by parameter name, the flattened range of its local box that this rank has states of."""
     ranges: dict[str, slice] = {}
     wrapper = wrapper_of_optimizer(optimizer)
     for name, keys in names.items():
@@ -235,20 +236,19 @@ def _slice_of_gathered(optimizer: Any, parameter: str) -> Any:
 
 @dataclass
 class StateTables:
-    """Hold an optimizer's tables, named as Paddle's are, by names of parameters in place of names of buffers."""
+    """An optimizer's tables, named as Paddle's are, keyed by parameter names in place of buffer names."""
 
     _multi_precision: bool  # whether the master weights are in use
     _name: str | None
     _accumulators: dict[str, dict[str, Any]] = field(default_factory=dict)  # by name of accumulator, and of parameter
     _master_weights: dict[str, Any] = field(default_factory=dict)
-    ranges: dict[str, slice] = field(default_factory=dict)  # what this rank holds of each parameter
+    ranges: dict[str, slice] = field(default_factory=dict)  # this rank's range of each parameter
 
     def add_buffer(self, optimizer: Any, buffer: Any, master: Any, slots: Mapping[str, BufferSlot]) -> None:
         """Add the states of a buffer that an optimizer steps on.
 
-        Every parameter of it has the same number for what is kept per buffer (powers of beta): one and the same
-        tensor, so that a load into it needs equal numbers. States of a buffer with a master weight are kept under the
-        master's name.
+        All its parameters share one tensor for the numbers of a buffer (powers of beta), so that a load into it needs
+        equal numbers. States of a buffer with a master weight are under the master's name.
         """
         self.ranges.update({parameter: flat.elements for parameter, flat in slots.items()})
         if master is not None:
@@ -266,10 +266,10 @@ class StateTables:
 
 @dataclass(frozen=True)
 class BufferSlot:
-    """Describe what this rank's piece of a buffer has of one parameter."""
+    """The range of one parameter in this rank's piece of a buffer."""
 
     elements: slice  # the range of the parameter
-    begin: int  # where the piece holds it
+    begin: int  # its place in the piece
 
 
 # Modules that may have ``get_fsdp_context``, the newest first: Paddle after 3.3 moved it. The last two fuse parameters.
@@ -278,15 +278,15 @@ _CONTEXT_MODULES = ("paddle.distributed.fsdp._fsdp_context", *_FUSION_MODULES)
 
 
 def fused_context(has_dist_tensors: bool = True) -> Any:
-    """Return what ``fully_shard`` with fused parameters has registered, or None.
+    """Return the context that ``fully_shard`` with fused parameters has registered, or None.
 
     Args:
         has_dist_tensors: Whether there are parameters that ``fully_shard`` may have fused.
 
     Raises:
-        RuntimeError: There are, and this Paddle has no known way to tell which.
+        RuntimeError: There are, and this Paddle has no known way to find them.
     """
-    # What fuses parameters has been imported.
+    # The module that fuses parameters has been imported.
     finds = [getattr(sys.modules.get(name), "get_fsdp_context", None) for name in _CONTEXT_MODULES]
     if has_dist_tensors and not any(finds) and any(name in sys.modules for name in _FUSION_MODULES):
         import paddle
@@ -302,8 +302,8 @@ def fused_context(has_dist_tensors: bool = True) -> Any:
 def steps_on_buffers(parameters: Iterable[Any]) -> bool:
     """Return whether an optimizer of these parameters steps on the buffers of ``fully_shard``.
 
-    An optimizer that was made before ``fully_shard`` has the dense parameters of before: the names of what is fused
-    since are theirs with ``.dist`` behind. Another model's parameters may have names that are fused, too.
+    An optimizer that was made before ``fully_shard`` has the earlier, dense parameters: the names of the fused ones are
+    theirs with ``.dist`` behind. Another model's parameters may have the names of fused ones, too.
     """
     parameters = list(parameters)
     context = fused_context(any(parameter.is_dist() for parameter in parameters))
@@ -317,15 +317,15 @@ def steps_on_buffers(parameters: Iterable[Any]) -> bool:
 def describe_fused(weight: ShardedWeight) -> ShardedWeight:
     """Return a parameter's shard as it is stored: a range of a buffer for a fused one, any other unchanged.
 
-    What has been gathered of it is dropped. What a later forward gathers is not: so describe anew for each load.
+    Its gathered copies are dropped. Those of a later forward are not, so describe it anew for each load.
 
     Raises:
-        RuntimeError: This Paddle does not tell what is fused.
+        RuntimeError: It is not known what this Paddle has fused.
         ValueError: The buffer has another size than this rank's piece, or is spread over more than one mesh axis.
     """
     parameter = weight.dist_tensor
     context = None if parameter is None else fused_context()
-    # By identity: another model's may have its name.
+    # By identity: another model's parameter may have its name.
     if parameter is None or context is None or id(parameter) not in _members(context):
         return weight
     group = context.buffer_manager.param_to_buffer_id[parameter.name]
@@ -356,7 +356,7 @@ def fused_tables(optimizer: Any) -> StateTables | None:
 
 
 def _members(context: Any) -> frozenset[int]:
-    """Return what is fused, by identity. It never changes, and is asked per parameter: so the context keeps it."""
+    """Return the identities of the fused parameters, cached in the context: they are needed per parameter."""
     members: frozenset[int] | None = getattr(context, _MEMBERS, None)
     if members is None:
         groups = context.buffer_manager.buffer_groups
@@ -369,7 +369,7 @@ def _piece(context: Any, buffer: Any) -> slice:
     """Return the elements of a buffer that this rank holds.
 
     Raises:
-        ValueError: It holds something else than an equal piece.
+        ValueError: It does not hold an equal piece.
     """
     group = context.buffer_manager._fsdp_group
     total, owned = int(buffer.total_buffer_size), int(buffer.data_buffer.shape[0])
@@ -386,7 +386,7 @@ def _piece(context: Any, buffer: Any) -> slice:
 
 
 def _slot(buffer: Any, piece: slice, parameter: Any) -> BufferSlot:
-    """Return what a piece of a buffer has of one of the buffer's parameters."""
+    """Return the range of one of the buffer's parameters in a piece of the buffer."""
     offset = int(buffer.param_offsets[parameter.name])
     size = math.prod(int(n) for n in parameter.shape)
     first, last = min(max(piece.start - offset, 0), size), min(max(piece.stop - offset, 0), size)
@@ -398,7 +398,7 @@ def _slice(buffer: Any, flat: BufferSlot, parameter: str) -> Any:
 
 
 def _drop_gathered(context: Any, buffer: Any) -> None:
-    """Free the whole buffers that Paddle keeps for the next layer or forward, if one of them is there.
+    """Free the whole buffers that Paddle has for the next layer or forward, if one of them exists.
 
     They would be used again after a load, with the values from before it. Paddle gathers them anew when it needs them.
     """
@@ -409,7 +409,7 @@ def _drop_gathered(context: Any, buffer: Any) -> None:
     for group in context.buffer_manager.buffer_groups:
         other = group.params_buffer
         if other.status == BufferState.SYNCING:
-            other.comm_task.wait()  # communication into memory that is given back would be lost on another tensor
+            other.comm_task.wait()  # pending communication into released memory would be lost on another tensor
             other.comm_task = None
             other.status = BufferState.READY
     context.comm_manager.reset_params_buffer_status()

@@ -1,9 +1,9 @@
-"""Create states of optimizers without a step; those of semi-automatic ones above all.
+"""Create states of optimizers without a step, above all those of semi-automatic ones.
 
-Paddle creates the states of ``dist.shard_optimizer`` in the first step, and when it is asked for them before, it takes
-one on gradients of zero. Weight decay then changes the parameters, the beta powers are one step ahead, and gradients
-are left that are defined and have no memory. What is created here is what the first step would create, and nothing else
-changes. Tested in tests/semi_auto/test_state_creation.py.
+Paddle creates the states of ``dist.shard_optimizer`` in the first step. If they are requested earlier, it makes a step
+on gradients of zero. Weight decay then changes the parameters, the beta powers are one step ahead, and gradients are
+left that are defined and have no memory. The functions here create the states that the first step would create, and
+change nothing else. Tested in tests/semi_auto/test_state_creation.py.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from paddle_flexckpt.parallel.tensor_fusion import (
     uses_tensor_fusion,
 )
 
-# What the creation of states changes of an optimizer.
+# The attributes of an optimizer that the creation of states changes.
 _TABLES = ("_accumulators", "_accumulators_holder", "_already_create_accumulator", "_master_weights", "_opti_name_list")
-# Whether states are created at all where they are asked for.
+# Whether states are created at all when they are requested.
 _creating = contextvars.ContextVar("creating", default=True)
 
 
 @contextlib.contextmanager
 def no_new_states() -> Iterator[None]:
-    """Describe optimizers by the states that they have, and create none."""
+    """Describe optimizers by the states that they have, and create none, for the time of a with statement."""
     token = _creating.set(False)
     try:
         yield
@@ -47,7 +47,7 @@ def create_states(optimizer: Any) -> None:
 
     Raises:
         ValueError: Tensor fusion without a mesh axis "dp"; an optimizer with parameter groups of a model under
-            ``fully_shard``, which Paddle cannot step; what ``set_state_dict`` was given lacks a state. Nothing has
+            ``fully_shard``, which Paddle cannot step; the argument of ``set_state_dict`` lacks a state. Nothing has
             been created then.
     """
     import paddle
@@ -66,10 +66,10 @@ def create_states(optimizer: Any) -> None:
 
 
 def create_dense_states(optimizer: Any, parameters: Iterable[Any]) -> None:
-    """Create what the first step of an optimizer would create, where that step creates the states itself.
+    """Create the states of an optimizer whose first step creates them itself, as that step would.
 
     Raises:
-        ValueError: What ``set_state_dict`` was given lacks a state. Nothing has been created then.
+        ValueError: The argument of ``set_state_dict`` lacks a state. Nothing has been created then.
     """
     groups = [entry for entry in getattr(optimizer, "_param_groups", None) or () if isinstance(entry, dict)]
     number = {parameter_name(p.name): i for i, entry in enumerate(groups) for p in entry["params"]}
@@ -78,7 +78,7 @@ def create_dense_states(optimizer: Any, parameters: Iterable[Any]) -> None:
         by_group.setdefault(number.get(parameter_name(parameter.name)), []).append(parameter)
     with _all_or_nothing(optimizer), _same_options(optimizer):
         for group, members in by_group.items():
-            # With a group comes what it says: beta powers begin with the group's betas.
+            # With a group come its settings: beta powers begin with the group's betas.
             _create(optimizer, members if group is None else {**groups[group], "params": members})
 
 
@@ -91,10 +91,10 @@ def _create(optimizer: Any, parameters: list[Any] | dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _all_or_nothing(optimizer: Any) -> Iterator[None]:
-    """Take back what was created of an optimizer whose given state turns out to be incomplete.
+    """Undo the creation of an optimizer's states if its given state turns out to be incomplete.
 
-    Paddle takes what ``set_state_dict`` was given out of it, state by state, and stops at one that is not there; but
-    where that is among the last, it silently begins anew.
+    Paddle removes the given states from the argument of ``set_state_dict`` one by one, and stops at a missing one; but
+    if that is among the last, it silently begins anew.
     """
     from paddle.base import unique_name
 
@@ -113,7 +113,7 @@ def _all_or_nothing(optimizer: Any) -> Iterator[None]:
     except Exception as error:  # put back, and raised again below
         cause = error
     else:
-        # Once all that was given is taken, Paddle no longer looks for what is not there.
+        # Once all given states are used, Paddle no longer looks for missing ones.
         for name, tensors in accumulators.items():
             new = [tensor.name for key, tensor in tensors.items() if key not in by_parameter.get(name, ())]
             lacking.extend(name for name in new if name not in entries)
@@ -143,9 +143,9 @@ def _put_back(table: dict[Any, Any], before: Mapping[Any, Any]) -> None:
 
 @contextlib.contextmanager
 def _same_options(optimizer: Any) -> Iterator[None]:
-    """Put back what a parameter group sets on its optimizer: betas, for one.
+    """Restore the settings that a parameter group changes on its optimizer, such as betas.
 
-    Paddle keeps what a group leaves unsaid in a table of defaults: ``beta1`` is set as ``_beta1``.
+    Paddle has settings that a group leaves out in a table of defaults: ``beta1`` is set as ``_beta1``.
     """
     inner = getattr(optimizer, "_inner_opt", optimizer)
     options = (f"_{name}" for name in getattr(inner, "_default_dict", ()))
@@ -158,7 +158,7 @@ def _same_options(optimizer: Any) -> Iterator[None]:
 
 
 def _create_group_states(optimizer: Any) -> None:
-    """Group by group, with the beta powers that the groups get in the first step of ``dist.shard_optimizer``.
+    """Create states group by group, with the beta powers of the first step of ``dist.shard_optimizer``.
 
     There every group sets the optimizer's betas when it is stepped, and that is after its states have been created: so
     its beta powers begin with the betas of the group before it.
@@ -200,7 +200,7 @@ def _create_fully_shard_states(optimizer: Any, parameters: list[Any]) -> None:
             "an optimizer with parameter groups of a model under fully_shard: Paddle does not shard its states. "
             "Remedy: one list of parameters, and weight decay by apply_decay_param_fun"
         )
-    # It works once for an optimizer: what it is not given then gets no states.
+    # It works once for an optimizer: parameters that are not passed get no states.
     if not _creating.get():
         return
     block = framework.default_main_program().global_block()
@@ -208,7 +208,7 @@ def _create_fully_shard_states(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def under_fully_shard(parameters: Iterable[Any]) -> bool:
-    """Return whether parameters are those of a model under ``fully_shard`` on a mesh, fused or not."""
+    """Return whether parameters belong to a model under ``fully_shard`` on a mesh, fused or not."""
     parameters = list(parameters)
     return steps_on_buffers(parameters) or any(hasattr(parameter, "_need_shard_auto") for parameter in parameters)
 

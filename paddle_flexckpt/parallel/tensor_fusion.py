@@ -1,9 +1,9 @@
-"""Dynamic tensor fusion of semi-automatic sharding stage 1: which part of which parameter a rank steps.
+"""Dynamic tensor fusion of semi-automatic sharding stage 1: the part of each parameter that a rank updates.
 
 Paddle lays the parameters one behind the other into buffers (each padded, a new buffer after 256 MB) and splits every
-buffer into equal parts, one per rank of the mesh axis "dp". A rank has optimizer states for its part only, and they
-are one-dimensional: a part of the flattened parameter. The buffers are made in the first step; what they will be can be
-told before, so that states can be created and loaded before any step. Tested in tests/semi_auto/test_states.py.
+buffer into equal parts, one per rank of the mesh axis "dp". A rank has optimizer states for its part only, and they are
+one-dimensional: a part of the flattened parameter. The buffers are made in the first step, but can be predicted, so
+that states can be created and loaded before any step. Tested in tests/semi_auto/test_states.py.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-# Where an optimizer keeps the ranges that its states were created for, until its first step has confirmed them.
+# The attribute of an optimizer with the ranges that its states were created for, until its first step.
 _PREDICTED = "_flexckpt_predicted_ranges"
 
 
 @dataclass(frozen=True)
 class FusedPiece:
-    """Hold what one rank steps of one parameter: a range, never empty, of its flattened local value."""
+    """The part of one parameter that one rank updates: a range, never empty, of its flattened local value."""
 
     parameter: Any  # the live one; whole on every rank of the axis "dp"
-    buffer: int  # the number of the buffer that it lies in
+    buffer: int  # the number of its buffer
     flat_range: slice
 
 
@@ -37,9 +37,9 @@ def is_fused(optimizer: Any) -> bool:
 
 
 def fused_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[FusedPiece]:
-    """Return what this rank steps, in the order of the buffers.
+    """Return the pieces that this rank updates, in the order of the buffers.
 
-    Before the buffers exist it follows from ``parameters``: what the first step will update, in its order.
+    Before the buffers exist they follow from ``parameters``: those that the first step will update, in its order.
 
     Raises:
         ValueError: There is no global mesh with an axis "dp", or this rank is not on it.
@@ -56,7 +56,7 @@ def fused_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[FusedPiece]:
 
 
 def _cut(buffers: list[tuple[int, list[tuple[Any, int]]]], place: int, degree: int) -> list[FusedPiece]:
-    """Return this rank's part of each buffer; ``buffers`` are sizes, and parameters with where they begin."""
+    """Return this rank's part of each buffer; ``buffers`` has sizes, and parameters with their begins."""
     pieces = []
     for number, (size, members) in enumerate(buffers):
         first = size // degree * place
@@ -115,10 +115,10 @@ def _place_on_mesh() -> tuple[int, int]:
 
 
 def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece], parameters: list[Any]) -> None:
-    """Keep, until the first step, which ranges states are created for.
+    """Store, until the first step, the ranges that states are created for.
 
     Raises:
-        ValueError: Before the first step: there are states already, and they are of other ranges.
+        ValueError: Before the first step: there are states already, of other ranges.
     """
     if optimizer._accumulators and not is_fused(optimizer):
         _check_prediction(optimizer, parameters)
@@ -127,13 +127,13 @@ def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece], parameters
 
 
 class TensorFusionMixin:
-    """Serve semi-automatic optimizers that can fuse."""
+    """A semi-automatic optimizer that can fuse tensors."""
 
     def _tensor_fusion(self: Any, params_grads: list[Any]) -> Any:
-        """Do as Paddle does, after a look whether states that exist are those of the buffers to be made.
+        """Do as Paddle does, after checking that existing states are those of the buffers to be made.
 
         Raises:
-            ValueError: Before anything is fused: states have been created, and loaded perhaps, for other parts.
+            ValueError: Before anything is fused: states have been created, and perhaps loaded, for other parts.
         """
         if self.do_tensor_fusion_once and self._accumulators:
             _check_prediction(self, [parameter for parameter, _ in params_grads])
@@ -141,7 +141,7 @@ class TensorFusionMixin:
 
 
 def _check_prediction(optimizer: Any, parameters: list[Any]) -> None:
-    """Compare what the states are of with what the first step is about to fuse."""
+    """Compare the ranges of the states with those that the first step is about to fuse."""
     import paddle.distributed as dist
 
     predicted = getattr(optimizer, _PREDICTED, None)
@@ -165,13 +165,13 @@ def _check_prediction(optimizer: Any, parameters: list[Any]) -> None:
 
 
 def parameters_in(entries: Iterable[Any] | None) -> Iterator[Any]:
-    """Return the parameters of an optimizer's list of parameters, or of parameter groups."""
+    """Return the parameters in an optimizer's list of parameters, or of parameter groups."""
     for entry in entries or ():
         yield from entry["params"] if isinstance(entry, dict) else (entry,)
 
 
 def trainable_parameters(entries: Iterable[Any]) -> list[Any]:
-    """Return what a first step updates on this rank, if every trainable parameter has a gradient.
+    """Return the parameters that a first step updates on this rank, if every trainable one has a gradient.
 
     Parameters on meshes of other ranks (other pipeline stages) have no data here, and get no states here.
     """

@@ -1,9 +1,9 @@
-"""Plan which replicas are compared, byte by byte: what a save writes on two ranks, or all that all ranks have.
+"""Plan the byte-by-byte comparison of replicas: of written items on two ranks, or of all items on all ranks.
 
 A save compares each item on its writer and one other rank of the replica group. Pairs form a ring through all ranks of
-the group, so wherever ranks differ as groups, the ring crosses between them. A number that each save counts on turns
-the ring: in time every rank is compared with every other. And of every replica all ranks compare a sample, which tells
-different tensors under one name, and ranks out of step, even where two neighbours go wrong alike.
+the group, so wherever ranks differ as groups, the ring crosses between them. Each save increases a number that
+turns the ring: in time every rank is compared with every other. All ranks also compare a sample of every replica. So
+different tensors under one name, and ranks at different steps, are found even if two neighbours have the same error.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy as np
 from paddle_flexckpt.catalog import Catalog, ReplicaGroups
 from paddle_flexckpt.planning.write_plan import Items
 
-# Of each replica that more than two ranks have, so much is compared on all of them.
+# Bytes of the sample of each replica that more than two ranks have.
 SAMPLE_BYTES = 64
 
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Hold stretches of shards, of which ranks take digests.
+    """Stretches of shards of which ranks compute digests.
 
     Attributes:
-        row: int64 ``[n]``, the shard: a row of the table of whoever has it.
+        row: int64 ``[n]``, the shard: a row of its rank's table.
         start: int64 ``[n]``, the stretch's first element in that shard's own storage.
-        stop: int64 ``[n]``, the element behind its last.
+        stop: int64 ``[n]``, the element after its last.
     """
 
     row: np.ndarray
@@ -39,7 +39,7 @@ class Lines:
 
 @dataclass(frozen=True, eq=False)
 class Comparison(Lines):
-    """Hold stretches of replicas, in the order in which every rank tells the digests of its own.
+    """Stretches of replicas, in the order in which every rank sends its digests.
 
     Attributes:
         first: int64 ``[n]``, the line with which each has to be equal.
@@ -48,7 +48,7 @@ class Comparison(Lines):
     first: np.ndarray
 
     def only(self, which: np.ndarray) -> Comparison:
-        """Return some lines, bool ``[m]``: all of a number or none."""
+        """Return some lines, bool ``[m]``: all lines with the same ``first``, or none of them."""
         first = (np.cumsum(which) - 1)[self.first[which]]
         return Comparison(self.row[which], self.start[which], self.stop[which], first)
 
@@ -58,7 +58,7 @@ class Comparison(Lines):
         return Lines(self.row[mine], self.start[mine], self.stop[mine])
 
     def and_also(self, other: Comparison) -> Comparison:
-        """Return the lines of both."""
+        """Return the lines of both comparisons."""
         return Comparison(
             np.concatenate([self.row, other.row]),
             np.concatenate([self.start, other.start]),
@@ -68,20 +68,20 @@ class Comparison(Lines):
 
 
 def compare_whole(catalog: Catalog, groups: ReplicaGroups, which: np.ndarray | None = None) -> Comparison:
-    """Compare all of all replicas of some groups, bool ``[g]``; of all groups by default."""
+    """Compare all replicas of some groups, bool ``[g]``, completely; of all groups by default."""
     rows, first = _members(catalog, groups, which)
     return Comparison(rows, np.zeros(len(rows), dtype=np.int64), catalog.size[rows], first)
 
 
 def compare_written(items: Items, catalog: Catalog, groups: ReplicaGroups, which: np.ndarray, turn: int) -> Comparison:
-    """Compare each item that is written of some groups on its writer and on one other rank of its group.
+    """Compare each written item of some groups on its writer and on one other rank of its group.
 
     Args:
         items: What is written.
         catalog: The shards of all ranks.
         groups: Its replica groups.
         which: bool ``[g]``, the groups.
-        turn: A number that all ranks agree on, another one for each save.
+        turn: A number that is the same on all ranks, and another one for each save.
     """
     item = np.flatnonzero((which & (groups.count > 1))[groups.of_row[items.row]] & (items.stop > items.start))
     writer = items.row[item]
@@ -97,9 +97,9 @@ def compare_written(items: Items, catalog: Catalog, groups: ReplicaGroups, which
 
 
 def compare_samples(catalog: Catalog, groups: ReplicaGroups, which: np.ndarray, turn: int) -> Comparison:
-    """Compare a few bytes of all replicas of some groups, from another place in each save; arguments as above.
+    """Compare a few bytes of all replicas of some groups, at another place in each save; arguments as above.
 
-    Groups of two are left out: of these all that is written is compared on both ranks.
+    Groups of two are left out: their written items are compared on both ranks already.
     """
     rows, first = _members(catalog, groups, which & (groups.count > 2))
     size, count = catalog.size[rows], np.maximum(SAMPLE_BYTES // np.maximum(catalog.itemsize[rows], 1), 1)
@@ -108,7 +108,7 @@ def compare_samples(catalog: Catalog, groups: ReplicaGroups, which: np.ndarray, 
 
 
 def _members(catalog: Catalog, groups: ReplicaGroups, which: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of the groups that have several, and for each the position of its group's first among them."""
+    """Return the rows of groups of several rows, and for each the position of its group's first row among them."""
     several = (groups.count > 1) & (catalog.size[groups.first] > 0)
     several = several if which is None else several & which
     count = groups.count[several]
@@ -116,10 +116,10 @@ def _members(catalog: Catalog, groups: ReplicaGroups, which: np.ndarray | None) 
 
 
 def ring_neighbour(position: np.ndarray, count: np.ndarray, turn: int) -> np.ndarray:
-    """Return who follows each rank of a group of ``count`` (at least 2) in the ring of a turn, as positions in it.
+    """Return each rank's next rank in a turn's ring of ``count`` ranks (at least 2), as positions in the group.
 
-    The ring goes through all ranks: 0, 1, -1, 2, -2 and so on, counted from one that the turn says, modulo the count.
-    These differ by 1, 2, 3 and so on; so ``2 * count`` turns bring everybody together with everybody, either way round.
+    The ring goes through all ranks: 0, 1, -1, 2, -2 and so on, counted from a rank that the turn chooses, modulo the
+    count. The differences are 1, 2, 3 and so on. So after ``2 * count`` turns each rank has been next to every other.
     """
     place = (position - turn) % count
     order = np.where(place == 0, 0, np.where(place <= count // 2, 2 * place - 1, 2 * (count - place)))

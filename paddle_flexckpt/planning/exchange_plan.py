@@ -1,7 +1,7 @@
-"""The plans that fill one rank's targets: which pieces it reads from files, or copies, sends and receives in memory.
+"""Plans that fill one rank's targets: the pieces to read from files, or to copy, send and receive in memory.
 
-Both ends of a message compute the same list of pieces in the same order from the same catalogs, so a message is the
-pieces' elements and nothing else. A rank plans its own targets, and those of others only as far as it may send to them.
+Both ends of a message compute the same list of pieces in the same order from the same catalogs, so a message has the
+pieces' elements alone. A rank plans its own targets, and those of others only as far as it may send to them.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from paddle_flexckpt.planning.requests import positions
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan:
-    """Plan one rank's part of an exchange.
+    """One rank's part of an exchange.
 
     Attributes:
         local: Pieces whose source and target are both on this rank.
         outgoing: Pieces to send, by receiving rank.
         incoming: Pieces to receive, by sending rank.
-        repeated: What arrives with another piece, since two targets want the same elements: copies from that piece's
-            target, so that ``source`` is a row of the target catalog too. To be done when all has arrived.
-        repeated_bytes: What these pieces would have been as messages.
+        repeated: Pieces whose elements arrive with another piece, as two targets want them: copies from that piece's
+            target (``source`` is a row of the target catalog too), to be made when all pieces have arrived.
+        repeated_bytes: Bytes of these pieces as messages.
     """
 
     local: Pieces
@@ -48,14 +48,14 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Plan one rank's part of the exchange.
 
-    Bytes received are exactly those that the rank lacks: a piece that any source on the rank holds is local, and what
-    several targets of a rank want (the two uses of a tied weight) is sent once.
+    A rank receives exactly the bytes that it lacks: a piece that any source on the rank holds is local, and elements
+    that several of its targets want (the two uses of a tied weight) are sent once.
 
     Args:
         matcher: Matcher of the source catalog of all ranks.
         target: The target catalog of all ranks.
         rank: The rank to plan for, numbered as in the catalogs' ``rank`` columns.
-        rows: Rows of ``target`` that are wanted; all by default.
+        rows: Rows of ``target`` to fill; all by default.
         maps: What the keys that it defines are made of, the same on every rank.
     """
     rows = np.arange(len(target)) if rows is None else rows
@@ -75,7 +75,7 @@ def plan_exchange(
     held[[i for i, name in enumerate(target.keys) if name in held_names]] = True
     holder = matcher.held_by(rank)
     if maps is not None:
-        # Only what takes something from this rank's shards: most of a layout is of no concern to most ranks.
+        # Only requests that need this rank's shards: most of a layout does not concern most ranks.
         maps = holder.reaching(maps)
         defined = positions(target.keys, maps.targets)
         held = np.where(defined >= 0, np.isin(defined, maps.target), held)
@@ -90,10 +90,10 @@ def plan_exchange(
 
 
 def _sent_once(pieces: Pieces, source: Catalog, target: Catalog) -> tuple[Pieces, Pieces]:
-    """Split a message's pieces into those that it holds, and those that show the same elements again.
+    """Split a message's pieces into those to send, and copies with the same elements.
 
-    A copy starts from a target of the source's own dtype, or else of the same dtype as its own: nothing is rounded
-    that would not be.
+    A copy is made from a target of the source's dtype, or else of its own dtype, so that it is rounded as if it had
+    been sent.
     """
     nothing = pieces.take(np.zeros(0, dtype=np.int64))
     order = np.lexsort((pieces.source_base, pieces.source))
@@ -121,12 +121,12 @@ def _sent_once(pieces: Pieces, source: Catalog, target: Catalog) -> tuple[Pieces
 
 @dataclass(frozen=True, eq=False)
 class ReadPlan:
-    """Plan what one rank reads.
+    """The reads of one rank.
 
     Attributes:
-        pieces: Sorted by target, then by file and position in it: a target that is staged can go as soon as it is
-            full, and each file is read forwards as far as the targets' order is that of the save.
-        needed_bytes: Bytes that the plan reads; as many as the targets have, since no element is read twice.
+        pieces: Sorted by target, then by file and position in it: a staged target is stored as soon as it is full, and
+            each file is read forwards as far as the targets' order is that of the save.
+        needed_bytes: Bytes that the plan reads: those of the targets, as no element is read twice.
     """
 
     pieces: Pieces

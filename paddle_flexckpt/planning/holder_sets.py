@@ -1,7 +1,7 @@
-"""Sets of ranks that own the same shards, and how many bytes of them each of these ranks gets to write or read.
+"""Sets of ranks that own the same shards, and the bytes of these that each rank writes or reads.
 
 The shards of one set lie end to end, on its *line*. The line is cut where each rank of the set has its share. Sets of
-few ranks come first: what only one rank can write is counted before what can be shifted.
+few ranks come first: a load that only one rank can take is counted before loads that can be shifted.
 
 Tested in tests/planning/test_holder_sets.py.
 """
@@ -14,16 +14,16 @@ import numpy as np
 
 from paddle_flexckpt.catalog import ReplicaGroups
 
-# How many sets are looked at for those that have no rank in common, at first.
+# The first number of sets in a search for sets with no rank in common.
 _WINDOW = 256
-# Rounds of sharing out at most, and stretches of sets in those after the first. One round is enough for most jobs; of
-# axes that cross, some 10 make loads even.
+# The most rounds of sharing out, and stretches of sets in the rounds after the first. One round is enough for most
+# jobs; with axes that cross, some 10 make loads even.
 _ROUNDS, _STEPS = 64, 4096
 
 
 @dataclass(frozen=True, eq=False)
 class HolderSets:
-    """Hold the sets of ranks that own shards, in the order in which their lines are shared out.
+    """The sets of ranks that own shards, in the order in which their lines are shared out.
 
     Attributes:
         members: int64, the ranks of all sets, those of a set in rising order.
@@ -54,8 +54,8 @@ def find_sets(groups: ReplicaGroups, holder: np.ndarray) -> tuple[HolderSets, np
         return HolderSets(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)), np.zeros(0, dtype=np.int64)
     of_member = holder[groups.order]
     first, last = of_member[groups.start[:-1]], of_member[groups.start[1:] - 1]
-    # Sets of one kind (the ranks along one axis of a mesh) come together: they have no rank in common. Sets are told
-    # apart by the sum of a random-looking number per rank, then compared for real.
+    # Sets of one kind (the ranks along one axis of a mesh) are adjacent: they have no rank in common. Sets are hashed
+    # by the sum of a random-looking number per rank, and sets with equal hashes are compared.
     order = np.lexsort((np.add.reduceat(_mixed(of_member), groups.start[:-1]), first, last - first, count))
     width = count[order]
     start = np.append(0, np.cumsum(width))
@@ -79,8 +79,8 @@ def _mixed(holder: np.ndarray) -> np.ndarray:
 def share_out(sets: HolderSets, amount: np.ndarray, world: int) -> np.ndarray:
     """Return how much of each set's line each of its members gets, int64 like ``sets.members``.
 
-    Sets one of which holds another, or that have no rank in common, are level after one round. Where sets cross, each
-    of them finds other loads than the sets after it leave; so lines are taken back and poured again, round by round.
+    Sets that contain each other, or have no rank in common, are level after one round. Where sets cross, the sets after
+    one change the loads on which its shares were based; so lines are taken back and poured again, round by round.
 
     Args:
         sets: The sets, by places below ``world``.
@@ -102,7 +102,7 @@ def share_out(sets: HolderSets, amount: np.ndarray, world: int) -> np.ndarray:
 
 
 def _find_stretches(sets: HolderSets) -> list[tuple[int, int]]:
-    """Return first and last (exclusive) of sets with no rank in common: none changes what another of them finds."""
+    """Return first and last (exclusive) of stretches of sets with no rank in common, which do not affect each other."""
     count, begin, window, found = sets.count, 0, _WINDOW, []
     while begin < len(sets):
         stop = int(np.searchsorted(count, count[begin], side="right"))
@@ -118,15 +118,15 @@ def _find_stretches(sets: HolderSets) -> list[tuple[int, int]]:
 
 
 def least_peak(sets: HolderSets, amount: np.ndarray, load: np.ndarray) -> int:
-    """Return what the most loaded rank gets at least, however the lines are shared out.
+    """Return a lower bound of the highest load, however the lines are shared out.
 
-    Of any k ranks one gets a k-th, or more, of what they alone own. Looked at are the k most loaded ones, for each k:
-    where loads cannot be made more even, these tell the highest load.
+    Of any k ranks, one gets at least a k-th of what they alone own. The bound is that of the k most loaded ranks, for
+    each k; it is the highest load itself where loads cannot be made more even.
 
     Args:
         sets: The sets.
         amount: int64 ``[s]``, bytes on each line.
-        load: int64 per rank, what it gets.
+        load: int64 per rank, its bytes.
     """
     if not len(sets):
         return 0
@@ -148,7 +148,7 @@ def pour(load: np.ndarray, amount: np.ndarray) -> np.ndarray:
     level = np.take_along_axis(load, order, axis=1)
     below = np.arange(1, level.shape[1] + 1)
     filled = np.cumsum(level, axis=1)
-    # After raising the k lowest to the level of the (k+1)-th, this much is used up.
+    # The amount that raises the k lowest to the level of the (k+1)-th.
     used = level[:, 1:] * below[:-1] - filled[:, :-1]
     k = (used < amount[:, None]).sum(axis=1) + 1
     total = filled[np.arange(len(level)), k - 1] + amount

@@ -1,4 +1,4 @@
-"""Hold what layouts of all kinds have in common: columns of a model's tensors, catalogs of rows, buffers.
+"""The common part of all kinds of layouts: columns of a model's tensors, catalogs of rows, buffers.
 
 Tested in tests/planning/test_layouts.py and tests/planning/test_mesh_layouts.py.
 """
@@ -21,7 +21,7 @@ _HALF = ("float16", "bfloat16")
 
 
 class _Ranks(Protocol):
-    """Say of how many ranks a job is; its text is what a user would write."""
+    """The number of ranks of a job; its text is what a user would write."""
 
     @property
     def ranks(self) -> int:
@@ -30,11 +30,11 @@ class _Ranks(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Hold what ranks may have of tensors and states, a line for each, in columns.
+    """Tensors and states that ranks may have parts of, a line for each, in columns.
 
     Attributes:
-        tensor: Which tensor, or of which one it is a state, int64 ``[k]``.
-        state: Which state, from 1, int64 ``[k]``; 0: the tensor itself.
+        tensor: Number of the tensor, or of a state's tensor, int64 ``[k]``.
+        state: Number of the state, from 1, int64 ``[k]``; 0: the tensor itself.
         is_scalar: Whether it is a state of one number, bool ``[k]``.
         key: Number of its name, int32 ``[k]``.
         dtype: Number of its type, int16 ``[k]``.
@@ -53,7 +53,7 @@ class Lines:
 
 @dataclass(frozen=True, eq=False)
 class Shares:
-    """Hold how members of a group share parameters that lie end to end in buffers; int64 ``[n]`` each.
+    """The shares of a group's members in parameters that lie end to end in buffers; int64 ``[n]`` each.
 
     Attributes:
         size: Elements of a parameter.
@@ -66,13 +66,13 @@ class Shares:
     each: np.ndarray
 
     def ranges(self, member: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return what members get, int64 ``[m, n]`` twice, for numbers that broadcast to ``[m, n]``."""
+        """Return the ranges of members, int64 ``[m, n]`` twice, for numbers that broadcast to ``[m, n]``."""
         first = self.each * member - self.index
         return np.clip(first, 0, self.size), np.clip(first + self.each, 0, self.size)
 
 
 class JobLayout:
-    """Make the catalogs of a job's ranks: what all kinds of layouts have in common.
+    """The catalogs of a job's ranks; the base of all kinds of layouts.
 
     Attributes:
         strategy: The strategy.
@@ -100,15 +100,15 @@ class JobLayout:
         self.keys = (*(each.name for each in model.tensors), *states)
 
     def kind(self, rank: int) -> tuple[int, ...]:
-        """Return what a rank's catalog follows from: ranks of one kind have the same, but for their number."""
+        """Return the kind of a rank: ranks of one kind have equal catalogs, but for the rank number."""
         raise NotImplementedError
 
     def catalog(self, rank: int) -> Catalog:
-        """Return what a rank has: first the model's tensors, then the states, state by state."""
+        """Return a rank's catalog: first the model's tensors, then the states, state by state."""
         return self.catalogs([rank])
 
     def catalogs(self, ranks: Sequence[int]) -> Catalog:
-        """Return what different ranks have, as of :meth:`catalog`, one after the other in one table."""
+        """Return the catalogs of several ranks in one table, one after the other."""
         numbers = np.asarray(ranks, dtype=np.int64)
         found = concat([*self._catalogs(numbers)])
         place = np.zeros(int(numbers.max(initial=-1)) + 1, dtype=np.int64)
@@ -117,17 +117,17 @@ class JobLayout:
         return found if (place[1:] >= place[:-1]).all() else found.take(np.argsort(place, kind="stable"))
 
     def _catalogs(self, ranks: np.ndarray) -> Iterator[Catalog]:
-        """Yield what ranks have, those together that have parts of the same tensors."""
+        """Yield catalogs of ranks, one for all ranks with parts of the same tensors."""
         raise NotImplementedError
 
     @property
     def held(self) -> np.ndarray:
-        """Return which of the keys some rank has a part of, bool per key."""
+        """Return bool per key: whether some rank has a part of it."""
         states = [self._is_trained & self._has_state(number) for number in range(len(self._model.states))]
         return np.concatenate([np.ones(len(self._is_trained), dtype=bool), *states])
 
     def _has_state(self, number: int) -> np.ndarray:
-        """Return which tensors have a state, if they are trained, bool ``[t]``."""
+        """Return bool ``[t]``: whether a tensor has a state, if it is trained."""
         return self._is_kept[number] & (self._is_half | (not self._model.states[number].is_master))
 
     def _repeated(self) -> list[Problem | str]:
@@ -164,7 +164,7 @@ class JobLayout:
         boxes: tuple[np.ndarray, ...],
         flat: tuple[np.ndarray, ...],
     ) -> Catalog:
-        """Return a row for each of some lines: whose it is, offset and shape of its box, and its flattened range."""
+        """Return a row for each of some lines: its rank, offset and shape of its box, and its flattened range."""
         count = len(line)
         return Catalog(
             keys=self.keys,

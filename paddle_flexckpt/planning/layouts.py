@@ -1,6 +1,6 @@
-"""Describe what each rank of a job would have, without the job: one catalog for each rank.
+"""Describe the shards of each rank of a job, without the job: one catalog for each rank.
 
-Rules are those of Paddle's own wrappers, each named where it stands; real ranks describe the same.
+The rules are those of Paddle's own wrappers, named at each rule; the catalogs equal those of real ranks.
 Tested in tests/planning/test_layouts.py and tests/distributed/test_layouts.py.
 """
 
@@ -23,15 +23,15 @@ __all__ = ["ADAMW", "JobLayout", "Layout", "Model", "ModelTensor", "State"]
 
 @dataclass(frozen=True)
 class _Part:
-    """Hold what a rank has of the model before its optimizer is sharded, in columns.
+    """A rank's part of the model before its optimizer is sharded, in columns.
 
     Attributes:
         tensor: Which tensors, int64 ``[t]``.
         shape: Extents of the local boxes, int64 ``[t, d]``, padded on the left.
         size: Elements of these, int64 ``[t]``.
         trained: Positions in ``tensor`` of those that the optimizer has, in the order in which it gets their states.
-        coloured: Of these, whether sharding V2 keeps them in the buffers of experts.
-        order: Positions in ``tensor`` in the order of the model's state: a tied tensor stands where its layer does.
+        coloured: For each of these, whether sharding V2 puts it into the buffers of experts.
+        order: Positions in ``tensor`` in the order of the model's state: a tied tensor is at the place of its layer.
     """
 
     tensor: np.ndarray
@@ -44,15 +44,15 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class _Shared:
-    """Hold how ranks of a part share it out, in columns.
+    """The shares of ranks in a part, in columns.
 
     Attributes:
-        shares: What each member owns of each tensor.
-        ranks: Neighbours in the sharding group that own the same of a tensor, int64 ``[t]``.
-        lines: What the ranks may have.
-        row: Tensors of these, as they are numbered in the part, int64 ``[k]``.
+        shares: Each member's share of each tensor.
+        ranks: Number of neighbours in the sharding group with the same share of a tensor, int64 ``[t]``.
+        lines: Tensors and states of the ranks.
+        row: The tensor of each line, as numbered in the part, int64 ``[k]``.
         shape: Extents of their local boxes, int64 ``[k, d]``.
-        step: How far apart the boxes of neighbours in tensor parallelism are, int64 ``[k, d]``.
+        step: Distance between the boxes of neighbours in tensor parallelism, int64 ``[k, d]``.
         size: Elements of the tensors' boxes, int64 ``[k]``.
         is_box: Whether it is never flattened, bool ``[k]``.
         may_be_box: Whether it is not flattened where a rank owns all of it, bool ``[k]``.
@@ -70,18 +70,18 @@ class _Shared:
 
 
 class Layout(JobLayout):
-    """Make the catalogs of a job's ranks from its strategy and its model."""
+    """The catalogs of a job's ranks, from its strategy and its model."""
 
     def __init__(self, model: Model, strategy: Strategy) -> None:
         """Check that the strategy can cut the model.
 
         Raises:
             ValidationError: It cannot: a tensor does not divide, a pipeline has too few layers, names repeat, or Paddle
-                would mix what ranks have.
+                would mix the ranks' tensors.
         """
         super().__init__(model)
         self.strategy: Strategy = strategy
-        # One rank shares its optimizer with nobody.
+        # A single rank has its optimizer for itself.
         self._kind = strategy.kind if strategy.sharding > 1 else "none"
         self._check()
         self._stages = stage_layers(strategy, model.layers, model.counted)
@@ -91,7 +91,7 @@ class Layout(JobLayout):
         for row, each in enumerate(model.tensors):
             if each.tp_axis is not None and self._cuts(each):
                 self._cut[row] = self._width - len(each.shape) + each.tp_axis % len(each.shape)
-        # Those that Muon steps whole.
+        # The tensors that Muon updates as whole matrices.
         lacking = [bool(each.lacks) and self._kind == "muon" for each in model.tensors]
         self._is_matrix = np.asarray(lacking, dtype=bool)
         self._is_expert = np.asarray([each.expert is not None for each in model.tensors], dtype=bool)
@@ -130,7 +130,7 @@ class Layout(JobLayout):
             raise ValidationError(problems, f"{strategy} does not fit the model")
 
     def _mixed_experts(self, name: str) -> list[Problem | str]:
-        """Return why experts cannot be spread over ranks that share an optimizer; an expert's name is for the text."""
+        """Return why experts cannot be spread over ranks that share an optimizer; the text names an expert."""
         strategy, remedy = self.strategy, "spread experts over dp alone, ep=dp:DEGREE, or leave the sharding out"
         if self._kind not in ("v2", "muon"):
             # See check_experts() in parallel/experts.py.
@@ -144,7 +144,7 @@ class Layout(JobLayout):
         return []
 
     def kind(self, rank: int) -> tuple[int, ...]:
-        """Return what a rank's catalog follows from: ranks of one kind have the same, but for their number."""
+        """Return the kind of a rank: ranks of one kind have equal catalogs, but for the rank number."""
         place = self.strategy.place(rank)
         member = place.sharding if self._kind == "stage3" or (self._kind != "none" and self._model.states) else 0
         return place.pp, self.strategy.expert_place(place), member, place.tp
@@ -158,9 +158,9 @@ class Layout(JobLayout):
             yield self._catalog_at(ranks[some], self._shared(stage, expert_place), place.sharding[some], place.tp[some])
 
     def _catalog_at(self, ranks: np.ndarray, shared: _Shared, member: np.ndarray, tp: np.ndarray) -> Catalog:
-        """Return what ranks of one part have; each with its place in the sharding group and in tensor parallelism."""
+        """Return the catalog of one part's ranks, by their places in the sharding group and in tensor parallelism."""
         begin, end = shared.shares.ranges(member[:, None] // shared.ranks)
-        # States of a parameter of which a rank owns nothing are not there, its scalars included.
+        # A rank without a share of a parameter has none of its states, not even scalars.
         who, line = np.nonzero((shared.lines.state == 0) | (end > begin)[:, shared.row])
         begin, end = begin[who, shared.row[line]], end[who, shared.row[line]]
         is_box = shared.is_box[line] | (shared.may_be_box[line] & (begin == 0) & (end == shared.size[line]))
@@ -187,7 +187,7 @@ class Layout(JobLayout):
             before = [at for at, other in enumerate(order) if layers[other] < layers[place]]
             order.insert(before[-1] + 1 if before else 0, place)
         trained, size = np.flatnonzero(self._is_trained[tensor]), shape.prod(axis=1)
-        # Where experts are spread over dp alone, all that share an optimizer hold the same ones.
+        # Where experts are spread over dp alone, all ranks that share an optimizer hold the same ones.
         coloured = self._is_expert[tensor[trained]] & (self.strategy.ep > 1 and self.strategy.experts != "dp")
         ordered = self._in_order(tensor[trained], size[trained], coloured)
         return _Part(tensor, shape, size, trained[ordered], coloured[ordered], np.asarray(order, dtype=np.int64))
@@ -208,7 +208,7 @@ class Layout(JobLayout):
         return np.lexsort((np.where(is_matrix, -size, dtype), coloured != coloured[0], is_matrix))
 
     def _find_shared(self, stage: int, expert_place: int) -> _Shared:
-        """Return how the ranks of a part share it out.
+        """Return the shares of the ranks of a part.
 
         Sharding V2 shares experts out among those of the group that hold the same ones (``parameter.color``).
         """
@@ -219,7 +219,7 @@ class Layout(JobLayout):
         names = [self._model.tensors[row].dtype for row in part.tensor.tolist()]
         is_matrix = self._is_matrix[part.tensor]
         if self._kind in ("v1", "stage2"):
-            # V1 gives the largest first, stage 2 in order: each to the rank that has least so far.
+            # V1 gives the largest first, stage 2 in order: each to the rank with the least so far.
             index[part.trained] = part.size[part.trained] * _least_loaded(part.size[part.trained].tolist(), degree)
             ranks[part.trained] = 1
         elif self._kind in ("v2", "muon"):
@@ -227,7 +227,7 @@ class Layout(JobLayout):
             for is_expert, neighbours in ((False, 1), (True, stride)):
                 rows, count = part.trained[part.coloured == is_expert], degree // neighbours
                 ranks[rows] = neighbours
-                # Muon gives matrices whole, the largest first, to the rank that has least so far.
+                # Muon gives whole matrices, the largest first, to the rank with the least so far.
                 whole, rows = rows[is_matrix[rows]], rows[~is_matrix[rows]]
                 index[whole] = part.size[whole] * _least_loaded(part.size[whole].tolist(), count)
                 own = [names[row] for row in rows.tolist()]
@@ -259,7 +259,7 @@ class Layout(JobLayout):
 
 
 def _least_loaded(sizes: Sequence[int], ranks: int) -> np.ndarray:
-    """Return which rank each tensor goes to: the one that has least so far, the first of several."""
+    """Return the rank of each tensor: the one with the least so far, the first of several."""
     loads, owner = [0] * ranks, np.zeros(len(sizes), dtype=np.int64)
     for row, size in enumerate(sizes):
         rank = loads.index(min(loads))

@@ -1,8 +1,8 @@
-"""Matching: which part of which source shard each target shard needs, as strided copies in columns.
+"""Matching: the parts of source shards that target shards need, as strided copies in columns.
 
 Both sides are broken into boxes in global coordinates (a flattened shard into at most ``2 n - 1`` of them), the boxes
-of one key are intersected, and every intersection becomes one strided copy between the two shards' own storages. Where
-a target is not the source of the same name, box maps say which boxes of which sources it is made of.
+of one key are intersected, and every intersection becomes one strided copy between the two shards' own storages. A
+target that statements make of other sources is matched through its box maps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PAIRS_AT_ONCE = 1 << 19
 
 @dataclass(frozen=True, eq=False)
 class Pieces(Columns):
-    """Hold strided copies as columns; numbers are in elements of the shards' own (contiguous) storages.
+    """Strided copies as columns; numbers are in elements of the shards' own (contiguous) storages.
 
     Attributes:
         source: int64 ``[p]``, row of the source catalog.
@@ -53,8 +53,8 @@ class Pieces(Columns):
 
     @property
     def target_runs(self) -> np.ndarray:
-        """Return int64 ``[p]``, of how many runs each piece consists on its target side; 0 of one without elements."""
-        # Axes of one element come first, and make no run longer.
+        """Return int64 ``[p]``, the number of contiguous runs of each piece in its target; 0 without elements."""
+        # Axes of extent 1 come first, and do not make a run longer.
         strides = np.where(self.extents == 1, 0, self.target_strides)
         order = np.argsort(strides, axis=1)
         strides, extents = (np.take_along_axis(each, order, axis=1) for each in (strides, self.extents))
@@ -85,7 +85,7 @@ class Pieces(Columns):
 
 
 def concat_pieces(parts: list[Pieces], width: int) -> Pieces:
-    """Return one table with the pieces of all; ``width`` is the number of axes where there are none."""
+    """Return one table with the pieces of all; ``width`` is the number of axes if there are none."""
     if not parts:
         none, table = np.zeros(0, dtype=np.int64), np.zeros((0, width), dtype=np.int64)
         return Pieces(none, none, table, none, table, none, table)
@@ -93,19 +93,19 @@ def concat_pieces(parts: list[Pieces], width: int) -> Pieces:
 
 
 class ShardMatcher:
-    """Find, for target shards, the source pieces that fill each of their elements exactly once.
+    """An index of source shards that finds the pieces which fill each element of target shards exactly once.
 
     A source on the target's own rank is preferred to any other; among replicas elsewhere, target ranks are spread
-    evenly. Built once per source catalog, asked for any number of targets.
+    evenly. Built once per source catalog, for any number of targets.
     """
 
     def __init__(self, source: Catalog, groups: ReplicaGroups | None = None, coverage: Coverage | None = None) -> None:
         """Make the index of the source's boxes.
 
         Args:
-            source: The source shards; :func:`validate_shards` found nothing wrong with them.
-            groups: Their replica groups, where the caller has them.
-            coverage: What :func:`validate_coverage` found, where the caller has it.
+            source: The source shards, without problems of :func:`validate_shards`.
+            groups: Their replica groups, if the caller has them.
+            coverage: The result of :func:`validate_coverage`, if the caller has it.
 
         Raises:
             ValidationError: Too many shards of a key overlap.
@@ -133,10 +133,10 @@ class ShardMatcher:
         self._key_start = np.searchsorted(key[order], np.arange(len(source.keys) + 1))
 
     def held_by(self, rank: int) -> ShardMatcher:
-        """Return a matcher that gives the pieces which that rank may have to send, and few others.
+        """Return a matcher for the pieces that a rank may have to send; it finds few others.
 
-        It looks at the rank's own shards alone (and at all of a key whose shards overlap), so that asking it about the
-        targets of all ranks takes time in proportion to their number, not to its square.
+        It has the rank's own shards alone (and all shards of a key with overlaps). So matching the targets of all ranks
+        takes time in proportion to their number, not to its square.
         """
         part, groups = copy.copy(self), np.arange(len(self.groups))
         key = self.source.key[self.groups.first[self._group]]
@@ -147,7 +147,7 @@ class ShardMatcher:
         return part
 
     def reaching(self, maps: BoxMaps) -> BoxMaps:
-        """Return the maps that take something from a shard that this matcher looks at; names stay as they are."""
+        """Return the maps whose sources are shards of this matcher; names stay as they are."""
         width = max(self.source.width, maps.width)
         maps = maps.widened(width)
         offset, shape = self._boxes(width)
@@ -169,7 +169,7 @@ class ShardMatcher:
             maps: What the keys that it defines are made of; every other key is made of the source of its name.
 
         Returns:
-            Pieces sorted by target row. Elements that no source holds are in none of them: see
+            Pieces sorted by target row. Elements that no source holds are missing: see
             :func:`uncovered_targets`.
         """
         width = max(self.source.width, target.width, 1 if maps is None else maps.width)
@@ -207,10 +207,10 @@ class ShardMatcher:
         return Pieces(source_row, target_row, shape, source_base, source_strides, base, strides).take(order)
 
     def _choose_replica(self, group: np.ndarray, rank: np.ndarray) -> np.ndarray:
-        """Choose the row of each group to read: the target's own rank's if it has one, else by the rank.
+        """Choose the row of each group to read: the target rank's own if it has one, else by the rank's number.
 
-        The sum of the rank's digits to the base ``count``, modulo it: readers that are a step apart, as the ranks of
-        one tensor-parallel index are, spread as evenly as neighbours do. ``rank % count`` would send them all to one.
+        The choice is the sum of the number's digits to the base ``count``, modulo ``count``. It spreads ranks at equal
+        distances (those of one tensor-parallel index) as evenly as neighbours; ``rank % count`` would be alike for all.
         """
         start, count = self.groups.start[:-1][group], self.groups.count[group]
         if (count == 1).all():
@@ -236,7 +236,7 @@ class ShardMatcher:
     def _without_overlaps(
         self, rank: np.ndarray, group: np.ndarray, request: np.ndarray, offset: np.ndarray, shape: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Keep every element of a request in one intersection only, where sources overlap without being replicas."""
+        """Leave every element of a request in one intersection only, where sources overlap without being replicas."""
         suspect = self._overlapping[self.source.key[self.groups.first[group]]]
         if not suspect.any():
             return group, request, offset, shape
@@ -271,10 +271,10 @@ class ShardMatcher:
 def uncovered_targets(
     pieces: Pieces, target: Catalog, rows: np.ndarray, covered: np.ndarray | None = None
 ) -> list[Problem]:
-    """Return the target shards that the pieces do not fill, each with an example of what is missing.
+    """Return the target shards that the pieces do not fill, each with an example of missing elements.
 
     Args:
-        pieces: What :meth:`ShardMatcher.match` gave.
+        pieces: The result of :meth:`ShardMatcher.match`.
         target: The target catalog.
         rows: The rows that were asked for and whose keys the source has.
         covered: int64 per row of ``target``, elements that need no piece (they are computed, or stay as they are).

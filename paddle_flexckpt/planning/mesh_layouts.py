@@ -1,6 +1,6 @@
-"""Describe what each rank of a semi-automatic job would have, without the job.
+"""Describe the shards of each rank of a semi-automatic job, without the job.
 
-Rules are those of DistTensors and of ``dist.shard_optimizer``; real ranks describe the same.
+The rules are those of DistTensors and of ``dist.shard_optimizer``; the catalogs equal those of real ranks.
 Tested in tests/planning/test_mesh_layouts.py and tests/semi_auto/test_layouts.py.
 """
 
@@ -24,13 +24,13 @@ _NO_AXIS = -1
 
 
 class MeshLayout(JobLayout):
-    """Make the catalogs of a job's ranks from its mesh and its model."""
+    """The catalogs of a job's ranks, from its mesh and its model."""
 
     def __init__(self, model: Model, strategy: Mesh) -> None:
         """Check that the mesh fits the model.
 
         Raises:
-            ValidationError: It does not: placements fit no tensor, or are none that Paddle can shard states of.
+            ValidationError: It does not: placements fit no tensor, or Paddle cannot shard the states under them.
         """
         super().__init__(model)
         self.strategy: Mesh = strategy
@@ -45,7 +45,7 @@ class MeshLayout(JobLayout):
             axis, wrong = self._sharded_axis(placed)
             problems += wrong
             sharded = list(placed) if wrong else self._with_sharding(placed, axis, problems)
-            # Of a tensor whose first extent is 1 Paddle leaves the states alone: they are whole everywhere.
+            # Paddle does not shard the states of a tensor whose first extent is 1.
             alone = [each.shape[:1] == (1,) for each in model.tensors]
             masters = [own if skip else new for own, new, skip in zip(placed, sharded, alone)]
             states = sharded
@@ -58,14 +58,14 @@ class MeshLayout(JobLayout):
         self._cuts = tuple(self._columns(each) for each in (placed, dense, masters))
         only = [[_NO_AXIS if p.only is None else p.only for p in each] for each in placed]
         self._only = np.asarray(only, dtype=np.int64).reshape(len(placed), len(strategy.axes))
-        # What a rank has of each follows from where it stands on these axes of the mesh.
+        # A rank's part of each follows from its place on these axes of the mesh.
         stands = np.asarray((self._only >= 0).any(axis=0))
         cuts = [(cut >= 0).any(axis=0) for cut in self._cuts]
         self._axes_of = tuple(tuple(map(bool, np.logical_or(each, stands))) for each in cuts)
         self._fused_axis = strategy.axes.index("dp") if stage == "fusion" else _NO_AXIS
         used = zip(*self._axes_of)
         self._used = tuple(any(each) or number == self._fused_axis for number, each in enumerate(used))
-        # Ranks that are told apart by these axes have states of other tensors, or other parts of buffers.
+        # Ranks at different places on these axes have states of other tensors, or other parts of buffers.
         self._apart = self._used if stage == "fusion" else tuple(map(bool, stands))
         self._states = functools.lru_cache(maxsize=None)(self._find_states)
 
@@ -82,10 +82,10 @@ class MeshLayout(JobLayout):
         ]
 
     def _stages(self) -> dict[int, int]:
-        """Return which index of an axis called pp each layer stands at.
+        """Return each layer's index on the axis called pp.
 
-        As ``dist.parallelize`` splits by a prefix: layers that are left over go to the first stages
-        (auto_parallel/intermediate/pipeline_parallel.py). What is in front of all goes with the first.
+        The split is that of ``dist.parallelize`` by a prefix: the first stages get a layer more if the number does not
+        divide (auto_parallel/intermediate/pipeline_parallel.py). Tensors before all layers go to the first stage.
         """
         model = self._model
         if "pp" not in self.strategy.axes or model.layers == 1:
@@ -107,16 +107,16 @@ class MeshLayout(JobLayout):
             if fnmatch.fnmatchcase(tensor.name, glob):
                 return (*placed, *(Placement() for _ in axes[len(placed) :]))
         stage = stages.get(tensor.layers[0]) if tensor.layers else None
-        # Negative axes are counted from the last one; as placements Paddle knows none.
+        # A negative axis counts from the end; Paddle's own placements have no negative axes.
         cut = tensor.tp_axis
         cut = cut + len(tensor.shape) if cut is not None and cut < 0 else cut
         usual = {"pp": Placement(only=stage), **dict.fromkeys(TENSOR_AXES, Placement(cut=cut))}
         return tuple(usual.get(axis, Placement()) for axis in axes)
 
     def _sharded_axis(self, placed: list[Placements]) -> tuple[int, list[Problem | str]]:
-        """Return the mesh axis over which Paddle spreads states, and why it cannot.
+        """Return the mesh axis over which Paddle spreads states, and the problems with it.
 
-        It is the first one, whatever the name that was given, or the last one along which a tensor is whole:
+        It is the first one, whatever name was given, or the last one along which a tensor is whole:
         ``_set_and_check_sharding_prop_from_param`` in paddle/distributed/auto_parallel/api.py. A mesh of one stage of a
         pipeline has no axis for that.
         """
@@ -141,7 +141,7 @@ class MeshLayout(JobLayout):
         return axis, []
 
     def _with_sharding(self, placed: list[Placements], axis: int, problems: list[Problem | str]) -> list[Placements]:
-        """Return placements with one cut more: ``get_placement_with_sharding`` in auto_parallel/sharding.py."""
+        """Return placements with one more cut: ``get_placement_with_sharding`` in auto_parallel/sharding.py."""
         found = []
         for each, placements in zip(self._model.tensors, placed):
             cuts = [p.cut for p in placements if p.cut is not None]
@@ -166,7 +166,7 @@ class MeshLayout(JobLayout):
         return cuts
 
     def kind(self, rank: int) -> tuple[int, ...]:
-        """Return what a rank's catalog follows from: ranks of one kind have the same, but for their number."""
+        """Return the kind of a rank: ranks of one kind have equal catalogs, but for the rank number."""
         return _reduced(self.strategy.place(rank), self._used)
 
     def _catalogs(self, ranks: np.ndarray) -> Iterator[Catalog]:
@@ -177,7 +177,7 @@ class MeshLayout(JobLayout):
             yield self._catalog_at(ranks[some], places[some], tuple(kind))
 
     def _catalog_at(self, ranks: np.ndarray, places: np.ndarray, kind: tuple[int, ...]) -> Catalog:
-        """Return what ranks have that stand apart from each other along no axis that tells them apart."""
+        """Return the catalog of ranks that differ only on axes that do not change their kind."""
         lines, begin, end = self._states(kind)
         boxes: dict[int, tuple[np.ndarray, ...]] = {}
         offsets, shapes, flats = [], [], []
@@ -204,11 +204,11 @@ class MeshLayout(JobLayout):
         return self._catalog_of(lines, line, rank, box, (start.reshape(-1), stop.reshape(-1)))
 
     def _is_here(self, places: np.ndarray) -> np.ndarray:
-        """Return which tensors ranks at places have a part of, as far as stages say, bool ``[p, t]``."""
+        """Return bool ``[p, t]``: whether the stage of ranks at a place has a tensor."""
         return all_axes((self._only < 0) | (self._only == places[:, None]))
 
     def _find_states(self, kind: tuple[int, ...]) -> tuple[Lines, np.ndarray, np.ndarray]:
-        """Return what ranks of a kind have, a line for each, and under tensor fusion the ranges of its states."""
+        """Return a line for each tensor and state of a kind of ranks, and the states' ranges under tensor fusion."""
         everything = np.arange(len(self._model.tensors))
         rows = np.flatnonzero(self._is_trained & self._is_here(np.asarray([kind]))[0])
         begin, end = np.zeros((2, len(everything)), dtype=np.int64)
@@ -227,12 +227,12 @@ class MeshLayout(JobLayout):
         return lines, begin[lines.tensor], end[lines.tensor]
 
     def _boxes(self, which: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return offset and shape of each tensor's part at places, and whether there is nothing of it there.
+        """Return offset and shape of each tensor's part at places, and whether the part is empty.
 
-        Axes cut one after the other, each what the one before has left: as ``algebra.nested_piece``, in columns. Of
-        nothing the box is the whole tensor. The columns are ``[p, t, d]``, ``[p, t, d]`` and ``[p, t]``.
+        Each mesh axis cuts the part that the axis before it has left, as in ``algebra.nested_piece``, here in columns.
+        An empty part has the box of the whole tensor. The columns are ``[p, t, d]``, ``[p, t, d]`` and ``[p, t]``.
         """
-        # What a mesh axis does not cut, ranks along it have alike.
+        # Ranks along a mesh axis have equal parts of a tensor that it does not cut.
         places, of = np.unique(np.where(self._axes_of[which], places, 0), axis=0, return_inverse=True)
         shape = np.repeat(self._shape[None], len(places), axis=0)
         offset = np.zeros_like(shape)
@@ -260,7 +260,7 @@ def _misplaced(tensor: ModelTensor, placements: Placements) -> list[Problem | st
 
 
 def _reduced(place: tuple[int, ...], used: tuple[bool, ...]) -> tuple[int, ...]:
-    """Return a place with 0 on each axis that does not matter."""
+    """Return a place, with 0 on each axis that does not matter."""
     return tuple(index if matters else 0 for index, matters in zip(place, used))
 
 

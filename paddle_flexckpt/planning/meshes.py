@@ -1,4 +1,4 @@
-"""Say how a semi-automatic job is parallel: a mesh of ranks, and how its tensors are placed on it.
+"""The parallelism of a semi-automatic job: a mesh of ranks, and the placements of its tensors.
 
 Tested in tests/planning/test_meshes.py.
 """
@@ -23,7 +23,7 @@ _CONTEXT = "cannot read a mesh"
 
 
 class Placement(NamedTuple):
-    """Say what one axis of a mesh does to a tensor; by default each of its ranks has all that there is.
+    """A tensor's placement on one axis of a mesh; by default each rank has all of the tensor.
 
     Attributes:
         cut: The axis of the tensor that it cuts.
@@ -43,16 +43,16 @@ Placements = tuple[Placement, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """Hold a mesh of ranks, ``0`` to ``ranks - 1`` in row-major order, and how tensors are placed on it.
+    """A mesh of ranks, ``0`` to ``ranks - 1`` in row-major order, with the placements of tensors.
 
     Attributes:
         shape: Its extents.
         axes: Names of its axes.
         placements: Globs of names, and the placements of tensors of these names; the first that fits counts. Others
-            are cut by an axis called tp or mp as tensor parallelism cuts them, stand by layer along one called pp, and
-            are whole along all others.
+            are cut by an axis called tp or mp as tensor parallelism cuts them, are placed by layer along one called pp,
+            and are whole along all others.
         sharding: How the optimizer's states are spread, one of :data:`MESH_STAGES`; empty: as their parameters.
-        sharding_axis: The axis over which they are.
+        sharding_axis: The axis over which states are spread.
     """
 
     shape: tuple[int, ...]
@@ -110,7 +110,7 @@ class Mesh:
         return math.prod(self.shape)
 
     def place(self, rank: Any) -> tuple[Any, ...]:
-        """Return where a rank stands on each axis, or many ranks do, as arrays."""
+        """Return the place of a rank on each axis, or of many ranks, as arrays."""
         place = []
         for extent in reversed(self.shape):
             rank, index = divmod(rank, extent)
@@ -123,50 +123,50 @@ def _joined(placed: Placements) -> str:
 
 
 def is_mesh(text: str) -> bool:
-    """Return whether a strategy's text is that of a mesh."""
+    """Return whether a text describes a mesh."""
     return text.lstrip().startswith("mesh")
 
 
 def parse_mesh(text: str) -> Mesh:
-    """Return the mesh that a text such as ``"mesh=2x4:dp,mp;sharding=stage1:dp;*.q_proj.weight=R,S1"`` says.
+    """Return the mesh of a text such as ``"mesh=2x4:dp,mp;sharding=stage1:dp;*.q_proj.weight=R,S1"``.
 
     Raises:
-        ValidationError: An entry is none, or is there twice, or they do not fit together.
+        ValidationError: An entry is malformed or there twice, or entries do not fit together.
     """
-    said: dict[str, Any] = {"placements": {}}
+    entries: dict[str, Any] = {"placements": {}}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         name, equals, value = (part.strip() for part in entry.partition("="))
         if not equals or not value:
             expected = "mesh=EXTENTS:AXES, sharding=STAGE:AXIS or GLOB=PLACEMENTS"
             raise ValidationError([Problem("unknown entry of a mesh", key=entry, expected=expected)], _CONTEXT)
-        known = said if name in ("mesh", "sharding") else said["placements"]
+        known = entries if name in ("mesh", "sharding") else entries["placements"]
         if name in known:
             raise ValidationError([Problem("an entry is there twice", key=entry)], _CONTEXT)
         known[name] = value
-    extents, colon, axes = said.get("mesh", "").partition(":")
+    extents, colon, axes = entries.get("mesh", "").partition(":")
     if not colon or not all(extent.strip().isdecimal() for extent in extents.split("x")):
         expected = "mesh=EXTENTS:AXES, such as mesh=2x4:dp,mp"
-        wrong = Problem("no extents and axes", key=f"mesh={said.get('mesh', '')}", expected=expected)
+        wrong = Problem("no extents and axes", key=f"mesh={entries.get('mesh', '')}", expected=expected)
         raise ValidationError([wrong], _CONTEXT)
-    said["mesh"] = {"shape": [int(extent) for extent in extents.split("x")], "dim_names": axes.split(",")}
-    return mesh_of(said)
+    entries["mesh"] = {"shape": [int(extent) for extent in extents.split("x")], "dim_names": axes.split(",")}
+    return mesh_of(entries)
 
 
-def mesh_of(said: Mapping[str, Any]) -> Mesh:
-    """Return the mesh that a mapping says, as of a JSON file.
+def mesh_of(entries: Mapping[str, Any]) -> Mesh:
+    """Return the mesh of a mapping, as a JSON file has it.
 
     Its keys are ``mesh`` (``shape`` and ``dim_names``, as of ``dist.ProcessMesh``), ``sharding`` (``"stage1:dp"``) and
     ``placements``: globs of names, and for each a list such as ``["Replicate()", "Shard(dim=1)"]``, or its text.
 
     Raises:
-        ValidationError: It says something else.
+        ValidationError: The mapping is something else.
     """
     problems: list[Problem | str] = [
         Problem("unknown entry of a mesh", key=name, expected="mesh, sharding, placements")
-        for name in said
+        for name in entries
         if name not in ("mesh", "sharding", "placements")
     ]
-    mesh, placements, sharding = said.get("mesh"), said.get("placements", {}), said.get("sharding", "")
+    mesh, placements, sharding = entries.get("mesh"), entries.get("placements", {}), entries.get("sharding", "")
     shape = mesh.get("shape") if isinstance(mesh, Mapping) else None
     names = mesh.get("dim_names") if isinstance(mesh, Mapping) else None
     if not isinstance(shape, list) or not isinstance(names, list) or any(type(each) is not int for each in shape):
@@ -185,14 +185,14 @@ def mesh_of(said: Mapping[str, Any]) -> Mesh:
     return Mesh(tuple(shape), tuple(str(name).strip() for name in names), placed, stage, axis)
 
 
-def parse_placements(glob: str, said: str | Sequence[str]) -> Placements:
-    """Return the placements that a text such as ``"R,S1"`` or a list of their own texts in Paddle says.
+def parse_placements(glob: str, entries: str | Sequence[str]) -> Placements:
+    """Return the placements of a text such as ``"R,S1"``, or of a list of Paddle's texts for placements.
 
     Raises:
-        ValidationError: One is none; a Partial is none either.
+        ValidationError: One is malformed, or a Partial.
     """
     found, problems = [], []
-    for each in said.split(",") if isinstance(said, str) else said:
+    for each in entries.split(",") if isinstance(entries, str) else entries:
         match = _PLACEMENT.fullmatch(str(each).strip())
         if match is not None:
             cut, only = match["cut"], match["only"]

@@ -13,7 +13,7 @@ SEGMENT_SIZE = 1 << 20
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """Describe one tensor of a model.
+    """One tensor of a model.
 
     Attributes:
         name: Its structured name.
@@ -24,7 +24,7 @@ class ModelTensor:
             it is tied. Empty: every stage has it.
         is_trained: Whether the optimizer has it.
         expert: Number of its expert and of all experts of the layer, for a tensor that expert parallelism spreads.
-        lacks: Suffixes of states that the optimizer does not keep for it. Of a matrix Muon keeps one momentum.
+        lacks: Suffixes of states that the optimizer does not have of it: Muon has one momentum of a matrix.
     """
 
     name: str
@@ -39,7 +39,7 @@ class ModelTensor:
 
 @dataclass(frozen=True)
 class State:
-    """Describe one state that an optimizer keeps for each parameter.
+    """One state that an optimizer has of each parameter.
 
     Attributes:
         suffix: What follows the parameter's name and a dot.
@@ -63,15 +63,15 @@ ADAMW = (
 
 @dataclass(frozen=True)
 class Model:
-    """Describe a model and the states of its optimizer.
+    """A model and the states of its optimizer.
 
     Attributes:
         tensors: All tensors, in the order in which the optimizer was given them.
         layers: How many layers the description of the pipeline has.
         counted: The layers that stages share evenly; None: all (see :func:`~.strategy.stage_layers`).
-        states: What the optimizer keeps for each trained parameter; empty: no optimizer.
+        states: The optimizer's states of each trained parameter; empty: no optimizer.
         state_dtype: Element type of these states.
-        segment_size: Stage 3 cuts parameters of more elements.
+        segment_size: Stage 3 cuts parameters with more elements.
         alignment: Bytes to which stage 3 and sharding V2 pad each parameter.
     """
 

@@ -1,7 +1,7 @@
-"""Readers: which rank reads which section of a checkpoint for the ranks that want it, and whether that pays.
+"""Readers: which rank reads which section of a checkpoint for the ranks that want it, and whether that is faster.
 
 A stored shard is cut into sections of whole blocks. Where ranks read together, one rank reads a section, once, and
-sends it to the others that want it. A rank reads what it wants itself, as far as each rank then reads its share.
+sends it to the others that want it. A rank reads sections that it wants itself, up to an equal share.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from paddle_flexckpt.catalog.validate import Coverage
 from paddle_flexckpt.planning.holder_sets import find_sets, share_out
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, concat_pieces
 
-# A section at most. A reader holds up to four of them, so that reading and sending overlap within 64 MiB.
+# The largest section. A reader holds up to four of them, so that reading and sending overlap within 64 MiB.
 MOST_SECTION_BYTES = 8 << 20
-# Sections for each rank, where blocks allow it: one too many or too few is 1 % of its share.
+# Sections for each rank, if blocks are small enough: one more or less is 1 % of a share.
 SECTIONS_OF_A_RANK = 100
-# What a round reads, and a section more at most.
+# Bytes of a round; it may read up to one section more.
 ROUND_BYTES = 8 << 20
 
 # Declared, not measured: what one process reads from an object store, and sends to and receives from other hosts. Only
 # their ratio counts, and it is taken to favour direct reads.
 READ_BYTES_PER_SECOND = 500e6
 LINK_BYTES_PER_SECOND = 1000e6
-# To meet, to agree on the plan and to connect.
+# Seconds to agree on the plan and to connect.
 MEETING_SECONDS = 0.05
-# Reading together is chosen if it takes at most this share of the time by estimate: links may be slower than declared.
+# Reading together is chosen if its estimate is at most this share of the time: links may be slower than declared.
 WORTH_IT = 0.7
 
 
 @dataclass(frozen=True, eq=False)
 class Sections:
-    """Hold sections of stored shards, in the order in which they stand in the files.
+    """Sections of stored shards, in the order of the files.
 
     Attributes:
         catalog: One row for each; a section of a shard is a flattened shard.
-        group: int64, the replica group that it is a section of.
-        start: int64, its first element in the stored shard.
+        group: int64, the replica group of each.
+        start: int64, the first element of each in its stored shard.
     """
 
     catalog: Catalog
@@ -81,7 +81,7 @@ def cut_sections(stored: Catalog, groups: ReplicaGroups, ranks: int, block_bytes
 
 
 class MatchedSections(NamedTuple):
-    """Hold sections; the same as shards that nobody holds yet, and what is known of these; what fills targets."""
+    """Sections; the same as shards that no rank holds, with groups and coverage; and the pieces that fill targets."""
 
     sections: Sections
     rows: Catalog
@@ -99,16 +99,16 @@ def match_sections(
     maps: BoxMaps | None,
     nobody: int,
 ) -> MatchedSections:
-    """Cut stored shards into sections, and find what fills the targets of all ranks.
+    """Cut stored shards into sections, and find the pieces that fill the targets of all ranks.
 
     Args:
         stored: The stored shards.
         groups: Their replica groups.
-        targets: What all ranks fill.
+        targets: The targets of all ranks.
         ranks: Number of ranks.
         block_bytes: Bytes of a block.
         maps: What the keys that it defines are made of.
-        nobody: A rank that is none of them.
+        nobody: A number that no rank has.
 
     Raises:
         ValidationError: Too many shards of a key overlap.
@@ -123,7 +123,7 @@ def match_sections(
 
 
 def find_wanted(pieces: Pieces, place: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return which section is wanted by which rank: ``(section, place of the rank)``, sorted, each pair once.
+    """Return the sections that each rank wants: ``(section, place of the rank)``, sorted, each pair once.
 
     Args:
         pieces: What fills the targets of all ranks; their sources are sections.
@@ -137,7 +137,7 @@ def find_wanted(pieces: Pieces, place: np.ndarray, ranks: int) -> tuple[np.ndarr
 def choose_readers(
     wanted: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, ranks: int, sees: np.ndarray | None, together: bool
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose who reads what: ``(section, place of its reader)``, sorted, -1 where nobody can.
+    """Choose the readers: ``(section, place of its reader)``, sorted, -1 where no rank can read it.
 
     Args:
         wanted: As of :func:`find_wanted`.
@@ -145,14 +145,14 @@ def choose_readers(
         ranks: Number of ranks.
         sees: bool ``[ranks, sections]``, whether a rank can read a section; None: each can read all.
         together: Whether one rank alone reads a section. Else every rank reads what it wants and sees, and one rank
-            what is seen only by ranks that do not want it.
+            reads what only ranks see that do not want it.
     """
     section, place = wanted
     own, others = wanted, (section[:0], place[:0])
     if sees is not None:
         able = sees[place, section]
         own = section[able], place[able]
-        # What none of those that want it sees, somebody else reads for them.
+        # A section that no rank sees of those that want it: another rank reads it for them.
         foreign = np.setdiff1d(section, own[0])
         seer, number = np.nonzero(sees[:, foreign])
         order = np.lexsort((seer, number))
@@ -173,13 +173,13 @@ def choose_readers(
 
 
 def _share_out(pairs: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Give each section to one of the ranks that it is paired with, so that all read about as much."""
+    """Give each section to one of its ranks, so that all read about as much."""
     section, start = np.unique(pairs[0], return_index=True)
     groups = ReplicaGroups(np.arange(len(pairs[0])), np.append(start, len(pairs[0])))
     sets, of_section = find_sets(groups, pairs[1])
     size, order = nbytes[section], np.argsort(of_section, kind="stable")
     amount = np.bincount(of_section, size, len(sets)).astype(np.int64)
-    # All sets' lines, one after the other; a section stays with its own.
+    # All sets' lines, one after the other; a section stays on its set's line.
     member = _nearest(size[order], np.cumsum(share_out(sets, amount, ranks)))
     of_section = of_section[order]
     reader = np.zeros(len(section), dtype=np.int64)
@@ -188,11 +188,11 @@ def _share_out(pairs: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, ranks: 
 
 
 def _level(section: np.ndarray, reader: np.ndarray, nbytes: np.ndarray, ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Give what is beyond a rank's share to those that have less, though they do not want it."""
+    """Give sections beyond a rank's share to ranks with less, though they do not want these."""
     size, order = nbytes[section], np.argsort(reader, kind="stable")
     load = np.bincount(reader, size, ranks)
     share = load.sum() / ranks
-    # What begins beyond the share: for less than a section nothing is moved.
+    # Sections that begin beyond the share: less than a section is not moved.
     begin = np.cumsum(size[order]) - size[order] - (np.cumsum(load) - load)[reader[order]]
     beyond = np.sort(order[begin > share])
     if len(beyond):
@@ -205,7 +205,7 @@ def _level(section: np.ndarray, reader: np.ndarray, nbytes: np.ndarray, ranks: i
 
 
 def _nearest(size: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Lay sections end to end; return between which edges the middle of each lies."""
+    """Lay sections end to end; return the number of the edges between which the middle of each lies."""
     return np.searchsorted(edges, np.cumsum(size) - size / 2, side="right")
 
 
@@ -228,7 +228,7 @@ def estimate_seconds(
     ranks: int,
     block_bytes: int,
 ) -> tuple[float, float]:
-    """Return how long it takes the slowest rank to read all that it needs, and to read together, from an object store.
+    """Return the slowest rank's seconds from an object store: reading for itself, and reading together.
 
     Args:
         pieces: What fills the targets of all ranks; their sources are sections.
@@ -263,9 +263,9 @@ def estimate_seconds(
 
 
 def reads_of_rows(parts: list[Pieces]) -> Pieces:
-    """Return what has to be read of rows, onto the same place in memory that is as long as they are; sorted by row.
+    """Return the reads of rows that pieces need, into memory as long as the rows, at the same places; sorted by row.
 
-    It is what pieces take out of them, each part once; or all of a row's reach, where they take no less than that.
+    They are the parts of the pieces, each once; or a row's whole reach, if the parts are no less than that.
     """
     pieces = concat_pieces([part for part in parts if len(part)], parts[0].extents.shape[1])
     if not len(pieces):

@@ -1,4 +1,4 @@
-"""Requests: which boxes of source tensors target shards are made of. Tested in tests/planning/test_matching.py."""
+"""Requests: the boxes of source tensors of which target shards are made. Tested in tests/planning/test_matching.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paddle_flexckpt.catalog.validate import row_boxes
 
 @dataclass(frozen=True, eq=False)
 class Requests(Columns):
-    """Hold boxes of source tensors, and where their elements go, as columns.
+    """Boxes of source tensors with the places of their elements in targets, as columns.
 
     Attributes:
         row: int64 ``[n]``, row of the target catalog.
@@ -23,8 +23,8 @@ class Requests(Columns):
         offset: int64 ``[n, d]``, first element of the box in the source tensor.
         shape: int64 ``[n, d]``, extents of the box along the source's axes.
         base: int64 ``[n]``, position of its first element in the target shard's own storage.
-        strides: int64 ``[n, d]``, steps in that storage along the source's axes; 0 along those that no axis of the
-            target runs along.
+        strides: int64 ``[n, d]``, steps in that storage along the source's axes; 0 along axes without a match in the
+            target.
     """
 
     row: np.ndarray
@@ -38,13 +38,13 @@ class Requests(Columns):
 def find_requests(
     target: Catalog, rows: np.ndarray, maps: BoxMaps | None, source_keys: Sequence[str], at_once: int
 ) -> Requests:
-    """Return what target shards need, in the coordinates of the source tensors.
+    """Return the boxes that target shards need, in the coordinates of the source tensors.
 
-    A key that ``maps`` defines is made of what they say, any other of the source tensor of its own name.
+    A key in ``maps`` is made of their boxes, any other of the source tensor of its own name.
 
     Args:
         target: The target catalog, at least as wide as the source catalog and the maps.
-        rows: Rows of it that are wanted.
+        rows: Rows of it to fill.
         maps: Box maps, or None.
         source_keys: Names of the source tensors.
         at_once: Pairs of boxes to intersect at once.
@@ -74,7 +74,7 @@ def find_requests(
         along, axis = maps.target_axis[right] >= 0, np.maximum(maps.target_axis[right], 0)
 
         def turned(column: np.ndarray, other: int, axis: np.ndarray = axis, along: np.ndarray = along) -> np.ndarray:
-            """Turn a column by the target's axes into one by the source's axes."""
+            """Return a column by the source's axes for one by the target's axes."""
             return np.where(along, np.take_along_axis(column, axis, axis=1), other)
 
         parts.append(

@@ -1,7 +1,7 @@
-"""Lines that several planners lay: each lays the shards that it plans, one behind another planner's.
+"""Lines of several planners: each lays the shards that it plans on the lines, one after another planner's.
 
-An *owner* of a set of ranks, one of them, adds up what all planners lay on its line: it tells each planner how much
-lies before its own, and everybody how much there is. From that, every rank shares out all lines alike.
+One rank of each set, its *owner*, adds up the bytes of all planners on the set's line. It sends each planner the bytes
+before its own, and all ranks the total. With the totals, every rank computes the same shares of all lines.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import xxhash
 
 from paddle_flexckpt.planning.holder_sets import HolderSets, share_out
 
-# Rows of all ranks up to which every rank plans all keys: some 8 MiB to receive, and 0.1 s to plan.
+# The most rows of all ranks for which every rank plans all keys: some 8 MiB to receive, and 0.1 s to plan.
 SPREAD_ROWS = 1 << 17
 # Bytes on the line, bytes of the set's ranks.
 _ENTRY = struct.Struct("<QI")
-# Sets of more ranks are compressed: mostly these are apart by the same number. As not every host may compress alike, a
-# digest names them.
+# Sets of more ranks are compressed: mostly their ranks are at equal distances. A digest is their name, as hosts may
+# compress differently.
 _PLAIN_RANKS = 16
 _DIGEST_BYTES = 16
 
@@ -59,10 +59,10 @@ def _entry(amount: int, encoded: bytes) -> bytes:
 
 
 class SharedLines:
-    """Put the lines of all planners together: the same calls on each of them, with messages in between."""
+    """The lines of all planners together: each planner makes the same calls, with messages in between."""
 
     def __init__(self, sets: HolderSets, amount: np.ndarray) -> None:
-        """Take a planner's own sets, by places, and the bytes that it lays on the line of each."""
+        """Take a planner's own sets, by places, and its bytes on the line of each."""
         self._sets, self._amount, self._encoded = sets, amount.tolist(), _encoded(sets)
         self._names = [*map(_name_of, self._encoded)]
         place = [xxhash.xxh3_64_intdigest(each) for each in self._names]
@@ -72,7 +72,7 @@ class SharedLines:
         ]
 
     def ask(self) -> dict[int, bytes]:
-        """Return what the owners of the sets have to know of this planner, by place."""
+        """Return this planner's messages to the owners of the sets, by place."""
         messages: dict[int, list[bytes]] = {}
         for owner, amount, encoded in zip(self._owner, self._amount, self._encoded):
             messages.setdefault(owner, []).append(_entry(amount, encoded))
@@ -80,7 +80,7 @@ class SharedLines:
 
     @staticmethod
     def answer(asked: Mapping[int, bytes]) -> tuple[bytes, dict[int, bytes]]:
-        """Add up, as an owner, what planners lay; return what all ranks and what each planner has to know.
+        """Add up, as an owner, the planners' bytes; return the message to all ranks and those to each planner.
 
         ``asked``: :meth:`ask` of planners by place, in rising order.
         """
@@ -100,11 +100,11 @@ class SharedLines:
     def share(
         self, told: Mapping[int, bytes], answers: Mapping[int, bytes], world: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return what each member of this planner's sets gets, and what lies before this planner's shards on each line.
+        """Return the share of each member of this planner's sets, and the bytes before its shards on each line.
 
         Args:
-            told: What owners told all ranks, by place.
-            answers: What owners told this one.
+            told: The owners' messages to all ranks, by place.
+            answers: The owners' messages to this one.
             world: Number of ranks.
         """
         table = [entry for message in told.values() for entry in _entries(message)]

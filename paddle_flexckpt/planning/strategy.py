@@ -1,4 +1,4 @@
-"""Say how a job is parallel: degrees, which rank stands where, and which layers a pipeline stage has.
+"""The parallelism of a job: degrees, the places of ranks, and the layers of pipeline stages.
 
 Tested in tests/planning/test_strategy.py.
 """
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from paddle_flexckpt.catalog.errors import Problem, ValidationError
 
-# How a sharded optimizer gives states to ranks; "none" where each rank has those of all its parameters.
+# How a sharded optimizer gives states to ranks; "none": each rank has the states of all its parameters.
 SHARDING_KINDS = ("none", "v1", "v2", "stage2", "stage3", "muon")
 # The ranks that a layer's experts are spread over: neighbours among those with different data (dp x sharding), among
 # those of dp alone, or among those of dp x sharding x tp, where tensor parallelism does not cut experts.
@@ -21,7 +21,7 @@ _CONTEXT = "cannot read a strategy"
 
 
 class Place(NamedTuple):
-    """Hold a rank's places along the axes of a strategy, numbers; or those of many ranks, arrays of numbers."""
+    """A rank's places along the axes of a strategy, as numbers; or those of many ranks, as arrays."""
 
     dp: Any
     pp: Any
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Strategy:
-    """Hold the degrees of a job.
+    """The degrees of a job.
 
     Attributes:
         dp: Data parallel degree.
@@ -43,7 +43,7 @@ class Strategy:
         vpp: Virtual stages of each rank of the pipeline.
         ep: Ranks that a layer's experts are spread over.
         kind: How the optimizer is sharded, one of :data:`SHARDING_KINDS`.
-        experts: Which ranks these are, one of :data:`EXPERT_AXES`.
+        experts: The ranks over which experts are spread, one of :data:`EXPERT_AXES`.
     """
 
     dp: int = 1
@@ -118,7 +118,7 @@ class Strategy:
         return self.dp * self.pp * self.sharding * self.sep * self.tp
 
     def place(self, rank: Any) -> Place:
-        """Return where a rank stands, or many ranks do.
+        """Return the place of a rank, or of many ranks.
 
         The order is that of fleet's default ``hybrid_configs["order"]``: dp, pp, sharding, sep, mp; ranks of tensor
         parallelism are neighbours.
@@ -131,7 +131,7 @@ class Strategy:
         return Place(*reversed(places))
 
     def expert_place(self, place: Place) -> Any:
-        """Return which of the ``ep`` parts of a layer's experts a rank has, or many ranks have."""
+        """Return the number of the part of a layer's experts, of ``ep`` parts, of a rank or of many ranks."""
         if self.experts == "dp":
             return place.dp % self.ep
         data = place.dp * self.sharding + place.sharding
@@ -139,9 +139,9 @@ class Strategy:
 
     @property
     def expert_stride(self) -> int:
-        """Return how many different parts of the experts ranks that share an optimizer have, one after the other.
+        """Return how many different parts of the experts follow each other among ranks that share an optimizer.
 
-        0: they have as many of some as not of others, so that no group of theirs has each part alike.
+        0: they have different numbers of the parts.
         """
         parts = {"data": self.ep, "dp": 1, "tp": self.ep // self.tp}[self.experts]
         if self.sharding <= parts:
@@ -154,7 +154,7 @@ _DEGREES = tuple(each.name for each in fields(Strategy) if each.name not in ("ki
 
 
 def parse_strategy(text: str) -> Strategy:
-    """Return the strategy that a text such as ``"tp=8,pp=16,vpp=2,dp=4,sharding=v2:4,ep=8"`` says.
+    """Return the strategy of a text such as ``"tp=8,pp=16,vpp=2,dp=4,sharding=v2:4,ep=8"``.
 
     ``ep=8`` spreads experts over ranks with different data, ``ep=dp:8`` over data parallel ones alone, ``ep=tp:8`` over
     those of tensor parallelism too.
@@ -198,9 +198,9 @@ def stage_layers(
     Args:
         strategy: The degrees.
         layers: How many layers the description has.
-        counted: The layers that are spread evenly (``seg_method="layer:Name"``); the others go with the one before,
-            those in front with the first. None: all layers are alike (``"uniform"``). Rules as in ``SegmentLayers`` of
-            ``paddle/distributed/fleet/meta_parallel/parallel_layers/pp_layers.py``.
+        counted: The layers that are spread evenly (``seg_method="layer:Name"``); each other layer goes with the one
+            before it, those before all with the first. None: all layers are alike (``"uniform"``). Rules as in
+            ``SegmentLayers`` of ``paddle/distributed/fleet/meta_parallel/parallel_layers/pp_layers.py``.
 
     Raises:
         ValidationError: The layers cannot be spread like this.

@@ -1,8 +1,8 @@
 """The write plan: every distinct shard is written once, and every rank writes about the same number of bytes.
 
 Shards held by the same set of ranks are laid end to end and the line is cut where each rank has its share (McNaughton's
-wrap-around rule); a large shard that lies across a cut is split there, along its rows or its flattened range. Sets are
-taken smallest first, so that what only one rank can write is counted before what can be shifted.
+wrap-around rule); a large shard that lies across a cut is split there, along its rows or its flattened range. Small
+sets come first, so that a load that only one rank can take is counted before loads that can be shifted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_SPLIT_BYTES = 1 << 20
 
 @dataclass(frozen=True, eq=False)
 class WritePlan:
-    """Plan which rank writes what.
+    """The items that each rank writes.
 
     Attributes:
         catalog: What the files will hold: one row per stored item, with ``rank``, ``file`` and ``byte_offset`` set.
@@ -61,11 +61,11 @@ def plan_write(
 
     Args:
         catalog: The validated shards of all ranks.
-        file_name: Gives the data file's name for a rank.
+        file_name: Returns the data file's name for a rank.
         save_replicas: Write every shard that every rank holds, replicas included.
         min_split_bytes: Smallest shard that may be split among its replicas, in bytes.
-        groups: The catalog's replica groups, where the caller has them already. What is in none of them is not written:
-            groups that were narrowed to one member have that rank's values.
+        groups: The catalog's replica groups, if the caller has them already. Shards in none of them are not written:
+            a group that was narrowed to one member has that rank's values.
         indivisible: bool ``[n]``, rows of shards that one rank has to write whole.
     """
     ranks = np.unique(catalog.rank)
@@ -80,7 +80,7 @@ def plan_write(
 
 @dataclass(frozen=True, eq=False)
 class Items:
-    """Hold what is to be written, in no order: parts of shards, by the rank that is to write them.
+    """Parts of shards to write, in no order, each with the row of its writer.
 
     Attributes:
         row: int64 ``[m]``, the row of the shard, as its writer owns it.
@@ -94,7 +94,7 @@ class Items:
 
 
 def every_replica(catalog: Catalog, groups: ReplicaGroups) -> Items:
-    """Return all shards in the groups, each to be written whole by every rank that owns it."""
+    """Return all shards in the groups: every rank writes each of its shards whole."""
     held = (catalog.size > 0) | (catalog.global_shape == 0).any(axis=1)
     row = np.sort(groups.order[held[groups.order]])
     return Items(row, np.zeros(len(row), dtype=np.int64), catalog.size[row])
@@ -102,7 +102,7 @@ def every_replica(catalog: Catalog, groups: ReplicaGroups) -> Items:
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Hold replica groups on the lines of the sets of ranks that own them.
+    """Replica groups on the lines of the sets of ranks that own them.
 
     Attributes:
         catalog: The shards.
@@ -123,12 +123,12 @@ class Lines:
     unit: np.ndarray
 
     def cut(self, share: np.ndarray, min_split_bytes: int = MIN_SPLIT_BYTES, before: np.ndarray | None = None) -> Items:
-        """Cut the lines after each share, and return what each member of a set is to write.
+        """Cut the lines after each share, and return the items of each member of a set.
 
         Args:
             share: int64, bytes for each member of each set; on whole lines they sum to the lines' bytes.
             min_split_bytes: Shards below this stay whole.
-            before: int64 ``[s]``, where each line is a stretch of a longer one: the bytes in front of it.
+            before: int64 ``[s]``, if lines are stretches of longer ones: the bytes in front of each.
         """
         catalog, groups, sets = self.catalog, self.groups, self.sets
         first = groups.first[self.order]
@@ -163,7 +163,7 @@ class Lines:
         item, member, start, stop = item[full], member[full], start[full], stop[full]
         # Groups are sorted by rank and a set's members too, so a member's position is its replica's number.
         row = groups.order[groups.start[self.order[item]] + member - sets.start[self.of_set[item]]]
-        # An empty tensor is on no line, but its key must not vanish from the checkpoint: its first owner writes it.
+        # An empty tensor is on no line, but the checkpoint needs its key: its first owner writes it.
         empty = groups.first[(catalog.global_shape[groups.first] == 0).any(axis=1)]
         empty = empty[np.unique(catalog.key[empty], return_index=True)[1]]
         zero = np.zeros(len(empty), dtype=np.int64)
@@ -177,7 +177,7 @@ def lay_lines(
 
     Args:
         catalog: The shards.
-        groups: Their replica groups; what is in none of them is on no line.
+        groups: Their replica groups; shards in none of them are on no line.
         place: int64 ``[n]``, the place of each row's rank.
         indivisible: bool ``[n]``, rows of shards that one rank has to write whole.
     """
@@ -186,7 +186,7 @@ def lay_lines(
     distinct = catalog.take(groups.first)
     unit, size = _row_elements(distinct), distinct.size
     if indivisible is not None and len(groups):
-        # The smallest unit is all of it where any replica says so.
+        # A group is one unit if any of its replicas is indivisible.
         unit = np.where(np.logical_or.reduceat(indivisible[groups.order], groups.start[:-1]), size, unit)
     amount = np.zeros(len(sets), dtype=np.int64)
     np.add.at(amount, of_group, size * distinct.itemsize)
@@ -206,9 +206,9 @@ def lay_out(catalog: Catalog, ranks: np.ndarray, items: Items, file_name: Callab
     """Order the items of each file, and compute their boxes and byte offsets.
 
     Args:
-        catalog: The shards, with those of which something is written.
-        ranks: int64, the ranks whose files these are, rising.
-        items: What is written.
+        catalog: The shards, those of the items among them.
+        ranks: int64, the ranks of the files, rising.
+        items: The items to write.
         file_name: Gives the data file's name for a rank.
     """
     row, start, stop = items.row, items.start, items.stop

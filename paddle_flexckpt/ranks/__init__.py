@@ -1,1 +1,1 @@
-"""Ranks: what the processes of a job tell each other through sockets, without Paddle, and who of them has gone."""
+"""Ranks: messages between the processes of a job through sockets, without Paddle, and detection of dead ones."""

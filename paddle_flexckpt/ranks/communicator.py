@@ -1,4 +1,4 @@
-"""Communicators: the little that ranks must tell each other, and how an error on one becomes an error on all."""
+"""Communicators: messages between ranks, and how an error on one becomes an error on all."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Result = TypeVar("Result")
 
 
 class Communicator(ABC):
-    """Connect the ranks that take part in one call.
+    """A connection of the ranks that take part in one call.
 
     Attributes:
         ranks: Global ranks of the members, in the group's order.
         position: This rank's place in ``ranks``.
         collectives: Number of collectives so far.
-        refusal: Why this rank cannot do what it was asked for; its first step tells all others.
-        plans: What calls have planned for these ranks, for later calls.
+        refusal: Why this rank cannot take part; its first step reports it to all others.
+        plans: Plans of earlier calls for these ranks, for later calls.
     """
 
     refusal: ValidationError | None = None
@@ -51,14 +51,14 @@ class Communicator(ABC):
     def _all_gather(self, payload: bytes) -> list[bytes]: ...
 
     def all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        """Give each member what is for it alone, and a note to all.
+        """Send each member a payload of its own, and a note to all.
 
         Args:
             note: For all members; mostly empty.
-            payloads: What is for others and this member itself, by position.
+            payloads: The payloads for others and this member itself, by position.
 
         Returns:
-            The notes of the members that have one, and what is for this member, both by position in rising order.
+            The notes of the members that have one, and the payloads for this member, both by position in rising order.
         """
         self.collectives += 1
         if self.size == 1:
@@ -66,7 +66,7 @@ class Communicator(ABC):
         return self._all_to_all(note, payloads)
 
     def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        """Do so where members can only say everything to everybody, as with gloo."""
+        """Do the same where members can only send everything to everybody, as with gloo."""
         said = [split(each) for each in self._all_gather(join((note, *pack_by_position(payloads))))]
         own = [unpack_by_position(parts[1:]).get(self.position) for parts in said]
         return _present(parts[0] or None for parts in said), _present(own)
@@ -94,7 +94,7 @@ class Communicator(ABC):
         return result, self.agree(None, payload, context)
 
     def lead(self, leader: int, work: Callable[[], object], context: str = "") -> None:
-        """Take a step on one member, by its position; go on only if it went well.
+        """Take a step on one member, by its position; go on only if it succeeds.
 
         Raises:
             CheckpointError: The step failed; the same error on every member.
@@ -104,11 +104,11 @@ class Communicator(ABC):
     def agree(self, error: Exception | None, payload: bytes = b"", context: str = "") -> list[bytes]:
         """Exchange outcomes: return every member's payload, or raise the same error on every member.
 
-        ``error`` is what went wrong on this rank, if anything did.
+        ``error`` is this rank's error, if there is one.
 
         Raises:
-            CheckpointError: Something went wrong somewhere; all ranks' problems are in the text, with their rank.
-            LostRankError: A rank has gone; the same on every rank that has not.
+            CheckpointError: A rank has failed; all ranks' problems are in the text, with their rank.
+            LostRankError: A rank has died; the same error on every other rank.
         """
         payload = b"+" + payload if error is None else failed(error, context)
         gathered = _exchange(lambda: self.all_gather(payload), error, context)
@@ -118,14 +118,14 @@ class Communicator(ABC):
     def trade(
         self, work: Callable[[], tuple[Result, bytes, Mapping[int, bytes]]], context: str = ""
     ) -> tuple[Result, dict[int, bytes], dict[int, bytes]]:
-        """Take a step as in :meth:`together`, in which members have something to say to each alone.
+        """Take a step as in :meth:`together`, in which members also send payloads to single members.
 
         Args:
-            work: The step; returns its result for this rank, a note for all, and what is for each member by position.
+            work: The step; returns its result for this rank, a note for all, and the payloads for members by position.
             context: What is being done, for the error.
 
         Returns:
-            This rank's result, the notes of those that have one, and what is for this rank, by position.
+            This rank's result, the notes of those that have one, and the payloads for this rank, by position.
 
         Raises:
             CheckpointError: The step failed somewhere; the same error on every member.
@@ -146,7 +146,7 @@ def _exchange(collective: Callable[[], Result], error: Exception | None, context
     try:
         return collective()
     except LostRankError as lost:
-        # This rank's own error, if there is one, is the context of that.
+        # This rank's own error, if there is one, becomes the context of that.
         raise type(lost)(f"{context}: {lost}" if context else str(lost)) from error or lost.__cause__
 
 
@@ -155,7 +155,7 @@ def raise_failures(ranks: Sequence[int], answers: Iterable[tuple[int, bytes]], e
     failures = [(ranks[each], split(answer[1:])) for each, answer in answers if answer[:1] == b"-"]
     if failures:
         combined = combine([(rank, Failure.decode(failure)) for rank, (_, failure) in failures])
-        # Ranks may have been called with different paths; the text is that of the first one that failed.
+        # Ranks may have been called with different paths; the text has that of the first one that failed.
         raise combined.error(failures[0][1][0].decode()) from error
 
 
@@ -169,7 +169,7 @@ def _present(values: Iterable[bytes | None]) -> dict[int, bytes]:
 
 
 class SoloCommunicator(Communicator):
-    """Stand for one rank alone: a process without a distributed environment, or a rank that saves for itself."""
+    """A rank alone: a process without a distributed environment, or a rank that saves for itself."""
 
     def __init__(self, rank: int = 0) -> None:
         """Args: rank: the rank's global number."""

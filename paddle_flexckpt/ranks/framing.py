@@ -1,4 +1,4 @@
-"""Messages over sockets that do not block: a head, which has the lengths of the payloads, and these. No pickle.
+"""Messages over non-blocking sockets: a header, which has the lengths of the payloads, and the payloads. No pickle.
 
 Tested in tests/ranks/test_host_channel.py and tests/ranks/test_writer_group.py.
 """
@@ -10,14 +10,14 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-# Payloads below this are put together, so that they leave in one system call.
+# Smaller payloads are joined, so that they leave in one system call.
 _JOIN_BYTES = 1 << 20
-# More than the memory of a host: a head that has it is none.
+# More than the memory of any host: a header with such a length is invalid.
 _MOST_BYTES = 1 << 40
 
 
 def _head(count: int) -> struct.Struct:
-    """Return the form of a head: number of the exchange, number of payloads, and the length of each."""
+    """Return the form of a header: number of the exchange, number of payloads, and the length of each."""
     return struct.Struct(f"<{2 + count}Q")
 
 
@@ -31,14 +31,14 @@ def encode(exchange: int, payloads: Sequence[bytes | memoryview]) -> list[memory
 
 
 class Leaving:
-    """Send messages one after the other, as much at a time as the connection takes."""
+    """Messages on their way out of one connection, each sent as fast as the connection accepts it."""
 
     def __init__(self, message: Sequence[memoryview] = ()) -> None:
-        """Args: message: the parts of the first one, if there is one already."""
+        """Args: message: the parts of the first message, if there is one already."""
         self._parts = deque(message)
 
     def add(self, message: Sequence[memoryview]) -> None:
-        """Have a message leave after the others."""
+        """Append a message, to leave after the others."""
         self._parts.extend(message)
 
     @property
@@ -47,7 +47,7 @@ class Leaving:
         return not self._parts
 
     def send(self, connection: socket.socket) -> None:
-        """Send what the connection takes now."""
+        """Send as much as the connection accepts now."""
         sent = connection.send(self._parts[0])
         self._parts[0] = self._parts[0][sent:]
         if not self._parts[0]:
@@ -55,11 +55,11 @@ class Leaving:
 
 
 class Arriving:
-    """Receive a message.
+    """A message on its way in.
 
     Attributes:
-        exchange: The number in its head; -1 until that has come.
-        payloads: They are there when the message is done.
+        exchange: The number of the exchange in its header; -1 until the header has arrived.
+        payloads: Its payloads, once the message is complete.
     """
 
     def __init__(self, exchanges: Sequence[int], count: int) -> None:
@@ -71,15 +71,15 @@ class Arriving:
 
     @property
     def is_done(self) -> bool:
-        """Return whether all has come."""
+        """Return whether the whole message has arrived."""
         return self.exchange >= 0 and not self._left
 
     def receive(self, connection: socket.socket) -> None:
-        """Take what the connection has now.
+        """Receive what the connection has now.
 
         Raises:
             EOFError: It has been closed.
-            OSError: It is broken, or another message comes than was expected.
+            OSError: It is broken, or has another message than the expected one.
         """
         got = connection.recv_into(self._left)
         if got == 0:
@@ -89,7 +89,7 @@ class Arriving:
             self._begin(*_head(self._count).unpack(self._head))
 
     def _begin(self, exchange: int, count: int, *lengths: int) -> None:
-        """Make room for the payloads."""
+        """Allocate memory for the payloads."""
         if exchange not in self._exchanges or count != self._count:
             raise OSError(
                 f"ranks are out of step: expected exchange {self._exchanges[0]} with {self._count} payloads, got "

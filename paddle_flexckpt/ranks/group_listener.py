@@ -1,8 +1,8 @@
 """The listening socket of a writer process, at which the writers of other ranks find it.
 
-A process that connects and closes has seen that this one lives. A process that wants more greets with the secret of
-this one's address and the token of a save: as a member of the group that makes it, or to learn the outcome. The kernel
-takes connections while the writer is busy; it serves them when it waits.
+A process that connects and closes has verified that this one lives. Other processes send a greeting, with the secret of
+this one's address and the token of a save: as a member of the group that makes it, or to learn its outcome. The kernel
+accepts connections while the writer is busy, and the writer serves them when it waits.
 
 Tested in tests/ranks/test_group_listener.py.
 """
@@ -23,40 +23,40 @@ from paddle_flexckpt.ranks.framing import Arriving, encode
 from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS
 from paddle_flexckpt.ranks.presence import BACKLOG, SECRET_BYTES, split_address
 
-# One that connects says at once what for; a stranger that says nothing is let go.
+# A connecting process sends its greeting at once; one that sends nothing is disconnected.
 GREETING_SECONDS = 10.0
-# Secret of the listener, token of the save, and the sender's position in its group; or it only asks for the outcome.
+# Secret of the listener, token of the save, and the sender's position in its group; or a request for the outcome.
 _HELLO = struct.Struct(f"<{SECRET_BYTES}s16si")
 _ASKS = -1
-# The number of a message that is the last one to its receiver.
+# The number of a message that is the last one for its receiver.
 FAREWELL = (1 << 64) - 1
-# All messages have as many, mostly empty ones.
+# The number of payloads of every message; most are empty.
 PAYLOADS = 2
-# Saves of which something is remembered: outcomes, and connections that came before their save began.
+# The most saves of which something is remembered: outcomes, and connections that came before their save began.
 _MOST_SAVES = 16
 _PAUSE_SECONDS = 0.1
 # An answer leaves at once, if it is not very long.
 _ANSWER_SECONDS = 1.0
-# A host that went down says nothing. The kernel asks it after 30 seconds of silence, and gives up after 90. There is no
-# limit for data that is not taken (TCP_USER_TIMEOUT): a rank that is busy may read nothing for long.
+# A host that went down sends nothing. The kernel probes it after 30 seconds of silence, and gives up after 90. There is
+# no limit for data that is not received (TCP_USER_TIMEOUT): a busy rank may read nothing for long.
 _KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
 
 
 class GroupListener:
-    """Serve those who connect to a process, while it waits for something.
+    """A listener that serves those who connect to a process, while the process waits for something.
 
     Attributes:
-        selector: What the process waits for. Others may register sockets of theirs, with data.
+        selector: The selector that the process waits on. Others may register sockets of theirs, with data.
     """
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
-        """Take a socket that listens, which belongs to this object from now on, and the secret of its address."""
+        """Take a listening socket, which this object closes, and the secret of its address."""
         self._listener, self._secret = close_in_forks(listener), secret
         self._listener.setblocking(False)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self._listener, selectors.EVENT_READ)
         self._strangers: dict[socket.socket, tuple[bytearray, float]] = {}
-        # By token, and whether they only ask.
+        # By token, and whether they only ask for the outcome.
         self._callers: OrderedDict[tuple[bytes, bool], list[tuple[int, socket.socket]]] = OrderedDict()
         # By token, the outcome, and the text for members that come too late.
         self._ended: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
@@ -80,13 +80,13 @@ class GroupListener:
 
     @property
     def _oldest(self) -> tuple[socket.socket, float]:
-        """Return the stranger that came first, and until when it has time: all have the same time."""
+        """Return the stranger that came first, and the end of its time: all have the same time."""
         stranger, (_, until) = next(iter(self._strangers.items()))
         return stranger, until
 
     def serve(self) -> None:
         """Serve all that have connected and greeted by now, without waiting."""
-        for _ in range(2):  # a connection is accepted, and then heard
+        for _ in range(2):  # a connection is accepted first, and read in the next turn
             self.select(0)
 
     def await_readable(self, connection: socket.socket) -> None:
@@ -99,13 +99,13 @@ class GroupListener:
             self.selector.unregister(connection)
 
     def take(self, token: bytes) -> list[tuple[int, socket.socket]]:
-        """Return positions and connections of the members of a save that have come since the last call."""
+        """Return positions and connections of a save's members that have come since the last call."""
         return self._callers.pop((token, False), [])
 
     def end(self, token: bytes, outcome: bytes, loss: str) -> None:
-        """End a save: those that ask get its outcome, members that come too late the text ``loss``, if there is one.
+        """End a save: later requests get its outcome, members that come too late the text ``loss``, if there is one.
 
-        Those that have asked by now are answered when this returns: the process may be about to end.
+        Requests that have come by now are answered when this returns, as the process may be about to end.
         """
         self._ended.setdefault(token, (outcome, loss.encode()))
         if len(self._ended) > _MOST_SAVES:
@@ -114,7 +114,7 @@ class GroupListener:
         self.serve()
 
     def close(self) -> None:
-        """Close the socket that listens, and the connections that nobody has taken."""
+        """Close the listening socket, and the connections that nobody has used."""
         callers = [connection for several in self._callers.values() for _, connection in several]
         self.selector.close()
         for each in (self._listener, *self._strangers, *callers):
@@ -127,9 +127,9 @@ class GroupListener:
             except BlockingIOError:
                 return
             except ConnectionAbortedError:
-                continue  # it has left again
-            except OSError:  # too many open files, or no memory: it may pass
-                if turn == 0 and self._strangers:  # each had a turn in which it could greet
+                continue  # it has disconnected again
+            except OSError:  # too many open files, or no memory: this may pass
+                if turn == 0 and self._strangers:  # each has had a turn in which it could greet
                     self._forget(self._oldest[0]).close()
                 elif turn == 0:
                     time.sleep(_PAUSE_SECONDS)
@@ -140,14 +140,14 @@ class GroupListener:
 
     def _hear(self, stranger: Any) -> None:
         if stranger not in self._strangers:
-            return  # it has made room for another just now
+            return  # it has just been dropped for another
         hello, heard = self._strangers[stranger][0], b""
         try:
             heard = stranger.recv(_HELLO.size - len(hello))
         except BlockingIOError:
             return
         except OSError:
-            pass  # it has gone
+            pass  # it has disconnected
         hello += heard
         if heard and len(hello) < _HELLO.size:
             return
@@ -180,7 +180,7 @@ class GroupListener:
 
 
 def _dismiss(connection: socket.socket, text: bytes) -> None:
-    with contextlib.suppress(OSError):  # it has gone, or takes nothing
+    with contextlib.suppress(OSError):  # it has disconnected, or receives nothing
         connection.settimeout(_ANSWER_SECONDS)
         for part in encode(FAREWELL, [text, b""]):
             connection.sendall(part)
@@ -188,7 +188,7 @@ def _dismiss(connection: socket.socket, text: bytes) -> None:
 
 
 def hang_up(connection: socket.socket) -> None:
-    """Close a connection, after reading what has come: else the system would discard what has been sent."""
+    """Close a connection, after reading what has arrived: else the system would discard what has been sent."""
     with contextlib.suppress(OSError), connection:
         connection.setblocking(False)
         while connection.recv(1 << 20):
@@ -199,7 +199,7 @@ def greet(address: str, token: bytes, position: int, timeout: float) -> socket.s
     """Connect to the writer of another rank as the member at a position of the group that makes a save.
 
     Raises:
-        OSError: It has gone, or does not answer within ``timeout`` seconds.
+        OSError: It has died, or does not answer within ``timeout`` seconds.
     """
     host_and_port, secret = split_address(address)
     connection = close_in_forks(socket.create_connection(host_and_port, timeout=min(timeout, CONNECT_SECONDS)))
@@ -213,7 +213,7 @@ def greet(address: str, token: bytes, position: int, timeout: float) -> socket.s
 
 
 def ask_outcome(address: str, token: bytes, timeout: float) -> bytes | None:
-    """Return the outcome of a save from the coordinator's writer; None if it has gone or does not tell it in time."""
+    """Return the outcome of a save from the coordinator's writer; None if that has died or does not answer in time."""
     deadline, answer = time.monotonic() + timeout, Arriving([FAREWELL], PAYLOADS)
     try:
         with greet(address, token, _ASKS, timeout) as connection:
@@ -226,10 +226,10 @@ def ask_outcome(address: str, token: bytes, timeout: float) -> bytes | None:
 
 
 def prepare(connection: socket.socket) -> None:
-    """Have a connection not block, send at once, and end when the host at its other end has gone."""
+    """Make a connection non-blocking, without delay, and closed if the host at its other end goes down."""
     connection.setblocking(False)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
-        if hasattr(socket, option):  # not on every system
+        if hasattr(socket, option):  # not available on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

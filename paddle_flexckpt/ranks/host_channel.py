@@ -3,12 +3,12 @@
 On a device backend Paddle's own exchange of objects goes through device memory, which training may have used up, and
 needs the device to be current. A channel needs neither (docs/design.md, "How ranks agree").
 
-What every rank has to say reaches all in ceil(log2 n) rounds (Bruck's dissemination): in round k a rank sends the
-2 ** k payloads that it knows, or as many as are missing, to the rank 2 ** k places before it, and gets as many from the
-rank 2 ** k places after it. So a rank needs connections to few others, and a payload comes to each rank once.
+Payloads for all ranks reach them in ceil(log2 n) rounds (Bruck's dissemination): in round k a rank sends the 2 ** k
+payloads that it knows, or as many as are missing, to the rank 2 ** k places before it, and gets as many from the rank 2
+** k places after it. So a rank needs connections to few others, and a payload reaches each rank once.
 
-What is for one rank alone goes the same ways: in round k what has a way left with 2 ** k in it. So a byte is passed on
-at most ceil(log2 n) times, on average half as often.
+Payloads for one rank go the same ways: in round k, those whose remaining distance has the bit 2 ** k. So a byte is
+passed on at most ceil(log2 n) times, on average half as often.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from paddle_flexckpt.ranks.lost_ranks import KeyValueStore, describe_lost_ranks,
 from paddle_flexckpt.ranks.meeting import NOTICE_SECONDS, Meeting, say_waiting
 
 Result = TypeVar("Result")
-# A rank may well be busy for long before it takes part: it writes its file, or is not done with what comes before the
-# first save. Paddle's own groups wait as long.
+# A rank may be busy for long before it takes part: it writes its file, or has not finished the work before the first
+# save. Paddle's own groups wait as long.
 PATIENCE_SECONDS = 1800.0
 
 
 class HostChannel:
-    """Connect the ranks of a group by host sockets.
+    """A connection of a group's ranks by host sockets.
 
     Attributes:
         ranks: Global ranks of the members, in the group's order.
@@ -47,10 +47,10 @@ class HostChannel:
     def __init__(
         self, store: KeyValueStore, name: str, ranks: Sequence[int], position: int, patience: float = PATIENCE_SECONDS
     ) -> None:
-        """Prepare a channel; its members meet at the first exchange.
+        """Prepare a channel; its members connect at the first exchange.
 
-        ``name`` is the same on all members and no other group's. After ``patience`` seconds without a byte a rank is
-        given up.
+        ``name`` is the same on all members, and unique to the group. After ``patience`` seconds without a byte a rank
+        counts as lost.
         """
         self.ranks = tuple(ranks)
         self.position = position
@@ -77,12 +77,12 @@ class HostChannel:
         """Return every member's payload, in the group's order.
 
         Raises:
-            LostRankError: A member has gone or takes no part, now or in an earlier call.
+            LostRankError: A member has died or takes no part, now or in an earlier call.
         """
         return self._exchange(lambda: self._disseminate(payload))
 
     def all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        """Give each member what is for it alone, and a note to all; as of ``Communicator.all_to_all``.
+        """Send each member a payload of its own, and a note to all; as of ``Communicator.all_to_all``.
 
         Raises:
             LostRankError: As of :meth:`all_gather`.
@@ -95,7 +95,7 @@ class HostChannel:
                 raise LostRankError(
                     f"the channel between ranks {list(self.ranks)} is closed since an exchange failed: {self._broken}"
                 )
-            # It stays so if whatever interrupts this, a signal maybe, leaves no time to say more.
+            # The message stays so if an interruption, such as a signal, leaves no time for a better one.
             self._broken = "it was interrupted. Remedy: restart the job"
             try:
                 if not self._has_met:
@@ -118,8 +118,8 @@ class HostChannel:
         self._hang_up()
 
     def leave_to_parent(self) -> None:
-        """Close this process's copies of the connections, after a fork, and lets the parent have its own."""
-        self._lock = threading.Lock()  # a thread that does not exist here may hold it
+        """Close this process's copies of the connections, after a fork; the parent keeps its own."""
+        self._lock = threading.Lock()  # a thread that does not exist here may hold the lock
         self._broken = "this process is a fork of the one that made it. Remedy: call it there"
         self._hang_up()
 
@@ -139,11 +139,11 @@ class HostChannel:
         return [bytes(known[(position - self.position) % size]) for position in range(size)]
 
     def _deliver(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        """Send what is d places away on in the rounds of d's bits; it reaches its rank with the last of them."""
+        """Pass payloads for the rank d places away on in the rounds of d's bits; they arrive with the last of these."""
         size = len(self.ranks)
         self._exchanges += 1
         notes: dict[int, bytes] = {self.position: note} if note else {}
-        # By how far it has to go: from whom, and what.
+        # By remaining distance: the sender, and the payload.
         under_way: dict[int, list[tuple[int, bytes]]] = {}
         for position, payload in payloads.items():
             under_way[(self.position - position) % size] = [(self.position, payload)]
@@ -151,7 +151,7 @@ class HostChannel:
         while distance < size:
             leaving = [(far, *each) for far in under_way if far & distance for each in under_way[far]]
             under_way = {far: each for far, each in under_way.items() if not far & distance}
-            # A note needs no distance: whoever has it tells it.
+            # A note needs no distance: every rank passes it on.
             sent = [_encode_letters(leaving), _encode_letters([(0, *each) for each in notes.items()])]
             letters, told = map(_decode_letters, self._send_and_receive(distance, sent))
             for far, source, payload in letters:
@@ -161,7 +161,7 @@ class HostChannel:
         return dict(sorted(notes.items())), dict(sorted(under_way.get(0, ())))
 
     def _send_and_receive(self, distance: int, payloads: Sequence[bytes | memoryview]) -> list[memoryview]:
-        """Send payloads to the one side and get as many from the other, at the same time: no ring of sends waits."""
+        """Send payloads to one side and receive as many from the other, at the same time, to avoid a deadlock."""
         target, source = self._targets[distance], self._sources[distance]
         target_rank = self.ranks[(self.position - distance) % len(self.ranks)]
         source_rank = self.ranks[(self.position + distance) % len(self.ranks)]
@@ -170,7 +170,7 @@ class HostChannel:
         self.messages += 1
         self.bytes_sent += sum(len(payload) for payload in payloads)
         with selectors.DefaultSelector() as waiting:
-            # A target never says anything: that it can be read from means that it has closed.
+            # A target never sends anything: if it is readable it has closed the connection.
             waiting.register(target, selectors.EVENT_READ | selectors.EVENT_WRITE)
             waiting.register(source, selectors.EVENT_READ)
             while not (leaving.is_done and arriving.is_done):
@@ -199,7 +199,7 @@ class HostChannel:
         return arriving.payloads
 
     def _meet(self) -> None:
-        """Connect to the members that this one sends to, and let those connect that it receives from."""
+        """Connect to the members that this one sends to, and accept those that it receives from."""
         size = len(self.ranks)
         distances = [1 << k for k in range((size - 1).bit_length())]
         targets = {distance: self.ranks[(self.position - distance) % size] for distance in distances}
@@ -236,11 +236,11 @@ def _expect_nothing(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _blaming(rank: int) -> Iterator[None]:
-    """Name the rank at the other end in what goes wrong with a connection."""
+    """Add the rank at the other end to errors of a connection."""
     try:
         yield
     except BlockingIOError:
-        pass  # it was not ready after all; the caller waits again
+        pass  # the connection was not ready after all; the caller waits again
     except EOFError as error:
         raise EOFError(f"rank {rank} has closed its connection") from error
     except OSError as error:

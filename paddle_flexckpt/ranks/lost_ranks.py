@@ -1,9 +1,9 @@
-"""Find out which ranks have gone, when an exchange between ranks fails.
+"""Find out which ranks have died, when an exchange between ranks fails.
 
-A backend only says that something broke, and a socket only that its other end has closed, maybe for the failure of a
-third. So every process has a *presence*: a listening socket, which the kernel closes with the process. A rank whose
-exchange fails says so in the job's key-value store, and looks whose presence does not answer. Ranks that had said so
-before they went are not lost: they have ended because of the same failure.
+A backend only reports that something broke, and a socket only that its other end has closed, maybe because a third rank
+failed. So every process has a *presence*: a listening socket, which the kernel closes with the process. A rank whose
+exchange fails notes this in the job's key-value store, and checks whose presence does not answer. Ranks that had noted
+a failure before they ended are not lost: they have ended because of the same failure.
 """
 
 from __future__ import annotations
@@ -19,27 +19,27 @@ from typing import NamedTuple, Protocol
 
 from paddle_flexckpt.ranks.presence import address_of, open_presence
 
-# Paddle's own client of the store waits for a host that has gone as long as TCP does: minutes.
+# Paddle's own client of the store waits for a dead host as long as TCP does: minutes.
 STORE_SECONDS = 30.0
 # A host that does not answer for so long is down or cut off.
 CONNECT_SECONDS = 10.0
 # How long the rank that keeps the store stays for the others to notice the failure.
 FAREWELL_SECONDS = 60.0
-# How long the others may take to notice the failure too: sockets that close tell them at once. Nobody's error waits
+# How long the others may need to notice the failure too: closing sockets inform them at once. No rank's error waits
 # longer for them.
 SPREAD_SECONDS = 5.0
 _POLL_SECONDS = 0.1
-# The commonest reason why a rank does not come.
+# The most common reason why a rank does not come.
 EVERY_RANK = (
     "Remedy: make this call on every rank of the group (is it inside `if rank == 0`?), or pass process_group='self'"
 )
 
 
 class KeyValueStore(Protocol):
-    """Describe what is used of Paddle's TCPStore."""
+    """The part of Paddle's TCPStore that this package uses."""
 
     def add(self, key: str, value: int) -> int:
-        """Add to a counter, which starts at 0; return what it is then."""
+        """Add to a counter, which starts at 0; return its new value."""
 
     def set(self, key: str, value: str) -> None:
         """Set a value."""
@@ -48,29 +48,29 @@ class KeyValueStore(Protocol):
         """Return a value; wait until there is one."""
 
 
-# The stores, and the numbers under which they know this process.
+# The stores, and this process's numbers in them.
 _announced: list[tuple[KeyValueStore, int]] = []
 
 
 @functools.cache
 def own_presence() -> str:
     """Return the address of this process's presence, which lasts as long as the process."""
-    # Connections are never accepted: that they can be made is all that is asked. They stay in the backlog; a job in
-    # which this is asked is about to end.
+    # Connections are never accepted: it is enough that they can be made. They stay in the backlog, but a job in which
+    # presences are checked is about to end.
     listener = open_presence()
     os.register_at_fork(after_in_child=functools.partial(_leave, listener))
     return address_of(listener)
 
 
 def _leave(listener: socket.socket) -> None:
-    """Close, in a fork, what would answer for this process when it has gone."""
+    """Close, in a fork, the socket that would answer for this process after its death."""
     listener.close()
     own_presence.cache_clear()
     _announced.clear()
 
 
 def announce(store: KeyValueStore, rank: int) -> None:
-    """Tell the others, once, where this rank can be looked for. It has to come before anything that can fail."""
+    """Announce, once, this rank's address to the others. This has to precede anything that can fail."""
     if not any(there is store and who == rank for there, who in _announced):
         store.set(f"flexckpt/presence/{rank}", own_presence())
         store.add(f"flexckpt/present/{rank}", 1)
@@ -78,7 +78,7 @@ def announce(store: KeyValueStore, rank: int) -> None:
 
 
 def presence_of(store: KeyValueStore, rank: int) -> tuple[str, int] | None:
-    """Return host and port of a rank's presence; None if it has not begun: it is slow, or never to come."""
+    """Return host and port of a rank's presence; None if it has not announced itself yet, and may never do so."""
     if store.add(f"flexckpt/present/{rank}", 0) == 0:
         return None
     host, _, port = store.get(f"flexckpt/presence/{rank}").decode().rpartition(":")
@@ -86,12 +86,12 @@ def presence_of(store: KeyValueStore, rank: int) -> tuple[str, int] | None:
 
 
 class Missing(NamedTuple):
-    """Say why an exchange failed.
+    """The ranks that made an exchange fail.
 
     Attributes:
-        lost: Ranks that have gone.
-        silent: Ranks that live but take no part.
-        unknown: Ranks that had not made a call before: nobody knows where to look for them.
+        lost: Ranks that have died.
+        silent: Ranks that are alive but take no part.
+        unknown: Ranks that had not made a call before, so that their address is not known.
     """
 
     lost: list[int]
@@ -100,14 +100,14 @@ class Missing(NamedTuple):
 
 
 def find_missing_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], rank: int) -> Missing | None:
-    """Say that an exchange failed on this rank, and look which others have gone, or have not failed.
+    """Note that an exchange failed on this rank, and find out which others have died, or have not failed.
 
-    If none has gone, those that live are given time to say that the exchange failed on them too. Rank 0 keeps the
+    If none has died, the living ones get time to note that the exchange failed on them too. Rank 0 keeps the
     store, so it stays a while for the others to ask it: here, and then, in a thread, when its interpreter exits.
-    ``group`` names the ranks' group: the same on all of them, and no other group's.
+    ``group`` names the ranks' group: the same on all of them, and unique to it.
 
     Returns:
-        Who is missing; None if the store has gone.
+        The missing ranks; None if the store cannot be reached.
     """
     prefix = f"flexckpt/{group}"
     found: list[Missing] = []
@@ -123,7 +123,7 @@ def find_missing_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], r
                     missing.unknown.append(other)
                 elif _answers(presence):
                     missing.silent.append(other)
-                # One that has gone may have said so and ended just now.
+                # A dead rank may have noted a failure and ended just now.
                 elif store.add(f"{prefix}/{other}", 0) < failures:
                     missing.lost.append(other)
         return missing
@@ -133,24 +133,24 @@ def find_missing_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], r
             # Ranks that have failed equally often are at the same failure.
             failures = store.add(f"{prefix}/{rank}", 1)
             missing = look([other for other in ranks if other != rank], failures)
-            # Few looks, as each leaves a connection in the backlog of those that live. Also for those that have gone a
-            # second one may be needed: a process that ends closes its sockets one after the other.
+            # Few checks, as each leaves a connection in the backlog of those that live. A dead rank may need a second
+            # one too: a process that ends closes its sockets one after the other.
             pause, end = _POLL_SECONDS, time.monotonic() + SPREAD_SECONDS
             while missing.silent and not missing.lost and time.monotonic() < end:
                 time.sleep(pause)
                 pause *= 2
                 missing = look([*missing.silent, *missing.unknown], failures)
             store.add(f"{prefix}/{rank}/done", 1)
-        except Exception:  # whatever it is, the store cannot be asked: so the caller is told
+        except Exception:  # after any error the store cannot be used: the caller gets None
             return
         found.append(missing)
         if rank == 0:
-            # A rank that nobody has seen is not waited for: it may have died before its first call.
+            # A rank that has not announced itself is not waited for: it may have died before its first call.
             others = {*ranks} - {rank, *missing.lost, *missing.unknown}
             with contextlib.suppress(Exception):  # the outcome is known already
                 _say_farewell(store, prefix, others, failures)
 
-    # In a thread: the store's client cannot be told to give up.
+    # In a thread: the store's client cannot be interrupted.
     asking = threading.Thread(target=ask, name="flexckpt-lost-ranks", daemon=rank != 0)
     asking.start()
     while not found and asking.is_alive() and time.monotonic() - heard[0] < STORE_SECONDS:
@@ -161,7 +161,7 @@ def find_missing_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], r
 
 
 def _say_farewell(store: KeyValueStore, prefix: str, others: set[int], failures: int) -> None:
-    """Stay until other ranks have asked the store what they want to know, or for so long."""
+    """Stay until other ranks have read the store, or for a limited time."""
     deadline = time.monotonic() + FAREWELL_SECONDS
     while others and time.monotonic() < deadline:
         others = {other for other in others if store.add(f"{prefix}/{other}/done", 0) < failures}
@@ -178,7 +178,7 @@ def _answers(presence: tuple[str, int]) -> bool:
 
 
 def describe_lost_ranks(missing: Missing | None, error: Exception) -> str:
-    """Return what to tell the user of missing ranks; where none is known to be lost, of the backend's error."""
+    """Return the text for the user about missing ranks; if none is known to be lost, about the backend's error."""
     remedy = "Remedy: look into {its} log (killed? out of memory? host or network down?), and restart the job"
     if missing is None:
         return (

@@ -1,7 +1,7 @@
 """Connect ranks that know only each other's numbers by sockets.
 
-With its address each rank puts a secret into the job's key-value store, by which a connection shows that it comes from
-one who can read the store. Nobody waits for a rank that has gone: its presence is watched until it comes.
+Beside its address each rank puts a secret into the job's key-value store. A connection that sends the secret comes from
+a process that can read the store. No rank waits for a dead one: its presence is watched until it comes.
 
 Tested in tests/ranks/test_host_channel.py.
 """
@@ -25,19 +25,18 @@ from paddle_flexckpt.ranks.presence import SECRET_BYTES, address_of, own_host
 
 logger = logging.getLogger("paddle_flexckpt")
 
-# A rank that waits so long says for whom.
+# A rank that has waited for so long logs the ranks that it waits for.
 NOTICE_SECONDS = 60.0
-# How often the store is asked for those who are not there: the shortest pause, and the longest, as one rank may be
-# minutes late and the store belongs to all.
+# How often the store is asked for absent ranks: the shortest pause, and the longest, as one may be minutes late.
 _PAUSES = (0.01, 1.0)
-# The peers' connections are few; the rest is for strangers.
+# The peers' connections are few; the other places are for strangers.
 _BACKLOG = 128
-# The token with which ranks greet each other; no save has it.
+# The token of greetings between ranks, which no save has.
 _MEETING = bytes(16)
 
 
 class Meeting:
-    """Take one rank's part in a meeting. A context: what it opened, it closes, but the connections if all came.
+    """One rank's part in a meeting. Leaving its context closes what it opened, except the connections if all were made.
 
     Attributes:
         targets: Connections, which do not block, to the ranks that this one was to connect to.
@@ -47,7 +46,7 @@ class Meeting:
     def __init__(self, store: KeyValueStore, name: str, rank: int, targets: set[int], sources: set[int]) -> None:
         """Prepare to connect to the ranks ``targets``, and to be connected to by ``sources``.
 
-        ``name`` is the same on all ranks and no other meeting's.
+        ``name`` is the same on all ranks, and unique to the meeting.
         """
         self.targets: dict[int, socket.socket] = {}
         self.sources: dict[int, socket.socket] = {}
@@ -60,7 +59,7 @@ class Meeting:
         self._open = contextlib.ExitStack()
 
     def __enter__(self) -> Meeting:
-        """Listen, and tell the others where."""
+        """Listen, and announce the address to the others."""
         try:
             server, secret = socket.create_server((own_host(), 0), backlog=_BACKLOG), secrets.token_bytes(SECRET_BYTES)
             self._listener = GroupListener(server, secret)
@@ -73,12 +72,12 @@ class Meeting:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """Stop listening, and after an error all else too, and tell the others."""
+        """Stop listening; after an error close all else too, and inform the others."""
         self._open.close()
         if error[0] is not None:
             for connection in (*self.targets.values(), *self.sources.values()):
                 connection.close()
-            # Those that this rank has not met would wait for it. If the store has gone, they find out themselves.
+            # Ranks that this one has not connected to would wait for it. Without the store, they find out themselves.
             with contextlib.suppress(Exception):
                 self._store.add(f"{self._prefix}/failed", 1)
 
@@ -91,8 +90,8 @@ class Meeting:
         """Wait until all have come, at most so many seconds.
 
         Raises:
-            EOFError: One has gone instead.
-            TimeoutError: One has not come.
+            EOFError: A rank has died instead.
+            TimeoutError: A rank has not come.
             ConnectionError: Another rank gave up.
         """
         pause, deadline = _PAUSES[0], time.monotonic() + patience
@@ -110,12 +109,12 @@ class Meeting:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {', '.join(map(str, self.absent))} has not come for {patience:g} s")
             if pause == _PAUSES[1]:
-                # Not at once: what watches a rank takes a place in its backlog.
+                # Not at once: a connection to a presence takes a place in its backlog.
                 self._watch()
             for rank in self._listener.select(pause):
                 if rank in self.absent:
                     raise EOFError(f"rank {rank} has gone")
-                self._listener.selector.unregister(self._watched[rank])  # it has come before it went
+                self._listener.selector.unregister(self._watched[rank])  # it has come before it died
             for rank, connection in self._listener.take(_MEETING):
                 if rank not in self._expected:
                     connection.close()
@@ -134,7 +133,7 @@ class Meeting:
         self._wanted.discard(rank)
 
     def _watch(self) -> None:
-        """Connect to the presences of those that are absent: such a connection ends when the process does."""
+        """Connect to the presences of absent ranks: such a connection ends when the process does."""
         for rank in {*self.absent} - {*self._watched}:
             presence = presence_of(self._store, rank)
             if presence is None:

@@ -1,8 +1,8 @@
 """The group of the writers that make one save: each member has a connection to the coordinator's writer, in a star.
 
-A member sends what it has to tell, and gets what is for it. The coordinator waits for all, and tells all. A connection
-that ends means that the process at its other end has died. If the coordinator gives a member up, all get the same
-text. A member that loses the coordinator does not know what became of the save.
+A member sends its messages to the coordinator, and gets those for it. The coordinator waits for all, and answers all.
+If a connection ends, the process at its other end has died. If the coordinator gives up on a member, all get the same
+text. A member that loses the coordinator does not know the outcome of the save.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from paddle_flexckpt.ranks.framing import Arriving, Leaving, encode
 from paddle_flexckpt.ranks.group_listener import FAREWELL, PAYLOADS, GroupListener, greet, hang_up, prepare
 from paddle_flexckpt.ranks.presence import FIRST_LOOK_SECONDS, DeathWatch
 
-# The coordinator gives up at the timeout; the others hear of that a little later.
+# The coordinator gives up at the timeout; the others learn of it a little later.
 _GRACE_SECONDS = 2.0
-# Besides a connection to each member.
+# Open files besides a connection to each member.
 _OTHER_FILES = 200
-# The error text about a coordinator that is lost.
+# The error text about a lost coordinator.
 UNKNOWN_OUTCOME = (
     "its background writer has ended, or has not decided within {timeout:g} s: it is not known what became of the "
     "save. Remedy: look whether the checkpoint is there"
@@ -34,11 +34,11 @@ UNKNOWN_OUTCOME = (
 
 
 class LostCoordinatorError(LostRankError):
-    """Tell that the coordinator's writer has gone or is silent: whether the save is committed, its manifest tells."""
+    """An error of a lost coordinator: its writer died or is silent, so only the manifest shows the outcome."""
 
 
 class _Link:
-    """Connect a member and the coordinator: messages leave one after the other, and arrive so."""
+    """A connection between a member and the coordinator, with the messages that leave and arrive by it."""
 
     def __init__(self, connection: socket.socket, position: int) -> None:
         """Args: connection: to the other end. position: the place of that in the group."""
@@ -47,25 +47,25 @@ class _Link:
         self._arriving: Arriving | None = None
 
     def say(self, message: Sequence[memoryview]) -> None:
-        """Have a message leave after the others."""
+        """Append a message, to leave after the others."""
         self._leaving.add(message)
 
     def send(self) -> bool:
-        """Send what the connection takes now; return whether nothing is left to send."""
+        """Send as much as the connection accepts now; return whether nothing is left to send."""
         try:
             while not self._leaving.is_done:
                 self._leaving.send(self.connection)
         except BlockingIOError:
             return False
-        except OSError:  # nobody takes it; what the other end has said before can still be read
+        except OSError:  # the other end receives nothing any more; its earlier messages can still be read
             self._leaving = Leaving()
         return True
 
     def receive(self, exchange: int) -> Arriving | None:
-        """Return a message of an exchange, or the last one of all, once it has come as a whole.
+        """Return a message of an exchange, or the last message, once it has arrived as a whole; None before.
 
         Raises:
-            EOFError: The other end has gone.
+            EOFError: The other end has died.
             OSError: The connection broke, or another message came.
         """
         arriving = self._arriving = self._arriving or Arriving([exchange, FAREWELL], PAYLOADS)
@@ -78,7 +78,7 @@ class _Link:
 
 
 class WriterGroup(Communicator):
-    """Connect the writers of all ranks for one save. Notes go to all members, payloads to the coordinator."""
+    """A connection of the writers of all ranks for one save: notes go to all members, payloads to the coordinator."""
 
     def __init__(
         self,
@@ -93,9 +93,9 @@ class WriterGroup(Communicator):
         """Join the group: a member connects to the coordinator, or raises in its first exchange that it cannot.
 
         Args:
-            listener: That of this process.
-            addresses: Where the members' processes listen, "host:port/secret", in the group's order.
-            token: That of the save, 16 bytes.
+            listener: The listener of this process.
+            addresses: The addresses of the members' processes, "host:port/secret", in the group's order.
+            token: The token of the save, 16 bytes.
             ranks: Global ranks of the members, in the group's order.
             position: This rank's place among them.
             coordinator: The coordinator's place.
@@ -118,7 +118,7 @@ class WriterGroup(Communicator):
         return self.position == self._coordinator
 
     def close(self, outcome: bytes = b"") -> None:
-        """Leave the group. On the coordinator ``outcome`` is for all who ask what became of the save."""
+        """Leave the group. On the coordinator ``outcome`` is sent to all who ask for it."""
         if self._leads:
             self._listener.end(self._token, outcome, str(self._lost or ""))
         for link in self._links.values():
@@ -127,7 +127,7 @@ class WriterGroup(Communicator):
         self._lost = self._lost or LostRankError("this group of writers is closed")
 
     def lead(self, leader: int, work: Callable[[], object], context: str = "") -> None:
-        """Take a step on the coordinator, as the base class does; other members may have gone by then."""
+        """Take a step on the coordinator, as the base class does; other members may have died by then."""
         if leader != self._coordinator:
             raise ValueError("the coordinator alone leads a group of writers")
         self._begin_exchange()
@@ -140,7 +140,7 @@ class WriterGroup(Communicator):
                 error, notes = failure, {leader: failed(failure, context)}
             self._answer(notes)
         else:
-            # The coordinator has begun the step by now. It is waited for as long as for a share.
+            # The coordinator has begun the step by now. The wait for it is as long as for a share.
             notes = self._hear()
         raise_failures(self.ranks, notes.items(), error)
 
@@ -165,7 +165,7 @@ class WriterGroup(Communicator):
         if not payloads.keys() <= {self._coordinator}:
             raise ValueError("members of a group of writers send to the coordinator alone")
         self._begin_exchange()
-        # A payload of no bytes is none.
+        # A payload of no bytes counts as none.
         own = note, payloads.get(self._coordinator, b"")
         if not self._leads:
             self._links[self._coordinator].say(encode(self._exchanges, own))
@@ -186,7 +186,7 @@ class WriterGroup(Communicator):
         """Return the message of each other member, by position.
 
         Raises:
-            LostRankError: One has gone, or does not come, or has ended the save; all others get that text.
+            LostRankError: A member has died, does not come, or has ended the save; all others get that text.
         """
         deadline = time.monotonic() + self._timeout
         messages: dict[int, tuple[bytes, bytes]] = {}
@@ -199,7 +199,7 @@ class WriterGroup(Communicator):
                 self._admit(absent)
                 left, gone = deadline - time.monotonic(), watch.look(absent)
                 if gone or left <= 0:
-                    # One that had connected before is admitted yet.
+                    # A member that had connected before is still admitted.
                     self._listener.serve()
                     self._admit(absent)
                 if gone := [position for position in gone if position in absent]:
@@ -230,32 +230,32 @@ class WriterGroup(Communicator):
         """Connect the members that have come; they are no longer absent."""
         for position, connection in self._listener.take(self._token):
             if position not in absent:
-                connection.close()  # it is none, or is there
+                connection.close()  # it is not absent, or has come already
                 continue
             absent.discard(position)
-            with contextlib.suppress(OSError):  # it has gone, as it is found soon
+            with contextlib.suppress(OSError):  # it has died, which is found out soon
                 prepare(connection)
             self._links[position] = _Link(connection, position)
             self._invite(self._links[position])
 
     def _invite(self, link: _Link) -> None:
-        """Tell a member, by a message without a byte, that the coordinator is there, and wait for its own."""
+        """Inform a member, by a message without a byte, that the coordinator is there, and wait for its message."""
         link.say(encode(self._exchanges, [b"", b""]))
         link.send()
         self._listener.selector.register(link.connection, selectors.EVENT_READ, link)
 
     def _answer(self, notes: Mapping[int, bytes]) -> None:
-        """Send notes to all members that are there."""
+        """Send notes to all connected members."""
         self._send_to_all(self._exchanges, join(pack_by_position(notes)))
 
     def _give_up(self, text: str) -> LostRankError:
-        """Return the error that ends the save, after all others have been told."""
+        """Return the error that ends the save, after informing all others."""
         self._lost = LostRankError(text)
         self._send_to_all(FAREWELL, text.encode())
         return self._lost
 
     def _send_to_all(self, exchange: int, payload: bytes) -> None:
-        """Send a message to all members that are there; one that takes nothing for long is cut off."""
+        """Send a message to all connected members; one that receives nothing for long is cut off."""
         message = encode(exchange, [payload, b""])
         with selectors.DefaultSelector() as waiting:
             for link in self._links.values():
@@ -266,7 +266,7 @@ class WriterGroup(Communicator):
                 ready = waiting.select(_GRACE_SECONDS)
                 for key in [key for key, _ in ready] or [*waiting.get_map().values()]:
                     if not ready:
-                        # It ends for the other end too; it is read to its end later.
+                        # This ends the connection for the other end too; it is read to its end later.
                         with contextlib.suppress(OSError):
                             key.data.connection.shutdown(socket.SHUT_RDWR)
                     if key.data.send():
@@ -286,7 +286,7 @@ class WriterGroup(Communicator):
             time.sleep(FIRST_LOOK_SECONDS)
 
     def _hear(self) -> dict[int, bytes]:
-        """Send what is to leave, and return the notes that the coordinator sends in this exchange, by position."""
+        """Send the waiting messages, and return the coordinator's notes of this exchange, by position."""
         link, patience = self._links[self._coordinator], self._timeout + _GRACE_SECONDS
         deadline, selector = time.monotonic() + patience, self._listener.selector
         selector.register(link.connection, selectors.EVENT_READ | selectors.EVENT_WRITE, link)
@@ -311,7 +311,7 @@ class WriterGroup(Communicator):
                     raise self._lost
                 if payload:
                     return unpack_by_position(split(payload))
-                # The coordinator is there: its own patience begins now.
+                # The coordinator is there: its own timeout begins now.
                 deadline = time.monotonic() + patience
         finally:
             selector.unregister(link.connection)
@@ -343,7 +343,7 @@ def _slow(timeout: float) -> str:
 
 
 def _allow_open_files(count: int) -> None:
-    """Raise the limit of this process for open files, as far as it may, if that is lower."""
+    """Raise this process's limit for open files, as far as allowed, if it is lower."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= soft < count:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""Save and restore what a run has besides tensors: step, schedule, random numbers, extra values."""
+"""Saving and restoring the state of a run besides tensors: step, schedule, random numbers, extra values."""
 
 from paddle_flexckpt.run_state.extra_state import (
     ExtraStateReport,

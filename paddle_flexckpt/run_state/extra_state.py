@@ -1,4 +1,4 @@
-"""Extra state: what a run needs besides tensors to go on where it was, saved like tensors.
+"""Extra state: the state that a run needs besides tensors to continue, saved like tensors.
 
 A checkpoint's extra state is a few tensors among the others, all under the prefix ``extra_state.``:
 
@@ -15,9 +15,9 @@ A checkpoint's extra state is a few tensors among the others, all under the pref
     report = restore_extra_state(load_extra_state(path), scheduler, scaler)
     step = report.step
 
-Under another layout than that of the save, what belongs to ranks has no meaning: generators stay as they are, lest
-ranks that have to draw alike draw differently, and positions are handed out for the caller to divide anew. Both are in
-the report, by name.
+Under another layout than that of the save, what belongs to ranks has no meaning. Generators stay as they are, so that
+ranks that have to draw alike still do. The caller gets the positions of all ranks, to divide them anew. The report
+names both.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ _PREFIX = EXTRA_STATE
 _COMMON = f"{_PREFIX}common"
 _OF_RANK = re.compile(re.escape(_PREFIX) + r"(rng|dataloader)\.rank(\d+)(\.|$)")
 _VERSION = 1
-# What moves with the steps but is not in Paddle's state_dict() (3.0 to 3.3): the place in the current cycle.
+# Attributes that change with the steps and are missing in Paddle's state_dict() (3.0 to 3.3).
 _LEFT_OUT = {"CosineAnnealingWarmRestarts": ("T_i", "T_cur")}
 
 
 @dataclass(frozen=True)
 class ExtraStateReport:
-    """Say what :func:`restore_extra_state` found and did.
+    """The result of :func:`restore_extra_state`.
 
     Attributes:
         step: Training step, if one was saved.
         dataloader: This rank's position in the data; None if there is none, or the layout is another.
         dataloaders: Positions by the rank that saved them: this rank's, or under another layout all of them.
-        more: What else the caller had saved.
-        restored: Names of what is as it was.
-        not_restored: Names of what is not, and why.
+        more: The caller's own saved values.
+        restored: Names of the values that were restored.
+        not_restored: Names of the values that were not restored, and why.
     """
 
     step: int | None
@@ -164,7 +164,7 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
             load_state_dict(tensors, path, comm, unique_id=chosen)
         state.update(tensors)
 
-    # What is common says whether the layout is the same, and so what else is needed.
+    # The common part has the layout, which decides what else is needed.
     read([key for key in catalog.keys if key == _COMMON or key.startswith(f"{_COMMON}.")])
     same = _common(state)["layout"] == _layout()
     of_ranks = [match for match in map(_OF_RANK.match, catalog.keys) if match]
@@ -178,7 +178,7 @@ def saved_world_size(state: Mapping[str, Any]) -> int:
 
 
 def saved_data_ranks(state: Mapping[str, Any]) -> int:
-    """Return among how many ranks' samples a step of the saved run was divided; those of all where fleet had none."""
+    """Return the number of ranks that divided the samples of a step of the saved run; without fleet, all ranks."""
     layout = _common(state)["layout"]
     return int(layout["data"] * layout["sharding"] if "data" in layout else layout["world_size"])
 
@@ -186,7 +186,7 @@ def saved_data_ranks(state: Mapping[str, Any]) -> int:
 def restore_extra_state(
     state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True
 ) -> ExtraStateReport:
-    """Put scheduler, scaler and generators back in place. What could not be is one warning of rank 0.
+    """Restore scheduler, scaler and generators in place. Rank 0 logs one warning of what could not be restored.
 
     Args:
         state: Of :func:`load_extra_state` or :func:`collect_extra_state`.
@@ -195,7 +195,7 @@ def restore_extra_state(
         rng: Whether to restore the random number generators.
 
     Returns:
-        Step, positions, the caller's own values, and what could be restored and what not.
+        Step, positions, the caller's own values, and the names of what was restored and what was not.
 
     Raises:
         ValidationError: This is no extra state.
@@ -210,7 +210,7 @@ def restore_extra_state(
 def put_back_extra_state(
     state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True
 ) -> ExtraStateReport:
-    """Do as :func:`restore_extra_state`, for callers that warn themselves."""
+    """Do the same as :func:`restore_extra_state`, but log no warning."""
     common = _common(state)
     not_restored = schedule_left_out(state, lr_scheduler, scaler)
     restored: list[str] = []
@@ -335,7 +335,7 @@ def _text(tensor: Any) -> bytes:
 
 
 class ConstantRate:
-    """Stand for the rate of an optimizer without a scheduler, which ``set_lr`` may have changed."""
+    """The rate of an optimizer without a scheduler, which ``set_lr`` may have changed."""
 
     def __init__(self, optimizer: Any) -> None:
         """Take the optimizer, in whatever wrappers."""
@@ -351,7 +351,7 @@ class ConstantRate:
 
 
 def _scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's state and that of the schedulers inside it, whatever wraps whatever."""
+    """Return a scheduler's state and those of all schedulers inside it."""
     return {
         "class": type(scheduler).__name__,
         "state": scheduler.state_dict(),
@@ -371,7 +371,7 @@ def _schedulers_inside(scheduler: Any) -> list[tuple[str, Any]]:
 
 
 def _refuse_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
-    """Return why a scheduler cannot have a saved state; None if it can."""
+    """Return why a scheduler cannot load a saved state; None if it can."""
     expected, got = _classes(saved), _classes(_scheduler_state(scheduler))
     return None if expected == got else f"the checkpoint has a {expected}, this run a {got}"
 
@@ -390,7 +390,7 @@ def _restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
 
 
 def plain_scheduler_problem(scheduler: Any, saved: dict[str, Any]) -> str | None:
-    """Return why a scheduler cannot have a state of its own ``state_dict()``, as others save it; None if it can."""
+    """Return why a scheduler cannot load a state that is a plain ``state_dict()``; None if it can."""
     own = scheduler.state_dict()
     if own.keys() == saved.keys():
         return None
@@ -403,5 +403,5 @@ def _classes(state: dict[str, Any]) -> str:
 
 
 def scaler_problem(scaler: Any, saved: dict[str, Any]) -> str | None:
-    """Return why a GradScaler cannot have a state of its ``state_dict()``; None if it can."""
+    """Return why a GradScaler cannot load a state that is a ``state_dict()``; None if it can."""
     return "it is disabled in this run" if saved and not scaler.state_dict() else None

@@ -13,7 +13,7 @@ import numpy as np
 
 
 def collect_random_state() -> dict[str, Any]:
-    """Return the state of every generator, as values that :mod:`~paddle_flexckpt.catalog.portable` takes."""
+    """Return the state of every generator, as values that :mod:`~paddle_flexckpt.catalog.portable` can encode."""
     version, words, gauss = random.getstate()
     return {
         "python": {"version": version, "words": np.asarray(words, dtype=np.uint32), "gauss": gauss},
@@ -24,7 +24,7 @@ def collect_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: Mapping[str, Any]) -> dict[str, str]:
-    """Put the generators back; return what could not be put back, by name, and why."""
+    """Restore the generators; return the names of those that could not be restored, and why."""
     failed: dict[str, str] = {}
 
     def attempt(name: str, restore: Callable[..., object], *state: Any) -> None:
@@ -101,7 +101,7 @@ def _restored(dumped: list[Any]) -> list[Any]:
     states = []
     for device, seed, offset, engine in dumped:
         state = core.GeneratorState.__new__(core.GeneratorState)
-        # What unpickling would do; but nothing has been unpickled.
+        # As unpickling does; nothing is unpickled here.
         state.__setstate__((device, seed, offset, list(engine.encode("ascii"))))
         states.append(state)
     return states

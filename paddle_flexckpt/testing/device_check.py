@@ -1,9 +1,9 @@
 """Prove the library on this machine's accelerators: ``python -m paddle_flexckpt.testing.device_check``.
 
 It saves, loads and reshards, alone and with several ranks over the real backend, compares everything bit for bit with
-values known on the host, and prints a table. ``--json`` writes what a report should have with it. Checks on a device
-that is simulated (the variable ``FLEXCKPT_SIMULATED_DEVICE`` is set) say so. Ctrl-C ends it with what was
-found until then.
+values known on the host, and prints a table. ``--json`` writes a file to attach to a report of a problem. If the device
+is simulated (the variable ``FLEXCKPT_SIMULATED_DEVICE`` is set), the table says so. Ctrl-C ends the checks and prints
+the results so far.
 
 This process does not import Paddle: a check that crashes is a line of the table.
 Tested in tests/device/test_device_check.py.
@@ -29,35 +29,35 @@ from paddle_flexckpt.testing.device_check_record import Outcome, is_simulated, r
 
 _SINGLE = "paddle_flexckpt.testing.device_check_single"
 _RANKS = Path(__file__).with_name("device_check_ranks.py")
-#: Seconds for one process or one job; NCCL alone takes some to begin.
+#: The time limit of one process or one job, in seconds; NCCL needs some to start.
 _PATIENCE = 600.0
 _SIMULATED = "simulated device"
-#: Of the processes, unless it is set: a GPU's allocator waits ten seconds before it says that there is no memory.
+#: Defaults for the processes: a GPU's allocator waits ten seconds before it reports that there is no memory.
 _ENVIRONMENT = {"FLAGS_gpu_allocator_retry_time": "0"}
 
 
 class NoAcceleratorError(RuntimeError):
-    """Signal that Paddle sees no accelerator on this machine."""
+    """An error of a machine on which Paddle sees no accelerator."""
 
 
 class DeviceCheck:
-    """Make all checks of one machine.
+    """All checks of one machine.
 
     Attributes:
-        simulated: Whether they run on the simulated device.
-        outcomes: What came of them.
-        facts: What a reader has to know of the machine.
+        simulated: Whether the checks run on the simulated device.
+        outcomes: The results of the checks.
+        facts: Facts about the machine: versions, devices and so on.
     """
 
     def __init__(self, ranks: int, measured_bytes: int) -> None:
-        """Look which devices there are.
+        """List the devices.
 
         Args:
             ranks: Number of ranks, each of which gets a device.
             measured_bytes: Size of the states that are timed.
 
         Raises:
-            NoAcceleratorError: There is none, or Paddle does not start; the text says what it printed.
+            NoAcceleratorError: There is no device, or Paddle does not start; the text has Paddle's output.
         """
         self.outcomes: list[Outcome] = []
         self.facts: dict[str, Any] = {}
@@ -94,13 +94,13 @@ class DeviceCheck:
         self._job(self._measured)
 
     def _single(self, count: int, measured: int) -> None:
-        """Run the checks of one process; with a count of 0, only look which devices there are."""
+        """Run the checks of one process; with a count of 0, only list the devices."""
         record = self._path / f"single.{count}"
         command = [sys.executable, "-m", _SINGLE, str(record), str(count), str(measured)]
-        code, said = self._process(command)
+        code, output = self._process(command)
         outcomes, facts = read_record(record)
         self.facts.update(facts)
-        self._take(outcomes, code, said, "one process")
+        self._take(outcomes, code, output, "one process")
 
     def _job(self, measured: int) -> None:
         """Run the checks of several ranks; in their last one, the last rank is killed."""
@@ -108,20 +108,20 @@ class DeviceCheck:
         logs = self._path / "logs"
         command = [sys.executable, "-m", "paddle.distributed.launch", "--devices", devices, "--host", "127.0.0.1"]
         command += ["--log_dir", str(logs), str(_RANKS), str(self._path), str(measured)]
-        _, said = self._process(command)
+        _, output = self._process(command)
         for rank in range(self._ranks):
             outcomes, _ = read_record(self._path / f"rank.{rank}")
             log = logs / f"workerlog.{rank}"
-            tail = log.read_text(errors="replace")[-3000:] if log.exists() else said
+            tail = log.read_text(errors="replace")[-3000:] if log.exists() else output
             self._take(outcomes, 0 if outcomes else 1, tail, f"rank {rank}")
 
-    def _take(self, outcomes: Sequence[Outcome], code: int, said: str, who: str) -> None:
+    def _take(self, outcomes: Sequence[Outcome], code: int, output: str, who: str) -> None:
         unfinished = [outcome for outcome in outcomes if outcome.result == "begun"]
         for outcome in unfinished:
-            outcome.result, outcome.detail = "WRONG", f"the process ended during this check. {said[-2000:]}"
+            outcome.result, outcome.detail = "WRONG", f"the process ended during this check. {output[-2000:]}"
         self.outcomes += outcomes
         if code and not unfinished:
-            self.outcomes.append(Outcome(who, "WRONG", detail=f"ended with code {code}. {said[-2000:]}"))
+            self.outcomes.append(Outcome(who, "WRONG", detail=f"ended with code {code}. {output[-2000:]}"))
 
     def _process(self, command: list[str]) -> tuple[int, str]:
         try:
@@ -129,7 +129,7 @@ class DeviceCheck:
                 command, env=self._env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_PATIENCE
             )
         except KeyboardInterrupt:
-            # The report has what was found until then.
+            # The report has the results so far.
             self._interrupted = True
             return 1, "interrupted"
         except subprocess.TimeoutExpired as error:
@@ -137,11 +137,11 @@ class DeviceCheck:
         return done.returncode, done.stdout.decode(errors="replace")
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove the files of the checks."""
         self._folder.cleanup()
 
     def report(self, seconds: float) -> dict[str, Any]:
-        """Return everything, for the JSON."""
+        """Return the contents of the JSON file."""
         prefixes = ("FLAGS_", "NCCL_", "XCCL_", "PADDLE_", "REHEARSAL_", "FLEXCKPT_", "CUDA_VISIBLE_DEVICES")
         return {
             "device": _SIMULATED if self.simulated else self._devices[0].partition(":")[0],
@@ -159,13 +159,13 @@ class DeviceCheck:
 
     @property
     def ok(self) -> bool:
-        """Return whether checks were made, and nothing was wrong."""
+        """Return whether checks were made, and all of them passed."""
         made = [outcome for outcome in self.outcomes if outcome.result != "skipped"]
         return bool(made) and all(outcome.result == "ok" for outcome in made)
 
 
 def table(report: Mapping[str, Any]) -> str:
-    """Return the results as text, one line a check; what was wrong is told in full below."""
+    """Return the results as text, one line for each check; details of failures follow."""
     simulated = report["simulated"]
     loud = f"*** {_SIMULATED.upper()}: this proves nothing about an accelerator ***"
     devices = ", ".join(report.get("devices", {}))

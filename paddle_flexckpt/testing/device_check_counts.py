@@ -1,4 +1,4 @@
-"""Compare what calls move over the link, by the counters of the device, with what they have to move.
+"""Checks of the bytes that calls move over the link, by the counters of the device.
 
 The figures are those of the table in docs/devices.md. A device that counts names its counters in the variable
 ``FLEXCKPT_DEVICE_COUNTERS``.
@@ -26,39 +26,39 @@ from paddle_flexckpt.testing.device_check_record import Found, counters, require
 
 MIB = 1 << 20
 _COLUMNS = 1024
-#: Device memory of a reshard, of one through the host, and of replicas that are compared, at most.
+#: The most device memory of a reshard, of a reshard through the host, and of a comparison of replicas.
 _RESHARD_BYTES, _OFFLOAD_BYTES, _COMPARE_BYTES = 64 * MIB, 8 * MIB, 4 * MIB
 
 
 class Ledger:
-    """Make calls, and compare what each has moved with what it should.
+    """The bytes that calls move, compared with the bytes that they should move.
 
     Attributes:
-        figures: What every call has moved.
+        figures: The bytes that each call has moved.
     """
 
     def __init__(self) -> None:
         """Find the device's counters.
 
         Raises:
-            NotHere: It has none that are known.
+            NotHere: The device has no counters that are known.
         """
         self._counters = counters()
         self.figures: dict[str, float] = {}
         self._wrong: list[str] = []
-        # Collectives whose messages went through host memory, as they do where ranks cannot reach each other's.
+        # Collectives whose messages went through host memory, as between devices that cannot reach each other's memory.
         self._by_host: set[str] = set()
 
     def call(self, name: str, work: Callable[[], Any], *, device_memory: int = 0, spare: int = 0, **moved: int) -> Any:
         """Make a call and return its result.
 
         Args:
-            name: What to call it.
+            name: The name of the call.
             work: The call.
-            device_memory: So many bytes of it may be taken.
-            spare: So many bytes more may cross to the host.
-            **moved: Bytes ``to_host``, ``to_device`` and ``to_ranks``, and ``collectives``; what is not given has to be
-                none.
+            device_memory: The most bytes of device memory that the call may take.
+            spare: The bytes that may cross to the host besides.
+            **moved: Bytes ``to_host``, ``to_device`` and ``to_ranks``, and ``collectives``; those that are not given
+                have to be 0.
         """
         paddle.device.synchronize()
         gc.collect()
@@ -89,7 +89,7 @@ class Ledger:
         return result
 
     def found(self, nbytes: int) -> Found:
-        """Return the figures of all calls, on a state of so many bytes.
+        """Return the figures of all calls, on a state of this many bytes.
 
         Raises:
             CheckFailed: One of them was wrong.
@@ -103,7 +103,7 @@ class Ledger:
 
 
 def count_alone(folder: Path, measured_bytes: int, writer: fc.BackgroundWriter) -> Found:
-    """Count what the calls of one process move."""
+    """Count the bytes that the calls of one process move."""
     ledger = Ledger()
     tensor = _numbers(_rows(measured_bytes))
     state, nbytes = {"w": tensor}, int(tensor.size) * 4
@@ -145,7 +145,7 @@ def count_alone(folder: Path, measured_bytes: int, writer: fc.BackgroundWriter) 
 
 
 def count_ranks(folder: Path, measured_bytes: int) -> Found:
-    """Count what a call of all ranks moves on this one; each has the same share of the state."""
+    """Count the bytes that the calls of all ranks move on this rank; each rank has the same share of the state."""
     ledger = Ledger()
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = _rows(measured_bytes) // size * size
@@ -187,8 +187,8 @@ def count_ranks(folder: Path, measured_bytes: int) -> Found:
     wanted = whole.numpy()[:, columns * rank : columns * (rank + 1)]
     wrong = [name for name, tensor in targets.items() if not np.array_equal(tensor.numpy(), wanted)]
     require(not wrong, f"other values after {wrong}")
-    # Each rank sums up what it writes, and what a neighbour writes; of two ranks that is all there is. Of more, a
-    # stretch may end within what one sum is of.
+    # Each rank computes the sums of its own share and of a neighbour's. Two ranks sum up all rows; with more ranks, a
+    # share may end within the rows of one sum.
     written = int(whole.size) * 4 // size
     ledger.call(
         "replicated save",

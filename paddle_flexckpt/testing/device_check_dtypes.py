@@ -1,4 +1,4 @@
-"""Check that the bits of all data types, contiguous and strided, come through every kind of save, and a reshard.
+"""Checks that every kind of save, and a reshard, preserve the bits of all data types, contiguous and strided.
 
 Tested in tests/device/test_device_check.py and tests/device/test_device_check_mistakes.py.
 """
@@ -26,20 +26,20 @@ from paddle_flexckpt.testing.device_check_record import (
     same,
 )
 
-#: Tensors of one type have more than what a save in slices copies at once, and no round number of elements.
+#: Tensors of one type have more bytes than a save in slices copies at once, and no round number of elements.
 _SHAPE = (257, 289)
 _SLICE_BYTES = 100_000
 
 
 class Tensors:
-    """Have a tensor of every data type, and a transposed view of another.
+    """A tensor of every data type, and a transposed view of another of that type.
 
     Attributes:
         state: The tensors by key.
     """
 
     def __init__(self, name: str) -> None:
-        """Make them of random elements, which follow from the name."""
+        """Make the tensors, of random elements that follow from the name."""
         self._dtypes = [dtype for dtype in (*DTYPES, *FP8) if hasattr(paddle, dtype)]
         self._items = {
             key: (elements(f"{name} {key}", _SHAPE, dtype), dtype)
@@ -55,17 +55,17 @@ class Tensors:
         return sum(values.nbytes for values, _ in self._items.values())
 
     def overwrite(self) -> None:
-        """Give all of them other elements."""
+        """Overwrite all elements."""
         for key, (values, dtype) in self._items.items():
             self._bases[key].copy_(on_device(np.roll(values, 1), dtype), True)
 
     def wrong(self, found: Mapping[str, Any]) -> list[str]:
-        """Return the keys of contiguous tensors with other elements than these had at first."""
+        """Return the keys of contiguous tensors whose elements differ from the original ones here."""
         wanted = {key: np.ascontiguousarray(_seen(key, values)) for key, (values, _) in self._items.items()}
         return [key for key, values in wanted.items() if not same(found[key], values)]
 
     def wrong_in_place(self, other: Tensors) -> list[str]:
-        """Return the keys of tensors of another such state with other elements than these had at first."""
+        """Return the keys of tensors of another such state whose elements differ from the original ones here."""
         return [key for key, (values, _) in self._items.items() if not same(other._bases[key], values)]
 
 
@@ -74,10 +74,10 @@ def _seen(key: str, base: Any) -> Any:
 
 
 class DtypeChecks:
-    """Make the checks of one process and one device."""
+    """The checks of data types, in one process and on one device."""
 
     def __init__(self, folder: Path, measured_bytes: int, writer: fc.BackgroundWriter) -> None:
-        """Take the folder for checkpoints, the size of what is saved through less memory, and a writer."""
+        """Take the folder for checkpoints, the size of the state that is saved through less memory, and a writer."""
         self._folder, self._measured, self._writer = folder, measured_bytes, writer
 
     def all(self) -> Iterator[tuple[str, Work]]:

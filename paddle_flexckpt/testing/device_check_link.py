@@ -1,4 +1,4 @@
-"""Check how fast the way between device and host is, and what goes on at the same time.
+"""Checks of the speed of copies between device and host, and of their overlap with other work.
 
 Tested in tests/device/test_device_check.py and tests/device/test_device_check_mistakes.py.
 """
@@ -34,22 +34,22 @@ from paddle_flexckpt.testing.device_check_record import (
 )
 
 MIB = 1 << 20
-#: Bounds: of a bare copy's speed, of the shorter of two stages, and of the time of a step without a save.
+#: Bounds: parts of a bare copy's speed and of the shorter of two stages, a multiple of a step's time without a save.
 _OF_BARE_COPY, _AT_ONCE, _SLOWER_STEP = 0.3, 0.5, 1.5
-#: Steps of training that are timed, alone, and beside a save if it takes so long.
+#: Steps of training that are timed, alone, and during a save if it takes that long.
 _STEPS = 20
-#: Rows and columns of what a step multiplies.
+#: Rows and columns of the matrices that a step multiplies.
 _EXTENT, _SIMULATED_EXTENT = 4096, 128
-#: Of integers, in a step of a device that has no kernel for matrices.
+#: Products of integers in a step of a device that has no kernel for matrices.
 _PRODUCTS = 20
-#: A save of less than so many buffers has hardly begun when its last copy is done.
+#: The least buffers of a save whose stages can overlap: a smaller one has hardly begun when its last copy is done.
 _LEAST_BUFFERS = 16
 
 _Spans = list[tuple[float, float]]
 
 
 class LinkChecks:
-    """Make the checks of one process and one device."""
+    """The checks of the link, in one process and on one device."""
 
     def __init__(self, device: str, folder: Path, measured_bytes: int, writer: fc.BackgroundWriter) -> None:
         """Take the device, which is current, the folder for checkpoints, the size of states, and a writer."""
@@ -68,7 +68,7 @@ class LinkChecks:
         tensor = paddle.arange(max(1, self._measured // 4), dtype="int32")
         nbytes = int(tensor.size) * 4
         memory, whole = DeviceMemory(tensor), np.empty(nbytes, dtype=np.uint8)
-        whole.fill(0)  # its pages are there from now on
+        whole.fill(0)  # allocates its pages
         bare = {"pageable": _best(lambda: memory.read_into(0, whole))}
         unlock = page_lock.lock_pages(whole, self._device)
         if unlock is not None:
@@ -105,7 +105,7 @@ class LinkChecks:
         return {"nbytes": nbytes, "detail": detail, "figures": figures, "bounds": bounds}
 
     def _through_ring(self, tensor: Any, nbytes: int, use: Callable[[np.ndarray], None]) -> tuple[float, float]:
-        """Read a tensor as a save does; return the seconds until there was memory, and those of the copies."""
+        """Read a tensor as a save does; return the seconds until memory was allocated, and those of the copies."""
         begin = time.perf_counter()
         with device_bytes.DeviceBytes([(tensor, 0, nbytes)], self._device, nbytes) as source:
             ready = time.perf_counter()
@@ -146,7 +146,7 @@ class LinkChecks:
         return {"nbytes": nbytes, "detail": f"{detail} of {end - begin:.3f} s", "figures": figures, "bounds": bounds}
 
     def _slices(self) -> Found:
-        """Look, by the device's trace, on which streams the copies of a save in slices are."""
+        """Check the streams of the copies of a save in slices, by the device's trace."""
         device, state = counters(), state_of(self._measured)
         nbytes = bytes_of(state)
         if not page_lock.can_lock(self._device):
@@ -178,7 +178,7 @@ class LinkChecks:
         return {"nbytes": nbytes, "detail": f"{len(seconds)} slices of {slice_bytes >> 20} MiB", "figures": figures}
 
     def _stream_of_a_copy(self, tensor: Any) -> int:
-        """Return the stream that a copy is on that nobody has put elsewhere."""
+        """Return the stream of an ordinary copy."""
         device, host = counters(), np.empty(MIB, dtype=np.uint8)
         unlock = page_lock.lock_pages(host, self._device)
         paddle.device.synchronize()
@@ -265,7 +265,7 @@ class LinkChecks:
 
 
 def _step() -> tuple[Callable[[], object], str]:
-    """Return a step of fixed size for the device alone, and what it does."""
+    """Return a step of fixed size for the device alone, and its description."""
     extent = _SIMULATED_EXTENT if is_simulated() else _EXTENT
     steps = {
         f"a product of matrices, {extent} x {extent}": _matrices,
@@ -288,7 +288,7 @@ def _integers(extent: int) -> Callable[[], object]:
 
 
 def _falls_back(step: Callable[[], object]) -> bool:
-    """Return whether the host does it for the device, as far as the device tells."""
+    """Return whether the host does the work for the device, as far as the device's counters show."""
     try:
         device = counters()
     except NotHere:
@@ -301,7 +301,7 @@ def _falls_back(step: Callable[[], object]) -> bool:
 
 @contextlib.contextmanager
 def _timed_calls(owner: Any, name: str) -> Iterator[_Spans]:
-    """Note from when to when a function runs, by the clock of the device's trace."""
+    """Record the spans in which a function runs, by the clock of the device's trace."""
     spans: _Spans = []
     real = getattr(owner, name)
 
@@ -317,7 +317,7 @@ def _timed_calls(owner: Any, name: str) -> Iterator[_Spans]:
 
 
 def _merged(spans: _Spans) -> _Spans:
-    """Return spans in order, those that overlap as one."""
+    """Return spans in order, with overlapping spans merged."""
     merged: _Spans = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -327,7 +327,7 @@ def _merged(spans: _Spans) -> _Spans:
 
 
 def _shared(one: _Spans, other: _Spans) -> _Spans:
-    """Return what two merged lists of spans have in common."""
+    """Return the intersection of two merged lists of spans."""
     both = [(max(a, c), min(b, d)) for a, b in one for c, d in other]
     return [(begin, end) for begin, end in both if begin < end]
 

@@ -1,4 +1,4 @@
-"""Check calls for which a device has no memory left: what they say, what they leave, and that they go well later.
+"""Checks of calls on a device without free memory: their errors, the state after them, and their success later.
 
 Tested in tests/device/test_device_check.py and tests/device/test_device_check_mistakes.py.
 """
@@ -19,14 +19,14 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing.device_check_record import CheckFailed, Found, Work, elements, on_device, require, same
 
-#: Sizes that are taken, each until no more of it is to be had; a call needs more than the last. Refusals are slow.
+#: Sizes that are allocated, each until that fails; a call needs more than the last. A failed allocation is slow.
 _SIZES = (1 << 28, 1 << 20)
-#: Of tensors that take more than what is left.
+#: The shape of tensors that need more memory than is left.
 _SHAPE = (640, 1024)
 
 
 class Hoard:
-    """Occupy all memory of the current device for the time of a with statement.
+    """A context in which all memory of the current device is occupied.
 
     Attributes:
         nbytes: Bytes that are occupied.
@@ -41,7 +41,7 @@ class Hoard:
         paddle.device.synchronize()
         gc.collect()
         for size in _SIZES:
-            # Which one it is depends on Paddle's version.
+            # The class of the error depends on Paddle's version.
             with contextlib.suppress(RuntimeError, MemoryError, SystemError, OSError, ValueError):
                 while True:
                     self._held.append(paddle.empty([size], dtype="uint8"))
@@ -57,7 +57,7 @@ class Hoard:
 
 
 class MemoryChecks:
-    """Make the checks of one process."""
+    """The checks without device memory, in one process."""
 
     def __init__(self, folder: Path) -> None:
         """Take the folder for checkpoints."""
@@ -70,7 +70,7 @@ class MemoryChecks:
         yield "no device memory left, reshard", self._reshard
 
     def _state(self, name: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Return values, and tensors of them: one that stands as it is, and one that has to be gathered."""
+        """Return values, and tensors of them: a contiguous one, and one that has to be gathered."""
         items = {key: elements(f"{name} {key}", _SHAPE, "float32") for key in ("whole", "turned")}
         return items, {key: on_device(values, "float32") for key, values in items.items()}
 
@@ -80,14 +80,14 @@ class MemoryChecks:
         fc.save_state_dict(_turned(bases), path)
         items, bases = self._state("new")
         state, before = _turned(bases), sorted(each.name for each in path.iterdir())
-        said = _refused("save", lambda: fc.save_state_dict(state, path))
+        text = _refused("save", lambda: fc.save_state_dict(state, path))
         _require_same(bases, items, "the save without memory has changed its source")
         after = sorted(each.name for each in path.iterdir())
         require(after == before, f"the save without memory has left {after}; there was {before}")
         _require_saved(path, old, "the checkpoint that was there is another one after the save without memory")
         fc.save_state_dict(state, path)
         _require_saved(path, items, "other values after the save that had memory again")
-        return {"nbytes": 2 * items["whole"].nbytes, "detail": said}
+        return {"nbytes": 2 * items["whole"].nbytes, "detail": text}
 
     def _load(self) -> Found:
         path = self._folder / "no-memory-load"
@@ -95,14 +95,14 @@ class MemoryChecks:
         fc.save_state_dict(_turned(bases), path)
         untouched = {key: elements(f"target {key}", _SHAPE, "float32") for key in items}
         targets = {key: on_device(values, "float32") for key, values in untouched.items()}
-        said = _refused("load", lambda: fc.load_state_dict(_turned(targets), path))
-        _require_kept(targets, untouched, said)
+        text = _refused("load", lambda: fc.load_state_dict(_turned(targets), path))
+        _require_kept(targets, untouched, text)
         fc.load_state_dict(_turned(targets), path)
         _require_same(targets, items, "other values after the load that had memory again")
-        return {"nbytes": 2 * items["whole"].nbytes, "detail": said}
+        return {"nbytes": 2 * items["whole"].nbytes, "detail": text}
 
     def _reshard(self) -> Found:
-        """Move within one device, for which no memory is needed: the one call that goes well."""
+        """Reshard within one device, which needs no memory and succeeds, unlike all other calls."""
         items, bases = self._state("reshard")
         targets = {key: on_device(np.zeros_like(values), "float32") for key, values in items.items()}
         with Hoard() as hoard:
@@ -113,7 +113,7 @@ class MemoryChecks:
 
 
 def reshard_of_ranks(meet: Callable[[], object]) -> Found:
-    """Move rows to columns while the last rank has no device memory; all ranks have to be told.
+    """Reshard rows to columns while the last rank has no device memory; all ranks have to raise the error.
 
     ``meet`` waits for the other ranks, without device memory.
     """
@@ -131,23 +131,23 @@ def reshard_of_ranks(meet: Callable[[], object]) -> Found:
             {"w": fc.ShardedWeight("w", target, wanted.shape, whole.shape, (0, 512 * rank))},
         )
 
-    said = ""
+    text = ""
     with Hoard() if rank == size - 1 else contextlib.nullcontext():
         meet()
         try:
             move()
         except Exception as error:  # any that says what it is will do
-            said = _told(error)
+            text = _text_of(error)
         meet()
     meet()  # ranks may share a device
-    require(bool(said), f"a reshard went well for which rank {size - 1} had no device memory")
-    require("memory" in said.lower(), f"an error that does not name memory: {said}")
-    require(f"rank {size - 1}" in said, f"an error that does not name the rank without memory: {said}")
+    require(bool(text), f"a reshard went well for which rank {size - 1} had no device memory")
+    require("memory" in text.lower(), f"an error that does not name memory: {text}")
+    require(f"rank {size - 1}" in text, f"an error that does not name the rank without memory: {text}")
     require(same(source, part), "the reshard without memory has changed its source")
-    _require_kept({"w": target}, {"w": untouched}, said)
+    _require_kept({"w": target}, {"w": untouched}, text)
     move()
     require(same(target, wanted), "other values after the reshard that had memory again")
-    return {"nbytes": part.nbytes, "detail": said}
+    return {"nbytes": part.nbytes, "detail": text}
 
 
 def _turned(bases: dict[str, Any]) -> dict[str, Any]:
@@ -155,20 +155,20 @@ def _turned(bases: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refused(what: str, work: Callable[[], object]) -> str:
-    """Make a call for which there is no memory; return what it said."""
+    """Make a call for which there is no memory; return the text of its error."""
     with Hoard() as hoard:
         try:
             work()
         except Exception as error:  # any that says what it is will do
-            said = _told(error)
+            text = _text_of(error)
         else:
             raise CheckFailed(f"a {what} that needs device memory went well with {hoard.nbytes >> 20} MiB held")
-    require("memory" in said.lower(), f"an error that does not name memory: {said}")
-    return said
+    require("memory" in text.lower(), f"an error that does not name memory: {text}")
+    return text
 
 
-def _told(error: Exception) -> str:
-    """Return what an error says, without the lines of C++ that Paddle puts in between."""
+def _text_of(error: Exception) -> str:
+    """Return the text of an error, without Paddle's lines of C++."""
     first, *others = re.sub("-{4,}", "", f"{type(error).__name__}: {error}").splitlines()
     return " ".join([first.strip(), *(line for line in others if "memory" in line.lower() and "::" not in line)])
 
@@ -178,10 +178,10 @@ def _require_same(tensors: dict[str, Any], items: dict[str, np.ndarray], otherwi
     require(not wrong, f"{otherwise}: {wrong}")
 
 
-def _require_kept(targets: dict[str, Any], untouched: dict[str, np.ndarray], said: str) -> None:
-    """Require that targets are as they were, or that the error says otherwise."""
+def _require_kept(targets: dict[str, Any], untouched: dict[str, np.ndarray], text: str) -> None:
+    """Require that targets are unchanged, or that the error says otherwise."""
     changed = [key for key, values in untouched.items() if not same(targets[key], values)]
-    require(not changed or "partly overwritten" in said, f"{changed} changed, of which the error says nothing: {said}")
+    require(not changed or "partly overwritten" in text, f"{changed} changed, of which the error says nothing: {text}")
 
 
 def _require_saved(path: Path, items: dict[str, np.ndarray], otherwise: str) -> None:

@@ -1,4 +1,4 @@
-"""Check that the host memory on the way from and to a device is page-locked, and unlocked in the end.
+"""Checks that host memory for copies from and to a device is page-locked, and unlocked in the end.
 
 Tested in tests/device/test_device_check.py and tests/device/test_device_check_mistakes.py.
 """
@@ -23,15 +23,15 @@ from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.testing.device_check_record import Found, NotHere, Work, bytes_of, counters, require, state_of
 
 MIB = 1 << 20
-#: The least that a load has in one buffer.
+#: The smallest buffer of a load.
 BUFFER_BYTES = min(device_bytes.BUFFER_BYTES, buffered_reads.BUFFER_BYTES)
-#: Copies of up to so many bytes are small enough to be made in another way.
+#: Copies of up to this many bytes are made in another way.
 _TINY = 4096
 
 
 @dataclass
 class Lock:
-    """Record whether host memory was page-locked for the library, and unlocked later."""
+    """A request of the library to page-lock host memory, and whether it was locked and later unlocked."""
 
     nbytes: int
     locked: bool
@@ -40,7 +40,7 @@ class Lock:
 
 @contextlib.contextmanager
 def _watched_locks() -> Iterator[list[Lock]]:
-    """Note all memory that the library wants to have page-locked."""
+    """Record all memory that the library asks to be page-locked."""
     locks: list[Lock] = []
 
     def lock_pages(memory: np.ndarray, device: str) -> Callable[[], None] | None:
@@ -63,7 +63,7 @@ def _watched_locks() -> Iterator[list[Lock]]:
 
 
 class PageChecks:
-    """Make the checks of one process and one device."""
+    """The checks of page-locked memory, in one process and on one device."""
 
     def __init__(self, device: str, folder: Path, measured_bytes: int) -> None:
         """Take the device, which is current, the folder for checkpoints, and the size of the state."""
@@ -85,7 +85,7 @@ class PageChecks:
                 handle: Any = fc.save_state_dict(state, self._folder / "locked-async", async_save=writer)
                 handle.result()
 
-        # At least one buffer of a ring has to be locked, and all that is staged.
+        # At least one buffer of a ring has to be locked, and all staging memory.
         buffer = min(nbytes, BUFFER_BYTES)
         calls: dict[str, tuple[Callable[[], object], int]] = {
             "save": (lambda: fc.save_state_dict(state, self._folder / "locked"), buffer),
@@ -108,7 +108,7 @@ class PageChecks:
 
     @contextlib.contextmanager
     def _pageable(self) -> Iterator[list[int]]:
-        """Note the sizes of copies from and to pageable memory, where the device tells."""
+        """Record the sizes of copies from and to pageable memory, if the device counts them."""
         sizes: list[int] = []
         try:
             device = counters()
@@ -121,7 +121,7 @@ class PageChecks:
         sizes += [span.nbytes for span in device.spans() if span.pageable and span.nbytes > _TINY]
 
     def _cuda_host_register(self) -> Found:
-        """Run what the library does on CUDA, on whatever device this is."""
+        """Run the library's code for CUDA, whatever the device."""
         library = page_lock.loaded_library("libcudart.so")
         if library is None:
             raise NotHere("no libcudart is loaded in this process")
@@ -131,7 +131,7 @@ class PageChecks:
         require(unlock is not None, "cudaHostRegister has refused; the log has its status")
         DeviceMemory(tensor).read_into(0, memory)
         address, nbytes = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes)
-        # Both of these are refused. A status stays CUDA's last error until somebody takes it.
+        # Both of these are refused. A status stays CUDA's last error until it is read.
         again = library.cudaHostRegister(address, nbytes, ctypes.c_uint(1))
         library.cudaGetLastError()
         if unlock is not None:

@@ -1,4 +1,4 @@
-"""Check several ranks over the device backend; run by the launcher of Paddle, not imported.
+"""Checks of several ranks over the device backend; run by the launcher of Paddle, not imported.
 
 Tested in tests/device/test_device_check.py.
 """
@@ -37,10 +37,10 @@ from paddle_flexckpt.testing.device_check_record import (
 
 
 class RankChecks:
-    """Make one rank's part of the checks, in the order in which they are made."""
+    """One rank's part of the checks, in their order."""
 
     def __init__(self, folder: Path, measured_bytes: int) -> None:
-        """Take the folder for checkpoints, which all ranks share, and the size of each rank's state that is timed."""
+        """Take the folder for checkpoints, which all ranks share, and the size of each rank's timed state."""
         self._folder, self._measured = folder, measured_bytes
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
 
@@ -173,7 +173,7 @@ def _known(*dtypes: str) -> list[str]:
 
 
 def killed_rank(folder: Path) -> Found:
-    """Have the last rank die while all save; the others have to be told which, and the old checkpoint has to stay."""
+    """Kill the last rank while all save; the error of the others has to name it, and the old checkpoint has to stay."""
     rank, size = dist.get_rank(), dist.get_world_size()
     # The launcher ends the ranks that are left.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -209,7 +209,7 @@ def main() -> None:
     for name, work in RankChecks(folder, measured).all():
         record.check(name, work)
     if rank == dist.get_world_size() - 1:
-        killed_rank(folder)  # which does not return
+        killed_rank(folder)  # does not return
     else:
         record.check("a killed rank", lambda: killed_rank(folder))
     os._exit(0)  # an ordinary end would wait for the rank that is gone

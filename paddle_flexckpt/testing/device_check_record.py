@@ -1,7 +1,6 @@
-"""Write down the results of checks as they come, and make values that are known on the host.
+"""The record of the results of checks, and values that are known on the host.
 
-A figure may have a bound. On a device that only simulates one, a figure of a clock proves nothing: it is told, and is
-never wrong.
+A figure may have a bound. On a simulated device a time proves nothing: it is reported, and never makes a check fail.
 
 Tested in tests/device/test_device_check.py and tests/device/test_device_check_mistakes.py.
 """
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-#: Data types by the bytes of an element. A Paddle that lacks one says so in the results.
+#: Data types by the bytes of an element. The results name those that this version of Paddle lacks.
 DTYPES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),
     **dict.fromkeys(("int16", "float16", "bfloat16"), 2),
@@ -31,30 +30,30 @@ DTYPES = {
 }
 FP8 = {"float8_e4m3fn": 1, "float8_e5m2": 1}
 
-#: Set by whatever starts the checks with a device that is none.
+#: Set by a program that starts the checks on a simulated device.
 SIMULATED_VARIABLE = "FLEXCKPT_SIMULATED_DEVICE"
 #: Names the module that has a device's counters, as ``stats()``, ``reset()`` and ``spans()``.
 COUNTERS_VARIABLE = "FLEXCKPT_DEVICE_COUNTERS"
 
-#: What a check has found: ``nbytes``, ``detail``, ``figures`` and ``bounds``, or what there is of them.
+#: The result of a check: ``nbytes``, ``detail``, ``figures`` and ``bounds``, any of which may be missing.
 Found = dict[str, Any]
 Work = Callable[[], Found]
 
 
 class CheckFailed(Exception):
-    """Say that a check has found values that are not what they should be."""
+    """A failed check: values are not what they should be."""
 
 
 class NotHere(Exception):
-    """Say that a check cannot be made on this machine."""
+    """A check that cannot be made on this machine."""
 
 
 @dataclass
 class Outcome:
-    """Describe one check: ``result`` is ``ok``, ``WRONG``, ``skipped``, or ``begun`` for one that never ended.
+    """The outcome of a check: ``result`` is ``ok``, ``WRONG``, ``skipped``, or ``begun`` for one that never ended.
 
-    ``nbytes`` were saved, loaded or moved; ``detail`` says what was wrong, why it was skipped, or what was found. For
-    the checks of one process ``rank`` is None. ``bounds`` has those of some figures, such as ``{"at_least": 0.5}``.
+    ``nbytes`` were saved, loaded or moved; ``detail`` is the failure, the reason for skipping, or the finding. For the
+    checks of one process ``rank`` is None. ``bounds`` has the bounds of some figures, such as ``{"at_least": 0.5}``.
     """
 
     check: str
@@ -68,7 +67,7 @@ class Outcome:
 
 
 class Record:
-    """Make checks and write down what comes of them, one line each, so that a crash leaves what was before it."""
+    """A file of the outcomes of checks, each written as it comes, so that a crash leaves the earlier ones."""
 
     def __init__(self, path: Path, rank: int | None = None) -> None:
         """Open the file for the lines of this rank."""
@@ -76,11 +75,11 @@ class Record:
         self._rank = rank
 
     def note(self, **facts: Any) -> None:
-        """Write down facts that are not checks."""
+        """Write facts that are not checks."""
         self._write(facts)
 
     def check(self, name: str, work: Callable[[], Mapping[str, Any] | None]) -> None:
-        """Make a check; what ``work`` returns is :data:`Found`."""
+        """Make a check; ``work`` returns a :data:`Found`."""
         outcome = Outcome(name, rank=self._rank)
         self._write(asdict(outcome))
         begin = time.perf_counter()
@@ -88,7 +87,7 @@ class Record:
             found = work() or {}
         except NotHere as reason:
             outcome.result, outcome.detail = "skipped", str(reason)
-        except Exception as error:  # whatever it is, it is the result of this check, and the next one is made
+        except Exception as error:  # any error is the result of this check, and the next one is made
             outcome.result, outcome.detail = "WRONG", f"{type(error).__name__}: {error}"
             traceback.print_exc(file=sys.stderr)
         else:
@@ -107,20 +106,20 @@ class Record:
 
 
 def is_simulated() -> bool:
-    """Return whether the device only simulates one."""
+    """Return whether the device is a simulated one."""
     return bool(os.environ.get(SIMULATED_VARIABLE))
 
 
 def _hold(outcome: Outcome) -> None:
-    """Tell each figure that has a bound with it; one that does not keep it makes the check wrong on a real device."""
-    told, broken = [], False
+    """Add figures and their bounds to the detail; a figure out of bounds makes the check wrong on a real device."""
+    texts, broken = [], False
     for name, bound in outcome.bounds.items():
         figure = outcome.figures[name]
         kept = bound.get("at_least", figure) <= figure <= bound.get("at_most", figure)
         limits = " and ".join(f"{limit.replace('_', ' ')} {value:g}" for limit, value in bound.items())
-        told.append(f"{name} {figure:.3g} ({limits}{'' if kept else ': not kept'})")
+        texts.append(f"{name} {figure:.3g} ({limits}{'' if kept else ': not kept'})")
         broken |= not kept
-    outcome.detail = "; ".join(filter(None, [outcome.detail, *told]))
+    outcome.detail = "; ".join(filter(None, [outcome.detail, *texts]))
     if broken and is_simulated():
         outcome.detail += "; a simulated device need not keep it"
     elif broken:
@@ -128,7 +127,7 @@ def _hold(outcome: Outcome) -> None:
 
 
 def read_record(path: Path) -> tuple[list[Outcome], dict[str, Any]]:
-    """Return the checks of a record, each with the last that is known of it, and its facts."""
+    """Return the checks of a record, each with its last outcome, and the facts."""
     outcomes: dict[str, Outcome] = {}
     facts: dict[str, Any] = {}
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
@@ -145,7 +144,7 @@ def read_record(path: Path) -> tuple[list[Outcome], dict[str, Any]]:
 
 
 def elements(name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """Return random elements as opaque items that follow from the name: no arithmetic of a dtype comes in between."""
+    """Return random elements that follow from the name, as opaque items: the dtype's arithmetic is not used."""
     width = {**DTYPES, **FP8}[dtype]
     generator = np.random.RandomState(zlib.crc32(name.encode()) % 2**31)
     data = generator.bytes(int(np.prod(shape)) * width)
@@ -167,7 +166,7 @@ def on_device(items: np.ndarray, dtype: str, device: str | None = None) -> Any:
 
 
 def state_of(nbytes: int, count: int = 8) -> dict[str, Any]:
-    """Return so many float32 tensors on the current device, of so many bytes together; their keys are their values."""
+    """Return ``count`` float32 tensors of ``nbytes`` together on the current device; their keys are their values."""
     import paddle
 
     each = max(1, nbytes // count // 4)

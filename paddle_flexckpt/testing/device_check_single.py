@@ -1,4 +1,4 @@
-"""Check the library in one process on a device. Started by :mod:`~paddle_flexckpt.testing.device_check`.
+"""Checks of the library in one process on a device. Started by :mod:`~paddle_flexckpt.testing.device_check`.
 
 Tested in tests/device/test_device_check.py.
 """
@@ -38,10 +38,10 @@ from paddle_flexckpt.testing.device_check_record import (
 
 
 class SingleChecks:
-    """Make the checks of one process, in their order."""
+    """The checks of one process, in their order."""
 
     def __init__(self, devices: list[str], folder: Path, writer: fc.BackgroundWriter) -> None:
-        """Take all accelerators, of which the first is used as a rule, the folder for checkpoints, and a writer."""
+        """Take all accelerators (most checks use the first), the folder for checkpoints, and a writer."""
         self._devices, self._folder, self._writer = devices, folder, writer
         paddle.set_device(devices[0])
 
@@ -108,7 +108,7 @@ class SingleChecks:
         with paddle.device.stream_guard(stream):
             for _ in range(steps):
                 tensor.add_(ones)
-        # Nothing has waited for that stream.
+        # Nothing has waited for that stream yet.
         fc.save_state_dict({"w": tensor}, self._folder / "stream")
         values = fc.load_merged_state_dict(self._folder / "stream")["w"].numpy()
         share = float((values == steps).mean())
@@ -140,7 +140,7 @@ class SingleChecks:
         require(len(set(places.values())) == 2, f"the tensors are on {places}")
         fc.save_state_dict(state, self._folder / "second")
         empty = np.zeros_like(items["first"])
-        # The other way round: each is loaded on the device on which it was not.
+        # Each tensor is loaded on the other device.
         target = {key: on_device(empty, "float32", self._devices[1 - i]) for i, key in enumerate(items)}
         fc.load_state_dict(target, self._folder / "second")
         wrong = [key for key, values in items.items() if not same(target[key], values)]
@@ -187,11 +187,11 @@ def accelerators() -> list[str]:
 
 
 def facts(devices: list[str]) -> dict[str, Any]:
-    """Return what a reader of the results has to know of the machine."""
+    """Return the facts about the machine that a reader of the results needs."""
     described: dict[str, str] = {}
     for device in devices:
         described[device] = ""
-        # Not every kind of device and version of Paddle tells.
+        # Some kinds of devices and versions of Paddle do not have this.
         with contextlib.suppress(RuntimeError, ValueError, TypeError, AttributeError, OSError):
             described[device] = str(paddle.device.get_device_properties(device))
     flags = ("FLAGS_use_stride_kernel", "FLAGS_allocator_strategy", "FLAGS_fraction_of_gpu_memory_to_use")
@@ -209,7 +209,7 @@ def facts(devices: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Make the checks: ``RECORD DEVICE-COUNT MEASURED-BYTES``; a count of 0 only looks which devices there are."""
+    """Make the checks: ``RECORD DEVICE-COUNT MEASURED-BYTES``; a count of 0 only lists the devices."""
     record, count, measured = Record(Path(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     devices = accelerators()
     record.note(accelerators=devices)

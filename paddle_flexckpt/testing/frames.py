@@ -1,7 +1,7 @@
 """Frames on a local socket: a fixed struct, a JSON header, raw bytes.
 
-Both the world's controller and the mesh of ranks speak this. There is no pickle anywhere: a frame can carry numbers,
-text and bytes, and nothing in it can make the reader run code.
+Both the world's controller and the mesh of ranks use them. There is no pickle: a frame can carry numbers, text and
+bytes, and nothing in it can make the reader run code.
 
 A connection starts with a *hello* that carries a shared random token. It is compared in constant time, and until it has
 been accepted no frame above :data:`HELLO_LIMIT` is read, so a stranger on the same machine can neither join nor exhaust
@@ -29,7 +29,7 @@ _MAGIC = b"FxF1"
 
 
 class FrameError(ConnectionError):
-    """Signal that the peer sent something that is not a frame of this protocol."""
+    """An error of a peer that sent something else than a frame of this protocol."""
 
 
 def send_frame(sock: socket.socket, header: Header, payload: bytes | memoryview = b"") -> None:
@@ -65,7 +65,7 @@ def recv_frame(sock: socket.socket, limit: int | None = None) -> tuple[Header, b
 
 
 def send_hello(sock: socket.socket, token: str, **fields: Any) -> None:
-    """Send the first frame of a connection: the shared token and who is calling."""
+    """Send the first frame of a connection: the shared token and the caller's identity."""
     send_frame(sock, {"token": token, **fields})
 
 

@@ -1,4 +1,4 @@
-"""What a failed job leaves to be told: tracebacks, stacks, ends of logs.
+"""The report of a failed job: tracebacks, stacks, ends of logs.
 
 Tested in tests/distributed/test_cpu_world.py.
 """
@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 _LOG_TAIL = 4000
-#: Frames that tell, in a dump of stacks, a thread of ours that only waits for messages.
+#: Frames that mark, in a dump of stacks, a thread of this package that only waits for messages.
 _IDLE = re.compile(r'(cpu_world.mesh|testing.worker)\.py", line \d+ in (_accept|_recv_loop|_send_loop|_read)$', re.M)
 
 
 class WorldError(RuntimeError):
-    """Say that a job failed, hung, or lost a worker.
+    """An error of a job that failed, hung, or lost a worker.
 
     Attributes:
         failures: per failed rank its traceback, or why there is none.
         stacks: per rank the stacks of all its threads, when it had to be killed.
-        results: per rank what it returned, for those that did.
+        results: the results of the ranks that returned.
     """
 
     def __init__(

@@ -21,12 +21,12 @@ from paddle_flexckpt.catalog.errors import StoppedExchangeError
 from paddle_flexckpt.live.transport import Streams, Transport
 from paddle_flexckpt.ranks.communicator import Communicator
 
-# A simulated rank that waits for so long waits for one that has gone another way.
+# A simulated rank that waits this long waits for one that takes no part in the collective.
 PATIENCE_SECONDS = 60.0
 
 
 class SimulatedWorld:
-    """Run N ranks as threads."""
+    """A world of N ranks that run as threads."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -48,7 +48,7 @@ class SimulatedWorld:
         return outcomes
 
     def run_all(self, function: Callable[[Communicator], Any], ranks: tuple[int, ...] | None = None) -> list[Any]:
-        """Run like :meth:`run`, but give the exception of a rank that failed in place of a result."""
+        """Run like :meth:`run`, but return the exception of a rank that failed in place of its result."""
         ranks = tuple(range(self.size)) if ranks is None else ranks
         shared = _Shared(self.size)
         communicators = [SimulatedCommunicator(shared, ranks, position) for position in range(self.size)]
@@ -57,7 +57,7 @@ class SimulatedWorld:
         def work(position: int) -> None:
             try:
                 outcomes[position] = function(communicators[position])
-            except BaseException as error:  # the caller gets it as the rank's outcome
+            except BaseException as error:  # returned as the rank's outcome
                 outcomes[position] = error
             finally:
                 shared.end(position)
@@ -69,7 +69,7 @@ class SimulatedWorld:
             thread.start()
         for thread in threads:
             thread.join()
-        # A rank that was left waiting only says so; the error that counts comes first.
+        # A rank that was left waiting has no error of its own; the cause comes first.
         real = [o for o in outcomes if isinstance(o, BaseException) and not isinstance(o, LeftWaiting)]
         if real:
             outcomes = [real[0] if isinstance(o, LeftWaiting) else o for o in outcomes]
@@ -77,11 +77,11 @@ class SimulatedWorld:
 
 
 class LeftWaiting(RuntimeError):
-    """Signal that a rank waits in a collective for one that has ended, or takes too long."""
+    """An error of a rank that waits in a collective for one that has ended, or takes too long."""
 
 
 class _Shared:
-    """Hold what the ranks share."""
+    """The state that the ranks share."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -92,7 +92,7 @@ class _Shared:
         self.streams: dict[tuple[bytes, int, int], queue.Queue[bytes | None]] = {}
 
     def gather(self, number: int, position: int, payload: bytes) -> list[bytes]:
-        """Return what every rank contributes to one collective, in order of position."""
+        """Return the payloads of all ranks in one collective, in order of position."""
         with self.changed:
             answers = self.rounds.setdefault(number, {})
             answers[position] = payload
@@ -104,7 +104,7 @@ class _Shared:
             return [answers[other] for other in range(self.size)]
 
     def end(self, position: int) -> None:
-        """Note that a rank takes part in no more collectives."""
+        """Record that a rank takes part in no more collectives."""
         with self.changed:
             self.ended.add(position)
             self.changed.notify_all()
@@ -116,7 +116,7 @@ class _Shared:
 
 
 class SimulatedCommunicator(Communicator):
-    """Communicate for one simulated rank."""
+    """The communicator of one simulated rank."""
 
     def __init__(self, shared: _Shared, ranks: tuple[int, ...], position: int) -> None:
         super().__init__(ranks, position)
@@ -162,7 +162,7 @@ class _QueueTransport(Transport):
             stop()
             raise
         finally:
-            # Whoever waits for more of this rank sees the end.
+            # Ends the wait of ranks that expect more from this one.
             for rank in peers[0]:
                 self._shared.stream(exchange, self._rank, rank).put(None)
 

@@ -30,7 +30,7 @@ from paddle_flexckpt.testing.world import ADDRESS_VARIABLE
 
 
 class Worker:
-    """Take jobs from the controller, one at a time, and answer each.
+    """A worker process, which takes jobs from the controller, one at a time, and answers each.
 
     The main thread runs the jobs. A second thread reads the connection: it queues jobs, passes an abort on to the mesh
     at once, and ends the process when the connection closes, whatever the main thread is doing.
@@ -52,14 +52,14 @@ class Worker:
         threading.Thread(target=self._read, name="controller", daemon=True).start()
 
     def loop(self) -> None:
-        """Serve until it is told to exit."""
+        """Serve until the controller sends ``exit``."""
         while (message := self._jobs.get())["do"] != "exit":
             answer: dict[str, Any] = {"job": message["job"]}
             try:
                 answer["result"] = getattr(self, "do_" + message["do"])(message)
                 json.dumps(answer, default=_plain)
-            except BaseException as error:  # whatever a job raises, SystemExit included, is its result
-                answer = {"job": message["job"], "error": _told(error)}
+            except BaseException as error:  # any exception of a job, SystemExit included, is its result
+                answer = {"job": message["job"], "error": _traceback_of(error)}
             if message["do"] == "run" and self._devices is not None:
                 answer["guarded_calls"] = self._devices.guarded_calls()
             sys.stdout.flush()
@@ -69,7 +69,7 @@ class Worker:
         os._exit(0)
 
     def do_prepare(self, message: dict[str, Any]) -> None:
-        """Import what takes long; the controller waits for all ranks before the rendezvous."""
+        """Import Paddle, which takes long; the controller waits for all ranks before the rendezvous."""
         import paddle  # noqa: F401
 
         if message["device"]:
@@ -79,7 +79,7 @@ class Worker:
         else:
             from paddle_flexckpt.testing import cpu_world
 
-            # The controller limits the time, and can show the stacks; a limit of the mesh would only get in its way.
+            # The controller limits the time, and can show the stacks; the mesh needs no limit of its own.
             cpu_world.install(timeout=None, close_at_exit=False)
             self._has_mesh = True
         # The launcher sends this when another rank has died. Not before the import, which has a handler of its own.
@@ -129,7 +129,7 @@ class Worker:
                 else:
                     self._jobs.put(message)
         except BaseException as error:
-            # EOFError: the controller is gone. Anything else: nobody could be told. Either way this rank has no use.
+            # EOFError: the controller is gone. After any other error the controller cannot be reached either.
             sys.stderr.write(f"worker {self.rank} ends: {error!r}\n")
             sys.stderr.flush()
             os._exit(0 if isinstance(error, EOFError) else 1)
@@ -142,16 +142,16 @@ class Worker:
             cpu_world.mesh().abort(f"the job was aborted: {message['reason']}", message["job"])
 
 
-def _told(error: BaseException) -> str:
+def _traceback_of(error: BaseException) -> str:
     """Return the traceback without this module's frames; of an abort, also without those of the waiting mesh."""
-    told = traceback.TracebackException.from_exception(error)
+    found = traceback.TracebackException.from_exception(error)
     own = Path(__file__).parent
-    while told.stack and told.stack[0].filename == __file__:
-        del told.stack[0]
+    while found.stack and found.stack[0].filename == __file__:
+        del found.stack[0]
     if type(error).__name__ == "MeshError" and "the job was aborted" in str(error):
-        while told.stack and own in Path(told.stack[-1].filename).parents:
-            del told.stack[-1]
-    return "".join(told.format())
+        while found.stack and own in Path(found.stack[-1].filename).parents:
+            del found.stack[-1]
+    return "".join(found.format())
 
 
 def _plain(value: Any) -> Any:

@@ -1,8 +1,7 @@
 """A kept-alive world of worker processes that runs functions on every rank.
 
-Why kept alive: a start takes seconds, almost all of it importing and rendezvous, and initialising fleet again in
-running processes takes a tenth of a second. So a test session starts one world per size and sends it one job per
-layout.
+Starting processes takes seconds, almost all of it importing and rendezvous; initialising fleet again in running
+processes takes a tenth of a second. So a test session starts one world per size and sends it one job per layout.
 
 The controller (this module; it does not import Paddle) and the workers talk over loopback sockets in JSON frames, with
 a random token. When the controller goes away, for whatever reason, its sockets close and the workers exit: no orphans.
@@ -34,22 +33,22 @@ from typing import Any
 from . import frames
 from .reports import WorldError, relevant_stacks, size_of, tail_of
 
-#: Environment variable through which a worker learns where its controller listens, and the token.
+#: Environment variable with the address of a worker's controller, and the token.
 ADDRESS_VARIABLE = "PADDLE_FLEXCKPT_WORLD"
 
 _WORKER = Path(__file__).with_name("worker.py")
-#: Wall seconds that dumping stacks, or dying, may take a worker before it is killed outright.
+#: Seconds for a worker to dump its stacks, or to end, before it is killed.
 _DUMP_TIME = 5.0
 
 
 class World:
-    """Run N worker processes under ``paddle.distributed.launch``, started at the first job.
+    """A world of N worker processes under ``paddle.distributed.launch``, started at the first job.
 
     1. ``run`` starts the workers if there are none: each installs the CPU world and calls ``init_parallel_env``.
     2. It sends the job to all of them. Each resets fleet and unique names, calls the function and answers with its
        result.
-    3. When the function raises on one rank, its peers are told, and their collectives raise too instead of waiting.
-    4. A rank that does not answer in time is dumped and all are killed; the next ``run`` starts new ones.
+    3. If the function raises on one rank, the job is aborted on the others: their collectives raise instead of waiting.
+    4. If a rank does not answer in time, its stacks are dumped and all are killed; the next ``run`` starts new ones.
 
     Args:
         size: number of ranks, 2 or more (Paddle makes no process group of one).
@@ -57,12 +56,12 @@ class World:
             instead of the CPU world. The module has four functions: ``environment(size)`` returns variables for the
             workers, ``prepare()`` makes a rank's device current, ``checked()`` is a context in which each job runs, and
             ``guarded_calls()`` counts the calls that the device has checked. An abort does not reach ranks that wait
-            for the device: after ``grace`` seconds the world is killed, with all stacks told.
+            for the device: after ``grace`` seconds the world is killed, and the error has all stacks.
         env: environment variables for the workers, over the inherited ones.
         timeout: default time limit of a job in seconds.
         grace: seconds that the other ranks get to finish after one has failed.
         start_timeout: seconds for the workers to start.
-        log_dir: where the logs go and stay, a sub-directory per start; by default a temporary directory that
+        log_dir: the directory of the logs, with a sub-directory per start; by default a temporary directory that
             :meth:`close` removes.
     """
 
@@ -230,7 +229,7 @@ class World:
         """Make those of these workers that live write their stacks and die; return what they wrote.
 
         A worker registers SIGUSR1 with faulthandler and lets it chain to the default action, so the end of the process
-        says that the dump is complete: nothing has to be polled, and it works while the worker is stuck in C code.
+        shows that the dump is complete: nothing has to be polled, and it works while the worker is stuck in C code.
         Workers that the launcher has ended, because another one died, have written theirs too.
         """
         living = [self._workers[rank] for rank in ranks if not self._workers[rank].ended]
@@ -348,19 +347,19 @@ class World:
 
 
 class _Worker:
-    """Stand for one connected worker process."""
+    """One connected worker process."""
 
     def __init__(self, rank: int, pid: int, sock: socket.socket) -> None:
         self.rank, self.pid, self.sock = rank, pid, sock
         self.ended = False
 
     def try_send(self, message: dict[str, Any]) -> None:
-        """Send, unless the worker is gone: then its closed connection is what the caller sees next."""
+        """Send, unless the worker is gone: then the caller next finds its connection closed."""
         with contextlib.suppress(OSError):
             frames.send_frame(self.sock, message)
 
     def kill(self, number: signal.Signals) -> None:
-        """Signal the process, unless its connection has closed: then its number may be somebody else's by now."""
+        """Signal the process, unless its connection has closed: then its id may belong to another process by now."""
         if not self.ended:
             try:
                 os.kill(self.pid, number)
@@ -393,7 +392,7 @@ def _selector(workers: Mapping[int, _Worker]) -> selectors.BaseSelector:
 
 
 def _clean_environment() -> dict[str, str]:
-    """Return this process's environment without what would make the workers look for a device or for another world."""
+    """Return this process's environment without variables that select a device or another world."""
     foreign = ("PADDLE_", "FLAGS_selected_", "REHEARSAL_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     for name in ("CUDA_VISIBLE_DEVICES", "CUSTOM_DEVICE_ROOT", "MASTER_ADDR", "MASTER_PORT", "POD_IP"):

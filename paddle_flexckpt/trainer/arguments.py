@@ -1,4 +1,4 @@
-"""Define the flags: fields that training arguments get, and what they mean."""
+"""The flags: fields of training arguments, and the options that they set."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from paddle_flexckpt.live.save_options import CheckReplicas, SaveOptions
 from paddle_flexckpt.native.checksums import VerifyMode
 
 FLEX = "flex_checkpoint"
-# Not all trainers make truth values of what the command line says.
+# Some trainers leave truth values of the command line as text.
 _TRUTH = {**dict.fromkeys(("true", "1"), True), **dict.fromkeys(("false", "0", "none"), False)}
-# The others are the libraries' own.
+# All but FLEX are the libraries' own.
 _FORMATS = (FLEX, "unified_checkpoint", "sharding_io")
 _STRICT: dict[str, Any] = {"missing": "missing", "unexpected": "unexpected", "both": True, "none": False}
 _VERIFY = ("read", "full", "off")
-# As numbers and truth values, so that a switch for comparing works too.
+# Numbers and truth values are accepted too, as for a switch.
 _REPLICAS: dict[str, CheckReplicas] = {
     "close": "close",
     **dict.fromkeys(("equal", "1", "true"), "equal"),
     "all": "all",
     **dict.fromkeys(("first", "0", "false"), False),
 }
-# The first is what a trainer of nobody's is taken for.
+# A trainer of no library counts as one of the first.
 LIBRARIES = ("paddlenlp", "paddleformers", "paddlefleet")
-# Of these flags PaddleFormers and PaddleFleet have their own, with their own defaults.
+# PaddleFormers and PaddleFleet have flags of these names, with their own defaults.
 SHARED = ("save_checkpoint_format", "load_checkpoint_format", "aoa_config")
 # Flags of the semi-automatic trainer that choose or convert its own format.
 _OWN_LAYOUT = (
@@ -47,9 +47,9 @@ def _flag(default: Any, text: str) -> Any:
 
 @dataclass
 class FlexTrainingArguments:
-    """Add the fields of the flags, for ``class MyArguments(FlexTrainingArguments, TrainingArguments)``.
+    """The fields of the flags, for ``class MyArguments(FlexTrainingArguments, TrainingArguments)``.
 
-    ``install()`` gives them to TrainingArguments itself. The texts are those of ``--help``. Argument parsers evaluate
+    ``install()`` adds them to TrainingArguments itself. Their texts are shown by ``--help``. Argument parsers evaluate
     the types, on Python 3.9 too.
     """
 
@@ -69,18 +69,18 @@ class FlexTrainingArguments:
     flex_async_save: bool = _flag(False, "Write checkpoints in the background; training stops for one copy in memory.")
     flex_slice_bytes: Optional[int] = _flag(  # noqa: UP045
         None,
-        "With flex_async_save: copy nothing in the save, so many bytes between the micro-steps of the next step "
-        "(gradient_accumulation_steps), and what is left before its optimizer's.",
+        "With flex_async_save: bytes to copy after each micro-step of the next step (gradient_accumulation_steps); "
+        "the save itself copies small tensors only, and the rest is copied before the optimizer's step.",
     )
     flex_staging_bytes: Optional[int] = _flag(  # noqa: UP045
         None,
-        "With flex_async_save: take no more memory for the copy, 67108864 at least; the save waits for writes then.",
+        "With flex_async_save: the most memory for the copy, at least 67108864; the save then waits for writes.",
     )
     flex_verify: str = _flag("read", "Checksums on load. read: of blocks read whole. full: of all blocks. off: none.")
     flex_strict: str = _flag(
         "missing",
-        "What is an error on load. missing: a tensor that the checkpoint lacks. unexpected: one that nobody asks for. "
-        "both. none.",
+        "Errors on load. missing: a tensor that the checkpoint lacks. unexpected: a tensor that only the checkpoint "
+        "has. both. none.",
     )
     flex_fallback: bool = _flag(False, "If the checkpoint is damaged or unfinished, resume from the one before it.")
     flex_export_hf: bool = _flag(False, "Write the weights in Hugging Face format too, into huggingface/ beside each.")
@@ -93,7 +93,7 @@ class FlexTrainingArguments:
     )
     flex_cast: bool = _flag(False, "Convert tensors whose dtype is another than the checkpoint's; else an error.")
     flex_convert_master_weights: bool = _flag(
-        False, "Start master weights that the checkpoint lacks from its parameters, and the other way round."
+        False, "Make master weights that the checkpoint lacks from its parameters, and parameters from master weights."
     )
     flex_ignore_optimizer_states: bool = _flag(
         False, "Load without the optimizer states that only the checkpoint has; else they are an error."
@@ -109,7 +109,7 @@ _SWITCHES = [each.name[len("flex_") :] for each in fields(FlexTrainingArguments)
 
 @dataclass(frozen=True)
 class TrainerOptions:
-    """Hold what the flags mean.
+    """The options that the flags set.
 
     Attributes:
         save: Whether checkpoints are saved by this library.
@@ -118,7 +118,7 @@ class TrainerOptions:
         async_save: Whether saves are written in the background.
         slice_bytes: As of :func:`save_state_dict`; so is ``staging_bytes``.
         verify: As of :func:`load_state_dict`; so is ``strict``.
-        fallback: Whether an older checkpoint may serve.
+        fallback: Whether to resume from an older checkpoint if one is damaged or not complete.
         export_hf: Whether weights are exported after each save.
         save_replicas: As of :func:`save_state_dict`.
         check_replicas: Likewise. The default is ``"close"``: ranks that drift apart by rounding do not end a training.
@@ -126,7 +126,7 @@ class TrainerOptions:
         convert_master_weights: Whether masters and parameters may replace each other.
         ignore_optimizer_states: Whether optimizer states that only the checkpoint has are left out.
         ignore_schedule: Whether a schedule or scaler of the checkpoint that does not fit is left out.
-        load_transform: As of :func:`load_state_dict`; no flag's, but what a load of quantized weights takes.
+        load_transform: As of :func:`load_state_dict`, for loads of quantized weights; no flag sets it.
     """
 
     save: bool = False
@@ -148,7 +148,7 @@ class TrainerOptions:
     load_transform: Any = None
 
     def staging(self) -> dict[str, Any]:
-        """Return how a save is staged: options of :func:`save_state_dict`."""
+        """Return the options of :func:`save_state_dict` for staging."""
         return {name: getattr(self, name) for name in ("async_save", "slice_bytes", "staging_bytes")}
 
     def loading(self) -> LoadOptions:
@@ -190,7 +190,7 @@ def options_of(args: Any) -> TrainerOptions:
     except ValueError as error:
         problems.append(str(error))
     switches = {name: _TRUTH.get(str(getattr(args, f"flex_{name}", False)).lower(), False) for name in _SWITCHES}
-    # PaddleFormers' and PaddleFleet's own names for the same.
+    # PaddleFormers' and PaddleFleet's own names of these flags.
     switches["save_replicas"] |= bool(getattr(args, "replicate_saved_into_local", False))
     switches["async_save"] |= save and bool(getattr(args, "use_flex_async_save", False))
     sizes: dict[str, Any] = {name: getattr(args, f"flex_{name}", None) for name in ("slice_bytes", "staging_bytes")}
@@ -213,7 +213,7 @@ def options_of(args: Any) -> TrainerOptions:
 
 
 def _unknown_values(args: Any) -> list[str]:
-    """Return which formats and switches have a value that nobody knows: it would be taken for another."""
+    """Return the problems of formats and switches with an unknown value."""
     problems = []
     for name in ("save_checkpoint_format", "load_checkpoint_format"):
         value = getattr(args, name, None)
@@ -231,7 +231,7 @@ def _unknown_values(args: Any) -> list[str]:
 
 
 def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
-    """Return what is wrong with flags of the library's own formats that contradict these."""
+    """Return the problems of flags of the library's own formats that contradict these flags."""
 
     def given(name: str) -> bool:
         return bool(getattr(args, name, False))
@@ -300,7 +300,7 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
 
 
 def _contradictions_of_paddlefleet(args: Any, save: bool, load: bool) -> list[tuple[bool, str]]:
-    """Return what PaddleFleet has that is not served, and whether it is asked for."""
+    """Return the features of PaddleFleet that are not supported, and whether the arguments ask for them."""
     one = "one program is for model, masters and states. Remedy: give --aoa_config with the statements of parameters"
     rules = [
         (
@@ -327,7 +327,7 @@ def _number(args: Any, name: str) -> int | None:
 
 
 def library_of(thing: Any) -> str:
-    """Return which library a trainer, or its arguments, are of: its first class from a library decides."""
+    """Return the library of a trainer or its arguments: that of the first of its classes that is from one."""
     for cls in type(thing).__mro__:
         package = cls.__module__.partition(".")[0]
         if package in LIBRARIES:
@@ -336,7 +336,7 @@ def library_of(thing: Any) -> str:
 
 
 def _aoa_config(value: Any) -> Any:
-    """Return statements as :func:`load_state_dict` takes them: a list becomes a config, all else stays.
+    """Return statements in the form of :func:`load_state_dict`: a list becomes a config, all else stays.
 
     Raises:
         ValueError: It is neither JSON nor the name of a file.

@@ -1,4 +1,4 @@
-"""TrainerCheckpointer: what one trainer saves and restores, and when.
+"""The saves and restores of one trainer.
 
 A save, on all ranks:
 
@@ -7,8 +7,8 @@ A save, on all ranks:
 3. The coordinator makes these durable.
 4. Model, optimizer and extra state are saved as one checkpoint; its manifest is the commit.
    In slices it is copied later: by callbacks of the trainer, between micro-steps and before its optimizer's step.
-5. What comes after a commit: the export, the signal of the job's scheduler, rotation. For a save in the background this
-   is done when it is collected: at the next save, or at the end of the training.
+5. After the commit come the export, the signal for the job's scheduler, and rotation. For a save in the background they
+   come when it is collected: at the next save, or at the end of the training.
 Tested in tests/trainer/test_trainer.py.
 """
 
@@ -59,20 +59,20 @@ from paddle_flexckpt.trainer.restoring import Restored, dequant_transform, resto
 
 logger = logging.getLogger("paddle_flexckpt")
 
-# Under this variable the trainer leaves a file that tells the job's scheduler of each checkpoint.
+# If this variable is set, the trainer writes a file for the job's scheduler beside each checkpoint.
 _SIGNAL = "FLAG_LLM_PDC"
 _DONE = ".checkpoint_done"
 
 
 class TrainerCheckpointer:
-    """Save and restore one trainer. All methods communicate, unless they say that they do not."""
+    """The saves and restores of one trainer. All methods communicate, except where their docstring says otherwise."""
 
     def __init__(self, trainer: Any) -> None:
-        """Do nothing yet: a trainer whose flags are not set is not touched."""
+        """Take the trainer; it is not changed as long as its flags are not set."""
         self._trainer = trainer
         self._restored: Restored | None = None
         self._saving = False
-        # Moving averages of the weights, where the trainer keeps some.
+        # Moving averages of the weights, if the trainer has them.
         self.average: AverageState | None = None
 
     @functools.cached_property
@@ -87,7 +87,7 @@ class TrainerCheckpointer:
 
     @property
     def options(self) -> TrainerOptions:
-        """Return what the trainer's arguments ask for."""
+        """Return the options in the trainer's arguments."""
         return options_of(self._trainer.args)
 
     @property
@@ -99,11 +99,11 @@ class TrainerCheckpointer:
         """Return the directory to resume from.
 
         Args:
-            wanted: A directory; True for the latest that can be resumed from; None or False for none. Where some ranks
-                have none and others a directory, all take it: the storage is shared.
+            wanted: A directory; True for the latest that can be resumed from; None or False for none. If only some
+                ranks have a directory, all take it: the storage is shared.
 
         Raises:
-            ValidationError: There is none, it is not complete, or ranks name different ones.
+            ValidationError: There is no such checkpoint, it is not complete, or ranks name different ones.
         """
         context = "cannot resume"
         text = "" if wanted is None or wanted is False else "true" if wanted is True else os.fspath(wanted)
@@ -115,21 +115,21 @@ class TrainerCheckpointer:
         return self._ask(context, choose_checkpoint, asked, self._directories(), self.options.fallback)
 
     def check_export(self) -> None:
-        """Raise ValidationError where weights are to be exported and there are no rules for the model."""
+        """Raise ValidationError if weights are to be exported and there are no rules for the model."""
         if self.options.export_hf:
             _ = self._export_config  # made by all ranks together, and kept
 
     @functools.cached_property
     def _export_config(self) -> dict[str, Any] | None:
-        """Return the statements of exported weights, which the model tells on all ranks; None of an adapter.
+        """Return the AOA statements of the export, which the model gives on all ranks; None for an adapter.
 
-        A wrapper's names are the adapter's own.
+        An adapter is exported under its own names.
         """
         model = self._trainer.model
         return None if is_peft(model) else export_config_of(model, process_group=self._comm)
 
     def check(self) -> None:
-        """Raise what the first save would, once model and optimizer are wrapped, and before the training starts."""
+        """Raise the error that the first save would raise; call it once model and optimizer are wrapped."""
         trainer = self._trainer
         everything = not trainer.args.ignore_save_lr_and_optim
 
@@ -140,16 +140,16 @@ class TrainerCheckpointer:
         check_state(describe, self._comm, "cannot save")
 
     def check_options(self) -> None:
-        """Raise ValidationError where the flags of this library differ between ranks."""
+        """Raise ValidationError if the flags of this library differ between ranks."""
 
-        def tell() -> tuple[None, bytes]:
+        def encode() -> tuple[None, bytes]:
             return None, json.dumps(dataclasses.asdict(self.options), default=repr).encode()
 
         context = "training arguments"
-        check_same(self._comm.together(tell, context)[1], context)
+        check_same(self._comm.together(encode, context)[1], context)
 
     def _contents(self, everything: bool) -> dict[str, Any]:
-        """Return what is saved: shards and extra state; ``everything``: not the model alone."""
+        """Return the shards and extra state of a save; without ``everything``, those of the model alone."""
         trainer = self._trainer
         shards = collect_shards(trainer, everything)
         if self.average is not None and everything:
@@ -162,7 +162,7 @@ class TrainerCheckpointer:
         """Save the trainer's step, around its own ``_save_checkpoint``, whose result this returns.
 
         Raises:
-            ValidationError: Something cannot be saved; what was there is still there.
+            ValidationError: Something cannot be saved; earlier checkpoints are unchanged.
             CheckpointError: A rank could not write (likewise), or an earlier save in the background has failed.
         """
         trainer, options = self._trainer, self.options
@@ -178,7 +178,7 @@ class TrainerCheckpointer:
 
         def contents() -> tuple[dict[str, Any], bytes]:
             if self._comm.position == 0:
-                if is_semi_automatic(trainer):  # whose own save has no small files
+                if is_semi_automatic(trainer):  # its own save has no small files
                     write_small_files(trainer, path)
                 directories.make_durable(step)
             return self._contents(everything), b""
@@ -209,7 +209,7 @@ class TrainerCheckpointer:
         self._pending.stage_next()
 
     def finish_staging(self) -> None:
-        """Copy what is left of it: the state is about to change.
+        """Copy the rest of a save that is staged in slices, before the state changes.
 
         Raises:
             CheckpointError: It could not be copied, or has changed already; nothing is saved.
@@ -217,14 +217,14 @@ class TrainerCheckpointer:
         self._pending.finish_staging()
 
     def _collect(self, context: str, wait_for: Any = None) -> None:
-        """Finish the background saves that have ended, or all that are waited for."""
+        """Finish the background saves that have ended, after waiting for some (``wait_for``)."""
         before = self._pending.steps
         if before:
             self._pending.collect(context, wait_for)
             self._committed(sorted(before - self._pending.steps))
 
     def _committed(self, steps: list[int]) -> None:
-        """Do what comes after commits."""
+        """Export, signal and rotate, after commits."""
         directories, args = self._directories(), self._trainer.args
         for step in steps:
             path = directories.directory(step)
@@ -243,11 +243,11 @@ class TrainerCheckpointer:
         directories.rotate(self._trainer.args.save_total_limit, best, self._pending.steps)
 
     def _on_coordinator(self, context: str, work: Callable[..., Any], *arguments: Any) -> None:
-        """Do something on the coordinator; an error of it is one on every rank."""
+        """Call a function on the coordinator; its error is raised on every rank."""
         self._ask(context, lambda: (work(*arguments), "")[1])
 
     def _ask(self, context: str, look: Callable[..., str], *arguments: Any) -> str:
-        """Return on every rank what the coordinator sees; an error of it is one on every rank."""
+        """Return the coordinator's result of ``look`` on every rank; its error is raised on every rank."""
 
         def alone() -> tuple[None, bytes]:
             return None, look(*arguments).encode() if self._comm.position == 0 else b""
@@ -255,7 +255,7 @@ class TrainerCheckpointer:
         return self._comm.together(alone, context)[1][0].decode()
 
     def write_small_files(self, output_dir: str | os.PathLike[str]) -> None:
-        """Write what the trainer's ``save_model`` writes during a save of this library; communicate nothing."""
+        """Write the small files of the trainer's ``save_model`` during a save of this library; communicate nothing."""
         if self._comm.position == 0:
             write_small_files(self._trainer, Path(output_dir))
 
@@ -265,7 +265,7 @@ class TrainerCheckpointer:
         args = self._trainer.args
         ignored, signal, own = args.ignore_save_lr_and_optim, os.environ.pop(_SIGNAL, None), type(args)
         args.ignore_save_lr_and_optim, self._saving = True, True
-        if is_semi_automatic(self._trainer):  # which looks at no such flag, and writes from all ranks
+        if is_semi_automatic(self._trainer):  # it ignores the flag, and writes from all ranks
             alone = {"should_save": self._comm.position == 0, "should_save_model_state": False}
             args.__class__ = type(own.__name__, (own,), alone)
         try:
@@ -277,7 +277,7 @@ class TrainerCheckpointer:
                 os.environ[_SIGNAL] = signal
 
     def restore(self, path: str | os.PathLike[str]) -> None:
-        """Fill model, optimizer, scheduler, scaler from what :meth:`resolve` gave, once the trainer has wrapped them.
+        """Fill model, optimizer, scheduler and scaler from a directory of :meth:`resolve`; they are wrapped by then.
 
         Raises:
             ValidationError: It does not fit; nothing was changed.
@@ -288,7 +288,7 @@ class TrainerCheckpointer:
         candidate = os.fspath(path)
         while True:
             try:
-                with quiet_loads():  # _log() says what was loaded
+                with quiet_loads():  # _log() logs the report
                     self._restored = restore_from(self._trainer, candidate, everything, options, self._comm)
                 break
             except CorruptCheckpointError as error:
@@ -315,17 +315,17 @@ class TrainerCheckpointer:
 
     @property
     def restored_averages(self) -> bool:
-        """Return whether moving averages of what was restored are read here; communicates nothing."""
+        """Return whether the restored checkpoint has moving averages that are read here; communicates nothing."""
         restored = self._restored
         return restored is not None and (restored.native or has_averages(restored.path))
 
     @property
     def restored_from(self) -> str | None:
-        """Return the directory that was restored, which a fall-back may have changed; communicates nothing."""
+        """Return the directory that was restored, perhaps by a fallback; communicates nothing."""
         return None if self._restored is None else self._restored.path
 
     def restore_random_state(self) -> bool:
-        """Put the random number generators back, once; return whether the checkpoint has them. Communicate nothing."""
+        """Restore the random number generators, once; return whether the checkpoint has them. Communicate nothing."""
         restored = self._restored
         if restored is None or not restored.native:
             return False
@@ -340,7 +340,7 @@ class TrainerCheckpointer:
         restore_from(self._trainer, os.fspath(path), False, self.options, self._comm)
 
     def load_hugging_face(self, path: str | os.PathLike[str]) -> None:
-        """Fill the model alone from Hugging Face weights, by what the live model says; errors of :meth:`restore`."""
+        """Fill the model alone from Hugging Face weights, by the live model's statements; errors of :meth:`restore`."""
         model, library = self._trainer.model, library_of(self._trainer)
         given = self.options.aoa_config
         config = aoa_config_of(model, process_group=self._comm) if given is None else given
@@ -351,10 +351,10 @@ class TrainerCheckpointer:
         restore_from(self._trainer, os.fspath(path), False, options, self._comm)
 
     def save_model(self, output_dir: str | os.PathLike[str]) -> None:
-        """Save the model alone, as a checkpoint in a directory of its own: what is loaded for evaluation.
+        """Save the model alone, as a checkpoint in a directory of its own, for evaluation.
 
         Raises:
-            ValidationError: It cannot be saved; what was there is still there.
+            ValidationError: It cannot be saved; an earlier checkpoint is unchanged.
             CheckpointError: A rank could not write; likewise.
         """
         path = Path(output_dir)
@@ -365,7 +365,7 @@ class TrainerCheckpointer:
         self._on_coordinator(context, write_small_files, self._trainer, path)
 
     def restore_average(self) -> None:
-        """Fill the moving averages from the checkpoint that was restored, where both have some.
+        """Fill the moving averages from the restored checkpoint, if trainer and checkpoint have them.
 
         Raises:
             ValidationError: They do not fit.
@@ -382,7 +382,7 @@ class TrainerCheckpointer:
             logger.warning("not restored: moving averages: the checkpoint has none; they start anew")
 
     def finish(self) -> None:
-        """Wait for the saves in the background, and do what comes after them.
+        """Wait for the saves in the background, and export, signal and rotate after them.
 
         Raises:
             CheckpointError: One of them has failed.

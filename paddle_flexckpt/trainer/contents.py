@@ -1,4 +1,4 @@
-"""Collect what a trainer's checkpoint holds: shards, the trainer's own small files, weights in another format.
+"""The contents of a trainer's checkpoint: shards, the trainer's own small files, weights in another format.
 
 Tested in tests/trainer/test_trainer.py.
 """
@@ -23,29 +23,29 @@ from paddle_flexckpt.trainer.model_rules import describe_model
 
 logger = logging.getLogger("paddle_flexckpt")
 
-# Wrappers that train a few parameters beside a model that stays as it is.
+# Wrappers that train a few parameters beside a frozen model.
 _PEFT_CLASSES = frozenset({"LoRAModel", "PrefixModelForCausalLM", "VeRAModel", "LoKrModel", "ReFTModel"})
-# What such a wrapper saves of what has no gradient: scales of quantized layers.
+# Such a wrapper also saves these parts without gradients: scales of quantized layers.
 _PEFT_BUFFERS = ("activation_quanter", "weight_quanter")
 _EXPORTED = "huggingface"
-# Names of the trainer's and this library's own files, which no export has.
+# Names of the trainer's and this library's own files, which are not exported.
 _OWN = ("trainer_state", "flex_checkpoint")
 
 
 def is_peft(model: Any) -> bool:
-    """Return whether a model trains a few parameters beside a model that is not saved again."""
+    """Return whether a model trains a few parameters beside a frozen model, which is not saved."""
     return any(cls.__name__ in _PEFT_CLASSES for cls in type(model).__mro__)
 
 
 def is_semi_automatic(trainer: Any) -> bool:
-    """Return whether a trainer is the one of ``--enable_auto_parallel``."""
+    """Return whether a trainer is that of ``--enable_auto_parallel``."""
     return bool(getattr(trainer.args, "enable_auto_parallel", False))
 
 
 def _static_shards(trainer: Any) -> ShardedStateDict | None:
-    """Return all of a static model (semi-automatic, ``--to_static``); None where the trainer has none.
+    """Return all shards of a static model (semi-automatic, ``--to_static``); None if the trainer has none.
 
-    Its program holds parameters and optimizer states together.
+    The model's program holds parameters and optimizer states together.
     """
     model = trainer.model_wrapped
     if not is_semi_automatic(trainer) or model is trainer.model:
@@ -99,7 +99,7 @@ def collect_shards(trainer: Any, with_optimizer: bool) -> dict[str, Any]:
 
 
 def write_small_files(trainer: Any, directory: Path) -> None:
-    """Write what is not a tensor: configurations and tokenizer.
+    """Write configurations and tokenizer.
 
     The trainer's own checkpoints also have ``training_args.bin``, a pickle that no trainer reads.
     """
@@ -139,7 +139,7 @@ def _write_config(model: Any, directory: Path) -> None:
 def export_weights(directory: Path, aoa_config: Mapping[str, Any] | None) -> None:
     """Write the model's weights of a complete checkpoint as safetensors with Hugging Face's names and layouts.
 
-    They go to ``{directory}/huggingface``, which is there when it is complete; configuration and tokenizer are copied
+    They go to ``{directory}/huggingface``, which exists once it is complete; configuration and tokenizer are copied
     beside them. One process does it.
 
     Args:

@@ -1,12 +1,12 @@
-"""Look after the checkpoints in a trainer's output directory: which are whole, the last, or may go.
+"""The checkpoints in a trainer's output directory: which are complete, which is the last, which to remove.
 
 ``{output_dir}/checkpoint-{step}/`` holds the trainer's own small files and, in ``flex_checkpoint/``, one checkpoint of
-this library with the id 0. What tells such a directory from one of the trainer's own format is the file
-``flex_checkpoint.json``, which is written first. The checkpoint exists when the manifest does, and that is written
-last: a directory with the file and without the manifest is what a save left that was interrupted, or a removal.
+this library with the id 0. The file ``flex_checkpoint.json``, which is written first, marks such a directory; a
+directory of the trainer's own format has no such file. The checkpoint exists when the manifest does, and that is
+written last: an interrupted save or removal leaves a directory with the file and without the manifest.
 
-A removal writes ``flex_checkpoint.removing`` first; then the manifest goes, then the rest. So nothing that is half
-removed is ever taken for a checkpoint, and whoever comes next carries it through.
+A removal writes ``flex_checkpoint.removing`` first, and then removes the manifest, then the rest. So a checkpoint that
+is partly removed is never taken for a complete one, and the next save or rotation finishes the removal.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _MANIFEST = f"{UNIQUE_ID}.manifest"
 _MARKER = "flex_checkpoint.json"
 _REMOVING = "flex_checkpoint.removing"
 _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
-# A run that begins anew in the same directory would save over what is there.
+# A run that starts anew in the same directory would overwrite its checkpoints.
 _REMEDY_OF_NONE = "rebuild a lost manifest by `flexckpt repair`; or begin anew, with another --output_dir"
 
 
 class TrainerDirectories:
-    """Look after the checkpoint directories of one run. One process changes them at a time: the coordinator's."""
+    """The checkpoint directories of one run. Only the coordinator's process changes them."""
 
     def __init__(self, output_dir: str | os.PathLike[str]) -> None:
         """Take the trainer's output directory; it need not exist."""
@@ -51,7 +51,7 @@ class TrainerDirectories:
         return self.root / f"checkpoint-{step}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a directory, whatever is in it, in rising order."""
+        """Return the steps that have a directory, with a complete checkpoint or without, in rising order."""
         if not self.root.is_dir():
             return []
         matches = [_NAME.fullmatch(path.name) for path in self.root.iterdir() if path.is_dir()]
@@ -70,8 +70,8 @@ class TrainerDirectories:
         """Make the directory of a save, and mark it as one of this library.
 
         Raises:
-            CheckpointError: A checkpoint of this step is half removed, and somebody still reads it.
-            OSError: The file system refused.
+            CheckpointError: A checkpoint of this step is partly removed, and is still being read.
+            OSError: The directory or the file could not be written.
         """
         directory = self.directory(step)
         if (directory / _REMOVING).exists() and not self._remove(step):
@@ -87,13 +87,13 @@ class TrainerDirectories:
             sync_path(os.fspath(path))
 
     def rotate(self, limit: int | None, best: str | os.PathLike[str] | None, busy: Collection[int] = ()) -> list[int]:
-        """Remove all but the newest checkpoints, and what interrupted saves and removals have left.
+        """Remove all but the newest checkpoints, and leftovers of interrupted saves and removals.
 
-        Kept besides: the best one, one that is being read or saved, and one whose manifest has been lost.
+        The best checkpoint is kept too, and each that is being read or saved or has lost its manifest.
 
         Args:
-            limit: How many stay, the best one among them; None or 0: all.
-            best: Directory of the best one, if that is known.
+            limit: The number of checkpoints to keep, the best one among them; None or 0: all.
+            best: Directory of the best one, if known.
             busy: Steps that are being saved in the background.
 
         Returns:
@@ -134,7 +134,7 @@ class TrainerDirectories:
                     open_backend(directory).sync()
                     backend.remove(_MANIFEST)
                     backend.sync()
-                    # Before the file that keeps Paddle's own loader from them.
+                    # These go before the file that keeps Paddle's own loader from reading them.
                     map_files(
                         backend, backend.remove, [name for name in backend.names() if name.endswith(".safetensors")]
                     )
@@ -160,9 +160,9 @@ def is_flex(directory: str | os.PathLike[str]) -> bool:
 
 
 def is_usable(directory: str | os.PathLike[str]) -> bool:
-    """Return whether a checkpoint directory can be resumed from, as far as names and sizes of its files show.
+    """Return whether a checkpoint directory can be resumed from, judging by names and sizes of its files.
 
-    Of the trainer's own formats there is no telling whether they are complete; one with its state is believed.
+    A directory of the trainer's own formats counts as complete if it has the trainer's state.
     """
     path = Path(directory)
     if is_flex(path):
@@ -181,7 +181,7 @@ def _is_leftover(directory: Path) -> bool:
         return True
     names = os.listdir(inside)
     if _MANIFEST in names:
-        return False  # damaged, and somebody may want to look at it
+        return False  # damaged; it is left for inspection
     if not any(name.endswith(".safetensors") for name in names) or any(name.endswith(".saving") for name in names):
         return True
     logger.warning(f"{inside} has data files and no manifest, and is left alone. `flexckpt repair` may rebuild it")
@@ -189,7 +189,7 @@ def _is_leftover(directory: Path) -> bool:
 
 
 def to_rotate(steps: Sequence[int], limit: int | None, best: int | None) -> list[int]:
-    """Return the steps that have to go so that the newest ``limit`` stay, the best among them.
+    """Return the steps to remove so that ``limit`` stay: the best one and the newest.
 
     With a limit of one and another best, two stay: the newest is never removed.
     """
@@ -214,7 +214,7 @@ def step_of(directory: str | os.PathLike[str] | None) -> int | None:
 def latest_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
     """Return the directory of the highest step that can be resumed from; None if there is none.
 
-    What interrupted saves have left is passed over.
+    Leftovers of interrupted saves are ignored.
     """
     return TrainerDirectories(output_dir).last()
 

@@ -1,8 +1,9 @@
 """Moving averages of the weights in PaddleFormers and PaddleFleet (``--zcc_save_ema_coef``), as part of a checkpoint.
 
-Its callback keeps the averages on the host and writes them beside the checkpoint, before that is saved. Here they are
-shards of the checkpoint itself, a part of its extra state: there is one commit for both, they come back under any
-strategy, and a run without averages does not see them. Averages of the libraries' own directories come back so too.
+The libraries' callback keeps the averages on the host and writes them beside the checkpoint, before that is saved.
+Here they are shards of the checkpoint itself, a part of its extra state. So there is one commit for both, the averages
+are restored under any strategy, and a run without averages ignores them. Averages in the libraries' own directories
+are restored in the same way.
 
 Tested in tests/paddleformers/test_ema.py and tests/paddlefleet/test_directories.py.
 """
@@ -23,20 +24,20 @@ from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.trainer.arguments import TrainerOptions
 
 PREFIX = f"{EXTRA_STATE}ema."
-# In front of the keys of the averages where the libraries' own directories are read.
+# The prefix of the keys of averages that are read from the libraries' own directories.
 PREFIX_IN_DIRECTORY = f"{EMA_DIRECTORY}."
-# What is used of its buffer of averages: describing them, and taking what was loaded.
+# The methods that are used of the callback's buffer of averages.
 _NEEDED = ("_build_ema_save_sharded_state_dict", "_fc_to_buffer_format", "save", "ema_accumulate")
 
 
 class AverageState:
-    """Save and restore the averages of one trainer."""
+    """The averages of one trainer, to be saved and restored."""
 
     def __init__(self, buffer: Any) -> None:
-        """Take over a buffer of the trainer's callback: what it would save itself is left to the checkpoint.
+        """Take over a buffer of the trainer's callback, which then saves nothing itself.
 
         Raises:
-            ValidationError: It is not of a known kind.
+            ValidationError: The buffer is not of a known kind.
         """
         missing = [name for name in _NEEDED if not callable(getattr(buffer, name, None))]
         if missing:
@@ -52,7 +53,7 @@ class AverageState:
         buffer.save = _saved_with_the_checkpoint
 
     def shards(self, shards: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the averages as shards, split as those of model and optimizer; none before the first is taken."""
+        """Return the averages as shards, split as those of model and optimizer; none before the first update."""
         if not (self._buffer.master_weights or self._buffer.model_params):
             return {}
         averages = self._buffer._build_ema_save_sharded_state_dict()
@@ -77,7 +78,7 @@ class AverageState:
         comm: Communicator,
         options: TrainerOptions,
     ) -> bool:
-        """Fill the averages from a checkpoint, whose keys have the prefix in front; return whether it has some.
+        """Fill the averages from a checkpoint, by keys with the prefix; return whether it has averages.
 
         Raises:
             ValidationError: They do not fit.
@@ -108,7 +109,7 @@ def average_state(trainer: Any) -> AverageState:
 
 
 def has_averages(directory: str) -> bool:
-    """Return whether a directory of the libraries' own format has averages that say what is where."""
+    """Return whether a directory of the libraries' own format has averages with metadata."""
     return bool(paddle_ids(os.path.join(directory, EMA_DIRECTORY)))
 
 

@@ -1,10 +1,10 @@
-"""Put this library behind Paddle's own checkpoint functions, for whoever calls them.
+"""Replacing Paddle's own checkpoint functions by this library's.
 
 ``paddle.distributed.save_state_dict``, ``load_state_dict``, ``load_merged_state_dict``, ``merge_sharded_state_dict``,
-and ``full_param``, which ``Layer.full()`` calls, keep their signatures, their results and their way of choosing an id;
-what they write and read is the native format (and they read Paddle's as well).
-A library that opens the ``.metadata`` file of a checkpoint itself, as PaddleFormers does to see which keys there are,
-finds the one that every save writes for Paddle's own loader, and no other.
+and ``full_param``, which ``Layer.full()`` calls, keep their signatures, their results and their way of choosing an id.
+They write the native format, and read it and Paddle's.
+Every save writes a ``.metadata`` file for Paddle's own loader; unless it is in the background, it removes others. A
+library that opens the file itself, as PaddleFormers does to list the keys, finds only that one.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from paddle_flexckpt.undo import Undo
 
 logger = logging.getLogger("paddle_flexckpt")
 _changes = Undo()
-# Options that Paddle's functions do not have, and those that are set for all calls of them.
+# Options that Paddle's functions do not have, and the values that are set for all calls.
 _OF_SAVES = ("check_replicas",)
 _OF_LOADS = (
     "strict", "dtype", "tied_names", "raw_names", "master_weights", "fused", "optimizer_states", "verify",
     "use_replicas",
 )  # fmt: skip
 _defaults: dict[str, Any] = {}
-# Where Paddle has the functions.
+# The modules in which Paddle defines the functions.
 _DCP = "paddle.distributed.flex_checkpoint.dcp"
 _HOMES = ("paddle.distributed", f"{_DCP}.full_param", f"{_DCP}.load_state_dict")
 
@@ -53,8 +53,7 @@ _HOMES = ("paddle.distributed", f"{_DCP}.full_param", f"{_DCP}.load_state_dict")
 def replace_in_tree(**defaults: Any) -> None:
     """Replace Paddle's functions, in ``paddle.distributed`` and in every module that has imported one by its name.
 
-    Modules that import them by name afterwards get these, too. Calling it again changes nothing but the defaults that
-    it is given.
+    Modules that import them by name afterwards get the replacements too. A second call only sets the given defaults.
 
     Args:
         **defaults: Options that Paddle's functions do not have, for all of their calls: ``check_replicas`` of
@@ -86,13 +85,13 @@ def _some(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def _names_of(function: Callable[..., Any]) -> list[str]:
-    """Return the options of loads that a function has too."""
+    """Return the options of loads that a function also has."""
     return [name for name in _OF_LOADS if name in inspect.signature(function).parameters]
 
 
 @contextmanager
 def _of_paddle(name: str, options: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Give the defaults of a function of Paddle's; in its errors, tell how options are set that it does not have."""
+    """Give the defaults of a function of Paddle's; to its errors, add how to set the options that it does not have."""
     try:
         yield _some(_defaults, options)
     except CheckpointError as error:
@@ -109,7 +108,7 @@ def _of_paddle(name: str, options: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _statements(aoa_config: Any) -> Any:
-    """Return statements of which those are left out, with a warning, that Paddle's functions leave out.
+    """Return statements without those that Paddle's functions ignore, with a warning.
 
     Libraries have one list of statements for several models.
     """
@@ -121,11 +120,11 @@ def _statements(aoa_config: Any) -> Any:
     try:
         return None if aoa_config is None else replace(read_config(aoa_config), is_lenient=True)
     except AoaError:
-        return aoa_config  # the call refuses it, on all ranks
+        return aoa_config  # the call raises the error, on all ranks
 
 
 def in_tree_function(name: str) -> Callable[..., Any] | None:
-    """Return Paddle's function of a name; None where there is none: before 3.2 only two of them are there."""
+    """Return Paddle's function of a name, or None; before 3.2 Paddle has only two of them."""
     for module in _HOMES:
         found = getattr(importlib.import_module(module), name, None) if _is_module(module) else None
         if found is not None and not isinstance(found, ModuleType):
@@ -141,7 +140,7 @@ def _is_module(name: str) -> bool:
 
 
 def restore_in_tree() -> None:
-    """Take back what :func:`replace_in_tree` did; without it, do nothing."""
+    """Undo :func:`replace_in_tree`; without it, do nothing."""
     _defaults.clear()
     _changes.put_back()
 
@@ -161,9 +160,9 @@ def save_state_dict(
     safetensors: bool = False,
     save_replicas: bool = False,
 ) -> None:
-    """Save as Paddle's function of this name, by :func:`paddle_flexckpt.save_state_dict`; errors are those of that.
+    """Save like Paddle's function of this name, by :func:`paddle_flexckpt.save_state_dict`, with its errors.
 
-    Without an id it takes the highest there is, as Paddle does, and replaces that checkpoint once the new one is
+    Without an id it takes the highest existing one, as Paddle does, and replaces that checkpoint once the new one is
     complete. A save in the background (``async_save``) has no handle: it is complete before the interpreter exits, and
     the next save raises its failure.
     """
@@ -181,7 +180,7 @@ def save_state_dict(
         save(state_dict, path, process_group, coordinator_rank, unique_id, **options)
 
     def tidy() -> tuple[None, bytes]:
-        # What a save in the background replaces has to stay until that is done.
+        # A save in the background keeps the old files until it is complete.
         if comm.position == 0 and not async_save and _is_there(path):
             for other in Path(path).glob("*.metadata"):
                 if other.name != PADDLE_METADATA:
@@ -206,7 +205,7 @@ def load_state_dict(
     load_transform: Any = None,
     num_workers: int = 1,
 ) -> None:
-    """Load as Paddle's function of this name, by :func:`paddle_flexckpt.load_state_dict`; errors are those of that.
+    """Load like Paddle's function of this name, by :func:`paddle_flexckpt.load_state_dict`, with its errors.
 
     Paddle's develop branch has ``load_transform``, and ``num_workers``, which has no effect here.
     """
@@ -217,7 +216,7 @@ def load_state_dict(
 
 
 def full_param(sharded_state_dict: Any, aoa_config: Any = None, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """Give whole tensors as Paddle's function of this name, by :mod:`paddle_flexckpt.live.full_param`; errors likewise.
+    """Return whole tensors like Paddle's function of this name, by :mod:`paddle_flexckpt.live.full_param`.
 
     ``Layer.full()`` calls it.
     """
@@ -236,7 +235,7 @@ def merge_sharded_state_dict(
     aoa_config: Any = None,
     safetensors: bool = False,
 ) -> None:
-    """Write whole tensors as Paddle's function of this name, by :mod:`paddle_flexckpt.live.merged`; errors likewise."""
+    """Write whole tensors like Paddle's function of this name, by :mod:`paddle_flexckpt.live.merged`."""
     with _of_paddle("merge_sharded_state_dict", _names_of(merge)) as options:
         options.update(unique_id=unique_id, aoa_config=_statements(aoa_config))
         merge(load_path, save_path, prefix, safetensor_prefix, skip_postfix_list, process_group, **options)
@@ -250,7 +249,7 @@ def load_merged_state_dict(
     aoa_config: Any = None,
     safetensors: bool = False,
 ) -> dict[str, Any]:
-    """Load as Paddle's function of this name, by :func:`paddle_flexckpt.load_merged_state_dict`; errors likewise.
+    """Load like Paddle's function of this name, by :func:`paddle_flexckpt.load_merged_state_dict`, with its errors.
 
     Returns:
         Names to tensors; on the device, unless ``offload`` keeps them on the CPU.

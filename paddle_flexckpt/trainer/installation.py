@@ -1,4 +1,4 @@
-"""Give the mixin's methods and the flags to a library's own classes, and take them back."""
+"""Adding the mixin's methods and the flags to a library's own classes, and removing them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint", "_wrap_for_auto"
 
 
 def install(library: str = "paddlenlp") -> None:
-    """Give a library's Trainer FlexCheckpoint, and its TrainingArguments the flags. Calling it again does nothing.
+    """Add FlexCheckpoint to a library's Trainer, and the flags to its TrainingArguments. A second call does nothing.
 
-    Every trainer and every arguments class derived from them has them too. Without the flags nothing changes. It calls
+    All classes derived from them have these too. Without the flags nothing changes. It calls
     ``paddle_flexckpt.install()`` and ``install_model_rules()``. The launcher calls it for scripts.
 
     Args:
@@ -78,7 +78,7 @@ def install(library: str = "paddlenlp") -> None:
 
 
 def uninstall(library: str = "paddlenlp") -> None:
-    """Take back what :func:`install` gave; the library is as before. Without it, do nothing."""
+    """Undo :func:`install`; the library is as before. Without it, do nothing."""
     if library in _installed:
         _installed.pop(library).put_back()
         uninstall_model_rules(library)
@@ -90,7 +90,7 @@ def is_installed(library: str = "paddlenlp") -> bool:
 
 
 def _serve_semi_automatic(trainer: Any, methods: dict[str, FunctionType], undo: Undo) -> None:
-    """Give the methods to the trainer of ``--enable_auto_parallel`` too, whose own would hide them."""
+    """Add the methods to the trainer of ``--enable_auto_parallel`` too, whose own methods would hide them."""
 
     def serve(cls: Any) -> None:
         for name in methods.keys() & vars(cls).keys():
@@ -105,12 +105,12 @@ def _serve_semi_automatic(trainer: Any, methods: dict[str, FunctionType], undo: 
     for cls in trainer.__subclasses__():
         if cls.__name__ == _SEMI_AUTOMATIC:
             serve(cls)
-    # Scripts import it when they need it.
+    # Scripts may import that trainer later.
     undo.set(trainer, "__init_subclass__", classmethod(__init_subclass__))
 
 
 def _name_former_modules(undo: Undo) -> None:
-    """Let PaddleNLP 3.0.0b4's semi-automatic trainer be imported, which wants modules that Paddle 3.2 has renamed."""
+    """Provide modules that Paddle 3.2 has renamed: PaddleNLP 3.0.0b4's semi-automatic trainer imports them."""
     before, now = "paddle.distributed.checkpoint", "paddle.distributed.flex_checkpoint.dcp"
     if importlib.util.find_spec(before) is not None:
         return
@@ -122,7 +122,7 @@ def _name_former_modules(undo: Undo) -> None:
 def _add_fields(arguments: Any, undo: Undo) -> None:
     """Add the flags to a dataclass and to all derived from it that exist already.
 
-    A dataclass collects its bases' fields when it is made, so each of them is made anew, bases first.
+    A dataclass collects its bases' fields when it is made. So each derived class is made anew, bases first.
     """
     has = arguments.__dataclass_fields__
     flags = sorted(dataclasses.fields(FlexTrainingArguments), key=lambda each: each.name in SHARED)
@@ -146,16 +146,16 @@ def _with_derived(cls: type) -> Iterator[type]:
 
 
 def _remake(cls: Any, undo: Undo) -> None:
-    """Make a dataclass anew, with the fields that its bases have got."""
+    """Make a dataclass anew, with the present fields of its bases."""
     undo.keep_all(cls)
     parameters = cls.__dataclass_params__
     own = vars(cls).get("__annotations__", {})
-    # What was a field on the class is the default of the field since the class was made.
+    # Class attributes that were fields are the fields' defaults since the class was made.
     for name, each in cls.__dataclass_fields__.items():
         if name in own and not isinstance(vars(cls).get(name), dataclasses.Field):
             setattr(cls, name, each)
     written = vars(cls).get("__repr__")
-    for name in ("__init__", "__eq__"):  # generated; they would not be again
+    for name in ("__init__", "__eq__"):  # generated; they would not be replaced
         if name in vars(cls):
             delattr(cls, name)
     dataclasses.dataclass(
@@ -167,7 +167,7 @@ def _remake(cls: Any, undo: Undo) -> None:
 
 
 def _wrap_check(arguments: Any, undo: Undo) -> None:
-    """Make flags that contradict each other an error when the arguments are made, not at the first save."""
+    """Check the flags for contradictions when the arguments are made, not at the first save."""
     before = arguments.__post_init__
 
     def __post_init__(self: Any) -> None:
@@ -178,12 +178,12 @@ def _wrap_check(arguments: Any, undo: Undo) -> None:
 
 
 def _wrap_last_checkpoint(library: str, undo: Undo) -> None:
-    """Keep scripts that look for the last checkpoint themselves from finding what a dead save has left."""
+    """Hide leftovers of dead saves from scripts that look for the last checkpoint themselves."""
     name = "get_last_checkpoint"
     before = getattr(importlib.import_module(f"{library}.trainer.trainer_utils"), name)
 
     def get_last_checkpoint(folder: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return what the library's own does, but for directories of a save of paddle_flexckpt that was interrupted."""
+        """Return the library's result, but skip directories of interrupted saves of paddle_flexckpt."""
         found = before(folder, *args, **kwargs)
         return latest_checkpoint(folder) if found is not None and not _is_whole(found) else found
 

@@ -12,7 +12,7 @@ from paddle_flexckpt.trainer import run
 
 
 def main() -> None:
-    """Put :mod:`paddle_flexckpt.trainer.run` before the script, and launch that."""
+    """Launch :mod:`paddle_flexckpt.trainer.run` with the script as its argument."""
     from paddle.distributed.launch.context.args_envs import parse_args
     from paddle.distributed.launch.main import launch
 

@@ -1,4 +1,4 @@
-"""Hold the methods of a trainer that save and resume: the mixins for the trainers of each library.
+"""The methods of a trainer that save and resume: mixins for the trainers of each library.
 
 Tested in tests/trainer/test_installation.py and tests/paddlefleet/test_trainer.py.
 """
@@ -21,7 +21,7 @@ KEPT = "_flexckpt_upstream_"
 
 
 class FlexTrainerMixin:
-    """Save and resume through FlexCheckpoint where the flags say so; elsewhere leave the trainer as it was.
+    """A mixin by which a trainer saves and resumes through FlexCheckpoint if the flags are set, else as without it.
 
     ``class MyTrainer(FlexTrainerMixin, Trainer)``, or ``install()``, which gives the same methods to Trainer itself.
     """
@@ -73,7 +73,7 @@ class FlexTrainerMixin:
         if is_semi_automatic(self):
             self._flex_steps_per_epoch = bound.arguments["num_update_steps_per_epoch"]
         else:
-            # A fall-back has gone to another one: the trainer state has to be of the same.
+            # A fallback may have restored another checkpoint, whose trainer state is needed.
             bound.arguments["resume_from_checkpoint"] = flex.restored_from
         return upstream(*bound.args, **bound.kwargs)
 
@@ -93,7 +93,7 @@ class FlexTrainerMixin:
         return flex.save(lambda *arguments: upstream(*arguments, **kwargs), model, metrics)
 
     def _rotate_checkpoints(self: Any, *args: Any, **kwargs: Any) -> Any:
-        # Within a save of this library it comes too early: nothing goes before the new checkpoint is there.
+        # Within a save of this library it is too early: nothing is removed before the new checkpoint exists.
         if not checkpointer_of(self).saving:
             return upstream_of(self, "_rotate_checkpoints")(*args, **kwargs)
         return None
@@ -106,12 +106,12 @@ class FlexTrainerMixin:
             path = flex.resolve(resume_from_checkpoint)
             if path is not None:
                 flex.load_model(path)
-        elif is_semi_automatic(self):  # whose loop calls this when it has wrapped model and optimizer
+        elif is_semi_automatic(self):  # its loop calls this when it has wrapped model and optimizer
             flex.restore(resume_from_checkpoint)
-            # It asks for the generators when it has passed over samples; without any to pass over it never does.
+            # The loop restores the generators after it has skipped samples; if it skips none, it never does.
             if self.state.global_step % self._flex_steps_per_epoch == 0:
                 flex.restore_random_state()
-        return None  # once model and optimizer are wrapped, with the optimizer
+        return None  # _load_optimizer_and_scheduler() restores both, once model and optimizer are wrapped
 
     def _wrap_for_auto(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Check the state when the semi-automatic trainer has wrapped model and optimizer, within its loop."""
@@ -122,12 +122,12 @@ class FlexTrainerMixin:
         return wrapped
 
     def _wrap_for_dist_loader(self: Any, train_dataloader: Any) -> Any:
-        """Resume with the shuffle of the right epoch: the semi-automatic trainer takes the first one's."""
+        """Resume with the shuffle of the right epoch: the semi-automatic trainer uses that of the first."""
         import paddle
 
         loader = upstream_of(self, "_wrap_for_dist_loader")(train_dataloader)
         sampler = loader.batch_sampler
-        # One that a script has made keeps a place of its own.
+        # A sampler of a script's own class has its own position.
         if self._flex_resuming is not None and type(sampler) is paddle.io.DistributedBatchSampler:
             sampler.set_epoch(self.state.global_step // self._flex_steps_per_epoch)
         return loader
@@ -153,7 +153,7 @@ class FlexTrainerMixin:
 
 
 class PaddleFormersMixin(FlexTrainerMixin):
-    """Do the same for PaddleFormers: ``class MyTrainer(PaddleFormersMixin, Trainer)`` with its Trainer.
+    """The same mixin for PaddleFormers: ``class MyTrainer(PaddleFormersMixin, Trainer)`` with its Trainer.
 
     Its ``train()`` does not call ``_load_from_checkpoint`` under its own flag of the same name, but
     ``_load_flex_checkpoint``, once model and optimizer are wrapped; and its ``save_model()`` ends in
@@ -186,14 +186,14 @@ class PaddleFormersMixin(FlexTrainerMixin):
         if self.args.save_checkpoint_format != FLEX:
             upstream(resume_from_checkpoint, *args, **kwargs)
             return
-        # Averages without metadata are left to the library: which part is whose only it knows.
+        # Averages without metadata are left to the library: only it knows which rank has which part.
         upstream(None if flex.restored_averages else resume_from_checkpoint, *args, **kwargs)
         flex.average = average_state(self)
         flex.restore_average()
 
 
 class PaddleFleetMixin(PaddleFormersMixin):
-    """Do the same for PaddleFleet: ``class MyTrainer(PaddleFleetMixin, Trainer)`` with its Trainer.
+    """The same mixin for PaddleFleet: ``class MyTrainer(PaddleFleetMixin, Trainer)`` with its Trainer.
 
     Its flag of a save in the background is this library's; its own writer, which ``save_model()`` outside of a save
     would start, stays idle.
@@ -213,7 +213,7 @@ class PaddleFleetMixin(PaddleFormersMixin):
 
 
 def checkpointer_of(trainer: Any) -> TrainerCheckpointer:
-    """Return what saves and restores a trainer; made when it is first asked for."""
+    """Return the checkpointer of a trainer; the first call makes it."""
     if trainer._flex_instance is None:
         trainer._flex_instance = TrainerCheckpointer(trainer)
     found: TrainerCheckpointer = trainer._flex_instance
@@ -229,11 +229,11 @@ def upstream_of(trainer: Any, name: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def keep_best_model(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
-    """Load the best model at the end of the training in this context, if that is wanted.
+    """Load the best model at the end of the training in this context, if the flag is set.
 
-    The trainer's own loop knows its own files alone, and warns where they are not there. So its flag is off between the
-    begin of the loop, where callbacks look at it, and its end, where the first callback loads the best model before the
-    others see the end of the training.
+    The trainer's own loop knows only its own files, and warns if they are missing. So its flag is off between the begin
+    of the loop, where callbacks read it, and its end, where the first callback loads the best model before the other
+    callbacks are called.
     """
     args, callbacks = trainer.args, trainer.callback_handler.callbacks
     if not (flex.options.save and args.load_best_model_at_end):
@@ -271,10 +271,10 @@ def _callbacks(trainer: Any, flex: TrainerCheckpointer) -> tuple[Any, Any]:
 
 @contextlib.contextmanager
 def stage_between_steps(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
-    """Copy saves with ``slice_bytes`` between micro-steps, and what is left before the optimizer's, in this context.
+    """Copy saves with ``slice_bytes`` between micro-steps, and the rest before the optimizer's step, in this context.
 
-    The trainer may call ``_step()`` of a hybrid optimizer and move offloaded states before, so its callbacks are what
-    tells, not the optimizer.
+    The trainer may call ``_step()`` of a hybrid optimizer and move offloaded states before, so its callbacks are used,
+    not the optimizer.
     """
     if not flex.options.save or flex.options.slice_bytes is None:
         yield

@@ -32,13 +32,13 @@ from paddle_flexckpt.trainer.arguments import TrainerOptions
 from paddle_flexckpt.trainer.contents import collect_shards
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, is_flex
 
-# What the libraries write beside their own formats: pickles of plain values.
+# Files that the libraries write beside their own formats: pickles of plain values.
 _SCHEDULER, _SCALER = "scheduler.pdparams", "scaler.pdparams"
 
 
 @dataclass
 class Restored:
-    """Hold what was restored: whether from a native checkpoint, the generators' state, and what is not as it was."""
+    """The result of a restore: whether the checkpoint was native, the generators' state, and what was not restored."""
 
     path: str
     native: bool
@@ -47,7 +47,7 @@ class Restored:
     not_restored: dict[str, str] = field(default_factory=dict)
 
     def restore_random_state(self) -> dict[str, str]:
-        """Put the generators back, the first time; return what could not be, and why."""
+        """Restore the generators at the first call; return which could not be restored, and why."""
         state, self.state = self.state, {}
         if not state:
             return {}
@@ -56,7 +56,7 @@ class Restored:
 
 
 def restore_from(trainer: Any, path: str, everything: bool, options: TrainerOptions, comm: Communicator) -> Restored:
-    """Fill the trainer's tensors and put scheduler and scaler back, on all ranks.
+    """Fill the trainer's tensors and restore scheduler and scaler, on all ranks.
 
     Raises:
         ValidationError: It does not fit; nothing was changed.
@@ -78,7 +78,7 @@ def _restore_native(
     trainer: Any, path: str, shards: dict[str, Any], everything: bool, options: TrainerOptions, comm: Communicator
 ) -> Restored:
     inside = os.path.join(path, SUBDIRECTORY)
-    # First of all: it is small, and touches nothing. A model that was saved alone has none.
+    # Extra state comes first: it is small, and changes nothing. A model that was saved alone has none.
     state = load_extra_state(inside, process_group=comm) if everything else {}
     scaler = trainer.scaler if trainer.do_grad_scaling else None
     if everything:
@@ -97,7 +97,7 @@ def _restore_native(
         data: Any = getattr(trainer, "train_dataset", None)
         before = saved_data_ranks(state)
         length = len(data) if hasattr(data, "__len__") else None
-        now = int(getattr(trainer.args, "dataset_world_size", before))  # a trainer without it draws by a way of its own
+        now = int(getattr(trainer.args, "dataset_world_size", before))  # a trainer without it has its own order
         return {
             **missing,
             **_other_samples(saved_world_size(state), comm.size),
@@ -109,7 +109,7 @@ def _restore_native(
 
 
 def _refuse(left_out: Mapping[str, str], options: TrainerOptions) -> None:
-    """Raise ValidationError where a saved schedule or scaler would start anew, and that is not what was asked for."""
+    """Raise ValidationError if a saved schedule or scaler would start anew without ``--flex_ignore_schedule``."""
     if left_out and not options.ignore_schedule:
         raise ValidationError(
             [
@@ -120,23 +120,23 @@ def _refuse(left_out: Mapping[str, str], options: TrainerOptions) -> None:
 
 
 def _loading(trainer: Any, everything: bool, options: TrainerOptions) -> dict[str, Any]:
-    """Return how to load: with the optimizer, or the model alone."""
+    """Return the options of the load: with the optimizer, or of the model alone."""
     alone = not everything or trainer.optimizer is None
     asked = replace(options.loading(), optimizer_states="ignore") if alone else options.loading()
     return asked.keywords(LoadOptions)
 
 
 def dequant_transform(model: Any, path: str | os.PathLike[str], library: str) -> Any:
-    """Return what makes a model's weights of quantized ones, as its library makes it; None where they are not.
+    """Return the library's function that makes a model's weights from quantized ones; None if they are not quantized.
 
     Raises:
-        ValidationError: They are quantized, and nobody says how.
+        ValidationError: They are quantized, and there is no such function.
     """
     config = Path(path) / "config.json"
     if not config.is_file():
         return None
-    said = json.loads(config.read_text(encoding="utf-8"))
-    if not (isinstance(said, dict) and said.get("quantization_config")):
+    found = json.loads(config.read_text(encoding="utf-8"))
+    if not (isinstance(found, dict) and found.get("quantization_config")):
         return None
     describe = getattr(model, "_gen_hf_quan_config", None)
     if not callable(describe):
@@ -152,7 +152,7 @@ def dequant_transform(model: Any, path: str | os.PathLike[str], library: str) ->
 
 
 def _other_samples(before: int, now: int) -> dict[str, str]:
-    """Return why the samples are not those that the saved run would have drawn, if they are not."""
+    """Return why the samples differ from those that the saved run would have drawn, if they do."""
     if (before == 1) == (now == 1):
         return {}
     return {
@@ -163,7 +163,7 @@ def _other_samples(before: int, now: int) -> dict[str, str]:
 
 
 def _look_at_foreign(trainer: Any, path: Path, options: TrainerOptions) -> list[tuple[str, Any, Any, str]]:
-    """Return scheduler and scaler: names, what is to be set, the states of another format, and why one cannot be set.
+    """Return for scheduler and scaler: name, object, its state in another format, and why it cannot be set.
 
     Raises:
         ValidationError: A state is there, and cannot be set.
@@ -203,7 +203,7 @@ def _restore_foreign(foreign: Sequence[tuple[str, Any, Any, str]]) -> dict[str, 
 
 
 def _other_padding(length: int | None, before: int, now: int) -> dict[str, str]:
-    """Return why another number of data ranks shuffles otherwise, if it does: Paddle pads before it shuffles."""
+    """Return why another number of data ranks changes the shuffle, if it does: Paddle pads before it shuffles."""
     if length is None or before == now or (length + -length % before) == (length + -length % now):
         return {}
     return {

@@ -24,7 +24,7 @@ _LIBRARIES = ("paddlenlp", "paddleformers", "paddlefleet")
 
 
 class _InstallingLoader(importlib.abc.Loader):
-    """Load a module as its own loader does, and then do something more."""
+    """A loader that loads a module by the module's own loader, and then calls a function."""
 
     def __init__(self, loader: importlib.abc.Loader, then: Callable[[ModuleType], None]) -> None:
         self._loader = loader
@@ -39,14 +39,14 @@ class _InstallingLoader(importlib.abc.Loader):
 
 
 class InstallOnImport(importlib.abc.MetaPathFinder):
-    """Install this library for PaddleNLP, PaddleFormers or PaddleFleet once the module with its trainer is there.
+    """A finder that installs this library for PaddleNLP, PaddleFormers or PaddleFleet when its trainer is imported.
 
     A script may parse its arguments before it imports the trainer: making a parser imports it, so that the flags are
     known. Nothing is imported earlier than that: PaddleFormers' modules import each other in circles.
     """
 
     def __init__(self) -> None:
-        """Find nothing until it stands in ``sys.meta_path``."""
+        """Find nothing until this is in ``sys.meta_path``."""
         self._searching = False
 
     def find_spec(

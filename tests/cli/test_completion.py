@@ -88,8 +88,8 @@ def test_the_help_of_each_command_has_an_example_that_parses(name, capsys):
 
 def test_exit_statuses_are_in_the_help():
     text = " ".join(build_parser().format_help().split())
-    assert "exit status: 0 where all is well; 1 where the command failed" in text
-    assert "2 of wrong usage; 130 after Ctrl-C" in text
+    assert "exit status: 0 on success; 1 if the command failed" in text
+    assert "2 for wrong usage; 130 after Ctrl-C" in text
 
 
 def modules_of(*words: str) -> set[str]:

@@ -1,4 +1,4 @@
-"""What else asks for a GPU: group-sharded stages 2 and 3, tensor fusion, pipeline layers, input broadcast.
+"""Patches of other code that asks for a GPU: group-sharded stages 2 and 3, tensor fusion, pipelines, input broadcast.
 
 Tested in tests/distributed/test_cpu_world.py.
 """
@@ -20,7 +20,7 @@ _ALIGNMENT = 256
 
 
 class ModuleView:
-    """Look like a module, but for some names that are replaced.
+    """A view of a module with some names replaced.
 
     Some of Paddle's modules ask ``paddle.device`` or ``core`` whether there is a GPU and refuse to work without. Giving
     *that* module a view with other answers leaves the rest of Paddle with the true ones.

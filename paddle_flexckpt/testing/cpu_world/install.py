@@ -35,7 +35,7 @@ _mesh: Mesh | None = None
 def install(
     *, timeout: float | None = 120.0, mend_split: bool = True, mend_sharding_v2: bool = True, close_at_exit: bool = True
 ) -> None:
-    """Lend this process what Paddle's CPU build lacks for hybrid-parallel training.
+    """Give this process the parts of hybrid-parallel training that Paddle's CPU build lacks.
 
     Call it on every rank after ``import paddle`` and before ``fleet.init`` or ``init_parallel_env``. A second call does
     nothing. It must not be used together with a GPU.
@@ -44,7 +44,7 @@ def install(
         timeout: seconds a rank waits for a message before it raises :class:`~.mesh.MeshError`; None waits for ever.
         mend_split: replace upstream's ``c_split_eager``, whose backward is wrong (U4).
         mend_sharding_v2: replace upstream's ``clear_grad`` of sharding V2, which loses gradients on a CPU (U5).
-        close_at_exit: say goodbye to the peers and end the mesh's threads when the interpreter exits.
+        close_at_exit: close the connections to the peers and end the mesh's threads when the interpreter exits.
 
     Raises:
         RuntimeError: Paddle was initialised before, so the world group is not ours.
@@ -75,7 +75,7 @@ def install(
 
 
 def uninstall() -> None:
-    """Take every patch back. Groups that were made meanwhile stay on the mesh, which lasts as long as the process."""
+    """Revert every patch. Groups that were made meanwhile stay on the mesh, which lasts as long as the process."""
     global _patches
     if _patches is not None:
         _patches.put_back()

@@ -65,7 +65,7 @@ def c_concat(x: Any, rank: int, nranks: int, ring_id: int, *_: Any) -> Any:
 
 
 class SplitWithRightBackward(PyLayer):
-    """Replace ``mp_ops.c_split_eager``, which splits the last axis but gathers on axis 0 backward (U4)."""
+    """A replacement of ``mp_ops.c_split_eager``, which splits the last axis but gathers on axis 0 backward (U4)."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, group: Any, rank: int, nranks: int) -> Any:
@@ -78,7 +78,7 @@ class SplitWithRightBackward(PyLayer):
 
 
 class _SoftmaxWithCrossEntropy(PyLayer):
-    """Compute the cross entropy over logits whose class axis is split between the members. Computed in float32."""
+    """The cross entropy, computed in float32, of logits whose class axis is split between the members."""
 
     @staticmethod
     def forward(ctx: Any, logits: Any, label: Any, ignore_index: int, ring_id: int, rank: int) -> Any:

@@ -1,6 +1,6 @@
 """A socket mesh: every rank can send arrays to every other, and a send never blocks.
 
-Why not gloo: its point-to-point calls block until the peer has posted the matching call, and they advance, on the two
+Not gloo: its point-to-point calls block until the peer has posted the matching call, and they advance, on the two
 peers alone, the tag counter that its collectives use (U3), so the next collective hangs. Groups of three and more ranks
 often fail to connect (U1), and sums of float16 are inf (U2). The mesh has none of these, and its order of summation is
 fixed.
@@ -39,11 +39,11 @@ _STORE_KEY = "paddle_flexckpt/cpu_world"
 
 
 class MeshError(RuntimeError):
-    """Signal that a message did not arrive: the peer is gone, the wait was too long, or the job was aborted."""
+    """An error of a message that did not arrive: the peer is gone, the wait was too long, or the job was aborted."""
 
 
 class Mesh:
-    """Hold the connections of one rank. Use it from one thread; it runs its own threads underneath.
+    """The connections of one rank. Use it from one thread; it runs its own threads underneath.
 
     1. ``start(store, rank, size)`` publishes this rank's port and reads everybody's. Collective.
     2. ``send`` queues a message; ``recv`` waits for one; or ``post`` reserves a place in the order and ``take`` waits

@@ -33,7 +33,7 @@ Array = np.ndarray
 
 
 class Done:
-    """Stand for the task of an operation that has finished."""
+    """The task of an operation that has finished."""
 
     def wait(self, *_: Any) -> bool:
         return True
@@ -49,7 +49,7 @@ DONE = Done()
 
 
 class Receive(Done):
-    """Hold a posted receive from a global rank: ``wait()`` has ``store`` write it into the tensor."""
+    """A posted receive from a global rank: ``wait()`` calls ``store``, which writes it into the tensor."""
 
     def __init__(self, mesh: Mesh, peer: int, channel: str, store: Callable[[Array], None]) -> None:
         self._mesh, self._peer, self._channel, self._store = mesh, peer, channel, store
@@ -67,7 +67,7 @@ class Receive(Done):
 
 
 class MeshProcessGroup:
-    """See the module. Ranks in the arguments are ranks in the group, as in Paddle's own process groups.
+    """A process group over the mesh. Ranks in the arguments are ranks in the group, as in Paddle's own groups.
 
     ``gid`` is Paddle's id of the group; 0 is the world.
     """
@@ -290,7 +290,7 @@ def empty_like(tensor: Any, count: int) -> list[Any]:
 
 
 class MeshChannel:
-    """Carry what the library's ranks tell each other over the mesh, beside the group's collectives."""
+    """A channel over the mesh for the library's own messages, beside the group's collectives."""
 
     def __init__(self, group: Any, ranks: Sequence[int], position: int) -> None:
         self._group, self._ranks, self._position = group, ranks, position
@@ -302,9 +302,9 @@ class MeshChannel:
         messages = [
             pack_by_position({each: payloads[each]} if each in payloads else {}) for each in range(len(self._ranks))
         ]
-        said = [split(each) for each in self._exchange([join((note, *message)) for message in messages])]
-        notes = {position: parts[0] for position, parts in enumerate(said) if parts[0]}
-        own = {position: unpack_by_position(parts[1:]).get(self._position) for position, parts in enumerate(said)}
+        gathered = [split(each) for each in self._exchange([join((note, *message)) for message in messages])]
+        notes = {position: parts[0] for position, parts in enumerate(gathered) if parts[0]}
+        own = {position: unpack_by_position(parts[1:]).get(self._position) for position, parts in enumerate(gathered)}
         return notes, {position: payload for position, payload in own.items() if payload is not None}
 
     def _exchange(self, payloads: Sequence[bytes]) -> list[bytes]:

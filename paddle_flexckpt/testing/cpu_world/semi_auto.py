@@ -1,4 +1,4 @@
-"""What semi-automatic parallelism lacks on a CPU: some reshards, half precision, and a fresh start between two jobs.
+"""Patches of semi-automatic parallelism on a CPU: some reshards, half precision, and a fresh start between two jobs.
 
 Its communication is C++: the mesh of this package plays no part in it. A reshard is made of all-reduces, all-gathers
 and slices, which a CPU has, and of reduce-scatters and all-to-alls, which it has not. Those go through a replica here
@@ -83,7 +83,7 @@ def _untranslated(call: Any) -> Any:
 
 
 class _Reshard:
-    """Replace ``reshard`` of dynamic graphs, without the kernels reduce_scatter and all_to_all.
+    """A replacement of ``reshard`` of dynamic graphs, without the kernels reduce_scatter and all_to_all.
 
     1. What upstream has no slices or gathers for is gathered and cut by hand: half precision (S12; and sums of it are
        wrong, U2), and a tensor that leaves the last ranks with nothing (S14).
@@ -113,7 +113,7 @@ class _Reshard:
 
 
 class _ReshardByHand(PyLayer):
-    """Reshard through a replica: padded to even shares and gathered, then cut without the padding.
+    """A reshard through a replica: padded to even shares and gathered, then cut without the padding.
 
     Half precision travels as float32. Local values are cast, since upstream's cast of a distributed tensor gathers what
     the mesh does not divide.
@@ -191,7 +191,7 @@ def _labelled(local: Any, shape: Sequence[int], mesh: Any, placements: Sequence[
 
 
 class _ShardTensor:
-    """Replace ``shard_tensor`` for what upstream cannot cut (S12, S14): make a replica, then reshard it."""
+    """A replacement of ``shard_tensor`` for tensors that upstream cannot cut (S12, S14): it reshards a replica."""
 
     def __init__(self, native: Any, reshard: _Reshard) -> None:
         self.native, self._reshard = native, reshard

@@ -1,4 +1,4 @@
-"""Mend AdamW on half-precision parameters, gradient clearing of sharding V2, gradient averaging of data parallelism.
+"""Patches of AdamW on half-precision parameters, gradient clearing of sharding V2, and averaging of data parallelism.
 
 Tested in tests/distributed/test_cpu_world.py.
 """
@@ -80,10 +80,10 @@ def patch_sharding_v2(patches: Undo) -> None:
 
 
 class Reducer:
-    """Average the gradients of ``paddle.DataParallel`` when a backward pass ends, as ``core.EagerReducer`` does.
+    """A reducer that averages gradients of ``paddle.DataParallel`` after a backward pass, like ``core.EagerReducer``.
 
-    That is C++ and takes only a native process group, that is a real gloo group, with all that is wrong with those (U1,
-    U2) and fourteen file descriptors that are never returned.
+    The latter is C++ and takes only a native process group. That is a gloo group, with its defects (U1, U2) and
+    fourteen file descriptors that are never closed.
 
     1. The forward pass of the wrapper calls :meth:`prepare_for_backward` (not under ``no_sync``).
     2. The first parameter whose gradient is ready asks to be called at the end of this backward pass.

@@ -1,10 +1,11 @@
-"""Find the parameters of a library's model that fuse several side by side on every rank.
+"""The parameters of a library's model that fuse several side by side on every rank.
 
-``_get_tensor_parallel_mappings`` of PaddleNLP's models says how a whole parameter is split: ``is_naive_2fuse`` gives
-every rank its parts of two that are fused, ``is_naive_3fuse`` of three. A plain split (grouped q, k and v too) is
-the same under every degree. What the mappings do not say, or not by the name that the parameter has, is in a table.
-PaddleFormers' AOA statements from Hugging Face's weights say it: ``fused_ffn`` or ``fused_qkv_old`` makes a parameter
-whose parts every rank holds side by side; with ``fused_qkv`` they are in the order of the key and value heads.
+``_get_tensor_parallel_mappings`` of PaddleNLP's models has a function that splits each whole parameter:
+``is_naive_2fuse`` gives every rank its parts of two that are fused, ``is_naive_3fuse`` of three. A plain split (grouped
+q, k and v too) is the same under every degree. A table has the parameters that the mappings lack or name otherwise.
+For PaddleFormers' models, AOA statements from Hugging Face's weights are used: ``fused_ffn`` or ``fused_qkv_old`` makes
+a parameter whose parts every rank holds side by side; with ``fused_qkv`` they are in the order of the key and value
+heads.
 Tested in tests/trainer/test_model_rules_unit.py.
 """
 
@@ -26,7 +27,7 @@ _TARGET = re.compile(r"layers\.(?:\$LAYER_ID|\d+)\.(?P<path>.+)\.(?:weight|bias)
 
 @dataclass(frozen=True)
 class FusedLayer:
-    """Name a linear layer whose outputs are fused: its name, or the end of it, and the statement of its FusedAxis."""
+    """A linear layer whose outputs are fused: its name, or the end of it, and the statement of its FusedAxis."""
 
     path: str
     statement: str | None
@@ -59,12 +60,12 @@ def fused_layers(model: Any) -> list[FusedLayer]:
 
 
 def _fused_by_statements(model: Any) -> list[FusedLayer]:
-    """Return the fused layers of a PaddleFormers or PaddleFleet model, as its hand-written AOA statements tell them.
+    """Return the fused layers of a PaddleFormers or PaddleFleet model, by its hand-written AOA statements.
 
-    These are from Hugging Face's weights. PaddleFleet gives some models theirs as attributes of their own, which go
-    before what their class says.
+    These are from Hugging Face's weights. PaddleFleet attaches them to some models, which take precedence over those of
+    the class.
     """
-    # Other libraries' models need not answer at all.
+    # The method of other libraries' models may fail.
     method = getattr(model, "_gen_aoa_config", None) if _is_of(model, "paddleformers.", "paddlefleet.") else None
     if method is None:
         return []
@@ -94,13 +95,13 @@ def _qkv(config: Any, groups: int) -> str:
 
 
 def _mappings(model: Any, config: Any) -> Mapping[str, Any]:
-    """Return what the model says of how whole parameters are split; nothing where it does not."""
+    """Return the model's own functions that split whole parameters; empty if it has none."""
     method = getattr(type(model), "_get_tensor_parallel_mappings", None)
     if method is None or config is None or not _is_of(model, "paddlenlp."):
         return {}
     try:
         found: Mapping[str, Any] = method(config, is_split=True)
-    except NotImplementedError:  # a model that knows no tensor parallelism
+    except NotImplementedError:  # a model without tensor parallelism
         return {}
     return found
 

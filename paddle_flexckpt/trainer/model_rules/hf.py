@@ -23,17 +23,17 @@ from paddle_flexckpt.trainer.model_rules.fused import FusedLayer, fused_layers, 
 from paddle_flexckpt.trainer.model_rules.layers import qualified_name
 
 AoaConfig = dict[str, list[str]]
-# Computed, not trained: models do not keep them, but for those of a prefix of their own.
+# Parameters that are computed, not trained: models have none of them, except under a prefix of their own.
 _NOT_KEPT = ("inv_freq",)
-# What the configuration of a checkpoint calls a class whose name the library has changed.
+# Names in the configuration of a checkpoint of classes that the library has renamed.
 _ARCHITECTURES = {"GPTModel": "GPT2Model"}
 # Names that a table has for a parameter that the model ties to another.
 _TIED_HEADS = frozenset({"lm_head.weight", "lm_head.decoder.weight", "lm_head.decoder_weight"})
-# What the names of a checkpoint begin with, where the library's table leaves that out on both sides.
+# Prefixes of names in a checkpoint that the library's table leaves out on both sides.
 _PREFIXES = {"ChatGLMv2ForCausalLM": "transformer."}
 # Heads that the library holds beside the embedding, which in the checkpoint are the embedding.
 _HEADS_OF_THEIR_OWN = {"OPTForCausalLM": ("model.decoder.embed_tokens.weight", "lm_head.decoder_weight")}
-# Classes whose table the library cannot give: the family of rules, and what the model's names begin with.
+# Classes for which the library has no table: the family of rules, and the prefix of the model's names.
 _FAMILIES = {"GLMForConditionalGeneration": ("glm1", "glm."), "GLMForMultipleChoice": ("glm1", "glm.")}
 _PLACEHOLDERS = ("$LAYER_ID", "$EXPERT_ID")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -92,10 +92,10 @@ def _as_in_paddle(given: AoaConfig) -> AoaConfig:
 
 
 def with_optional_patterns(texts: Sequence[str]) -> Iterator[str]:
-    """Yield a library's statements, of which those whose pattern matches nothing are none, as in Paddle's own engine.
+    """Yield a library's statements, such that a pattern without a match is no error, as in Paddle's own engine.
 
-    Libraries have one list for models with and without biases, experts and further layers. A target that nothing feeds
-    is an error of the load all the same.
+    Libraries have one list for models with and without biases, experts and further layers. A target without a source is
+    an error of the load all the same.
     """
     for number, text in enumerate(texts, start=1):
         statements = parse_program([text], number) if "$" in text else []
@@ -142,7 +142,7 @@ def _renames(model_class: Any, config: Any, tied: bool) -> Iterable[_Statement]:
             continue
         if action not in (None, "transpose"):
             raise _unknown(model_class, f"{source!r} becomes {target!r} by {action!r}, which is no AOA statement")
-        # Tables list what some configurations do not have; a target that nothing feeds is the load's error.
+        # Tables list parameters that some configurations lack; the load raises an error for a target without a source.
         tags = f"{_tags(fused, target)}, optional"
         yield (source, target), f"{{0}}{'^T' if action else ''} -> {{1}}{tags}"
     for source, targets in splits.items():
@@ -154,14 +154,14 @@ def _renames(model_class: Any, config: Any, tied: bool) -> Iterable[_Statement]:
 
 
 def _fused(model_class: Any, config: Any) -> list[FusedLayer]:
-    """Return the fused layers of a class that there is a statement for: no model is built."""
+    """Return the fused layers of a class that have a statement; no model is built."""
     shell = model_class.__new__(model_class)
     object.__setattr__(shell, "config", config)
     return [layer for layer in fused_layers(shell) if layer.statement is not None]
 
 
 def _tags(fused: dict[str, FusedLayer], target: str) -> str:
-    """Return what a statement says of a parameter that every rank holds as parts side by side."""
+    """Return the tags of a statement for a parameter that every rank holds as parts side by side, else ""."""
     layer = layer_of(fused, target.rpartition(".")[0])
     return "" if layer is None else f", {layer.statement}" + (", axis=0" if target.endswith(".bias") else "")
 

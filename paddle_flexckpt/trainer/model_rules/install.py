@@ -1,4 +1,4 @@
-"""Put rules for a library's models into effect, and describe models. Tested in tests/trainer/test_model_rules.py."""
+"""Installing the rules for a library's models, and describing models. Tested in tests/trainer/test_model_rules.py."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paddle_flexckpt.undo import Undo
 
 LIBRARIES = ("paddlenlp", "paddleformers", "paddlefleet")
 _installed: dict[str, Undo] = {}
-# Wrappers that have nothing of their own: the names are those of the model inside.
+# Wrappers without a name of their own in the keys, which are those of the model inside.
 _ADAPTERS = ("LoRAModel", "LoKrModel", "VeRAModel")
 
 
 def install_model_rules(library: str) -> None:
-    """Make ``sharded_state_dict()`` of a library's models right: split heads, fused parameters, pipelines, experts.
+    """Make ``sharded_state_dict()`` of a library's models correct: split heads, fused parameters, pipelines, experts.
 
-    Calling it again does nothing. It calls ``paddle_flexckpt.install()``.
+    A second call does nothing. It calls ``paddle_flexckpt.install()``.
 
     Args:
         library: ``"paddlenlp"``, ``"paddleformers"`` or ``"paddlefleet"``.
@@ -53,7 +53,7 @@ def install_model_rules(library: str) -> None:
 
 
 def uninstall_model_rules(library: str) -> None:
-    """Take back what :func:`install_model_rules` gave; the library's classes are as before.
+    """Undo :func:`install_model_rules`; the library's classes are as before.
 
     Raises:
         ValueError: There is no such library.

@@ -1,4 +1,4 @@
-"""Register and find which axis of which parameter is split, for classes of layers that cannot say so themselves.
+"""A registry of the axes along which parameters are split, for classes of layers without rules of their own.
 
 Rules are kept by the qualified name of the class, so that a rule can be registered for a class whose module nobody has
 imported yet, and finding one imports nothing. Tested in tests/trainer/test_model_rules_unit.py.
@@ -20,10 +20,10 @@ _RULES: dict[str, ModelRule] = {}
 
 
 def register_model_rule(layer_class: type | str, rule: ModelRule) -> None:
-    """Say which axes of a layer's own parameters tensor parallelism splits, for a class that is not one's own.
+    """Register the axes along which tensor parallelism splits a layer's own parameters, for a class of another library.
 
-    It holds for subclasses too, unless they or a class between say something else: with a rule of their own here, or
-    with a ``_get_shard_rules()``. A later rule for the same class replaces an earlier one.
+    The rule holds for subclasses too, unless they or a class between have a rule of their own here or a
+    ``_get_shard_rules()``. A later rule for the same class replaces an earlier one.
 
     Args:
         layer_class: The class, or ``"package.module.Class"``; then nothing is imported.
@@ -42,7 +42,7 @@ def register_model_rule(layer_class: type | str, rule: ModelRule) -> None:
 
 
 def unregister_model_rule(layer_class: type | str) -> None:
-    """Take a rule back; without it, do nothing."""
+    """Remove a rule; without it, do nothing."""
     _RULES.pop(layer_class if isinstance(layer_class, str) else qualified_name(layer_class), None)
 
 
@@ -52,7 +52,7 @@ def qualified_name(layer_class: type) -> str:
 
 
 def registered_axes(layer: Any, stop: type) -> dict[str, int | FusedAxis] | None:
-    """Return what the registry says of a layer's own parameters.
+    """Return the registered axes of a layer's own parameters.
 
     Args:
         layer: The layer.
@@ -103,9 +103,9 @@ VOCABULARY_HEADS = (
 def vocabulary_axes(layer: Any) -> dict[str, int | FusedAxis]:
     """Return the axis of the vocabulary in a head's own parameters.
 
-    It is told by the shape, ``[hidden, vocabulary part]`` or, tied or transposed, ``[vocabulary part, hidden]``. Where
-    both axes have the extent of a part, the head's ``transpose_y``, the parameter's ``split_axis`` or whether the
-    configuration ties the embeddings decides, the first of them that is there.
+    The shape is ``[hidden, vocabulary part]`` or, tied or transposed, ``[vocabulary part, hidden]``. If both axes have
+    the extent of a part, the first of these that exists decides: the head's ``transpose_y``, the parameter's
+    ``split_axis``, the configuration's tied embeddings.
 
     Raises:
         ValueError: The shape fits neither.
@@ -115,7 +115,7 @@ def vocabulary_axes(layer: Any) -> dict[str, int | FusedAxis]:
 
 
 def gemma_axes(layer: Any) -> dict[str, int | FusedAxis]:
-    """Do as :func:`vocabulary_axes`, for a head whose ``split_axis`` is wrong where the embeddings are tied."""
+    """Return the same as :func:`vocabulary_axes`, for a head whose ``split_axis`` is wrong if embeddings are tied."""
     return _axes(layer, 0 if layer.config.tie_word_embeddings else 1)
 
 
@@ -147,7 +147,7 @@ def _vocabulary_axis(layer: Any, name: str, tensor: Any, preferred: int | None) 
 
 
 def complete_rules(layer: Any, own: dict[str, Any], stop: type) -> dict[str, Any]:
-    """Return the rules of a layer: the registry's, or else its own, and then what parameters tell themselves.
+    """Return the rules of a layer: the registry's, or else its own, and then those that its parameters have.
 
     Raises:
         ValueError: A ``split_axis`` is no axis.

@@ -1,10 +1,10 @@
 """AOA statements of a live model, by the protocols of PaddleFormers and PaddleFleet.
 
-A model says how Hugging Face's weights become its own in one of two ways. Hand-written: ``_gen_aoa_config(config)`` of
-its class or, as PaddleFleet attaches it, of the instance. Modular: the model overrides
-``paddle.nn.Layer.gen_aoa_statements``, which Paddle's develop branch gives to every layer, so that only identity with
-the base's tells an override. This library never gives that method to a layer. Modular generation may be a collective
-of the model's own, over its pipeline. Tested in tests/trainer/test_live_rules.py.
+A model gives the statements from Hugging Face's weights to its own in one of two ways. Hand-written:
+``_gen_aoa_config(config)`` of its class or, as PaddleFleet attaches it, of the instance. Modular: the model overrides
+``paddle.nn.Layer.gen_aoa_statements``. In Paddle's develop branch every layer has this method, so an override is
+recognised by comparing it with the base's. This library never adds the method to a layer. Modular generation may be a
+collective of the model's own, over its pipeline. Tested in tests/trainer/test_live_rules.py.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _HAND_WRITTEN = {"from_hf": "_gen_aoa_config", "to_hf": "_gen_inv_aoa_config"}
 _MODULAR = {"from_hf": "gen_aoa_statements", "to_hf": "gen_inv_aoa_statements"}
 _TABLE = "_get_name_mappings"
 _CONTEXT_MODULE = "paddle.distributed.flex_checkpoint.aoa.generation"
-# What only a layer's method takes; that of a whole model takes the configuration.
+# The argument of a layer's method; that of a whole model takes the configuration.
 _OF_A_LAYER = "structured_name_prefix"
 _CONTEXT = "cannot tell the AOA statements of the model"
 
 
 class _Protocol(NamedTuple):
-    """Tell by which method a model says its statements.
+    """The method by which a model gives its statements.
 
     Attributes:
         name: The method; the same on every rank.
-        generate: Returns what it says of this rank's part of the model. It may communicate.
-        is_reversed: Whether it says them for the other direction.
+        generate: Returns the statements of this rank's part of the model. It may communicate.
+        is_reversed: Whether the statements are for the other direction.
     """
 
     name: str
@@ -62,22 +62,22 @@ def aoa_config_of(
     ``_gen_inv_aoa_config``; else ``_gen_aoa_config`` with ``aoa_config_reverse``; else the override of
     ``gen_inv_aoa_statements``; else that of ``gen_aoa_statements`` with ``aoa_config_reverse``; else the tables.
 
-    All ranks of the group call this together. Where their statements differ, as each has its own layers or experts,
-    every rank gets those of all of them.
+    All ranks of the group call this together. If their statements differ, as each has its own layers or experts, every
+    rank gets the statements of all.
 
     Args:
         model: The model itself, without wrappers.
         direction: ``"from_hf"`` or ``"to_hf"``.
-        config: What the model's method gets; by default ``model.config``, and for ``"to_hf"`` the
-            ``model.config_to_save`` of PaddleFleet where there is one.
+        config: The argument of the model's method; by default ``model.config``, and for ``"to_hf"`` PaddleFleet's
+            ``model.config_to_save`` if the model has it.
         process_group: The ranks that call this together; all of the job by default.
 
     Returns:
         ``{"aoa_statements": [...]}``, with ``"aoa_config_reverse": True`` where the other direction's are reversed.
 
     Raises:
-        ValidationError: The model does not say its statements, or by another method than on another rank.
-        AoaError: What it says is malformed, or ranks contradict each other.
+        ValidationError: The model gives no statements, or gives them by another method than on another rank.
+        AoaError: The statements are malformed, or ranks contradict each other.
     """
     if direction not in _MODULAR:
         raise ValidationError(f"direction is 'from_hf' or 'to_hf'; got {direction!r}")
@@ -110,16 +110,16 @@ def aoa_config_of(
 def export_config_of(model: Any, *, process_group: Any = None) -> dict[str, Any]:
     """Return the AOA configuration with which a checkpoint of a live model is exported as Hugging Face's weights.
 
-    It is that of :func:`aoa_config_of`, ``"to_hf"``, and every statement can be carried out without a destination: an
-    export has none whose shapes could tell more.
+    It is that of :func:`aoa_config_of`, ``"to_hf"``, with statements that need no shapes of a destination: an export
+    has none.
 
     Args:
         model: The model itself, without wrappers.
         process_group: The ranks that call this together; all of the job by default.
 
     Raises:
-        ValidationError: As :func:`aoa_config_of`; or the model has no inverse of its own, and its statements alone do
-            not tell the way back.
+        ValidationError: As :func:`aoa_config_of`; or the model has no inverse of its own, and its statements alone
+            cannot be inverted.
     """
     found = aoa_config_of(model, "to_hf", process_group=process_group)
     if not found.get("aoa_config_reverse"):
@@ -136,9 +136,9 @@ def export_config_of(model: Any, *, process_group: Any = None) -> dict[str, Any]
 
 
 def _check_equal(chosen: list[bytes], comm: Communicator) -> None:
-    """Raise the same error on every rank where the model of one says its statements by another method.
+    """Raise the same error on every rank if the models of two ranks give their statements by different methods.
 
-    Modular generation may be a collective: ranks that did not take part in it would be waited for.
+    Modular generation may be a collective, which would wait for ranks that do not take part.
     """
     for rank, other in zip(comm.ranks, chosen):
         if other != chosen[0]:
@@ -162,8 +162,8 @@ def _of_all_ranks(own: list[str], is_reverse: bool, comm: Communicator) -> list[
         return None, zlib.compress(json.dumps([own, is_reverse]).encode(), 1)
 
     _, answers = comm.together(tell, _CONTEXT)
-    told = {rank: json.loads(zlib.decompress(answer)) for rank, answer in zip(comm.ranks, answers)}
-    directions = {rank: reverse for rank, (_, reverse) in told.items()}
+    gathered = {rank: json.loads(zlib.decompress(answer)) for rank, answer in zip(comm.ranks, answers)}
+    directions = {rank: reverse for rank, (_, reverse) in gathered.items()}
     different = next((rank for rank, reverse in directions.items() if reverse != directions[comm.ranks[0]]), None)
     if different is not None:
         raise ValidationError(
@@ -176,11 +176,11 @@ def _of_all_ranks(own: list[str], is_reverse: bool, comm: Communicator) -> list[
             ),
             _CONTEXT,
         )
-    return united_statements({rank: statements for rank, (statements, _) in told.items()})
+    return united_statements({rank: statements for rank, (statements, _) in gathered.items()})
 
 
 def _protocol_of(model: Any, direction: str, config: Any) -> _Protocol:
-    """Return how a model says its statements, the first way that it has."""
+    """Return the first method by which a model can give its statements."""
     other = "from_hf"
     ways = [_hand_written(model, direction, config)]
     if direction != other:
@@ -229,10 +229,10 @@ def _modular(model: Any, direction: str, config: Any) -> _Protocol | None:
 
 
 def _context_for(model: Any, config: Any) -> Any:
-    """Return the context that Paddle's layers take, as PaddleFleet makes it for a whole model.
+    """Return the argument of the methods of Paddle's layers, as PaddleFleet makes it for a whole model.
 
-    Paddle's develop branch had it with seven fields, and later with five. The two that went have no meaning for a model
-    that declares neither casts nor names to leave out.
+    Paddle's develop branch had it with seven fields, and later with five. The two former fields have no meaning for a
+    model that declares neither casts nor names to leave out.
 
     Raises:
         ValidationError: This version of Paddle has no such context, or one with fields that are not known here.

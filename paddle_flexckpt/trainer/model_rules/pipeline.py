@@ -1,8 +1,8 @@
-"""Find the names that pipelines of model libraries have without a pipeline.
+"""The names that parameters of a library's pipelines have in the model without a pipeline.
 
-``add_sequential_layer(layer, name_prefix)`` of PaddleNLP's PipelinePretrainedModel says what the names of each layer
-begin with. A weight that two stages share is known to Paddle under a property of both layers, ``embedding_weight``; a
-stage that has only one of them has to know how the other calls it. Tested in tests/trainer/test_model_rules_unit.py.
+``add_sequential_layer(layer, name_prefix)`` of PaddleNLP's PipelinePretrainedModel gives the prefix of the names of
+each layer. Paddle knows a weight that two stages share by a property of both layers, ``embedding_weight``. A stage that
+has only one of the layers needs the name in the other. Tested in tests/trainer/test_model_rules_unit.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
-# What a property by which stages share a weight stands for, by class of layer; PaddleFormers' have no family in front.
+# The parameter behind a property by which stages share a weight, by class of layer. PaddleFormers' have no family.
 _SHARED_ATTRIBUTES = {
     **{
         (f"{family}LMHeadPipe", "embedding_weight"): "weight"
@@ -27,7 +27,7 @@ _SHARED_ATTRIBUTES = {
 
 
 def register_shared_attribute(layer_class: str, attribute: str, name: str) -> None:
-    """Say what an attribute stands for by which the stages of a pipeline share a weight.
+    """Register the parameter behind an attribute by which the stages of a pipeline share a weight.
 
     Args:
         layer_class: Name of the class of a layer that has it.
@@ -38,13 +38,13 @@ def register_shared_attribute(layer_class: str, attribute: str, name: str) -> No
 
 
 class PipelineNames(Mapping[str, str]):
-    """Hold names in the model without a pipeline, by ``{index in the list of LayerDescs}.{name in the layer}``.
+    """The names in the model without a pipeline, by ``{index in the list of LayerDescs}.{name in the layer}``.
 
-    There is one for every name that begins with the index of a layer; which of them are parameters is not known here.
+    Every key that begins with the index of a layer has a name, whether it is a parameter or not.
     """
 
     def __init__(self, prefixes: Mapping[str, str], shared: Mapping[str, str]) -> None:
-        """Take what names begin with, by index, and the names of shared weights, by numbered name."""
+        """Take the prefixes of names, by index, and the names of shared weights, by numbered name."""
         self._prefixes, self._shared = prefixes, shared
 
     def __getitem__(self, key: str) -> str:
@@ -63,7 +63,7 @@ class PipelineNames(Mapping[str, str]):
 def pipeline_names(pipeline: Any) -> PipelineNames:
     """Return the names of a PipelinePretrainedModel's parameters.
 
-    A stage that holds only one of the layers that share a weight has to know how the other calls it.
+    A stage that holds only one of the layers that share a weight needs the name in the other.
 
     Raises:
         ValueError: It is not known what a property stands for by which stages share a weight.
@@ -87,7 +87,7 @@ def shared_names(pipeline: Any) -> list[list[str]]:
 def with_tied_names(described: Callable[..., ShardedStateDict]) -> Callable[..., ShardedStateDict]:
     """Wrap the ``sharded_state_dict`` of PaddleFormers' pipelines: add a tied weight's names on other stages.
 
-    Without a pipeline the state of a tied weight stands under one of its names, which a stage may not have.
+    Without a pipeline the state of a tied weight has one of its names, which a stage may not have.
     """
 
     def sharded_state_dict(self: Any, *args: Any, **kwargs: Any) -> ShardedStateDict:
