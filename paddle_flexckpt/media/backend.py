@@ -223,6 +223,14 @@ class Locks:
         """
         return Lock()
 
+    def protect_readers(self, name: str) -> bool:
+        """Return whether the lock of a file's reader is seen by those who would remove the file.
+
+        Raises:
+            FileNotFoundError: It is not there, or not any more.
+        """
+        return False
+
     def claim(self, name: str) -> Lock | None:
         """Take the right to remove or replace a file, and with it others that its readers need.
 

@@ -161,6 +161,19 @@ class LocalLocks(LeaseLocks):
             if shared.is_of(path):
                 return shared
 
+    def protect_readers(self, name: str) -> bool:
+        """Implement the base class: the file system is asked, as this process may not have taken a lock here."""
+        if not self._enabled:
+            return False
+        descriptor = open_inside(self._backend.path, name)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return error.errno not in NO_LOCKS
+        finally:
+            os.close(descriptor)
+        return True
+
     def claim(self, name: str) -> Lock | None:
         """Implement the base class."""
         if not self._enabled:

@@ -389,7 +389,9 @@ class SaveDirectory(CheckpointDirectory):
 
     def _may_be_read(self, save: SaveNames) -> bool:
         """Return whether a save that is over may be a replaced checkpoint that is still being read."""
-        if self.backend.locks.can_run_out or not self.backend.has_path or not self.has_manifest(save.unique_id):
+        if not self.has_manifest(save.unique_id):
+            return False
+        if not self.backend.locks.protect_readers(f"{save.unique_id}.manifest"):
             return False
         return number_of(self.read_committed(save.unique_id, ())) > save.save_id.number
 

@@ -387,7 +387,7 @@ def test_what_a_late_rank_leaves_is_kept_for_those_who_read_it(saves):
     assert not [name for name in os.listdir(save.path) if save.names.owns(name)]
 
 
-@pytest.mark.parametrize("moment", ["is writing", "has written"])
+@pytest.mark.parametrize("moment", ["has joined", "has written"])
 def test_a_late_rank_that_was_given_up_leaves_nothing_beside_the_next_save_of_its_id(saves, moment):
     """It knows that its save was never committed: nobody can read its file."""
     save = saves(2, 0, timeout=0.5).start({1: (moment, stop)})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
@@ -290,6 +292,23 @@ def test_a_rank_that_comes_late_leaves_a_checkpoint_that_was_replaced_to_its_rea
     assert names(tmp_path) == sorted(["0.manifest", *manifest.files, *second.files])
     third = save(tmp_path, 0)
     assert names(tmp_path) == sorted(["0.manifest", *third.files])
+
+
+def test_where_readers_have_no_locks_a_rank_that_comes_late_removes_its_file(tmp_path, monkeypatch):
+    """Nobody knows whether the file is being read, and the next save would remove it at once."""
+    ticket, parts = begin_whole(tmp_path, 0)
+    late = (tmp_path / ticket.data_file(1)).read_bytes()
+    open_to_save(tmp_path).commit(ticket, parts)
+    second = save(tmp_path, 0)
+    (tmp_path / ticket.data_file(1)).write_bytes(late)
+
+    def flock(descriptor, operation):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", flock)
+        open_to_save(tmp_path).discard_late(ticket, [1])
+    assert names(tmp_path) == sorted(["0.manifest", *second.files])
 
 
 def test_what_is_prepared_stays_until_its_id_is_saved_or_its_save_is_aborted(tmp_path):

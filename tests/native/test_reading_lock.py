@@ -42,8 +42,9 @@ def is_held(backend, name=MANIFEST) -> bool:
 
 
 def test_readers_share_and_keep_the_one_who_removes_out(backend):
+    assert backend.locks.protect_readers(MANIFEST)
     first, second = backend.locks.share(MANIFEST), backend.locks.share(MANIFEST)
-    assert is_held(backend)
+    assert is_held(backend) and backend.locks.protect_readers(MANIFEST)
     first.release()
     first.release()
     assert is_held(backend)
@@ -120,10 +121,12 @@ def test_without_locks_reading_goes_on_and_removal_too(backend, monkeypatch, num
     monkeypatch.setattr(fcntl, "flock", flock)
     with backend.locks.share(MANIFEST):
         assert not is_held(backend)
+    assert not backend.locks.protect_readers(MANIFEST)
 
 
 def test_locks_that_are_switched_off(tmp_path, backend):
     without = open_storage(tmp_path, lock=False)
+    assert not without.locks.protect_readers(MANIFEST)
     with without.locks.share(MANIFEST):
         assert not is_held(backend)
     with backend.locks.share(MANIFEST):
