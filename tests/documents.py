@@ -92,6 +92,11 @@ def json_block(file: str, part: str) -> str:
     return _block(file, "json", part)
 
 
+def diff_block(file: str, part: str) -> str:
+    """Return the one diff of a document that has a part in it; arguments of :func:`code_block`."""
+    return _block(file, "diff", part)
+
+
 def docstring_block(file: str, part: str) -> str:
     """Return the one example of a module's docstrings that has a part in it; arguments of :func:`code_block`."""
     return _block(file, "docstring", part)

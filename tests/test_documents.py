@@ -23,6 +23,7 @@ TAKERS = {
     "shell_block": "bash",
     "text_block": "text",
     "json_block": "json",
+    "diff_block": "diff",
     "docstring_block": "docstring",
 }
 
