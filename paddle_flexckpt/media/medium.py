@@ -1,4 +1,4 @@
-"""Media: the operations on files of an fsspec file system's directory, and how each kind of file system commits.
+"""Media: the operations on files of an fsspec file system's directory.
 
 Tested in tests/media/test_remote.py.
 """
@@ -11,49 +11,11 @@ import inspect
 import os
 import threading
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, NamedTuple
 
 from paddle_flexckpt.media.read_ahead import Budget
 from paddle_flexckpt.media.retrying import Retrier, is_unanswered
 from paddle_flexckpt.media.urls import Secrets
-
-# How a file replaces another atomically:
-#   put      An object appears whole, after its last byte, or not at all, and replaces the one that was there.
-#   replace  Files grow visibly; renaming is atomic and replaces.
-#   rename   Files grow visibly; renaming is atomic, and fails or leaves a gap where the target exists.
-Commit = Literal["put", "replace", "rename"]
-COMMITS = get_args(Commit)
-
-COMMIT_OF: dict[str, Commit] = {
-    # Object stores: a key is set by one request, or by the last one of an upload in parts.
-    **dict.fromkeys(("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "obs", "cos", "tos", "oci"), "put"),
-    # A dict of the process; whole files are set under their key.
-    "memory": "put",
-    # POSIX renaming on the server (fsspec asks for posix-rename@openssh.com).
-    "sftp": "replace",
-    "ssh": "replace",
-    # The name node renames atomically, but refuses an existing target, which would have to be removed before.
-    "hdfs": "rename",
-    "webhdfs": "rename",
-    # These servers treat an existing target in different ways.
-    "ftp": "rename",
-    "smb": "rename",
-}
-# On these, the request that creates a file fails if there is one, also if another is faster.
-_EXCLUSIVE = frozenset({"gs", "gcs", "abfs", "abfss", "az", "memory"})
-
-
-def commit_of(protocol: str, file_system: Any) -> Commit | None:
-    """Return how the files of a protocol commit; None if that is not known, so that nothing can be saved there.
-
-    A protocol that is not in the table uses "rename" if it can rename. fsspec's own ``mv`` does not rename: it copies
-    and removes, so that a half copied file is visible.
-    """
-    import fsspec
-
-    if protocol in COMMIT_OF:
-        return COMMIT_OF[protocol]
-    return None if type(file_system).mv is fsspec.AbstractFileSystem.mv else "rename"
 
 
 class Listing(NamedTuple):
@@ -104,18 +66,40 @@ class Upload:
 class Medium:
     """The files of one directory of an fsspec file system. The name "" stands for the directory itself.
 
+    A subclass makes other requests, or makes them in another way; ``protocols.py`` has the URL schemes of each class.
+
     Attributes:
         file_system: fsspec's.
         pid: The process that may use it.
         budget: The limits of concurrent requests, for each file that is written and for each reader.
+        takes_password: Whether the file system uses a password that is in the URL.
+        is_shared: Whether other processes see the files.
     """
 
+    takes_password: ClassVar[bool] = True
+    is_shared: ClassVar[bool] = True
+
+    @classmethod
+    def options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the options for fsspec's file system, from those of the caller."""
+        return options
+
     def __init__(
-        self, file_system: Any, protocol: str, root: str, shown: str, retries: int, budget: Budget, secrets: Secrets
+        self, file_system: Any, creates: bool, root: str, shown: str, retries: int, budget: Budget, secrets: Secrets
     ) -> None:
-        """Wrap a file system; ``root`` is the directory's path in it, ``shown`` its URL for errors."""
+        """Wrap a file system.
+
+        Args:
+            file_system: fsspec's.
+            creates: Whether a request can create a file only if there is none, also if another is faster.
+            root: The directory's path in it.
+            shown: The directory's URL for errors.
+            retries: Further tries of a request.
+            budget: As in the attributes.
+            secrets: Texts that no error may show.
+        """
         self.file_system, self.pid, self.budget = file_system, os.getpid(), budget
-        self._protocol, self._root, self._shown = protocol, root, shown
+        self._creates, self._root, self._shown = creates, root, shown
         self._retrier, self._once = Retrier(retries, secrets), Retrier(0, secrets)
 
     def where(self, name: str) -> str:
@@ -138,7 +122,7 @@ class Medium:
     def exclusive(self) -> bool:
         """Return whether, of two that create a file at a time, one is certain to fail."""
         put = getattr(self.file_system, "_pipe_file", self.file_system.pipe_file)
-        return self._protocol in _EXCLUSIVE and "mode" in inspect.signature(put).parameters
+        return self._creates and "mode" in inspect.signature(put).parameters
 
     def entries(self) -> Listing:
         """List the directory; return nothing if it does not exist."""
@@ -248,8 +232,6 @@ class Medium:
 
     def upload(self, name: str, part_bytes: int, exclusive: bool) -> Upload | None:
         """Begin to write a file in chunks; None where only whole files can be written."""
-        if self._protocol == "memory":
-            return None
         if exclusive:
             self.check_new(name)
         return Upload(self, name, part_bytes)
@@ -290,3 +272,13 @@ class Medium:
         if not is_recursive and not any(self.entries()):
             with contextlib.suppress(FileNotFoundError):
                 self.ask("", self.file_system.rmdir, self._root)
+
+
+class MemoryMedium(Medium):
+    """The files of a dict of this process, each of which is set whole under its key."""
+
+    is_shared = False
+
+    def upload(self, name: str, part_bytes: int, exclusive: bool) -> Upload | None:
+        """Implement the base class: there are no chunks."""
+        return None

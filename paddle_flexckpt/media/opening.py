@@ -6,13 +6,18 @@ Tested in tests/media/test_remote.py.
 from __future__ import annotations
 
 import os
+import re
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.media.backend import Backend, Location
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.media.urls import path_of, redacted, split_url
+from paddle_flexckpt.media.urls import URL, path_of, redacted
 
+_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::")
+# The form that pathlib gives a URL.
+_FOLDED = re.compile(r"([a-z][a-z0-9]*):/(?!/)")
+_LOCAL = frozenset({"file", "local"})
 # The options of open_storage() itself; all others are fsspec's.
 _LOCAL_OPTIONS = frozenset({"lock", "lease_seconds"})
 _REMOTE_OPTIONS = _LOCAL_OPTIONS | {"retries", "part_bytes", "requests_at_once", "bytes_at_once", "commit"}
@@ -44,7 +49,7 @@ def open_storage(path: str | os.PathLike[str], **options: Any) -> Backend:
         ValidationError: There is no such option, or the URL's scheme needs a package that is not installed.
     """
     text = path_of(path)
-    scheme, rest = split_url(text)
+    scheme, rest = _split_url(text)
     if scheme is None:
         unknown = sorted(options.keys() - _LOCAL_OPTIONS)
         if unknown:
@@ -58,12 +63,43 @@ def open_storage(path: str | os.PathLike[str], **options: Any) -> Backend:
     return FsspecBackend(text, {name: value for name, value in options.items() if name not in own}, **own)
 
 
+def _split_url(location: str) -> tuple[str | None, str]:
+    """Return scheme and rest of a URL; for paths and URLs of local files no scheme and the path.
+
+    Raises:
+        ValidationError: It is a URL of an unsupported kind.
+    """
+    match = URL.match(location)
+    if match is None:
+        if _CHAIN.match(location) and "://" in location:
+            raise ValidationError(f"{redacted(location)!r} is a chain of file systems. Remedy: give the last one's URL")
+        folded = _FOLDED.match(location)
+        if folded and _is_scheme(folded[1]):
+            raise ValidationError(
+                f"{location!r} is a URL that has lost a slash, as in pathlib. Remedy: pass URLs as text"
+            )
+        return None, location
+    scheme, rest = match[1].lower(), match[2]
+    if scheme not in _LOCAL:
+        return scheme, rest
+    if not rest.startswith("/"):
+        raise ValidationError(f"{location!r} is a URL of a local file without an absolute path, as in file:///a/b")
+    return None, rest
+
+
+def _is_scheme(name: str) -> bool:
+    """Return whether the table has a URL scheme. Few paths need it, so it is imported only here."""
+    from paddle_flexckpt.media.protocols import PROTOCOLS
+
+    return name in _LOCAL or name in PROTOCOLS
+
+
 def is_remote(location: Location) -> bool:
     """Return whether a location is on no file system of this host; False if it is not a location at all."""
     if isinstance(location, Backend):
         return not isinstance(location, LocalBackend)
     try:
-        return split_url(path_of(location))[0] is not None
+        return _split_url(path_of(location))[0] is not None
     except ValidationError:  # opening it raises the error
         return False
 

@@ -16,11 +16,12 @@ from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.media.backend import REPLACING, Backend, InputFile, Kind, Locks, Mode, OutputFile, map_files
 from paddle_flexckpt.media.file_names import check_member
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, Conditions, LeaseLocks, check_lease_seconds
-from paddle_flexckpt.media.medium import COMMIT_OF, COMMITS, Commit, Medium, commit_of
+from paddle_flexckpt.media.medium import Medium
+from paddle_flexckpt.media.protocols import COMMITS, Commit, commit_of, protocol_of
 from paddle_flexckpt.media.read_ahead import LEAST_REQUEST, Budget
 from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile, Windows
 from paddle_flexckpt.media.retrying import DEFAULT_RETRIES, Retrier
-from paddle_flexckpt.media.s3 import LEAST_PART_BYTES, MOST_PARTS, PROTOCOLS, S3Medium, s3_options
+from paddle_flexckpt.media.s3 import LEAST_PART_BYTES, MOST_PARTS
 from paddle_flexckpt.media.urls import Secrets, has_password, redacted
 
 # The bytes of a long file that are sent at a time.
@@ -66,7 +67,8 @@ class FsspecBackend(Backend):
         """
         self._url = url.rstrip("/") if not url.endswith("://") else url
         self.path = redacted(self._url)
-        self._protocol = url.partition("://")[0].lower()
+        self._scheme = url.partition("://")[0].lower()
+        self._protocol = protocol_of(self._scheme)
         self._options = dict(options or {})
         self._settings: dict[str, Any] = {
             "lock": lock,
@@ -84,8 +86,8 @@ class FsspecBackend(Backend):
         self._own = threading.local()
         self._windows = Windows()
         self._is_made = False
-        # For a protocol that is not in the table it is found out later whether anything can be saved there.
-        self.replaces = (commit or COMMIT_OF.get(self._protocol, "rename")) != "rename"
+        # For a scheme that is not in the table it is found out later whether anything can be saved there.
+        self.replaces = (commit or self._protocol.commit or "rename") != "rename"
         self._conditions = conditions or Conditions(lambda: self._medium.exclusive)
         self.locks = LeaseLocks(self, lease_seconds, self._conditions) if lock else Locks()
 
@@ -103,10 +105,10 @@ class FsspecBackend(Backend):
                 problems.append(f"{name} has to be an integer of at least {least}; got {value!r}")
         if self._settings["commit"] not in (None, *COMMITS):
             problems.append(f"commit has to be one of {list(COMMITS)}; got {self._settings['commit']!r}")
-        if self._protocol in PROTOCOLS and has_password(self._url):
+        if not self._protocol.medium.takes_password and has_password(self._url):
             problems.append(
-                f"{self.path}: S3 takes no credentials from URLs. Remedy: open_storage(url, key=..., secret=...), the "
-                "environment, or a profile"
+                f"{self.path}: {self._scheme.upper()} takes no credentials from URLs. Remedy: open_storage(url, "
+                "key=..., secret=...), the environment, or a profile"
             )
         if problems:
             raise ValidationError(problems)
@@ -125,10 +127,10 @@ class FsspecBackend(Backend):
 
     def _commit(self) -> Commit:
         """Return how files are replaced here; ValidationError if it is not known."""
-        chosen: Commit | None = self._settings["commit"] or commit_of(self._protocol, self._medium.file_system)
+        chosen: Commit | None = self._settings["commit"] or commit_of(self._scheme, self._medium.file_system)
         if chosen is None:
             raise ValidationError(
-                f"it is not known how {self._protocol!r} replaces a file at once, so nothing can be saved to "
+                f"it is not known how {self._scheme!r} replaces a file at once, so nothing can be saved to "
                 f"{self.path}. Remedy: if you know, open_storage(url, commit='put') (whole files appear at once), "
                 "'replace' (renaming is atomic and replaces) or 'rename' (renaming is atomic)"
             )
@@ -212,7 +214,7 @@ class FsspecBackend(Backend):
 
     def reopen_token(self) -> dict[str, Any]:
         """Implement the base class; there may be secrets in it, so it is for processes of this job, not for files."""
-        if self._protocol == "memory":
+        if not self._protocol.medium.is_shared:
             raise ValidationError(
                 f"{self.path} is in the memory of this process, where no other process can save. Remedy: save "
                 "synchronously, or elsewhere"
@@ -230,22 +232,22 @@ class FsspecBackend(Backend):
 
 def _open_medium(url: str, shown: str, options: dict[str, Any], settings: dict[str, Any], secrets: Secrets) -> Medium:
     """Return the medium of a URL; ValidationError if a package is missing or fsspec does not know the protocol."""
-    protocol = url.partition("://")[0].lower()
+    scheme = url.partition("://")[0].lower()
     try:
         import fsspec
         from fsspec.core import url_to_fs
 
-        fsspec.get_filesystem_class(protocol)
+        fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         raise ValidationError(
             f"{shown} needs a package that is not installed ({error}). Remedy: pip install 'paddle-flexckpt[remote]'"
         ) from error
     except ValueError as error:
         raise ValidationError(
-            f"{shown}: fsspec {fsspec.__version__} knows no file system {protocol!r}. Remedy: correct the URL"
+            f"{shown}: fsspec {fsspec.__version__} knows no file system {scheme!r}. Remedy: correct the URL"
         ) from error
-    is_s3 = protocol in PROTOCOLS
-    file_system, root = Retrier(0, secrets)(shown, url_to_fs, url, **(s3_options(options) if is_s3 else options))
-    kind = S3Medium if is_s3 else Medium
+    protocol = protocol_of(scheme)
+    file_system, root = Retrier(0, secrets)(shown, url_to_fs, url, **protocol.medium.options(options))
     budget = Budget(settings["requests_at_once"], settings["bytes_at_once"])
-    return kind(file_system, protocol, root.rstrip("/"), shown, settings["retries"], budget, secrets)
+    retries = settings["retries"]
+    return protocol.medium(file_system, protocol.creates, root.rstrip("/"), shown, retries, budget, secrets)

@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from paddle_flexckpt.media.backend import REPLACING, Buffer, InputFile, Mode, OutputFile
-from paddle_flexckpt.media.medium import Commit, Medium, Upload
+from paddle_flexckpt.media.medium import Medium, Upload
+from paddle_flexckpt.media.protocols import Commit
 from paddle_flexckpt.media.read_ahead import ReadAhead, Wanted, plan_requests
 
 # The first bytes that opening a file reads: the save token, and most headers.

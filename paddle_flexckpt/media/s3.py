@@ -16,7 +16,6 @@ from paddle_flexckpt.media.retrying import is_unanswered, status_of
 
 logger = logging.getLogger("paddle_flexckpt")
 
-PROTOCOLS = frozenset({"s3", "s3a"})
 # S3's limits.
 LEAST_PART_BYTES = 5 << 20
 MOST_PARTS = 10_000
@@ -24,14 +23,6 @@ MOST_PARTS = 10_000
 _TRIES = 5
 # Connections that are cached; botocore's own bound is less than the requests that may be under way.
 CONNECTIONS = 64
-
-
-def s3_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Turn off s3fs's caches of listings and botocore's own retries, which this library replaces. Allow connections."""
-    config = dict(options.get("config_kwargs") or {})
-    config.setdefault("max_pool_connections", CONNECTIONS)
-    config.setdefault("retries", {"total_max_attempts": 1})
-    return {"use_listings_cache": False, **options, "config_kwargs": config}
 
 
 class S3Upload(Upload):
@@ -145,6 +136,19 @@ class S3Upload(Upload):
 
 class S3Medium(Medium):
     """The objects of one directory of an S3 store."""
+
+    takes_password = False
+
+    @classmethod
+    def options(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Turn off s3fs's caches of listings and botocore's own retries, which this library replaces.
+
+        Allow the connections of a budget.
+        """
+        config = dict(options.get("config_kwargs") or {})
+        config.setdefault("max_pool_connections", CONNECTIONS)
+        config.setdefault("retries", {"total_max_attempts": 1})
+        return {"use_listings_cache": False, **options, "config_kwargs": config}
 
     def __init__(self, *arguments: Any) -> None:
         """Wrap s3fs."""

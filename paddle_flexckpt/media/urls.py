@@ -1,4 +1,4 @@
-"""Locations: which of them are URLs, and the secret parts of a URL and its options.
+"""Texts of paths and URLs, and the secret parts of a URL and its options.
 
 Tested in tests/media/test_remote.py.
 """
@@ -13,16 +13,12 @@ from urllib.parse import unquote
 
 from paddle_flexckpt.catalog import ValidationError
 
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
-_CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::")
-# The form that pathlib gives a URL.
-_FOLDED = re.compile(r"(s3a?|gc?s|abfss?|az|hdfs|webhdfs|memory|oss|obs|sftp|ssh|ftp|smb|https?|file|local):/(?!/)")
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 # User and password in front of the host. A password may contain slashes, as AWS's do; a number up to a slash is a port.
 _PASSWORD = re.compile(r"([^/@:?#]*):(?!\d+(?:/|$))(.*)@", re.DOTALL)
 _SECRET_OPTION = re.compile(r"secret|token|passw|key|credential|sas|signature|auth", re.IGNORECASE)
 # By its name alone it sounds secret, but S3's "key" is an identity.
 _NO_SECRET = frozenset({"key"})
-_LOCAL = frozenset({"file", "local"})
 HIDDEN = "***"
 # Hiding shorter values would also hide words of the text itself.
 _SHORTEST_SECRET = 4
@@ -42,32 +38,9 @@ def path_of(location: object) -> str:
     return os.path.expanduser(text) if text == "~" or text.startswith("~/") else text
 
 
-def split_url(location: str) -> tuple[str | None, str]:
-    """Return scheme and rest of a URL; for paths and URLs of local files no scheme and the path.
-
-    Raises:
-        ValidationError: It is a URL of an unsupported kind.
-    """
-    match = _URL.match(location)
-    if match is None:
-        if _CHAIN.match(location) and "://" in location:
-            raise ValidationError(f"{redacted(location)!r} is a chain of file systems. Remedy: give the last one's URL")
-        if _FOLDED.match(location):
-            raise ValidationError(
-                f"{location!r} is a URL that has lost a slash, as in pathlib. Remedy: pass URLs as text"
-            )
-        return None, location
-    scheme, rest = match[1].lower(), match[2]
-    if scheme not in _LOCAL:
-        return scheme, rest
-    if not rest.startswith("/"):
-        raise ValidationError(f"{location!r} is a URL of a local file without an absolute path, as in file:///a/b")
-    return None, rest
-
-
 def redacted(url: str) -> str:
     """Return a URL without its password and query, for errors and reports."""
-    match = _URL.match(url)
+    match = URL.match(url)
     if match is None:
         return url
     rest = match[2]
@@ -79,7 +52,7 @@ def redacted(url: str) -> str:
 
 def has_password(url: str) -> bool:
     """Return whether a URL has user and password in it."""
-    match = _URL.match(url)
+    match = URL.match(url)
     return match is not None and _PASSWORD.match(match[2]) is not None
 
 
@@ -89,7 +62,7 @@ class Secrets:
     def __init__(self, url: str, options: Mapping[str, Any]) -> None:
         """Args: url: of a storage. options: of the storage."""
         found = set(_secret_values(options))
-        match = _URL.match(url)
+        match = URL.match(url)
         password = _PASSWORD.match(match[2]) if match else None
         if password:
             found |= {password[2], unquote(password[2])}

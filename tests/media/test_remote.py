@@ -657,7 +657,7 @@ def test_an_empty_directory_stays_where_removing_it_would_remove_what_comes_mean
             raise AssertionError("what has come meanwhile is gone")
 
     url = "hdfs://host/run"
-    Medium(ArrowFSWrapper(), "hdfs", "/run", url, 0, Budget(1), Secrets(url, {})).remove_directory()
+    Medium(ArrowFSWrapper(), False, "/run", url, 0, Budget(1), Secrets(url, {})).remove_directory()
 
 
 def test_a_right_that_has_run_out_is_told_as_it_is_and_at_once(clock):
