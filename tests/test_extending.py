@@ -15,6 +15,34 @@ from tests.documents import ROOT, diff_block
 pytest.importorskip("paddle")
 pytestmark = pytest.mark.skipif(shutil.which("patch") is None, reason="patch(1) is not installed")
 
+STORAGE = """
+import fsspec
+import numpy as np
+import paddle_flexckpt as fc
+from fsspec.implementations.memory import MemoryFileSystem
+
+class Vault(MemoryFileSystem):
+    protocol, store, pseudo_dirs = ("vault",), {}, [""]
+
+    def _open(self, path, mode="rb", **keywords):
+        assert mode in ("rb", "xb", "wb") and (mode == "rb" or not keywords.get("block_size")), "a file in chunks"
+        return super()._open(path, mode=mode, **keywords)
+
+fsspec.register_implementation("vault", Vault)
+target = {"w": np.zeros(4, dtype=np.float32)}
+for step in (1, 2):
+    fc.save_state_dict({"w": np.arange(4, dtype=np.float32) * step}, "vault://safe/run", "self", unique_id=0)
+fc.load_state_dict(target, "vault://safe/run", "self")
+assert target["w"].tolist() == [0, 2, 4, 6]
+assert any(name.endswith(".manifest") for name in Vault.store), Vault.store
+try:
+    fc.load_state_dict(target, "vault://me:secret@safe/run", "self")
+except fc.ValidationError as error:
+    assert "takes no credentials from URLs" in str(error)
+else:
+    raise AssertionError("a password was accepted")
+"""
+
 OPTION = """
 import numpy as np
 import paddle_flexckpt as fc
@@ -51,6 +79,11 @@ def run_with(diff: str, program: str, directory: Path) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_the_storage_saves_and_loads(tmp_path):
+    pytest.importorskip("fsspec")
+    run_with(diff_block("docs/extending.md", "VaultMedium"), STORAGE, tmp_path)
 
 
 def test_the_option_is_agreed_and_reported(tmp_path):
