@@ -9,14 +9,13 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
 from paddle_flexckpt.engine.agreement import check_heads
 from paddle_flexckpt.engine.options import GROUP, SHARDS, encode_options, same_on_all_ranks
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord
 from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.live.save_options import CheckReplicas
 from paddle_flexckpt.live.sources import check_state
 from paddle_flexckpt.live.state import flatten_state_dict
 from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
@@ -31,21 +30,27 @@ OWN_OBJECTS = {
 }
 
 
-class StepArguments(TypedDict, total=False):
-    """The arguments of a manager's ``save`` besides ``step`` and ``blocking``, for type checkers."""
+@dataclass(frozen=True, eq=False)
+class RunObjects:
+    """The objects of a run on this rank, as a caller gives them; any may be None."""
 
     model: Any
     optimizer: Any
     lr_scheduler: Any
     scaler: Any
     state: Mapping[str, Any] | None
-    dataloader: Any
-    extra: Mapping[str, Any] | None
-    metrics: Mapping[str, Any] | None
-    rng: bool
-    overwrite: bool
-    save_replicas: bool
-    check_replicas: CheckReplicas
+
+    def shards(self) -> dict[str, Any]:
+        """Return the shards of :func:`collect_shards`."""
+        return collect_shards(self.model, self.optimizer, self.state)
+
+    def schedule(self) -> Any:
+        """Return the object with the rate, of :func:`schedule_of`."""
+        return schedule_of(self.lr_scheduler, self.optimizer)
+
+    def given(self) -> dict[str, bool]:
+        """Return whether there are a schedule and a scaler. Ranks compare this: one without would save none."""
+        return {name: getattr(self, name) is not None for name in ("lr_scheduler", "scaler")}
 
 
 @dataclass(frozen=True)
@@ -215,11 +220,6 @@ def agree_and_collect(answers: list[bytes], context: str) -> list[Any]:
     return [json.loads(text) for text in check_heads(answers, context)[0]]
 
 
-def given(options: Mapping[str, Any]) -> dict[str, bool]:
-    """Return whether this rank has a schedule and a scaler, which is compared: without one it would save none."""
-    return {name: options[name] is not None for name in ("lr_scheduler", "scaler")}
-
-
 @same_on_all_ranks(**OWN_OBJECTS, process_group=GROUP)
 def check(
     model: Any = None,
@@ -247,11 +247,12 @@ def check(
         CheckpointError: Likewise, where a description fails in another way.
     """
     options = locals()
+    objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
 
     def describe() -> dict[str, Any]:
         with no_new_states():
-            shards = collect_shards(model, optimizer, state)
-        return {**shards, **collect_extra_state(schedule_of(lr_scheduler, optimizer), scaler)}
+            shards = objects.shards()
+        return {**shards, **collect_extra_state(objects.schedule(), scaler)}
 
-    head = encode_options(check, options, **given(options))
+    head = encode_options(check, options, **objects.given())
     check_state(describe, communicator_for(process_group), "cannot save", head)

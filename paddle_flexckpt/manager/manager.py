@@ -4,39 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import json
-import signal
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from paddle_flexckpt.background import BackgroundWriter, SaveHandle
+from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, NotDurableError, ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.options import GROUP, encode_options, same_on_all_ranks, takes
 from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies, SaveOptions
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager.contents import (
     OWN_OBJECTS,
-    StepArguments,
+    RunObjects,
     StepContents,
     agree_and_collect,
     check,
     check_extra,
     check_metrics,
     check_step,
-    collect_shards,
-    given,
-    schedule_of,
 )
+from paddle_flexckpt.manager.follow_up import FollowUp
+from paddle_flexckpt.manager.manager_options import ManagerOptions, StepArguments, StepOptions
 from paddle_flexckpt.manager.pending import PendingSteps
-from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, Mode, SaveEvery, SavePolicy, check_policies
+from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, Mode, SavePolicy, check_policies
+from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
 from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule
-from paddle_flexckpt.manager.step_pages import StepPages
-from paddle_flexckpt.manager.steps import UNIQUE_ID, StepDirectories, Which, is_full
+from paddle_flexckpt.manager.steps import StepDirectories, Which, is_full
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.listing import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
@@ -44,8 +42,6 @@ from paddle_flexckpt.run_state.extra_state import collect_extra_state
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-EVERY_STEP = SaveEvery(1)
 
 
 class CheckpointManager:
@@ -77,97 +73,62 @@ class CheckpointManager:
         path: The root; a relative path is made absolute when the manager is made.
     """
 
-    @same_on_all_ranks(**OWN_OBJECTS, process_group=GROUP)
+    @takes(ManagerOptions, **OWN_OBJECTS, process_group=GROUP)
     def __init__(
         self,
         root: Location,
         *,
-        save_when: SavePolicy | Sequence[SavePolicy] = EVERY_STEP,
-        keep: KeepPolicy | Sequence[KeepPolicy] = (),
         process_group: Any = None,
-        async_save: bool | BackgroundWriter = False,
-        slice_bytes: int | None = None,
-        staging_bytes: int | None = None,
-        pages: bool = False,
-        preemption_signals: Iterable[int] = (signal.SIGTERM,),
-        reports: bool = False,
         model: Any = None,
         optimizer: Any = None,
         lr_scheduler: Any = None,
         scaler: Any = None,
         state: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> None:
         """Make no directory yet.
 
         Args:
-            root: The directory of the run, on storage that all ranks share.
-            save_when: The policies of :meth:`should_save`: it returns True if any of them wants a save.
-            keep: After a save, checkpoints that none of the policies keeps are removed (see
-                :func:`~paddle_flexckpt.manager.policies.steps_to_remove`). Without policies none is removed.
             process_group: The ranks that take part, as in :func:`save_state_dict`.
-            async_save: Whether saves run in the background, as in :func:`save_state_dict`.
-            slice_bytes: As in :func:`save_state_dict`, for saves in the background that are given an optimizer. Call
-                :meth:`stage_next` between micro-steps; the next ``optimizer.step()`` copies what is left first.
-            staging_bytes: As in :func:`save_state_dict`, for saves in the background.
-            pages: Whether the coordinator writes a page beside each step, ``{root}/step_{step:08d}.html``, once the
-                checkpoint is complete: what each rank wrote, how long that took, and who saved what.
-            preemption_signals: Signals that announce the end of this process. They are caught, until :meth:`close`:
-                the loop saves at its next step and stops. The manager then has to be made in the main thread.
-            reports: Whether the coordinator's report of each save is written beside the step's directory, as
-                ``step_{step:08d}.report.json``. The report of a save in the background is written by the next
-                :meth:`save`, :meth:`wait` or :meth:`close`. It is removed with the step.
             model: What :meth:`save` will be given; so are ``optimizer``, ``lr_scheduler``, ``scaler`` and ``state``.
                 They are checked now, by :func:`check`, and not kept.
+            **options: Like ``root``, of :class:`~paddle_flexckpt.manager.manager_options.ManagerOptions`.
 
         Raises:
             ValidationError: An argument is not usable, ranks differ in theirs, or the model cannot be saved.
         """
-        options = locals()
+        self._asked = ManagerOptions(root, **options)
         self._comm = communicator_for(process_group)
-        self._async_save, self._slice_bytes, self._staging_bytes = async_save, slice_bytes, staging_bytes
-        self._pending, self._writes_reports = PendingSteps(self._comm), reports
+        self._pending = PendingSteps(self._comm)
         self._closed = False
         self._run: str | None = None  # what identifies the run, from the first save on
         self._restored: Which | None = None  # the step that the run continues
         self._signals = PreemptionSignals(())
-
-        def open_root() -> tuple[None, bytes]:
-            if not isinstance(async_save, (bool, BackgroundWriter)):
-                raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {async_save!r}"])
-            if not isinstance(pages, bool):
-                raise ValidationError([f"pages has to be a bool; got {pages!r}"])
-            if not isinstance(reports, bool):
-                raise ValidationError([f"reports is True or False; got {reports!r}"])
-            SaveOptions(async_save=async_save, slice_bytes=slice_bytes, staging_bytes=staging_bytes).check()
-            self._steps = StepDirectories(root)
-            self._pages = StepPages(self._steps, pages)
-            self.path = self._steps.path
-            self._keep = check_policies("keep", keep, KeepPolicy)
-            policies = check_policies("save_when", save_when, SavePolicy)
-            numbers = tuple(preemption_signals)
-            self._signals = PreemptionSignals(numbers)
-            self._schedule = SaveSchedule(self._comm, policies, self._signals)
-            return None, encode_options(
-                CheckpointManager.__init__,
-                options,
-                root=self.path,
-                save_when=repr(policies),
-                keep=repr(self._keep),
-                async_save=bool(async_save),
-                slice_bytes=slice_bytes is not None,
-                preemption_signals=sorted(map(int, numbers)),
-                **given(options),
-            )
-
+        objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
         context = "cannot make a CheckpointManager"
         try:
-            _, heads = self._comm.together(open_root, context)
+            _, heads = self._comm.together(lambda: (None, self._open_root(objects)), context)
             check_same(heads, context)
-            if any(options[name] is not None for name in OWN_OBJECTS):
+            if any(each is not None for each in vars(objects).values()):
                 check(model, optimizer, lr_scheduler, scaler, state, self._comm)
         except CheckpointError:
             self._signals.close()
             raise
+
+    def _open_root(self, objects: RunObjects) -> bytes:
+        """Open the root and begin to catch signals; return this rank's message about its options."""
+        asked = self._asked
+        asked.check()
+        self._steps = StepDirectories(asked.root)
+        self.path = self._steps.path
+        keep = self._keep = check_policies("keep", asked.keep, KeepPolicy)
+        self._follow_up = FollowUp(self._comm, self._steps, self._pending, keep, asked.pages, asked.reports)
+        policies = check_policies("save_when", asked.save_when, SavePolicy)
+        numbers = tuple(asked.preemption_signals)
+        self._signals = PreemptionSignals(numbers)
+        self._schedule = SaveSchedule(self._comm, policies, self._signals)
+        same = replace(asked, save_when=policies, keep=keep, preemption_signals=numbers)
+        return same.encode("__init__", root=self.path, **objects.given())
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -219,7 +180,8 @@ class CheckpointManager:
         self, step: int, *, blocking: bool | None = ..., **saved: Unpack[StepArguments]
     ) -> SaveReport | SaveHandle: ...
 
-    @same_on_all_ranks(
+    @takes(
+        StepOptions,
         **OWN_OBJECTS,
         dataloader="every rank has its own position in the data",
         extra="saved like a replicated tensor, and compared like one",
@@ -237,16 +199,11 @@ class CheckpointManager:
         dataloader: Any = None,
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
-        rng: bool = True,
-        blocking: bool | None = None,
-        overwrite: bool = False,
-        save_replicas: bool = False,
-        check_replicas: CheckReplicas = True,
+        **options: Any,
     ) -> SaveReport | SaveHandle:
         """Save a step, and remove what need not be kept any longer.
 
         Args:
-            step: Training step.
             model: Its ``sharded_state_dict()`` is saved, and so is that of ``optimizer``.
             lr_scheduler: Saved with the run's extra state, as by :func:`collect_extra_state`; so are ``scaler``,
                 ``dataloader`` and, with ``rng``, the random number generators. None: the optimizer's own scheduler, or
@@ -254,11 +211,7 @@ class CheckpointManager:
             state: Shards or tensors besides, or instead of, those of model and optimizer.
             extra: Portable values, the same on every rank.
             metrics: Numbers by which the best checkpoint is chosen, the same on every rank.
-            blocking: Whether the checkpoint exists when this returns; None: unless the manager has ``async_save``.
-            overwrite: Whether a checkpoint of this step may be replaced; it stays until the new one is complete. It
-                may be replaced in any case if a restore of this manager has skipped it for an older one, or if its
-                save by this manager has raised NotDurableError.
-            save_replicas: As in :func:`save_state_dict`, like ``check_replicas``.
+            **options: Like ``step``, of :class:`~paddle_flexckpt.manager.manager_options.StepOptions`.
 
         Returns:
             A SaveReport; without ``blocking`` a SaveHandle, with ``slice_bytes`` and an optimizer a SlicedSave.
@@ -270,66 +223,84 @@ class CheckpointManager:
                 background has failed; then this one has not begun. Or something old could not be removed; then the
                 text says whether the new checkpoint is complete or on its way.
         """
-        step = plain_integer(step)
-        options = locals()
+        asked = StepOptions(step, **options)
+        asked = replace(asked, blocking=not self._asked.async_save if asked.blocking is None else asked.blocking)
+        objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
         context = f"cannot save a step in {self.path!r}"
-        background = bool(self._async_save) if blocking is None else not blocking
-
-        def prepare() -> tuple[StepContents, bytes]:
-            self._check_open()
-            check_step(step)
-            shards, numbers, run = collect_shards(model, optimizer, state), check_metrics(metrics), self._run
-            if run is None and self._comm.position == 0:
-                run = self._steps.begin_run(step, self._restored)
-            contents = StepContents(shards, numbers, run or "")
-            more = check_extra(extra)
-            schedule = schedule_of(lr_scheduler, optimizer)
-            contents.shards.update(collect_extra_state(schedule, scaler, step, rng, dataloader, **more))
-            if self._comm.position == 0:
-                self._steps.prepare(step, replaces)
-            also = {"blocking": not background, "check_replicas": ReplicaPolicies(check_replicas).agreed}
-            head = encode_options(CheckpointManager.save, options, **also, **given(options))
-            return contents, join((head, contents.describe_metrics()))
-
-        self._pending.collect(context, wait_for=step)
-        replaces = overwrite or step in self._pending.doubtful
+        self._pending.collect(context, wait_for=asked.step)
+        replaces = asked.overwrite or asked.step in self._pending.doubtful
+        prepare = partial(self._prepare, asked, objects, dataloader, extra, metrics, replaces)
         contents, answers = self._comm.together(prepare, context)
-        self._run = contents.add_record(step, answers, self._comm.ranks, context)
+        self._run = contents.add_record(asked.step, answers, self._comm.ranks, context)
+        report = self._write(asked, contents.shards, replaces, objects.optimizer is not None)
+        self._note(asked.step, report, contents.metrics, optimizer)
+        return report
+
+    def _prepare(
+        self,
+        asked: StepOptions,
+        objects: RunObjects,
+        dataloader: Any,
+        extra: Mapping[str, Any] | None,
+        metrics: Mapping[str, Any] | None,
+        replaces: bool,
+    ) -> tuple[StepContents, bytes]:
+        """Return this rank's part of a step, and its message about it; the coordinator prepares the directory."""
+        self._check_open()
+        check_step(asked.step)
+        shards, numbers, run = objects.shards(), check_metrics(metrics), self._run
+        if run is None and self._comm.position == 0:
+            run = self._steps.begin_run(asked.step, self._restored)
+        contents = StepContents(shards, numbers, run or "")
+        more = check_extra(extra)
+        extra_state = collect_extra_state(objects.schedule(), objects.scaler, asked.step, asked.rng, dataloader, **more)
+        contents.shards.update(extra_state)
+        if self._comm.position == 0:
+            self._steps.prepare(asked.step, replaces)
+        return contents, join((asked.encode("save", **objects.given()), contents.describe_metrics()))
+
+    def _write(
+        self, asked: StepOptions, shards: Mapping[str, Any], replaces: bool, has_optimizer: bool
+    ) -> SaveReport | SaveHandle:
+        """Write a step's checkpoint, or begin to; after a failure clean up."""
+        own, background = self._asked, not asked.blocking
         try:
-            report = save_state_dict(
-                contents.shards,
-                self._steps.directory(step),
+            return save_state_dict(
+                shards,
+                self._steps.directory(asked.step),
                 self._comm,
                 unique_id=UNIQUE_ID,
                 overwrite=replaces,
-                step=step,
-                save_replicas=save_replicas,
-                check_replicas=check_replicas,
-                async_save=(self._async_save or True) if background else False,
+                step=asked.step,
+                save_replicas=asked.save_replicas,
+                check_replicas=asked.check_replicas,
+                async_save=(own.async_save or True) if background else False,
                 # Without an optimizer it is unknown when the state begins to change.
-                slice_bytes=self._slice_bytes if background and optimizer is not None else None,
-                staging_bytes=self._staging_bytes if background else None,
+                slice_bytes=own.slice_bytes if background and has_optimizer else None,
+                staging_bytes=own.staging_bytes if background else None,
             )
         except CheckpointError as error:
             if isinstance(error, NotDurableError):
-                self._pending.doubtful.add(step)
+                self._pending.doubtful.add(asked.step)
             if self._comm.position == 0 and is_full(error):
                 # Retention usually follows a successful save, for which there might never be room without it. Its
                 # errors must not hide the error of the save.
                 with contextlib.suppress(CheckpointError, OSError):
-                    self._retain()
-            self._steps.give_up(step, error, bool(self._keep))
+                    self._follow_up.retain()
+            self._steps.give_up(asked.step, error, bool(self._keep))
             raise
-        if isinstance(report, SaveHandle):
-            self._pending.add(step, report, optimizer)
+
+    def _note(self, step: int, saved: SaveReport | SaveHandle, metrics: Mapping[str, float], optimizer: Any) -> None:
+        """Note a save that has ended, or one in the background that has begun, and follow it up."""
+        is_complete = isinstance(saved, SaveReport)
+        if isinstance(saved, SaveHandle):
+            self._pending.add(step, saved, optimizer)
         else:
             self._pending.note_complete(step)
-        self._pages.add(step, report, contents.metrics)
+        self._follow_up.add(step, saved, metrics)
         self._schedule.note(step, saved=True)
-        state_of_new = "on its way" if background else "complete"
-        reports = {step: report} if isinstance(report, SaveReport) else {}
-        self._follow_up(f"the checkpoint of step {step} is {state_of_new}", reports)
-        return report
+        reports = {step: saved} if isinstance(saved, SaveReport) else {}
+        self._follow_up.run(f"the checkpoint of step {step} is {'complete' if is_complete else 'on its way'}", reports)
 
     def stage_next(self) -> bool:
         """Copy at most ``slice_bytes`` of a save that is staged in slices; communicate nothing.
@@ -345,9 +316,9 @@ class CheckpointManager:
             CheckpointError: One of them has failed, or something old could not be removed.
         """
         self._check_open()
-        if self._pending.steps or len(self._pages) or (self._writes_reports and self._pending.has_reports):
+        if self._pending.steps or self._follow_up.is_due:
             self._pending.collect(f"cannot finish the saves in {self.path!r}", wait_for="all")
-            self._follow_up("all saves in the background are complete")
+            self._follow_up.run("all saves in the background are complete")
 
     def close(self) -> None:
         """Do the same as :meth:`wait`, and restore the previous signal handlers. A second call does nothing.
@@ -362,29 +333,6 @@ class CheckpointManager:
         finally:
             self._closed = True
             self._signals.close()
-
-    def _retain(self) -> None:
-        pending = self._pending
-        self._steps.retain(self._keep, pending.newest, pending.steps, pending.doubtful)
-
-    def _follow_up(self, done: str, reports: Mapping[int, SaveReport] | None = None) -> None:
-        """Write pages and reports, and apply retention; ``done`` says what has succeeded, for the error text."""
-        ended = self._pages.take(self._pending.steps)
-        if ended:
-            write = partial(self._pages.write, ended)
-            context = f"{done}, but not all pages in {self.path!r}"
-            self._comm.together(lambda: (write() if self._comm.position == 0 else None, b""), context)
-        written = {**self._pending.take_reports(), **(reports or {})} if self._writes_reports else {}
-
-        def retain() -> tuple[None, bytes]:
-            if self._comm.position == 0:
-                for step, report in written.items():
-                    self._steps.write_report(step, report)
-                self._retain()
-            return None, b""
-
-        what = "a report could not be written, or what need not be kept" if written else "what need not be kept"
-        self._comm.together(retain, f"{done}, but {what} in {self.path!r} could not be removed")
 
     @takes(RestoreOptions, **OWN_OBJECTS)
     def restore(
@@ -422,9 +370,9 @@ class CheckpointManager:
             self._check_open()
             if step not in ("latest", "best"):
                 check_step(step)
-            shards, schedule = collect_shards(model, optimizer, state), schedule_of(lr_scheduler, optimizer)
-            targets = Targets(shards, schedule, scaler, asked.rng, optimizer is not None)
-            head = asked.encode("restore", **given({"lr_scheduler": lr_scheduler, "scaler": scaler}))
+            objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
+            targets = Targets(objects.shards(), objects.schedule(), scaler, asked.rng, optimizer is not None)
+            head = asked.encode("restore", **objects.given())
             if self._comm.position != 0:
                 return targets, join((head, b"null"))
             order, damaged = self._steps.order(step, self._best(), asked.fallback)

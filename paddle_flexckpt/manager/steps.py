@@ -1,21 +1,14 @@
-"""The root directory of a run: one directory for each step, its record, and its removal.
-
-An interrupted removal is finished by the next manager. First a file of the root, ``step_{step:08d}.removing``, is
-written with the names of the checkpoint's files. Then the manifest is removed, and with it the checkpoint; then the
-files, the list of them, and last the directory. A step that has this list and no manifest is removed by the next
-retention. Nothing else is ever removed: no checkpoint that is being saved or read, and no file of another origin.
-"""
+"""The root directory of a run: one directory for each step, its record, and the retention of steps."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import re
 import secrets
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Union
 
@@ -29,27 +22,23 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination, open_to_save
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, best_first, steps_to_remove
-from paddle_flexckpt.media.backend import Backend, Location, exists, map_files, write_file
-from paddle_flexckpt.media.file_names import check_file_name
+from paddle_flexckpt.manager.removal import MANIFEST, UNIQUE_ID, Removal, interrupted, name_of, page_of, report_of
+from paddle_flexckpt.media.backend import Backend, Location, map_files, write_file
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
-from paddle_flexckpt.native.names import is_message, marked_by
 from paddle_flexckpt.report import SaveReport
 
 logger = logging.getLogger("paddle_flexckpt")
 
 Which = Union[int, Literal["latest", "best"]]
-UNIQUE_ID = 0
-_MANIFEST = f"{UNIQUE_ID}.manifest"
 _UNREADABLE = "cannot be read"
 _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 # A page or report that was not put in place.
 _TEMPORARY = re.compile(r"step_\d{8,}\.(?:html|report\.json)\.[0-9a-f]{32}\.tmp", re.ASCII)
-_REMOVING = re.compile(r"step_(\d{8,})\.removing", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -70,10 +59,10 @@ class StepDirectories:
         # A relative root is made absolute: the program may change its working directory.
         self._root = reopen(backend.reopen_token()) if type(backend) is LocalBackend else backend
         self.path = self._root.path
+        self._removal = Removal(self._root)
         self._known: dict[int, _Known] = {}
         # Steps with a checkpoint whose directory has no leftovers of dead saves, until the next save of the step.
         self._cleaned: set[int] = set()
-        self._links: set[int] = set()  # steps whose directory is a link, for which a warning was logged
 
     def directory(self, step: int) -> Backend:
         """Return the directory of a step, whether it exists or not."""
@@ -98,7 +87,7 @@ class StepDirectories:
 
     def _may_have_checkpoint(self, step: int) -> bool:
         try:
-            return _MANIFEST in self.directory(step).names()
+            return MANIFEST in self.directory(step).names()
         except OSError:
             return True  # a read raises the error
 
@@ -161,7 +150,7 @@ class StepDirectories:
                 return _Known(manifest.save_token, record)
         except (CorruptCheckpointError, ValidationError) as error:
             if not SourceDirectory(directory).has_manifest(UNIQUE_ID):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.where(_MANIFEST)) from error
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.where(MANIFEST)) from error
             if known is None or known.problem != str(error):
                 logger.warning(f"the checkpoint of step {step} is damaged, and is left alone: {error}")
             return _Known(token, None, str(error))
@@ -252,8 +241,8 @@ class StepDirectories:
             OSError: The rest of an interrupted removal could not be removed.
         """
         self._cleaned.discard(step)
-        if step in _interrupted(self._root.names()):
-            self._finish_removal(step)
+        if step in interrupted(self._root.names()):
+            self._removal.finish(step)
         directory = self.directory(step)
         if not open_to_save(directory).has_manifest(UNIQUE_ID):  # a listing may be out of date
             return
@@ -312,13 +301,13 @@ class StepDirectories:
         for name in filter(_TEMPORARY.fullmatch, names):
             with contextlib.suppress(OSError):  # it does no harm, and the next save tries again
                 self._root.remove(name)
-        for step in _interrupted(names):
-            attempt(self._finish_removal, step)
+        for step in interrupted(names):
+            attempt(self._removal.finish, step)
         directories = {*self._directories()}
         self._cleaned &= directories
         for step in sorted(directories - self._cleaned):
             if step not in busy:
-                attempt(self._remove_dead_save, step)
+                attempt(self._removal.remove_dead_save, step)
         records, damaged = self.records()
         self._cleaned = {record.step for record in records} - {*busy}
         # For these no warning was logged, as they may be readable the next time.
@@ -333,13 +322,16 @@ class StepDirectories:
             raise CheckpointError("; ".join(dict.fromkeys(problems)))
         return removed
 
+    def _remove(self, step: int) -> bool:
+        return self._removal.remove(step, self._known[step].token)
+
     def write_report(self, step: int, report: SaveReport) -> None:
         """Write the report of a step's save beside its directory.
 
         Raises:
             OSError: It could not be written.
         """
-        self._write_beside(step, _report_of(step), f"{report.to_json()}\n")
+        self._write_beside(step, report_of(step), f"{report.to_json()}\n")
 
     def _write_beside(self, step: int, name: str, content: str) -> None:
         """Write a file of a step; not if another job's manager has removed the step meanwhile."""
@@ -350,112 +342,8 @@ class StepDirectories:
             except FileNotFoundError:  # another job's manager took the temporary file for a dead one's and removed it
                 if is_last:
                     raise
-        if _MANIFEST not in self.directory(step).names():
+        if MANIFEST not in self.directory(step).names():
             self._root.remove(name)
-
-    def _leads_elsewhere(self, step: int) -> bool:
-        """Return whether a step's directory is a link, whose target others may need."""
-        backend = self.directory(step)
-        if not (backend.has_path and os.path.islink(backend.path)):
-            return False
-        if step not in self._links:
-            self._links.add(step)
-            logger.warning(
-                f"{backend.path} is a link to {os.path.realpath(backend.path)}: what need not be kept of step {step} "
-                "is left alone, as others may need it"
-            )
-        return True
-
-    def _remove(self, step: int) -> bool:
-        """Remove a checkpoint; return whether that could be done now."""
-        backend = self.directory(step)
-        directory = open_to_save(backend)
-        with contextlib.ExitStack() as stack:
-            if self._leads_elsewhere(step) or not try_lock(backend, stack):
-                return False
-            claim = backend.locks.claim(_MANIFEST)
-            if claim is None:
-                return False
-            stack.callback(claim.release)
-            try:
-                manifest = directory.read_manifest(UNIQUE_ID, ())
-            except (CorruptCheckpointError, ValidationError) as error:
-                logger.warning(f"the checkpoint of step {step} is left alone: {error}")
-                return False
-            if manifest.save_token != self._known[step].token:
-                return False  # another process has saved this step again
-            directory.cleaner.remove_dead_saves()
-            files = directory.files_of(manifest)
-            write_file(self._root, _marker_of(step), json.dumps({"files": files}).encode())
-            self._root.sync()
-            backend.remove(_MANIFEST)
-            backend.sync()
-            _remove_files(backend, files)
-            self._end_removal(step)
-        backend.remove_directory()
-        logger.info(f"removed the checkpoint of step {step}, {backend.path}")
-        return True
-
-    def _finish_removal(self, step: int) -> bool:
-        """Finish an interrupted removal; return whether that could be done now."""
-        backend = self.directory(step)
-        # The listing of an object store may be out of date, so its directory is not looked for.
-        if backend.has_path and not exists(backend):
-            self._end_removal(step)
-            return True
-        with contextlib.ExitStack() as stack:
-            if self._leads_elsewhere(step) or not try_lock(backend, stack):
-                return False
-            directory = open_to_save(backend)
-            if directory.has_manifest(UNIQUE_ID):
-                # The removal had removed no file yet, or the step has been saved again.
-                self._root.remove(_marker_of(step))
-                return True
-            try:
-                files = [check_file_name(name) for name in json.loads(self._root.read(_marker_of(step)))["files"]]
-            except FileNotFoundError:
-                return True  # another job's manager has just finished it
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                note = self._root.where(_marker_of(step))
-                logger.warning(f"{note} cannot be understood, and is left alone: {error}")
-                return False
-            _remove_files(backend, files)
-            # A power loss may have brought back files that had been removed.
-            directory.cleaner.remove_dead_saves()
-            directory.companion.remove_refusal()
-            self._end_removal(step)
-        backend.remove_directory()
-        return True
-
-    def _end_removal(self, step: int) -> None:
-        """Remove the step's files in the root, the list of the removal last; the checkpoint's own files are removed.
-
-        The caller holds the directory's lock, so the files are not those of a later save.
-        """
-        self._root.remove(page_of(step))
-        self._root.remove(_report_of(step))
-        self._root.sync()
-        self._root.remove(_marker_of(step))
-
-    def _remove_dead_save(self, step: int) -> bool:
-        """Remove the leftovers of saves that died, and the directory if nothing else is in it.
-
-        Files of unknown origin stay: their manifest may have been lost. Returns whether there were leftovers.
-        """
-        backend = self.directory(step)
-        directory, names = open_to_save(backend), backend.names()
-        begun = any(marked_by(name) or is_message(name) for name in names)
-        # A save that lost its marker in a power loss may have left the refusal for Paddle's loader.
-        refused = list(names) == [directory.companion.name]
-        if not (begun or refused) and (names or backend.names("directories")):
-            return False
-        with contextlib.ExitStack() as stack:
-            if self._leads_elsewhere(step) or not try_lock(backend, stack):
-                return False
-            removed = directory.cleaner.remove_dead_saves()
-            directory.companion.remove_refusal()
-        backend.remove_directory()
-        return bool(removed)
 
 
 def is_full(error: CheckpointError) -> bool:
@@ -463,47 +351,7 @@ def is_full(error: CheckpointError) -> bool:
     return any(text in str(error) for text in _FULL)
 
 
-def _interrupted(names: Iterable[str]) -> list[int]:
-    """Return the steps whose removal has begun, by the files of the root."""
-    return sorted(int(match[1]) for match in map(_REMOVING.fullmatch, names) if match)
-
-
-def name_of(step: int) -> str:
-    """Return the name of a step's directory."""
-    return f"step_{step:08d}"
-
-
-def page_of(step: int) -> str:
-    """Return the name of a step's page, a file of the root."""
-    return f"{name_of(step)}.html"
-
-
 def save_token_in(directory: Backend) -> str:
     """Return the save token of a step's checkpoint; errors of :func:`read_save_token`."""
-    with directory.open(_MANIFEST) as file:
-        return read_save_token(file, directory.where(_MANIFEST))
-
-
-def _marker_of(step: int) -> str:
-    return f"{name_of(step)}.removing"
-
-
-def _report_of(step: int) -> str:
-    return f"{name_of(step)}.report.json"
-
-
-def _remove_files(directory: Backend, files: Sequence[str]) -> None:
-    """Remove data files durably."""
-    map_files(directory, directory.remove, files)
-    directory.sync()
-    open_to_save(directory).companion.update()
-
-
-def try_lock(directory: Backend, stack: contextlib.ExitStack) -> bool:
-    """Take a directory's lock for the time of a context; return whether it was free."""
-    try:
-        lock = directory.locks.take()
-    except (CheckpointError, FileNotFoundError):
-        return False
-    stack.callback(lock.release)
-    return True
+    with directory.open(MANIFEST) as file:
+        return read_save_token(file, directory.where(MANIFEST))

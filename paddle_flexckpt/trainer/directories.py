@@ -21,7 +21,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.manager.steps import try_lock
+from paddle_flexckpt.manager.removal import try_lock
 from paddle_flexckpt.media.backend import exists, map_files
 from paddle_flexckpt.media.local import sync_path
 from paddle_flexckpt.media.opening import open_backend

@@ -143,7 +143,7 @@ def test_no_removal_that_fails_hides_a_save_on_its_way(tmp_path, writer, monkeyp
     def remove(self, step):
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("paddle_flexckpt.manager.steps.StepDirectories._remove_dead_save", remove)
+    monkeypatch.setattr("paddle_flexckpt.manager.removal.Removal.remove_dead_save", remove)
     with pytest.raises(fc.CheckpointError, match="the checkpoint of step 2 is on its way, but .*Permission denied"):
         save(manager, 2)
     monkeypatch.undo()
