@@ -22,27 +22,6 @@ if TYPE_CHECKING:
 _PATTERNS, _KEYS = 3, 20_000
 
 
-def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
-    """Return the warning that replicas were read; by key, what was damaged and which file was read instead."""
-    key, text = next(iter(replicas_used.items()))
-    count = "a tensor was" if len(replicas_used) == 1 else f"{len(replicas_used)} tensors were"
-    return (
-        f"{source} is damaged: {count} read from replicas, such as {key!r}: {text}. `flexckpt verify` lists all that "
-        "is damaged"
-    )
-
-
-def order_warning(source: str, keys: list[str]) -> str:
-    """Return the warning that the order of elements is unknown for parameters and states that may be fused."""
-    return (
-        f"{source} does not say in which order the elements of {len(keys)} tensors lie that are cut along the outputs "
-        "of their layer. Where one of them fuses several parameters (q, k and v; gate and up), it was taken as its "
-        "shards are: part by part, not in natural order. Remedy: load it once into parameters that are marked with a "
-        "FusedAxis, under the strategy of its save, and save it again; or give AOA statements such as "
-        f"'{keys[0]} -> {keys[0]}, fused_ffn'. These are: {', '.join(keys)}"
-    )
-
-
 def _tensors(count: int) -> str:
     return "1 tensor" if count == 1 else f"{count} tensors"
 
@@ -56,8 +35,10 @@ def _of_one_rank(replicas: dict[str, str]) -> str:
     return f", replicas of {_tensors(len(differing))} differ, such as {key!r}: {replicas[key]}"
 
 
-def _rate(count: int, seconds: float) -> str:
-    return f"{format_bytes(int(count / seconds))}/s" if seconds > 0 else "-"
+def _speed(count: int, seconds: Mapping[str, float]) -> str:
+    """Return the time of a whole call, and the bytes per second."""
+    total = seconds.get("total", 0.0)
+    return f"{total:.2f} s, " + (f"{format_bytes(int(count / total))}/s" if total > 0 else "-")
 
 
 class Report:
@@ -152,12 +133,11 @@ class SaveReport(Report):
 
     def summary(self) -> str:
         """Return one line for people."""
-        total = self.seconds.get("total", 0.0)
         blocked = f", training stood still for {self.seconds['blocked']:.2f} s" if "blocked" in self.seconds else ""
         return (
             f"saved {_tensors(self.keys)} to {self.path} (id {self.unique_id}): {format_bytes(self.total_bytes)} of "
             f"{format_bytes(self.held_bytes)} held, {self.items} items, imbalance {self.imbalance:.2f}, "
-            f"{total:.2f} s, {_rate(self.total_bytes, total)}{blocked}{_of_one_rank(self.replicas)}"
+            f"{_speed(self.total_bytes, self.seconds)}{blocked}{_of_one_rank(self.replicas)}"
         )
 
 
@@ -241,12 +221,11 @@ class LoadReport(Report):
 
     def summary(self) -> str:
         """Return one line for people."""
-        total = self.seconds.get("total", 0.0)
         what = "resharded" if self.source == "memory" else "loaded"
         origin = "in memory" if self.source == "memory" else f"from {self.source} (id {self.unique_id})"
         text = (
             f"{what} {_tensors(self.keys)} {origin}: {format_bytes(self.total_bytes)} on all ranks, "
-            f"{total:.2f} s, {_rate(self.total_bytes, total)}"
+            f"{_speed(self.total_bytes, self.seconds)}"
         )
         for name, count in (
             ("missing", len(self.missing)),
@@ -314,11 +293,10 @@ class ExportReport(Report):
 
     def summary(self) -> str:
         """Return one line for people."""
-        total = self.seconds.get("total", 0.0)
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         text = (
             f"exported {_tensors(self.keys)} from {self.source} (id {self.unique_id}) to {files} in {self.output}: "
-            f"{format_bytes(self.total_bytes)}, {total:.2f} s, {_rate(self.total_bytes, total)}"
+            f"{format_bytes(self.total_bytes)}, {_speed(self.total_bytes, self.seconds)}"
         )
         if self.left_out:
             text += f", {self.left_out} states left out"
@@ -353,11 +331,10 @@ class PublishReport(Report):
 
     def summary(self) -> str:
         """Return one line for people."""
-        total = self.seconds.get("total", 0.0)
         files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         return (
             f"published {_tensors(self.keys)} in {files} in {self.output}: {format_bytes(self.total_bytes)}, "
-            f"{total:.2f} s, {_rate(self.total_bytes, total)}"
+            f"{_speed(self.total_bytes, self.seconds)}"
         )
 
 
@@ -417,7 +394,7 @@ class VerifyReport(Report):
         return (
             f"verified {self.path} (id {self.unique_id}): {found}; {_tensors(self.keys)}, {self.items} items, "
             f"{self.files} files, {format_bytes(self.bytes_verified)} of {format_bytes(self.total_bytes)} as written, "
-            f"{total:.2f} s, {_rate(self.bytes_read, total)}"
+            f"{_speed(self.bytes_read, self.seconds)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Write sizes and ranks for people, and names as they can be printed. Tested in tests/catalog/test_texts.py."""
+"""Texts for people: sizes, ranks, printable names, and warnings. Tested in tests/catalog/test_texts.py."""
 
 from __future__ import annotations
 
@@ -44,3 +44,24 @@ def printable_lines(text: str) -> str:
 def _escaped(character: str) -> str:
     units = character.encode("utf-16-be", "surrogatepass").hex()
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+
+
+def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
+    """Return the warning that replicas were read; by key, what was damaged and which file was read instead."""
+    key, text = next(iter(replicas_used.items()))
+    count = "a tensor was" if len(replicas_used) == 1 else f"{len(replicas_used)} tensors were"
+    return (
+        f"{source} is damaged: {count} read from replicas, such as {key!r}: {text}. `flexckpt verify` lists all that "
+        "is damaged"
+    )
+
+
+def order_warning(source: str, keys: list[str]) -> str:
+    """Return the warning that the order of elements is unknown for parameters and states that may be fused."""
+    return (
+        f"{source} does not say in which order the elements of {len(keys)} tensors lie that are cut along the outputs "
+        "of their layer. Where one of them fuses several parameters (q, k and v; gate and up), it was taken as its "
+        "shards are: part by part, not in natural order. Remedy: load it once into parameters that are marked with a "
+        "FusedAxis, under the strategy of its save, and save it again; or give AOA statements such as "
+        f"'{keys[0]} -> {keys[0]}, fused_ffn'. These are: {', '.join(keys)}"
+    )

@@ -83,6 +83,32 @@ def parameter_of(text: str) -> tuple[str, Any]:
         return name, value
 
 
+def add_json(parser: argparse.ArgumentParser, what: str = "the report") -> None:
+    """Add ``--json``."""
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    """Add ``--verify``."""
+    parser.add_argument(
+        "--verify",
+        choices=("read", "full", "off"),
+        default="read",
+        help="which bytes are compared with their checksums: blocks read whole (default), all, none",
+    )
+
+
+def add_set(parser: argparse.ArgumentParser, example: str) -> None:
+    """Add ``--set``."""
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help=f"a parameter of the family, such as {example}; may be given several times",
+    )
+
+
 def add_html(parser: argparse.ArgumentParser) -> None:
     """Add ``--html``."""
     parser.add_argument("--html", metavar="FILE", help="write a page for a browser too, which needs no network")

@@ -20,6 +20,8 @@ from paddle_flexckpt.cli.arguments import (
     add_aoa,
     add_checkpoint,
     add_html,
+    add_json,
+    add_verify,
     aoa_config,
     byte_count,
     table,
@@ -52,108 +54,116 @@ _SLICE = re.compile(r"(.+)\[([^\[\]]*)\]")
 
 def add_command(commands: Any) -> None:
     """Add the parsers of these commands."""
-    inspect = commands.add_parser(
+    for add in (_add_inspect, _add_show, _add_digest, _add_diff, _add_verify, _add_repair, _add_export):
+        add(commands)
+
+
+def _add_inspect(commands: Any) -> None:
+    parser = commands.add_parser(
         "inspect",
         help="list what a checkpoint holds",
         epilog="example: flexckpt inspect run/step_00000100 --key model.norm",
     )
-    add_checkpoint(inspect)
-    inspect.add_argument(
+    add_checkpoint(parser)
+    parser.add_argument(
         "--key", action="append", default=[], help="the shards of this tensor; may be given several times"
     )
-    inspect.add_argument("--json", action="store_true", help="print all as JSON")
+    add_json(parser, "all")
+    parser.set_defaults(run=_inspect)
 
-    show = commands.add_parser(
+
+def _add_show(commands: Any) -> None:
+    parser = commands.add_parser(
         "show",
         help="print a tensor, or a slice of it, with statistics",
         epilog="example: flexckpt show run/step_100 'layers.0.weight[0:4, :]'",
     )
-    add_checkpoint(show)
-    show.add_argument("what", metavar="KEY[SLICE]", nargs="+", help="a key, or a slice of it as numpy writes it")
-    add_aoa(show, required=False)
-    show.add_argument("--json", action="store_true", help="print them as JSON")
+    add_checkpoint(parser)
+    parser.add_argument("what", metavar="KEY[SLICE]", nargs="+", help="a key, or a slice of it as numpy writes it")
+    add_aoa(parser, required=False)
+    add_json(parser, "them")
+    parser.set_defaults(run=_show)
 
-    digest = commands.add_parser(
+
+def _add_digest(commands: Any) -> None:
+    parser = commands.add_parser(
         "digest",
         help="print a digest of each tensor, which does not depend on how the checkpoint is cut",
         epilog="example: diff <(flexckpt digest run/step_100) <(flexckpt digest exported/model.safetensors)",
     )
-    add_checkpoint(digest)
-    digest.add_argument("--json", action="store_true", help="print them as JSON")
-    add_aoa(digest, required=False)
+    add_checkpoint(parser)
+    add_json(parser, "them")
+    add_aoa(parser, required=False)
+    parser.set_defaults(run=_digest)
 
-    compare = commands.add_parser(
+
+def _add_diff(commands: Any) -> None:
+    parser = commands.add_parser(
         "diff",
         help="list what differs between two checkpoints of any format and layout",
         description="Lists what differs between two checkpoints of any format and layout: keys, shapes, dtypes and "
         "values. The exit status is 0 where nothing differs, and 1 otherwise.",
         epilog="example: flexckpt diff run/step_100 run/step_200",
     )
-    compare.add_argument("first", metavar="FIRST", help="directory or URL of a checkpoint, or a safetensors file")
-    compare.add_argument("second", metavar="SECOND", help="of another")
-    compare.add_argument("--first-id", type=int, metavar="ID", help="id of the first; by default the highest")
-    compare.add_argument("--second-id", type=int, metavar="ID", help="id of the second; by default the highest")
-    add_aoa(compare, required=False)
-    compare.add_argument("--extra-state", action="store_true", help="compare a run's extra state too")
-    compare.add_argument("--json", action="store_true", help="print the report as JSON")
-    add_html(compare)
+    parser.add_argument("first", metavar="FIRST", help="directory or URL of a checkpoint, or a safetensors file")
+    parser.add_argument("second", metavar="SECOND", help="of another")
+    parser.add_argument("--first-id", type=int, metavar="ID", help="id of the first; by default the highest")
+    parser.add_argument("--second-id", type=int, metavar="ID", help="id of the second; by default the highest")
+    add_aoa(parser, required=False)
+    parser.add_argument("--extra-state", action="store_true", help="compare a run's extra state too")
+    add_json(parser)
+    add_html(parser)
+    parser.set_defaults(run=_diff)
 
-    verify = commands.add_parser(
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser(
         "verify",
         help="read a whole checkpoint and list all that is damaged",
         description="Reads a whole checkpoint and lists all that is damaged. The exit status is 0 where nothing is, "
         "and 1 otherwise.",
         epilog="example: flexckpt verify run/step_00000100",
     )
-    add_checkpoint(verify)
-    verify.add_argument("--json", action="store_true", help="print the report as JSON")
+    add_checkpoint(parser)
+    add_json(parser)
+    parser.set_defaults(run=_verify)
 
-    repair = commands.add_parser(
+
+def _add_repair(commands: Any) -> None:
+    parser = commands.add_parser(
         "repair",
         help="rebuild a lost manifest from the data files",
         description="Rebuilds a lost manifest from the headers of the data files. The checksums are computed anew: "
         "damage that happened before cannot be found afterwards. A manifest that can be read is compared with them.",
         epilog="example: flexckpt repair run/step_00000100 --id 0",
     )
-    add_checkpoint(repair, required_id=True)
-    repair.add_argument("--overwrite", action="store_true", help="replace the manifest that is there")
-    repair.add_argument("--save-token", metavar="TOKEN", help="the save to rebuild, if the files are of several saves")
-    repair.add_argument(
+    add_checkpoint(parser, required_id=True)
+    parser.add_argument("--overwrite", action="store_true", help="replace the manifest that is there")
+    parser.add_argument("--save-token", metavar="TOKEN", help="the save to rebuild, if the files are of several saves")
+    parser.add_argument(
         "--fewer-files",
         action="store_true",
         help="rebuild without missing files: the checkpoint is marked as partial, and the exit status is 1",
     )
+    parser.set_defaults(run=_repair)
 
-    export = commands.add_parser(
+
+def _add_export(commands: Any) -> None:
+    parser = commands.add_parser(
         "export",
         help="write whole tensors as safetensors files",
         epilog="example: flexckpt export run/step_00000100 out --prefix model",
     )
-    export.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
-    export.add_argument("output", metavar="OUTPUT", help="directory or URL to write to; nothing may be there")
-    add_aoa(export, required=False)
-    export.add_argument("--prefix", help="only keys that start with this and a dot, which are taken off")
-    export.add_argument("--states", action="store_true", help="write optimizer states too")
-    export.add_argument(
+    parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
+    parser.add_argument("output", metavar="OUTPUT", help="directory or URL to write to; nothing may be there")
+    add_aoa(parser, required=False)
+    parser.add_argument("--prefix", help="only keys that start with this and a dot, which are taken off")
+    parser.add_argument("--states", action="store_true", help="write optimizer states too")
+    parser.add_argument(
         "--max-file-bytes", type=byte_count, default=5 << 30, help="largest size of one file (default: 5GiB)"
     )
-    export.add_argument(
-        "--verify",
-        choices=("read", "full", "off"),
-        default="read",
-        help="which bytes are compared with their checksums: blocks read whole (default), all, none",
-    )
-    runs = {
-        inspect: _inspect,
-        show: _show,
-        digest: _digest,
-        compare: _diff,
-        verify: _verify,
-        repair: _repair,
-        export: _export,
-    }
-    for parser, run in runs.items():
-        parser.set_defaults(run=run)
+    add_verify(parser)
+    parser.set_defaults(run=_export)
 
 
 def _show(options: argparse.Namespace) -> str:

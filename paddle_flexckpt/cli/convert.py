@@ -11,7 +11,17 @@ from typing import Any
 
 from paddle_flexckpt.aoa.config_rules import rules_of_config
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.cli.arguments import add_aoa, add_cut, aoa_config, byte_count, cut_of, parameter_of
+from paddle_flexckpt.cli.arguments import (
+    add_aoa,
+    add_cut,
+    add_json,
+    add_set,
+    add_verify,
+    aoa_config,
+    byte_count,
+    cut_of,
+    parameter_of,
+)
 from paddle_flexckpt.cli.bars import progress_bar
 from paddle_flexckpt.engine.conversion import MEMORY_BYTES, convert_checkpoint
 from paddle_flexckpt.engine.conversion_config import read_config
@@ -44,6 +54,13 @@ def add_command(commands: Any) -> None:
         "takes it; by default whole tensors",
     )
     add_cut(parser)
+    _add_tensors(parser)
+    _add_limits(parser)
+    parser.set_defaults(run=_convert)
+
+
+def _add_tensors(parser: argparse.ArgumentParser) -> None:
+    """Add the options about names, values and the choice of tensors."""
     add_aoa(parser, required=False)
     parser.add_argument(
         "--model",
@@ -52,13 +69,7 @@ def add_command(commands: Any) -> None:
         "experts as config.json has them; auto: the family too",
     )
     parser.add_argument("--variant", default="plain", help="which parameters the Paddle model fuses (default: plain)")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a parameter of the family, such as prefix=llama.; may be given several times",
-    )
+    add_set(parser, "prefix=llama.")
     parser.add_argument("--config", metavar="FILE", help="the model's config.json; by default that in SRC")
     parser.add_argument("--dtype", help="type that floating-point weights get, such as bfloat16")
     parser.add_argument("--prefix", help="only keys that start with this and a dot, which are taken off")
@@ -70,6 +81,10 @@ def add_command(commands: Any) -> None:
         help="write optimizer states and extra state (default but for huggingface)",
     )
     states.add_argument("--weights", action="store_false", dest="states", help="write neither")
+
+
+def _add_limits(parser: argparse.ArgumentParser) -> None:
+    """Add the options about files, memory and the way of the conversion."""
     parser.add_argument(
         "--max-file-bytes", type=byte_count, default=5 << 30, help="largest size of a file of whole tensors (5GiB)"
     )
@@ -86,17 +101,11 @@ def add_command(commands: Any) -> None:
         default=MEMORY_BYTES,
         help="the most memory to use, about (default: 256MiB)",
     )
-    parser.add_argument(
-        "--verify",
-        choices=("read", "full", "off"),
-        default="read",
-        help="which bytes are compared with their checksums: blocks read whole (default), all, none",
-    )
+    add_verify(parser)
     parser.add_argument(
         "--restart", action="store_true", help="remove what another conversion has begun to write to DST"
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(run=_convert)
+    add_json(parser)
 
 
 def _convert(options: argparse.Namespace) -> str:

@@ -13,7 +13,7 @@ from paddle_flexckpt.aoa.explain import expand_program, explain
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.cli.arguments import add_aoa, aoa_config, catalog_of, parameter_of
+from paddle_flexckpt.cli.arguments import add_aoa, add_set, aoa_config, catalog_of, parameter_of
 
 _SOURCE = "directory or URL of a checkpoint of the statements' source"
 _TARGET = "directory or URL of a checkpoint of the statements' destination"
@@ -56,13 +56,7 @@ def add_command(commands: Any) -> None:
         choices=("from_hf", "to_hf"),
         help="from Hugging Face's names, or to them (from_hf); without one of these options the family is described",
     )
-    rules.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="a parameter of the family, such as num_heads=32; may be given several times",
-    )
+    add_set(rules, "num_heads=32")
     rules.set_defaults(run=_rules)
 
 

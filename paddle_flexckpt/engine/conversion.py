@@ -25,7 +25,7 @@ from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
 from paddle_flexckpt.aoa.states import is_counter
 from paddle_flexckpt.catalog import EXTRA_STATE, NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
 from paddle_flexckpt.catalog.dtypes import is_float
-from paddle_flexckpt.catalog.texts import format_bytes
+from paddle_flexckpt.catalog.texts import format_bytes, order_warning, replica_warning
 from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.codes import Codes
 from paddle_flexckpt.engine.conversion_config import notes_of, read_config
@@ -49,7 +49,7 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.progress import Meter
-from paddle_flexckpt.report import Report, order_warning, replica_warning
+from paddle_flexckpt.report import Report
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.collector import without_collector
+from paddle_flexckpt.catalog.texts import order_warning, replica_warning
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.engine.agreement import BRIEF_LOAD, Ranks, Solo, check_coordinator, check_heads
 from paddle_flexckpt.engine.kept_loads import KeptLoad, describe_load
@@ -29,7 +30,7 @@ from paddle_flexckpt.engine.resolver import complete, resolve
 from paddle_flexckpt.engine.source import Source, Task
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.unexpected import check_unexpected, refuse_nothing
-from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
+from paddle_flexckpt.report import LoadReport
 
 logger = logging.getLogger("paddle_flexckpt")
 _report_level = contextvars.ContextVar("report_level", default=logging.INFO)

@@ -14,6 +14,7 @@ import numpy as np
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError, dtype_of
+from paddle_flexckpt.catalog.texts import replica_warning
 from paddle_flexckpt.engine.agreement import Solo
 from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
@@ -24,7 +25,6 @@ from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.report import replica_warning
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -275,28 +275,31 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
     ]
     if library_of(args) == "paddlefleet":
         rules += _contradictions_of_paddlefleet(args, save, load)
-    if given("enable_auto_parallel") and library_of(args) != "paddlenlp":
-        name = "PaddleFleet's" if library_of(args) == "paddlefleet" else "PaddleFormers'"
-        rules.append((True, f"{flag} does not serve {name} semi-automatic trainer (--enable_auto_parallel)"))
-    elif given("enable_auto_parallel"):
-        rules.append(
-            (
-                given("flex_fallback"),
-                "--flex_fallback: the semi-automatic trainer (--enable_auto_parallel) reads its step before the "
-                "tensors, and cannot go back to another. Remedy: leave it out; where a checkpoint is damaged, the "
-                "error names it, and --resume_from_checkpoint can name the one before it",
-            )
-        )
-        rules.append(
-            (
-                getattr(args, "flex_slice_bytes", None) is not None,
-                "--flex_slice_bytes: the semi-automatic trainer (--enable_auto_parallel) may step in a static graph, "
-                "where nothing can be copied before. Remedy: leave it out",
-            )
-        )
-        remedy = f"is of the trainer's own format; {flag} has one for all. Remedy: leave it out"
-        rules += [(given(name), f"--{name} {remedy}") for name in _OWN_LAYOUT]
+    if given("enable_auto_parallel"):
+        rules += _contradictions_of_semi_auto(args, flag)
     return [text for wrong, text in rules if wrong]
+
+
+def _contradictions_of_semi_auto(args: Any, flag: str) -> list[tuple[bool, str]]:
+    """Return what the semi-automatic trainer does not support, and whether the arguments ask for it."""
+    if library_of(args) != "paddlenlp":
+        name = "PaddleFleet's" if library_of(args) == "paddlefleet" else "PaddleFormers'"
+        return [(True, f"{flag} does not serve {name} semi-automatic trainer (--enable_auto_parallel)")]
+    remedy = f"is of the trainer's own format; {flag} has one for all. Remedy: leave it out"
+    return [
+        (
+            bool(getattr(args, "flex_fallback", False)),
+            "--flex_fallback: the semi-automatic trainer (--enable_auto_parallel) reads its step before the "
+            "tensors, and cannot go back to another. Remedy: leave it out; where a checkpoint is damaged, the "
+            "error names it, and --resume_from_checkpoint can name the one before it",
+        ),
+        (
+            getattr(args, "flex_slice_bytes", None) is not None,
+            "--flex_slice_bytes: the semi-automatic trainer (--enable_auto_parallel) may step in a static graph, "
+            "where nothing can be copied before. Remedy: leave it out",
+        ),
+        *((bool(getattr(args, name, False)), f"--{name} {remedy}") for name in _OWN_LAYOUT),
+    ]
 
 
 def _contradictions_of_paddlefleet(args: Any, save: bool, load: bool) -> list[tuple[bool, str]]:

@@ -13,6 +13,7 @@ import pytest
 
 from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import NATURAL, CatalogBuilder, CheckpointError, Order, ValidationError
+from paddle_flexckpt.catalog.texts import order_warning, replica_warning
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine import transfer
 from paddle_flexckpt.engine.agreement import check_heads
@@ -20,7 +21,7 @@ from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.source import Source
 from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.report import LoadReport, order_warning, replica_warning
+from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.engine.held import Shelf, targets_of
 

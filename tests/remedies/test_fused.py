@@ -145,7 +145,7 @@ def test_an_old_checkpoint_is_saved_again_or_read_by_statements(tmp_path, caplog
         merged = fc.load_merged_state_dict(tmp_path / "old")["w"].numpy()
     warning = next(record.getMessage() for record in caplog.records if "Remedy" in record.getMessage())
     advised(
-        "report.py",
+        "catalog/texts.py",
         "load it once into parameters that are marked with a FusedAxis, under the strategy of its save",
         warning,
     )

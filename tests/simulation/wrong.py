@@ -331,7 +331,7 @@ def counts_uncommitted(right: Any) -> Any:
 
 
 def nothing_is_busy(right: Any) -> Any:
-    return lambda self, policies, newest, busy: right(self, policies, newest, ())
+    return lambda self, policies, newest, busy, doubtful=(): right(self, policies, newest, (), doubtful)
 
 
 def removes_before_saving(right: Any) -> Any:
