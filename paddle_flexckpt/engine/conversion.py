@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -25,23 +24,19 @@ from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
 from paddle_flexckpt.aoa.states import is_counter
 from paddle_flexckpt.catalog import EXTRA_STATE, NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
 from paddle_flexckpt.catalog.dtypes import is_float
-from paddle_flexckpt.catalog.texts import format_bytes, order_warning, replica_warning
-from paddle_flexckpt.engine.agreement import Solo
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.engine.codes import Codes
 from paddle_flexckpt.engine.conversion_config import notes_of, read_config
 from paddle_flexckpt.engine.conversion_content import Content, ConversionTarget
 from paddle_flexckpt.engine.conversion_notes import ConversionNotes
 from paddle_flexckpt.engine.conversion_targets import TARGETS
-from paddle_flexckpt.engine.files import CONFIG_FILE, Files, read_settings, reads_of
-from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.engine.files import CONFIG_FILE, read_settings
 from paddle_flexckpt.engine.models import read_strategy
 from paddle_flexckpt.engine.names import is_state
 from paddle_flexckpt.engine.options import ALONE, FileOptions, WholeOptions, takes
-from paddle_flexckpt.engine.plan import split_tiles
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.tensor_files import choose_tensors
-from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
-from paddle_flexckpt.engine.whole_tensors import CHOSEN, WholeTensors
+from paddle_flexckpt.engine.whole_tensors import CHOSEN, PartReader, WholeTensors, split_box
 from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
 from paddle_flexckpt.media.backend import Backend, Location, publish
 from paddle_flexckpt.native.directory import LockedManifest
@@ -50,8 +45,6 @@ from paddle_flexckpt.observers import observed
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.progress import Meter
 from paddle_flexckpt.report import Report
-
-logger = logging.getLogger("paddle_flexckpt")
 
 MEMORY_BYTES = 256 << 20
 # The least memory: bands, and the rest for operands of a tile and buffers of reader and writer.
@@ -220,7 +213,7 @@ def convert_checkpoint(
     asked = ConvertOptions(aoa_config=aoa_config, **options)
     asked.check()
     sink, directory = open_destination(output), SourceDirectory(path)
-    with LockedManifest(directory, asked.unique_id) as manifest, quiet_loads():
+    with LockedManifest(directory, asked.unique_id) as manifest:
         return _Conversion(directory, manifest, sink, asked).run(begin)
 
 
@@ -234,17 +227,14 @@ class _Conversion:
             options = replace(options, strategy=str(strategy))
         self._directory, self._manifest, self._sink, self._options = directory, manifest, sink, options
         catalog, target = manifest.catalog, TARGETS[options.format]
-        self._mapping = whole_mapping(options.aoa_config, catalog)
-        infos = tensor_infos(catalog, self._mapping, extra_state=True)
         states = target.states if options.states is None else options.states
-        chosen, self._left_out = choose_tensors(infos, options.start, states, target.by_safetensors)
-        self._keys = chosen
-        self._given = {name: infos[key] for name, key in chosen.items()}
+        chosen = choose_tensors(catalog, options.aoa_config, options.start, states, target.by_safetensors)
+        self._chosen, self._keys, self._mapping = chosen, chosen.keys, chosen.mapping
         codes = Codes(catalog, self._mapping, lambda: read_settings(directory))
-        scales = {scale for key in chosen.values() for scale in codes.scales(key)}
-        kept = {name for name, key in chosen.items() if key in scales}
-        self._infos = self._given if options.dtype is None else _cast(self._given, options.dtype, kept)
-        problems = [codes.problem(key, self._infos[name].dtype) for name, key in chosen.items()]
+        scales = {scale for key in chosen.keys.values() for scale in codes.scales(key)}
+        kept = {name for name, key in chosen.keys.items() if key in scales}
+        self._infos = chosen.infos if options.dtype is None else _cast(chosen.infos, options.dtype, kept)
+        problems = [codes.problem(key, self._infos[name].dtype) for name, key in chosen.keys.items()]
         if any(problems):
             raise ValidationError([problem for problem in problems if problem is not None])
         self._config = read_config(options.config, directory)
@@ -307,10 +297,10 @@ class _Conversion:
             files=[file.name for file in target.files],
             kept_files=kept,
             keys=len(self._infos),
-            left_out=self._left_out,
+            left_out=self._chosen.left_out,
             total_bytes=total,
             bytes_written=total - sum(file.data_bytes for file in target.files if file.name in kept),
-            cast=sum(info.dtype != self._given[name].dtype for name, info in self._infos.items()),
+            cast=sum(info.dtype != self._chosen.infos[name].dtype for name, info in self._infos.items()),
             notes=[*target.notes, *self._notes],
             seconds={"total": time.perf_counter() - begin},
             **done,
@@ -318,50 +308,35 @@ class _Conversion:
 
     def _write(self, numbers: Sequence[int], records: dict[int, bytes], notes: ConversionNotes) -> dict[str, Any]:
         """Write files, and note each; return the report's fields about reads."""
-        bands: list[tuple[str, Box]] = []
-        counts = []
-        for number in numbers:
-            before = len(bands)
-            for name, box in self._target.files[number].parts:
-                bands += ((self._keys[name], band) for band in self._bands(name, box))
-            counts.append(len(bands) - before)
-        options = self._options.keywords(FileOptions)
-        source = Files(self._directory.backend, FileOptions(**options), self._manifest, plain_errors=True)
         files = [self._target.files[number] for number in numbers]
         meter = self._options.meter("write", sum(file.data_bytes for file in files), len(files))
-        with source.closing:
-            arrays: Iterator[np.ndarray] = iter(())
-            details: dict[str, Any] = {}
-            if bands:
-                memory = WholeTensors()
-                casting = replace(CHOSEN, dtype="raise" if self._options.dtype is None else "cast")
-                transfer = Transfer(Solo(), source, lambda: self._targets(memory, bands), casting)
-                task = transfer.prepare()
-                arrays = (memory.take(row)[1] for row in source.fill(task))
-                details["maybe_fused"] = task.resolution.report()["maybe_fused"]
-            for number, file, count in zip(numbers, files, counts):
-                records[number] = self._target.write(number, _told(itertools.islice(arrays, count), meter))
+        parts = [[(self._keys[name], band) for name, box in f.parts for band in self._bands(name, box)] for f in files]
+        infos = {self._keys[name]: info for name, info in self._infos.items()}
+
+        def describe(memory: WholeTensors) -> Targets:
+            return memory.targets(infos, self._mapping, list(itertools.chain(*parts)), is_cut=True)
+
+        options = FileOptions(**self._options.keywords(FileOptions))
+        casting = replace(CHOSEN, dtype="raise" if self._options.dtype is None else "cast")
+        with PartReader(self._directory.backend, self._manifest, options, describe, casting) as reader:
+            arrays = reader.arrays()
+            for number, file, its_parts in zip(numbers, files, parts):
+                data = itertools.islice(arrays, len(its_parts))
+                records[number] = self._target.write(number, _told(data, meter))
                 notes.note(file.name, records[number])
                 meter.add(0, 1)
-            meter.finish()
             next(arrays, None)  # the end of what fills them
-            if bands:
-                details.update(reads_of(source.reader))
-        if details.get("maybe_fused"):
-            logger.warning(order_warning(self._directory.path, details["maybe_fused"]))
-        if details.get("replicas_used"):
-            logger.warning(replica_warning(self._directory.path, details["replicas_used"]))
-        return details
-
-    def _targets(self, memory: WholeTensors, bands: Sequence[tuple[str, Box]]) -> Targets:
-        names = {key: name for name, key in self._keys.items()}
-        return memory.parts({key: self._infos[names[key]] for key, _ in bands}, self._mapping, bands)
+            meter.finish()
+        reader.warn()
+        done = reader.report()
+        del done["peak_scratch_bytes"]
+        return done
 
     def _bands(self, name: str, box: Box) -> Iterator[Box]:
         """Yield the boxes of a part that are in memory at a time."""
         # The type that is read may be wider than the type that is written.
-        itemsize = max(dtype_of(infos[name].dtype).itemsize for infos in (self._infos, self._given))
-        return split_tiles(box, max(self._options.memory_bytes // _BANDS // itemsize, 1), aligned=False)
+        itemsize = max(dtype_of(infos[name].dtype).itemsize for infos in (self._infos, self._chosen.infos))
+        return split_box(box, itemsize, self._options.memory_bytes // _BANDS)
 
 
 def _told(arrays: Iterable[np.ndarray], meter: Meter) -> Iterator[np.ndarray]:

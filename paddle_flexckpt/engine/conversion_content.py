@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -31,8 +31,9 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.table import NOT_FLATTENED
 from paddle_flexckpt.engine.models import layout_for
-from paddle_flexckpt.engine.tensor_files import group
-from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.engine.tensor_files import group, write_arrays
+from paddle_flexckpt.engine.whole_tensors import Part
+from paddle_flexckpt.media.backend import Backend, publish
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.planning.strategy import Strategy
 
@@ -76,11 +77,13 @@ class PlannedFile:
         name: Its name.
         parts: Name and box of each of its parts, in the order of its data.
         data_bytes: Bytes of these.
+        nbytes: Bytes of the whole file, where they are known before it is written.
     """
 
     name: str
-    parts: Sequence[tuple[str, Box]]
+    parts: Sequence[Part]
     data_bytes: int
+    nbytes: int = 0
 
 
 class ConversionTarget(ABC):
@@ -145,6 +148,61 @@ class ConversionTarget(ABC):
         """
 
 
+class WholeFiles(ConversionTarget):
+    """A format whose files are compared as a whole. One more file comes last, and makes them a checkpoint.
+
+    Attributes:
+        last: The name of that file.
+    """
+
+    last: str
+
+    @abstractmethod
+    def last_content(self) -> bytes:
+        """Return the content of the last file."""
+
+    @abstractmethod
+    def arrays(self, number: int, data: Iterable[np.ndarray]) -> Iterable[np.ndarray]:
+        """Return all bytes of a file as arrays; arguments as of :meth:`write`."""
+
+    def names(self) -> list[str]:
+        """Implement the base class."""
+        return [*(file.name for file in self.files), self.last]
+
+    def write(self, number: int, data: Iterable[np.ndarray]) -> bytes:
+        """Implement the base class."""
+        file, digest = self.files[number], xxhash.xxh3_128()
+        write_arrays(self.sink, file.name, file.nbytes, self.arrays(number, data), digest.update)
+        return _record_of(file, digest.hexdigest())
+
+    def holds(self, number: int, record: bytes) -> bool:
+        """Implement the base class."""
+        file, digest = self.files[number], xxhash.xxh3_128()
+        try:
+            with self.sink.open(file.name) as stored:
+                if stored.size != file.nbytes:
+                    return False
+                for begin in range(0, file.nbytes, _READ_BYTES):
+                    digest.update(stored.read(begin, _READ_BYTES))
+        except (FileNotFoundError, CorruptCheckpointError):
+            return False
+        return record == _record_of(file, digest.hexdigest())
+
+    def is_committed(self) -> bool:
+        """Implement the base class."""
+        return self.last in self.sink.names()
+
+    def commit(self, records: Sequence[bytes]) -> None:
+        """Implement the base class."""
+        if not self.is_committed():
+            publish(self.sink, self.last, self.last_content())
+
+
+def _record_of(file: PlannedFile, digest: str) -> bytes:
+    """Return the record of a file: its bytes, and their XXH3-128 in hexadecimal."""
+    return json.dumps({"bytes": file.nbytes, "xxh3_128": digest}).encode()
+
+
 def rows_of(content: Content) -> tuple[Catalog, list[str]]:
     """Return the shards of each rank, replicas included, and the assumptions.
 
@@ -201,17 +259,9 @@ def _whole_rows(rank: int, infos: Mapping[str, TensorInfo]) -> Catalog:
     return builder.build()
 
 
-def whole_parts(infos: Mapping[str, TensorInfo]) -> Iterator[tuple[str, Box]]:
-    """Yield name and box of tensors with elements."""
-    for name, info in infos.items():
-        box = Box((0,) * len(info.shape), info.shape)
-        if box.size:
-            yield name, box
-
-
-def parts_of(items: Catalog) -> list[tuple[str, Box]]:
+def parts_of(items: Catalog) -> list[Part]:
     """Return name and boxes of items, in the order of their data, without those without elements."""
-    parts: list[tuple[str, Box]] = []
+    parts: list[Part] = []
     lengths = items.byte_length
     for row in range(len(items)):
         name, offset, shape = items.key_name(row), items.unpadded(row, items.offset), items.unpadded(row, items.shape)
@@ -223,22 +273,3 @@ def parts_of(items: Catalog) -> list[tuple[str, Box]]:
         boxes = flat_range_to_boxes(shape, int(items.flat_start[row]), int(items.flat_stop[row]))
         parts += [(name, Box(tuple(map(sum, zip(offset, box.offset))), box.shape)) for box in boxes]
     return parts
-
-
-def record_of(nbytes: int, digest: str) -> bytes:
-    """Return the record of a file that is compared as a whole: its bytes, and their XXH3-128 in hexadecimal."""
-    return json.dumps({"bytes": nbytes, "xxh3_128": digest}).encode()
-
-
-def is_recorded(sink: Backend, name: str, nbytes: int, record: bytes) -> bool:
-    """Return whether a file is there with this number of bytes and this :func:`record_of` it."""
-    digest = xxhash.xxh3_128()
-    try:
-        with sink.open(name) as file:
-            if file.size != nbytes:
-                return False
-            for begin in range(0, nbytes, _READ_BYTES):
-                digest.update(file.read(begin, _READ_BYTES))
-    except (FileNotFoundError, CorruptCheckpointError):
-        return False
-    return record == record_of(nbytes, digest.hexdigest())

@@ -16,17 +16,16 @@ from paddle_flexckpt.engine.conversion_content import (
     Content,
     ConversionTarget,
     PlannedFile,
-    is_recorded,
+    WholeFiles,
     parts_of,
-    record_of,
     rows_of,
-    whole_parts,
 )
 from paddle_flexckpt.engine.dcp_target import TorchDcpTarget
 from paddle_flexckpt.engine.paddle_target import PaddleTarget
-from paddle_flexckpt.engine.tensor_files import INDEX_FILE, divide, make_index, write_tensor_file
+from paddle_flexckpt.engine.tensor_files import INDEX_FILE, divide, make_index
+from paddle_flexckpt.engine.whole_tensors import whole_parts
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.media.backend import Backend, InputFile, publish
+from paddle_flexckpt.media.backend import Backend, InputFile
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.header import encode_header
@@ -37,42 +36,36 @@ from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.planning import plan_write
 
 
-class HuggingFaceTarget(ConversionTarget):
+class HuggingFaceTarget(WholeFiles):
     """Whole tensors as safetensors files in the style of Hugging Face, the index last."""
+
+    last = INDEX_FILE
 
     def __init__(self, sink: Backend, content: Content) -> None:
         """Divide tensors among files, as an export does."""
         super().__init__(sink, content)
         self._files = divide(content.infos, content.max_file_bytes)
-        self.files = [
-            PlannedFile(
-                file.name, list(whole_parts({name: content.infos[name] for name in file.names})), file.data_bytes
-            )
-            for file in self._files
-        ]
+        self.files = []
+        for file in self._files:
+            parts = whole_parts({name: content.infos[name] for name in file.names})
+            self.files.append(PlannedFile(file.name, parts, file.data_bytes, file.nbytes))
 
-    def names(self) -> list[str]:
+    def arrays(self, number: int, data: Iterable[np.ndarray]) -> Iterable[np.ndarray]:
         """Implement the base class."""
-        return [*(file.name for file in self.files), INDEX_FILE]
+        return self._files[number].arrays(data)
 
-    def write(self, number: int, data: Iterable[np.ndarray]) -> bytes:
+    def last_content(self) -> bytes:
         """Implement the base class."""
-        file = self._files[number]
-        return record_of(file.nbytes, write_tensor_file(self.sink, file, data))
-
-    def holds(self, number: int, record: bytes) -> bool:
-        """Implement the base class."""
-        file = self._files[number]
-        return is_recorded(self.sink, file.name, file.nbytes, record)
+        return make_index(self._files)
 
     def is_committed(self) -> bool:
         """Implement the base class; a single file needs no index, and is replaced as a whole."""
-        return len(self._files) > 1 and INDEX_FILE in self.sink.names()
+        return len(self._files) > 1 and super().is_committed()
 
     def commit(self, records: Sequence[bytes]) -> None:
         """Implement the base class."""
         if len(self._files) > 1:
-            publish(self.sink, INDEX_FILE, make_index(self._files))
+            super().commit(records)
         else:
             self.sink.sync()
 

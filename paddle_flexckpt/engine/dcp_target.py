@@ -7,37 +7,29 @@ tests/engine/test_dcp_target.py.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from paddle_flexckpt.algebra import Box
-from paddle_flexckpt.engine.conversion_content import (
-    Content,
-    ConversionTarget,
-    PlannedFile,
-    is_recorded,
-    parts_of,
-    record_of,
-    rows_of,
-)
-from paddle_flexckpt.engine.tensor_files import write_arrays
+from paddle_flexckpt.engine.conversion_content import Content, PlannedFile, WholeFiles, parts_of, rows_of
 from paddle_flexckpt.foreign.dcp_metadata import DcpChunk, DcpTensor, encode_dcp_metadata
 from paddle_flexckpt.foreign.torch_dcp import DCP_METADATA_FILE
 from paddle_flexckpt.foreign.torch_saving import TensorArchive, head_of, plan_archive, tail_of
-from paddle_flexckpt.media.backend import Backend, publish
+from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.planning import plan_write
 
 # Small pieces are written together.
 _BUFFER_BYTES = 1 << 20
 
 
-class TorchDcpTarget(ConversionTarget):
+class TorchDcpTarget(WholeFiles):
     """A checkpoint of DCP: whole tensors, or the shards that each rank of a strategy would save, replicas once."""
 
     by_safetensors = False
     states = True
     has_layout = True
+    last = DCP_METADATA_FILE
 
     def __init__(self, sink: Backend, content: Content) -> None:
         """Plan the archives of all chunks: their places, and all bytes but the elements."""
@@ -48,7 +40,6 @@ class TorchDcpTarget(ConversionTarget):
         empty = [(name, Box((0,) * len(info.shape), info.shape)) for name, info in infos.items() if not info.nbytes]
         self.files: list[PlannedFile] = []
         self._archives: list[list[TensorArchive]] = []
-        self._sizes: list[int] = []
         for number, rank in enumerate(np.unique(items.rank).tolist() or [0]):
             # Whole tensors belong to one rank, in several files.
             name = f"__{rank}_0.distcp" if content.strategy is not None else f"__0_{number}.distcp"
@@ -59,32 +50,17 @@ class TorchDcpTarget(ConversionTarget):
                 archives.append(plan_archive(infos[key].dtype, box.shape))
                 chunks[key].append(DcpChunk(box.offset, box.shape, name, begin, archives[-1].nbytes))
                 begin += archives[-1].nbytes
-            self.files.append(PlannedFile(name, parts, sum(archive.data_bytes for archive in archives)))
+            self.files.append(PlannedFile(name, parts, sum(archive.data_bytes for archive in archives), begin))
             self._archives.append(archives)
-            self._sizes.append(begin)
         self._tensors = [DcpTensor(key, infos[key].dtype, infos[key].shape, found) for key, found in chunks.items()]
 
-    def names(self) -> list[str]:
+    def arrays(self, number: int, data: Iterable[np.ndarray]) -> Iterable[np.ndarray]:
         """Implement the base class."""
-        return [*(file.name for file in self.files), DCP_METADATA_FILE]
+        return _with_archives(self._archives[number], data)
 
-    def write(self, number: int, data: Iterable[np.ndarray]) -> bytes:
+    def last_content(self) -> bytes:
         """Implement the base class."""
-        name, size = self.files[number].name, self._sizes[number]
-        return record_of(size, write_arrays(self.sink, name, size, _with_archives(self._archives[number], data)))
-
-    def holds(self, number: int, record: bytes) -> bool:
-        """Implement the base class."""
-        return is_recorded(self.sink, self.files[number].name, self._sizes[number], record)
-
-    def is_committed(self) -> bool:
-        """Implement the base class."""
-        return DCP_METADATA_FILE in self.sink.names()
-
-    def commit(self, records: Sequence[bytes]) -> None:
-        """Implement the base class."""
-        if not self.is_committed():
-            publish(self.sink, DCP_METADATA_FILE, encode_dcp_metadata(self._tensors))
+        return encode_dcp_metadata(self._tensors)
 
 
 def _with_archives(archives: Iterable[TensorArchive], data: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

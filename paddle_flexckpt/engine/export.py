@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections import Counter
-from collections.abc import Collection
-from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from paddle_flexckpt.aoa import AoaConfig
-from paddle_flexckpt.engine.agreement import Solo
-from paddle_flexckpt.engine.files import Files
-from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import ALONE, ExportOptions, takes
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.tensor_files import INDEX_FILE, OutputDirectory, choose_tensors, divide, make_index
-from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
-from paddle_flexckpt.engine.whole_tensors import CHOSEN, WholeTensors
-from paddle_flexckpt.foreign.formats import open_destination
-from paddle_flexckpt.media.backend import Backend, Location
+from paddle_flexckpt.engine.whole_tensors import PartReader, WholeTensors, whole_parts
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.observers import observed
-from paddle_flexckpt.report import ExportReport, LoadReport
+from paddle_flexckpt.report import ExportReport
 
 # With the operands of a tile, and what the files' own reader and writer hold, an export stays below 256 MiB.
 BAND_BYTES = 128 << 20
-# The fields of the load's report in this report.
-_OF_LOAD = (
-    *("source", "unique_id", "keys", "bytes_read", "bytes_verified", "bytes_extra"),
-    *("peak_scratch_bytes", "maybe_fused", "replicas_used"),
-)
 
 
 @takes(ExportOptions, path=ALONE, output=ALONE)
@@ -63,78 +51,42 @@ def export_safetensors(
     """
     begin = time.perf_counter()
     asked = ExportOptions(aoa_config=aoa_config, **options)
-    source = Files(path, asked, plain_errors=True)
-    source.phase = "write"
-    with quiet_loads(), _Export(open_destination(output), source, asked) as export:
-        return export.report(Transfer(Solo(), source, export.describe, CHOSEN, begin=begin).run())
+    asked.check()
+    out, directory = OutputDirectory(open_destination(output)), SourceDirectory(path)
+    with LockedManifest(directory, asked.unique_id) as manifest:
+        out.check_unused()
+        chosen = choose_tensors(manifest.catalog, asked.aoa_config, asked.start, asked.states)
+        files = divide(chosen.infos, asked.max_file_bytes)
+        parts = [whole_parts({chosen.keys[n]: chosen.infos[n] for n in file.names}, BAND_BYTES) for file in files]
+        infos = {chosen.keys[name]: info for name, info in chosen.infos.items()}
 
+        def describe(memory: WholeTensors) -> Targets:
+            return memory.targets(infos, chosen.mapping, list(itertools.chain(*parts)))
 
-class _Export(WholeTensors):
-    """The writer of an export: each file appears when it is complete; the index comes last.
-
-    If the context is left by an error, all files are removed.
-    """
-
-    _left = 0
-
-    def __init__(self, sink: Backend, source: Files, options: ExportOptions) -> None:
-        super().__init__(BAND_BYTES)
-        self._output, self._source, self._options = OutputDirectory(sink), source, options
-
-    def __enter__(self) -> _Export:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if kind is not None:
-            self._output.undo()
-
-    def describe(self) -> Targets:
-        """Check the output, choose tensors, and divide them among files; return them as targets."""
-        self._output.check_unused()
-        self._mapping = whole_mapping(self._options.aoa_config, self._source.catalog)
-        infos = tensor_infos(self._source.catalog, self._mapping, extra_state=True)
-        keys, self._left_out = choose_tensors(infos, self._options.start, self._options.states)
-        self._files = divide({name: infos[key] for name, key in keys.items()}, self._options.max_file_bytes)
-        self._next = iter(self._files)
-        order = [keys[name] for file in self._files for name in file.names]
-        targets = self.targets({key: infos[key] for key in order}, self._mapping)
-        count = Counter(self.keys)
-        self._bands = {name: count[key] for name, key in keys.items()}
-        return targets
-
-    def filled(self, row: int) -> None:
-        """Write a tensor, or a band of one, after the one before."""
-        if not self._left:
-            self._begin()
-        # No name for the array: it is freed before the next one is read.
-        self._output.open(self._file).write(memoryview(self.take(row)[1].ravel().view(np.uint8)))
-        self._left -= 1
-        if not self._left:
-            self._output.finish()
-
-    def _begin(self) -> None:
-        """Begin the next file."""
-        self._file = next(self._next)
-        if self._file is self._files[0]:
-            self._output.make()
-        self._left = sum(map(self._bands.__getitem__, self._file.names))
-
-    def finish(self, untouched: Collection[str]) -> None:
-        """Write the index."""
-        if len(self._files) > 1:
-            self._output.publish(INDEX_FILE, make_index(self._files))
-        self._output.backend.sync()
-
-    def report(self, done: LoadReport) -> ExportReport:
-        """Return the report."""
-        return ExportReport(
-            **{name: getattr(done, name) for name in _OF_LOAD},
-            output=self._output.backend.path,
-            files=[file.name for file in self._files],
-            left_out=self._left_out,
-            unfed=sorted(self._mapping.unfed) if self._mapping is not None and self._options.states else [],
-            total_bytes=sum(file.data_bytes for file in self._files),
-            seconds={"write" if name == "read" else name: value for name, value in done.seconds.items()},
-        )
+        with PartReader(directory.backend, manifest, asked, describe) as reader, out:
+            planned = time.perf_counter()
+            meter = reader.meter("write")
+            out.make()
+            arrays = reader.arrays()
+            for file, its_parts in zip(files, parts):
+                out.write(file, itertools.islice(arrays, len(its_parts)))
+            next(arrays, None)  # the end of what fills them
+            meter.finish()
+            if len(files) > 1:
+                out.publish(INDEX_FILE, make_index(files))
+            out.backend.sync()
+        done = reader.report()
+        reader.warn()
+    end = time.perf_counter()
+    return ExportReport(
+        source=directory.path,
+        unique_id=manifest.unique_id,
+        output=out.backend.path,
+        files=[file.name for file in files],
+        keys=len(chosen.keys),
+        left_out=chosen.left_out,
+        unfed=sorted(chosen.mapping.unfed) if chosen.mapping is not None and asked.states else [],
+        total_bytes=sum(file.data_bytes for file in files),
+        seconds={"plan": planned - begin, "write": end - planned, "total": end - begin},
+        **done,
+    )

@@ -55,8 +55,6 @@ class Files(Source):
     keeps_plans = True
     # The keys whose rows ``open`` reads of a manifest in partitions; None: all.
     _first_keys: Sequence[str] | None = None
-    #: The phase in reports of progress.
-    phase = "read"
 
     def __init__(
         self,
@@ -140,14 +138,19 @@ class Files(Source):
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read every piece into its target, and compute the computed values."""
-        meter = self._options.meter(self.phase, self._plan.needed_bytes)
+        meter = self._options.meter("read", self._plan.needed_bytes)
         self.reader.tell(meter)
         for row in self.fill(task):
             task.memory.filled(row)
         meter.finish()
-        counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": self._filling.peak_scratch_bytes}
+        counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": self.peak_scratch_bytes}
         said = {"comm_method": "direct", "comm_reason": self._reason}
         return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader), **said}
+
+    @property
+    def peak_scratch_bytes(self) -> int:
+        """Return the most memory that operands of computed values took at any time."""
+        return self._filling.peak_scratch_bytes
 
     def damaged_files(self) -> list[str]:
         """Return the names of files in which a read found damage."""

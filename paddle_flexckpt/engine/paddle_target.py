@@ -5,41 +5,32 @@ Tested in tests/engine/test_paddle_target.py, and with Paddle in tests/distribut
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError, group_replicas
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.engine.conversion_content import (
-    Content,
-    ConversionTarget,
-    PlannedFile,
-    is_recorded,
-    parts_of,
-    record_of,
-    rows_of,
-)
-from paddle_flexckpt.engine.tensor_files import write_arrays
+from paddle_flexckpt.engine.conversion_content import Content, PlannedFile, WholeFiles, parts_of, rows_of
 from paddle_flexckpt.foreign.paddle_files import DISTCP_DTYPES, StateFile, encode_metadata
 from paddle_flexckpt.foreign.paddle_metadata import misread_range
 from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES
-from paddle_flexckpt.media.backend import Backend, publish
+from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.planning import plan_write
 
 # Paddle looks for a rank's own file under this id alone.
 _ID = 0
-_METADATA = f"{_ID}.metadata"
 
 
-class PaddleTarget(ConversionTarget):
+class PaddleTarget(WholeFiles):
     """Paddle's format: ``{rank}_0.distcp`` for each rank of a strategy, or of whole tensors, then ``0.metadata``."""
 
     by_safetensors = False
     states = True
     has_layout = True
     has_replicas = True
+    last = f"{_ID}.metadata"
 
     def __init__(self, sink: Backend, content: Content) -> None:
         """Plan each rank's file: shards are never divided; a shard is in one file unless replicas are wanted."""
@@ -52,10 +43,10 @@ class PaddleTarget(ConversionTarget):
         self._catalog = _stored(table, content.save_replicas, world)
         self._check_ranges(content.save_replicas)
         self._items = [self._catalog.take(self._catalog.rank == rank) for rank in range(world)]
-        self.files = [
-            PlannedFile(_data_file(rank), parts_of(items), int(items.byte_length.sum()))
-            for rank, items in enumerate(self._items)
-        ]
+        self.files = []
+        for rank, items in enumerate(self._items):
+            nbytes = StateFile(items).nbytes
+            self.files.append(PlannedFile(_data_file(rank), parts_of(items), int(items.byte_length.sum()), nbytes))
         empty = [key for key, info in content.infos.items() if not info.nbytes]
         if empty:
             self.notes.append(
@@ -78,28 +69,13 @@ class PaddleTarget(ConversionTarget):
         if reason:
             self.notes.append(f"Paddle reads this right under the same layout alone, as {reason}")
 
-    def names(self) -> list[str]:
+    def arrays(self, number: int, data: Iterable[np.ndarray]) -> Iterable[np.ndarray]:
         """Implement the base class."""
-        return [*(file.name for file in self.files), _METADATA]
+        return StateFile(self._items[number]).pieces(iter(data))
 
-    def write(self, number: int, data: Iterable[np.ndarray]) -> bytes:
+    def last_content(self) -> bytes:
         """Implement the base class."""
-        file = StateFile(self._items[number])
-        digest = write_arrays(self.sink, self.files[number].name, file.nbytes, file.pieces(iter(data)))
-        return record_of(file.nbytes, digest)
-
-    def holds(self, number: int, record: bytes) -> bool:
-        """Implement the base class."""
-        return is_recorded(self.sink, self.files[number].name, StateFile(self._items[number]).nbytes, record)
-
-    def is_committed(self) -> bool:
-        """Implement the base class."""
-        return _METADATA in self.sink.names()
-
-    def commit(self, records: Sequence[bytes]) -> None:
-        """Implement the base class."""
-        if not self.is_committed():
-            publish(self.sink, _METADATA, encode_metadata(self._catalog, flat_mapping=True))
+        return encode_metadata(self._catalog, flat_mapping=True)
 
 
 def _data_file(rank: int) -> str:

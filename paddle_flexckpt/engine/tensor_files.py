@@ -10,15 +10,16 @@ import itertools
 import json
 import math
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import Any
 
 import numpy as np
-import xxhash
 
-from paddle_flexckpt.aoa import TensorInfo
-from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError, dtype_of
+from paddle_flexckpt.aoa import TensorInfo, TensorMapping
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError, dtype_of
+from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.names import is_state
 from paddle_flexckpt.media.backend import Backend, OutputFile, exists, publish
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
@@ -34,22 +35,51 @@ def index_file(prefix: str) -> str:
 INDEX_FILE = index_file(PREFIX)
 
 
+@dataclass(frozen=True, eq=False)
+class Chosen:
+    """The tensors that a call writes.
+
+    Attributes:
+        mapping: The mapping of the statements; None: they are the source's own tensors.
+        keys: Their keys by the names under which they are written, sorted.
+        infos: Shape and dtype by name.
+        left_out: The number of states that are left out.
+    """
+
+    mapping: TensorMapping | None
+    keys: dict[str, str]
+    infos: dict[str, TensorInfo]
+    left_out: int
+
+
 def choose_tensors(
-    infos: Mapping[str, TensorInfo], start: str, states: bool, by_safetensors: bool = True
-) -> tuple[dict[str, str], int]:
-    """Return the keys to write by their new names, and the number of states left out.
+    source: Catalog,
+    aoa_config: Any,
+    start: str,
+    states: bool,
+    by_safetensors: bool = True,
+    skips: Sequence[str] = (),
+    extra_state: bool = True,
+) -> Chosen:
+    """Choose the tensors to write.
 
     Args:
-        infos: Shape and dtype by key.
+        source: The shards of all sources.
+        aoa_config: AOA statements, or None.
         start: Only keys that start with this, which is removed.
         states: Whether optimizer states and extra state are written too.
         by_safetensors: Whether only safetensors' own dtypes are allowed.
+        skips: Endings of keys to leave out.
+        extra_state: Whether a run's extra state is among the keys.
 
     Raises:
-        ValidationError: There is nothing to write, or the files cannot hold a tensor.
+        ValidationError: There is nothing to write, the statements do not fit, or the files cannot hold a tensor.
     """
-    inside = [key for key in sorted(infos) if key.startswith(start)]
-    everything = set(infos)
+    mapping = whole_mapping(aoa_config, source)
+    infos = tensor_infos(source, mapping, extra_state)
+    skipped = {key for key in infos if key.endswith(tuple(skips))}
+    everything = infos.keys() - skipped
+    inside = [key for key in sorted(everything) if key.startswith(start)]
     chosen = [k for k in inside if states or not (k.startswith(EXTRA_STATE) or is_state(k, everything))]
     problems = [
         Problem(
@@ -66,12 +96,13 @@ def choose_tensors(
         problems.append(Problem("safetensors has another use for this name", key=names["__metadata__"]))
     if not chosen:
         among = "no key" if not start else f"no key that starts with {start!r}"
-        what = "optimizer states and extra state alone" if inside else f"{among} among {len(infos)}"
+        what = "optimizer states and extra state alone" if inside else f"{among} among {len(everything)}"
         remedy = "give states=True" if inside else "correct prefix" if start else "give tensors, and leave out fewer"
         problems.append(Problem("there is nothing to export", got=what, remedy=remedy))
     if problems:
         raise ValidationError(problems)
-    return names, len(inside) - len(chosen)
+    left_out = len(inside) - len(chosen) + len(skipped)
+    return Chosen(mapping, names, {name: infos[key] for name, key in names.items()}, left_out)
 
 
 @dataclass(frozen=True)
@@ -94,6 +125,10 @@ class TensorFile:
     def nbytes(self) -> int:
         """Return the bytes of the whole file."""
         return len(self.header) + self.data_bytes
+
+    def arrays(self, data: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+        """Return all bytes of the file; ``data``: the elements of its tensors in order, in any number of arrays."""
+        return itertools.chain([np.frombuffer(self.header, dtype=np.uint8)], data)
 
 
 def divide(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[TensorFile]:
@@ -133,7 +168,7 @@ def divide_evenly(
 
 
 class OutputDirectory:
-    """An output directory, empty or not there at first, whose files are removed if writing fails.
+    """An output directory, empty or not there at first, whose files are removed if the context is left by an error.
 
     Attributes:
         backend: The directory.
@@ -145,6 +180,15 @@ class OutputDirectory:
         self.backend, self.is_made = backend, False
         self._written: list[str] = []
         self._stream: OutputFile | None = None
+
+    def __enter__(self) -> OutputDirectory:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.undo()
 
     def check_unused(self) -> None:
         """Raise ValidationError if anything is there."""
@@ -163,6 +207,11 @@ class OutputDirectory:
             self._stream = self.backend.create(file.name, "replace", size=file.nbytes)
             self._stream.write(file.header)
         return self._stream
+
+    def write(self, file: TensorFile, data: Iterable[np.ndarray]) -> None:
+        """Write a file, given the elements of its tensors in order, in any number of arrays."""
+        self.will_write(file.name)
+        write_arrays(self.backend, file.name, file.nbytes, file.arrays(data))
 
     def finish(self) -> None:
         """Finish the current file: it appears, complete."""
@@ -190,41 +239,31 @@ class OutputDirectory:
                 self.backend.remove_directory()  # if several processes write to it, the last one finds it empty
 
 
-def write_tensor_file(sink: Backend, file: TensorFile, data: Iterable[np.ndarray]) -> str:
-    """Write a file, which appears complete, and return the digest of its bytes.
-
-    Args:
-        sink: The destination.
-        file: The file.
-        data: The elements of its tensors in their order, in any number of arrays.
-
-    Raises:
-        OSError: The medium refused.
-    """
-    header = np.frombuffer(file.header, dtype=np.uint8)
-    return write_arrays(sink, file.name, file.nbytes, itertools.chain([header], data))
-
-
-def write_arrays(sink: Backend, name: str, nbytes: int, data: Iterable[np.ndarray]) -> str:
-    """Write the bytes of arrays as a file, which appears complete, and return their digest.
+def write_arrays(
+    sink: Backend,
+    name: str,
+    nbytes: int,
+    data: Iterable[np.ndarray],
+    look: Callable[[memoryview], object] = lambda part: None,
+) -> None:
+    """Write the bytes of arrays as a file, which appears complete.
 
     Args:
         sink: The destination.
         name: The file's name.
         nbytes: Bytes of all arrays.
         data: The arrays; each is freed before the next one is taken.
+        look: Called with the bytes of each.
 
     Raises:
         OSError: The medium refused.
     """
-    digest = xxhash.xxh3_128()
     with sink.create(name, "replace", size=nbytes) as stream:
         for array in data:
             part = memoryview(array.ravel().view(np.uint8))
-            digest.update(part)
+            look(part)
             stream.write(part)
             del array, part
-    return digest.hexdigest()
 
 
 def make_index(files: Sequence[TensorFile]) -> bytes:

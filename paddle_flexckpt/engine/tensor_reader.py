@@ -17,12 +17,10 @@ from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
 from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Problem, ValidationError, dtype_of
-from paddle_flexckpt.engine.agreement import Solo
-from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.mapping import permuted, tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import FileOptions
-from paddle_flexckpt.engine.transfer import Transfer
-from paddle_flexckpt.engine.whole_tensors import CHOSEN, WholeTensors
+from paddle_flexckpt.engine.targets import Targets
+from paddle_flexckpt.engine.whole_tensors import PartReader, WholeTensors
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.checksums import VerifyMode
@@ -157,13 +155,13 @@ class TensorReader:
         box, rest = _box_of(index, info.shape)
         if not box.size:
             return np.empty(box.shape, dtype=dtype_of(info.dtype).numpy)[rest]
-        memory = WholeTensors()
-        source = Files(self._directory.backend, self._options, opened.manifest, plain_errors=True)
-        with source.closing:
-            targets = memory.targets({key: info}, opened.mapping, {key: box})
-            task = Transfer(Solo(), source, lambda: targets, CHOSEN).prepare()
-            (row,) = source.fill(task)
-            return memory.take(row)[1][rest]
+
+        def describe(memory: WholeTensors) -> Targets:
+            return memory.targets({key: info}, opened.mapping, [(key, box)])
+
+        with PartReader(self._directory.backend, opened.manifest, self._options, describe) as reader:
+            (array,) = reader.arrays()
+            return array[rest]
 
     def close(self) -> None:
         """Release the checkpoint."""

@@ -6,17 +6,19 @@ import contextlib
 import logging
 import math
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError, dtype_of
-from paddle_flexckpt.catalog.texts import replica_warning
+from paddle_flexckpt.catalog.texts import order_warning, replica_warning
 from paddle_flexckpt.engine.agreement import Solo
-from paddle_flexckpt.engine.files import Files
+from paddle_flexckpt.engine.files import Files, reads_of
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import FileOptions, TransferOptions
 from paddle_flexckpt.engine.plan import split_tiles
@@ -25,6 +27,7 @@ from paddle_flexckpt.engine.transfer import Transfer
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.progress import Meter
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -32,6 +35,8 @@ logger = logging.getLogger("paddle_flexckpt")
 BAND_BYTES = 64 << 20
 # Callers that read whole tensors have chosen the keys, and have their names from the source.
 CHOSEN = TransferOptions(optimizer_states="ignore", mw_name_compatibility=False, raw_names="trusted")
+# The key of a tensor, and a box in it.
+Part = tuple[str, Box]
 
 
 @dataclass
@@ -46,68 +51,50 @@ class _Array:
 
 
 class WholeTensors(Memory):
-    """The memory of whole tensors, or of bands, from when each is filled until it is taken.
+    """The memory of whole tensors, or of parts, from when each is filled until it is taken.
 
     Attributes:
-        keys: By row, the key of each band; of a tensor that is filled whole, once.
+        keys: By row, the key of each part.
     """
 
     one_at_a_time = True
     keys: list[str]
 
-    def __init__(self, band_bytes: int | None = None, rank: int = 0) -> None:
-        """Begin without arrays.
-
-        Args:
-            band_bytes: Larger tensors are filled in bands of their rows, in order. None: no bands.
-            rank: The rank that fills them.
-        """
-        self._band_bytes, self._rank = band_bytes, rank
+    def __init__(self, rank: int = 0) -> None:
+        """Begin without arrays; ``rank``: the rank that fills them."""
+        self._rank = rank
         self._arrays: dict[int, np.ndarray] = {}
 
     def targets(
-        self, infos: Mapping[str, TensorInfo], mapping: TensorMapping | None, boxes: Mapping[str, Box] | None = None
+        self,
+        infos: Mapping[str, TensorInfo],
+        mapping: TensorMapping | None,
+        parts: Sequence[Part] | None = None,
+        is_cut: bool = False,
     ) -> Targets:
         """Return the targets.
 
         Args:
-            infos: Shape and dtype by key, in the order in which tensors are filled.
+            infos: Shape and dtype by key.
             mapping: The mapping of the statements, compiled without a target; None: the source's own tensors.
-            boxes: The box to fill of a tensor, by key; by default all of it.
+            parts: Key and box of each part, in the order in which they are filled. A tensor may have several, with
+                others in between. None: all of each tensor.
+            is_cut: Whether parts are bands of whole tensors, so that every block is verified, even if each tensor has
+                one. It is assumed if one has several.
         """
-        builder, self.keys, self._infos, self._boxes = CatalogBuilder(self._rank), [], [], list[Box]()
-        bands: list[tuple[int, Box]] = []
-        for row, (key, info) in enumerate(infos.items()):
-            box = (boxes or {}).get(key) or Box((0,) * len(info.shape), info.shape)
-            builder.add(key, info.dtype, info.shape, box.offset, box.shape)
-            limit = box.size if self._band_bytes is None else self._band_bytes // dtype_of(info.dtype).itemsize
-            for band in split_tiles(box, max(limit, 1), aligned=False) if box.size else (box,):
-                bands.append((row, band))
-                self.keys.append(key)
-                self._boxes.append(band)
-                self._infos.append(replace(info, shape=band.shape))
-        no_names, nowhere = ((),) * len(infos), np.zeros((len(infos), 2), dtype=np.int64)
-        some = tuple(bands) if len(bands) > len(infos) else ()
-        return Targets(builder.build(), no_names, no_names, nowhere, self, mapping, some)
-
-    def parts(
-        self, infos: Mapping[str, TensorInfo], mapping: TensorMapping | None, parts: Sequence[tuple[str, Box]]
-    ) -> Targets:
-        """Return targets that are filled in boxes; a tensor may have several, with others in between.
-
-        Args:
-            infos: Shape and dtype by key, of those that ``parts`` name.
-            mapping: As in :meth:`targets`.
-            parts: Key and box of each part, in the order in which they are filled.
-        """
-        builder = CatalogBuilder(self._rank)
-        for key, info in infos.items():
-            builder.add(key, info.dtype, info.shape, (0,) * len(info.shape), info.shape)
-        rows = {key: row for row, key in enumerate(infos)}
+        parts = whole_parts(infos) if parts is None else parts
         self.keys, self._boxes = [key for key, _ in parts], [box for _, box in parts]
         self._infos = [replace(infos[key], shape=box.shape) for key, box in parts]
-        no_names, nowhere = ((),) * len(infos), np.zeros((len(infos), 2), dtype=np.int64)
-        bands = tuple((rows[key], box) for key, box in parts)
+        boxes = dict(parts)
+        rows = {key: row for row, key in enumerate(boxes)}
+        is_cut = is_cut or len(parts) > len(boxes)
+        builder = CatalogBuilder(self._rank)
+        for key, box in boxes.items():
+            info = infos[key]
+            place = whole_box(info) if is_cut else box
+            builder.add(key, info.dtype, info.shape, place.offset, place.shape)
+        no_names, nowhere = ((),) * len(rows), np.zeros((len(rows), 2), dtype=np.int64)
+        bands = tuple((rows[key], box) for key, box in parts) if is_cut else ()
         return Targets(builder.build(), no_names, no_names, nowhere, self, mapping, bands)
 
     def open(self, row: int, fresh: bool) -> _Array:
@@ -128,6 +115,96 @@ class WholeTensors(Memory):
         """Return the result of :meth:`take`, and its box in the tensor."""
         key, array = self.take(row)
         return key, self._boxes[row], array
+
+
+def whole_box(info: TensorInfo) -> Box:
+    """Return the box of all of a tensor."""
+    return Box((0,) * len(info.shape), info.shape)
+
+
+def whole_parts(infos: Mapping[str, TensorInfo], part_bytes: int | None = None) -> list[Part]:
+    """Return key and box of tensors: of each one all, or parts of its rows of at most so many bytes, in order."""
+    parts: list[Part] = []
+    for key, info in infos.items():
+        box = whole_box(info)
+        itemsize = dtype_of(info.dtype).itemsize
+        parts += ((key, each) for each in ([box] if part_bytes is None else split_box(box, itemsize, part_bytes)))
+    return parts
+
+
+def split_box(box: Box, itemsize: int, part_bytes: int) -> Iterator[Box]:
+    """Yield the boxes of at most so many bytes that make up a box, in the order of its elements."""
+    yield from split_tiles(box, max(part_bytes // itemsize, 1), aligned=False) if box.size else (box,)
+
+
+class PartReader:
+    """A reader of parts of a checkpoint's tensors, one after the other: at most one is in memory here."""
+
+    def __init__(
+        self,
+        directory: Location,
+        manifest: Manifest,
+        options: FileOptions,
+        describe: Callable[[WholeTensors], Targets],
+        transfer: TransferOptions = CHOSEN,
+    ) -> None:
+        """Plan the reads, and check the files' headers and sizes.
+
+        Args:
+            directory: The checkpoint's directory.
+            manifest: Its manifest; the caller keeps the checkpoint from removal.
+            options: How files are read.
+            describe: Returns the targets, of :meth:`WholeTensors.targets`.
+            transfer: Whether types may differ.
+
+        Raises:
+            ValidationError: The source lacks what is to be read.
+            CorruptCheckpointError: The checkpoint is damaged.
+        """
+        self._options, self._memory = options, WholeTensors()
+        self._files = Files(directory, options, manifest, plain_errors=True)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._files.closing)
+            self._task = Transfer(Solo(), self._files, lambda: describe(self._memory), transfer).prepare()
+            self._closing = stack.pop_all()
+
+    def arrays(self) -> Iterator[np.ndarray]:
+        """Yield the parts' elements; they are freed here before the next part is read."""
+        return (self._memory.take(row)[1] for row in self._files.fill(self._task))
+
+    def bands(self) -> Iterator[tuple[str, Box, np.ndarray]]:
+        """Yield key, box and elements of each part, likewise."""
+        return (self._memory.take_band(row) for row in self._files.fill(self._task))
+
+    def meter(self, phase: str) -> Meter:
+        """Return a meter of a phase, on which everything counts that is read from now on."""
+        meter = self._options.meter(phase, self._files.keep().needed_bytes)
+        self._files.reader.tell(meter)
+        return meter
+
+    def report(self) -> dict[str, Any]:
+        """Return a report's fields about the reads, of all of them when all parts have been read."""
+        return {
+            "maybe_fused": self._task.resolution.report()["maybe_fused"],
+            "peak_scratch_bytes": self._files.peak_scratch_bytes,
+            **reads_of(self._files.reader),
+        }
+
+    def warn(self, of_orders: bool = True) -> None:
+        """Log which parts are of unknown order, and which were read from replicas."""
+        unknown = self._task.resolution.report()["maybe_fused"] if of_orders else []
+        if unknown:
+            logger.warning(order_warning(self._files.path, unknown))
+        if self._files.reader.replicas_used:
+            logger.warning(replica_warning(self._files.path, self._files.reader.replicas_used))
+
+    def __enter__(self) -> PartReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._closing.close()
 
 
 def iterate_tensors(
@@ -187,11 +264,10 @@ def _iterate(
     options: FileOptions,
     band_bytes: int | None,
 ) -> Generator[tuple[str, Box, np.ndarray], None, None]:
-    memory, catalog = WholeTensors(band_bytes), manifest.catalog
+    catalog = manifest.catalog
     chosen = sorted(tensor_infos(catalog, mapping)) if names is None else list(names)
-    source = Files(directory, options, manifest, plain_errors=True)
 
-    def describe() -> Targets:
+    def describe(memory: WholeTensors) -> Targets:
         made_by = mapping or whole_mapping(None, catalog, chosen)
         there = tensor_infos(catalog, made_by, extra_state=True)
         got = f"{len(there)} keys, such as {sorted(there)[:3]}"
@@ -199,13 +275,11 @@ def _iterate(
         problems += [Problem("a key is asked for twice", key=name) for name, n in Counter(chosen).items() if n > 1]
         if problems:
             raise ValidationError(problems)
-        return memory.targets({name: there[name] for name in chosen}, made_by)
+        infos = {name: there[name] for name in chosen}
+        return memory.targets(infos, made_by, whole_parts(infos, band_bytes))
 
-    with source.closing:
-        task = Transfer(Solo(), source, describe, CHOSEN).prepare()
+    with PartReader(directory, manifest, options, describe) as reader:
         try:
-            for row in source.fill(task):
-                yield memory.take_band(row)
+            yield from reader.bands()
         finally:  # the requested tensors need not be all
-            if source.reader.replicas_used:
-                logger.warning(replica_warning(source.path, source.reader.replicas_used))
+            reader.warn(of_orders=False)

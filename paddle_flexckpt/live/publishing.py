@@ -18,17 +18,15 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.algebra import Box, ravel_index
-from paddle_flexckpt.aoa import TensorInfo, TensorMapping
+from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CheckpointError, LostRankError, ValidationError, dtype_of
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator
-from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import GROUP, SHARDS, ProgressOptions, StatementOptions, rule, takes
-from paddle_flexckpt.engine.plan import split_tiles
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.tensor_files import OutputDirectory, choose_tensors, divide_evenly
 from paddle_flexckpt.engine.transfer import quiet_loads
-from paddle_flexckpt.engine.whole_tensors import WholeTensors
+from paddle_flexckpt.engine.whole_tensors import Part, WholeTensors, split_box, whole_box
 from paddle_flexckpt.foreign.formats import open_destination, shown
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.live_model import LiveModel, ModelState
@@ -261,15 +259,12 @@ class Publication:
         Raises:
             ValidationError: They cannot be written so.
         """
-        catalog, options, comm = self._state.catalog, self._options, self._comm
-        self._mapping: TensorMapping | None = whole_mapping(options.aoa_config, catalog)
-        infos = tensor_infos(catalog, self._mapping, extra_state=self._skips is None)
-        start = f"{options.prefix}." if options.prefix else ""
-        skipped = [key for key in infos if key.endswith(tuple(self._skips or ()))]
-        chosen = {key: info for key, info in infos.items() if key not in set(skipped)}
-        self._keys, self._left_out = choose_tensors(chosen, start, states=self._skips is not None)
-        self._left_out += len(skipped)
-        self._infos = {name: infos[key] for name, key in self._keys.items()}
+        options, comm, states = self._options, self._comm, self._skips is not None
+        start, skips = f"{options.prefix}." if options.prefix else "", self._skips or ()
+        self._chosen = choose_tensors(
+            self._state.catalog, options.aoa_config, start, states, skips=skips, extra_state=not states
+        )
+        self._keys, self._infos = self._chosen.keys, self._chosen.infos
         all_files = self._all_files = divide_evenly(self._infos, options.max_file_bytes, comm.size, self._file_prefix)
         self._owners = [i * comm.size // len(all_files) for i in range(len(all_files))]
         self._own = [file for file, owner in zip(all_files, self._owners) if owner == comm.position]
@@ -292,7 +287,7 @@ class Publication:
             self._begin()
         targets, comm, files = self._targets(), self._comm, self._files
         machine = number_machines(comm.ranks, self._places)
-        maps = None if self._mapping is None else self._mapping.maps
+        maps = None if self._chosen.mapping is None else self._chosen.mapping.maps
         owned = self._state.owned_pieces(targets, maps, machine)
         rest = {name for name, is_owned in zip(files.names, owned.whole.tolist()) if not is_owned}
         own = [self._infos[name].nbytes for file in self._own for name in file.names if name in rest]
@@ -314,9 +309,9 @@ class Publication:
                 builder.add(self._keys[name], info.dtype, info.shape, (0,) * len(info.shape), info.shape)
         return replace(builder.build(), rank=np.asarray(ranks, dtype=np.int32))
 
-    def _batches_of(self, names: Collection[str]) -> Iterator[list[tuple[str, Box]]]:
+    def _batches_of(self, names: Collection[str]) -> Iterator[list[Part]]:
         """Yield the parts of some tensors that this rank receives and writes at a time, in the order of file bytes."""
-        batch: list[tuple[str, Box]] = []
+        batch: list[Part] = []
         left = BATCH_BYTES
         for name in (name for file in self._own for name in file.names if name in names):
             for box, count in _bands(self._infos[name]):
@@ -335,16 +330,16 @@ class Publication:
 
         self._comm.together(step, self._context)
 
-    def _move(self, memory: WholeTensors, batch: list[tuple[str, Box]]) -> None:
+    def _move(self, memory: WholeTensors, batch: list[Part]) -> None:
         key_of = self._keys
 
         def describe() -> Targets:
             infos = {key_of[name]: self._infos[name] for name, _ in batch}
-            return memory.targets(infos, self._mapping, {key_of[name]: box for name, box in batch})
+            return memory.targets(infos, self._chosen.mapping, [(key_of[name], box) for name, box in batch])
 
         self._received += self._state.fill(describe)
 
-    def _store(self, memory: WholeTensors, batch: list[tuple[str, Box]], is_last: bool) -> None:
+    def _store(self, memory: WholeTensors, batch: list[Part], is_last: bool) -> None:
         """Have a thread write a received batch while the next one is moved; wait for the one before."""
         files = self._files
         files.wait()
@@ -352,7 +347,7 @@ class Publication:
         if is_last:
             self._end_writing()
 
-    def _write_batch(self, memory: WholeTensors, batch: list[tuple[str, Box]]) -> None:
+    def _write_batch(self, memory: WholeTensors, batch: list[Part]) -> None:
         for row, (name, box) in enumerate(batch):
             data = memoryview(memory.take(row)[1].ravel().view(np.uint8))
             info = self._infos[name]
@@ -378,7 +373,7 @@ class Publication:
             output=self._output.backend.path,
             files=[file.name for file in self._all_files],
             keys=len(self._keys),
-            left_out=self._left_out,
+            left_out=self._chosen.left_out,
             total_bytes=sum(file.data_bytes for file in self._all_files),
             bytes_written=self._bytes_written,
             bytes_received=self._received,
@@ -388,6 +383,6 @@ class Publication:
 
 def _bands(info: TensorInfo) -> Iterator[tuple[Box, int]]:
     """Yield the boxes in which a tensor is received, in the order of its elements, with their bytes."""
-    whole, itemsize = Box((0,) * len(info.shape), info.shape), dtype_of(info.dtype).itemsize
-    for box in split_tiles(whole, max(BATCH_BYTES // itemsize, 1)) if whole.size else (whole,):
+    itemsize = dtype_of(info.dtype).itemsize
+    for box in split_box(whole_box(info), itemsize, BATCH_BYTES):
         yield box, box.size * itemsize

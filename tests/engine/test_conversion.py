@@ -22,6 +22,7 @@ from paddle_flexckpt.engine.comparison import diff
 from paddle_flexckpt.engine.conversion import convert_checkpoint
 from paddle_flexckpt.engine.conversion_targets import TARGETS, in_blocks
 from paddle_flexckpt.engine.export import export_safetensors
+from paddle_flexckpt.engine.mapping import whole_mapping
 from paddle_flexckpt.engine.models import layout_of
 from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import SourceDirectory
@@ -287,7 +288,7 @@ def test_what_is_known_of_orders_is_written():
         Part("cut", (4, 12), shape=(4, 6), offset=(0, 6), rank=1),
     )
     keys = {f"m.{key}": key for key in source.keys}
-    mapping = conversion.whole_mapping(None, source)
+    mapping = whole_mapping(None, source)
     assert conversion._orders(keys, source, mapping) == {
         "m.fused": Order(1, 1, "fused_ffn"),
         "m.natural": NATURAL,
