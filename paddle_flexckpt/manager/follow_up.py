@@ -15,8 +15,7 @@ from paddle_flexckpt.manager.pending import PendingSteps
 from paddle_flexckpt.manager.policies import KeepPolicy
 from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.steps import StepDirectories
-from paddle_flexckpt.pages.holders import MOST_DRAWN
-from paddle_flexckpt.pages.saves import save_page
+from paddle_flexckpt.pages.holders import MOST_DRAWN, save_page
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
 

@@ -1,7 +1,8 @@
-"""Draw charts as SVG: one value for each rank, bytes from rank to rank, and the parts of a tensor.
+"""Charts: one value for each rank, bytes from rank to rank, and the parts of a tensor.
 
-A chart has a bounded number of marks for any number of ranks: neighbours share one. The keyboard reaches each mark,
-which has a text. Colours are in the page's style, so that they follow its scheme.
+A chart is a :class:`Drawing`: a bounded number of marks for any number of ranks, as neighbours share one.
+:func:`figure` shows it in a page, ``pictures.py`` in a PNG file. In a page the keyboard reaches each mark, which has a
+text. Colours have the names of the page's style, so that they follow its scheme.
 
 Tested in tests/pages/test_charts.py.
 """
@@ -11,17 +12,76 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.pages.markup import Content, Markup, element, join
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog.texts import format_bytes
+from paddle_flexckpt.pages.markup import Content, Markup, element, join, paragraph, table, text
 from paddle_flexckpt.pages.style import COLOURS, LEVELS
 
 #: Columns of a chart, and rows and columns of a heat map. With more ranks, several share one.
 MOST_COLUMNS, MOST_CELLS = 128, 64
 #: A rank stands out if its value is this many times the median.
 FAR = 1.2
+#: The most ranks in a table: those that stand out the most.
+MOST_RANKS = 64
 _WIDTH, _HEIGHT = 480, 150
+
+
+class Rect(NamedTuple):
+    """A rectangle. One with a text is a mark that the keyboard reaches, by its ``number``."""
+
+    kind: str
+    x: float
+    y: float
+    width: float
+    height: float
+    number: int | None = None
+    text: str = ""
+
+
+class Line(NamedTuple):
+    """A line."""
+
+    kind: str
+    x1: float
+    x2: float
+    y1: float
+    y2: float
+
+
+class Text(NamedTuple):
+    """A text; its kind may have the words ``middle`` or ``end``, and ``centre`` for its height."""
+
+    text: str
+    x: float
+    y: float
+    kind: str = ""
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A chart.
+
+    Attributes:
+        title: Its name.
+        description: Its contents in one line.
+        width: Its extent to the right.
+        height: Its extent downwards.
+        marks: All that is drawn, the last on top.
+        across: The names of its columns.
+        down: The names of its rows; None for one row.
+    """
+
+    title: str
+    description: str
+    width: float
+    height: float
+    marks: Sequence[Rect | Line | Text]
+    across: Sequence[str]
+    down: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -69,71 +129,68 @@ def _ranks(low: int, high: int) -> str:
     return f"rank {low}" if high - low == 1 else f"ranks {low}-{high - 1}"
 
 
-def _chart(svg: Markup, label: str, rows: int, across: Sequence[str], down: Sequence[str] | None) -> Markup:
-    return element(
+def figure(drawing: Drawing, *caption: Content) -> Markup:
+    """Return a chart as SVG, with a caption."""
+    label = f"{drawing.title}: {drawing.description}"
+    words = (element("title", drawing.title), element("desc", drawing.description))
+    box = f"0 0 {drawing.width:g} {drawing.height:g}"
+    svg = element("svg", *words, *map(_mark, drawing.marks), role="img", viewBox=box, aria_label=label)
+    chart = element(
         "div",
         svg,
         element("output", ""),
         class_="chart",
         tabindex=0,
         role="group",
-        aria_label=f"{label}. Arrow keys move through it.",
-        data_rows=rows,
-        data_columns=len(across),
-        data_across="|".join(across),
-        data_down=None if down is None else "|".join(down),
+        aria_label=f"{drawing.title}. Arrow keys move through it.",
+        data_rows=len(drawing.down or "1"),
+        data_columns=len(drawing.across),
+        data_across="|".join(drawing.across),
+        data_down=None if drawing.down is None else "|".join(drawing.down),
     )
+    return element("figure", element("figcaption", *caption), chart)
 
 
-def _svg(width: float, height: float, title: str, description: str, *content: Content) -> Markup:
-    words = (element("title", title), element("desc", description))
-    return element(
-        "svg", *words, *content, role="img", viewBox=f"0 0 {width:g} {height:g}", aria_label=f"{title}: {description}"
-    )
+def _mark(mark: Rect | Line | Text) -> Markup:
+    if isinstance(mark, Text):
+        return Markup(f'<text class="{mark.kind}" x="{mark.x:.4g}" y="{mark.y:.4g}">{text(mark.text)}</text>')
+    if isinstance(mark, Line):
+        ends = f'x1="{mark.x1:.4g}" x2="{mark.x2:.4g}" y1="{mark.y1:.4g}" y2="{mark.y2:.4g}"'
+        return Markup(f'<line class="{mark.kind}" {ends}/>')
+    place = f'x="{mark.x:.4g}" y="{mark.y:.4g}" width="{mark.width:.4g}" height="{mark.height:.4g}"'
+    index = "" if mark.number is None else f' data-i="{mark.number}"'
+    title = element("title", mark.text) if mark.text else ""
+    return Markup(f'<rect class="{mark.kind}" {place}{index}>{title}</rect>')
 
 
-def _rect(kind: str, x: float, y: float, width: float, height: float, number: int | None, *content: Content) -> Markup:
-    place = f'x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}"'
-    index = "" if number is None else f' data-i="{number}"'
-    return Markup(f'<rect class="{kind}" {place}{index}>{join(content)}</rect>')
-
-
-def _text(content: Content, x: float, y: float, kind: str = "") -> Markup:
-    return Markup(f'<text class="{kind}" x="{x:.4g}" y="{y:.4g}">{join([content])}</text>')
-
-
-def columns(series: Series) -> Markup:
+def columns(series: Series) -> Drawing:
     """Draw a column for each rank, or for neighbours (the highest of them), and a line for the median."""
     bins = _bins(len(series.values), MOST_COLUMNS)
     values = np.asarray(series.values, dtype=np.float64)
     top, far = float(values.max(initial=0)) or 1.0, set(series.far())
     left, base, head = 6.0, _HEIGHT - 22.0, 20.0
     step = (_WIDTH - 2 * left) / max(len(bins), 1)
-    marks = []
+    marks: list[Rect | Line | Text] = []
     for number, (low, high) in enumerate(bins):
         rank = low + int(values[low:high].argmax())
         height = max((base - head) * float(values[rank]) / top, 1 if values[rank] else 0)
-        text = f"rank {rank}: {series.show(series.values[rank])}"
-        text += f", the most of {_ranks(low, high)}" if high - low > 1 else ""
+        words = f"rank {rank}: {series.show(series.values[rank])}"
+        words += f", the most of {_ranks(low, high)}" if high - low > 1 else ""
         width = max(step * 0.85, step - 3)
         kind = "far" if rank in far else "bar"
-        marks.append(_rect(kind, left + number * step, base - height, width, height, number, element("title", text)))
+        marks.append(Rect(kind, left + number * step, base - height, width, height, number, words))
     middle = base - (base - head) * series.median / top
-    line = Markup(f'<line class="median" x1="{left}" x2="{_WIDTH - left}" y1="{middle:.4g}" y2="{middle:.4g}"/>')
-    frame = Markup(f'<line class="frame" x1="{left}" x2="{_WIDTH - left}" y1="{base}" y2="{base}"/>')
-    texts = [
-        _text(f"{series.show(top)}", left, 13),
-        _text(f"median {series.show(series.median)}", _WIDTH - left, 13, "end"),
+    marks += [
+        Line("frame", left, _WIDTH - left, base, base),
+        Line("median", left, _WIDTH - left, middle, middle),
+        Text(f"{series.show(top)}", left, 13),
+        Text(f"median {series.show(series.median)}", _WIDTH - left, 13, "end"),
     ]
     if bins:
-        texts += [
-            _text("rank 0", left, _HEIGHT - 6),
-            _text(f"rank {len(values) - 1}", _WIDTH - left, _HEIGHT - 6, "end"),
-        ]
-    svg = _svg(_WIDTH, _HEIGHT, f"{series.name} by rank", series.describe(), *marks, frame, line, *texts)
-    caption = element("figcaption", element("strong", series.name), f": {series.describe()}.")
+        marks.append(Text("rank 0", left, _HEIGHT - 6))
+        marks.append(Text(f"rank {len(values) - 1}", _WIDTH - left, _HEIGHT - 6, "end"))
     across = [_ranks(*each) for each in bins]
-    return element("figure", caption, _chart(svg, f"{series.name} by rank", 1, across, None))
+    return Drawing(f"{series.name} by rank", series.describe(), _WIDTH, _HEIGHT, marks, across)
 
 
 def heat_map(
@@ -159,32 +216,27 @@ def heat_map(
     size = min(64.0, 704 / max(len(rows), len(across), 1))
     left, head = 96.0, 34.0
     is_written = size >= 60
-    cells = []
+    marks: list[Rect | Text] = []
     for row, column in np.argwhere(sums > 0).tolist():
         value = int(sums[row, column])
         level = f"heat-{_level(value, most) + 1}"
         x, y = left + column * size, head + row * size
         words = f"{_ranks(*rows[row])} to {_ranks(*across[column])}: {show(value)}"
-        cells.append(_rect(level, x, y, size, size, row * len(across) + column, element("title", words)))
+        marks.append(Rect(level, x, y, size, size, row * len(across) + column, words))
         if is_written:
-            cells.append(_text(show(value), x + size / 2, y + size / 2, f"{level} middle centre"))
+            marks.append(Text(show(value), x + size / 2, y + size / 2, f"{level} middle centre"))
     width, height = left + size * len(across), head + size * len(rows)
-    cells.append(_rect("frame", left, head, width - left, height - head, None))
-    texts = [_text("source", 4, head - 8), _text("target", left, 12)]
-    texts += [
-        _text(_numbers(rows[row]), left - 6, head + (row + 0.5) * size, "end centre")
-        for row in _ticks(len(rows), size, 14)
-    ]
-    texts += [
-        _text(_numbers(across[column]), left + (column + 0.5) * size, head - 6, "middle")
-        for column in _ticks(len(across), size, 56)
-    ]
+    marks.append(Rect("frame", left, head, width - left, height - head))
+    marks += [Text("source", 4, head - 8), Text("target", left, 12)]
+    for row in _ticks(len(rows), size, 14):
+        marks.append(Text(_numbers(rows[row]), left - 6, head + (row + 0.5) * size, "end centre"))
+    for column in _ticks(len(across), size, 56):
+        marks.append(Text(_numbers(across[column]), left + (column + 0.5) * size, head - 6, "middle"))
     together = rows[0][1] > 1 or across[0][1] > 1 if rows and across else False
     words = f"{len(values)} pairs of ranks; most {show(most)}" + (" between the ranks of one cell" if together else "")
-    svg = _svg(width + 4, height + 4, name, words, *cells, *texts)
     names = [[_ranks(*each) for each in some] for some in (across, rows)]
-    figure = _chart(svg, name, len(rows), names[0], names[1])
-    return element("figure", element("figcaption", element("strong", name), f": {words}."), figure, _legend(most, show))
+    drawing = Drawing(name, words, width + 4, height + 4, marks, *names)
+    return join([figure(drawing, element("strong", name), f": {words}."), _legend(most, show)])
 
 
 def _level(value: int, most: int) -> int:
@@ -227,19 +279,78 @@ class Area:
     text: str
 
 
-def areas(title: str, shape: tuple[int, int], parts: Sequence[Area]) -> Markup:
+def areas(title: str, shape: tuple[int, int], parts: Sequence[Area]) -> Drawing:
     """Draw rectangles of a tensor of two axes, each with its holders."""
     width = 320.0
     height = min(max(width * shape[0] / max(shape[1], 1), 28.0), 240.0)
     down, right = height / max(shape[0], 1), width / max(shape[1], 1)
-    marks = []
+    marks: list[Rect | Text] = []
     for number, part in enumerate(parts):
         x, y, wide, high = part.column[0] * right, part.row[0] * down, part.column[1] * right, part.row[1] * down
         kind = f"rank-{part.colour % COLOURS + 1}"
-        marks.append(_rect(f"{kind} part", x + 1, y + 1, wide, high, number, element("title", part.text)))
+        marks.append(Rect(f"{kind} part", x + 1, y + 1, wide, high, number, part.text))
         if wide > 7 * len(part.label) + 4 and high >= 14:
-            marks.append(_text(part.label, x + 1 + wide / 2, y + 1 + high / 2, f"{kind} middle centre"))
-    marks.append(_rect("frame", 1, 1, width, height, None))
-    svg = _svg(width + 2, height + 2, title, f"{len(parts)} parts", *marks)
-    chart = _chart(svg, title, 1, [part.label for part in parts] or ["nothing"], None)
-    return element("figure", element("figcaption", title), chart)
+            marks.append(Text(part.label, x + 1 + wide / 2, y + 1 + high / 2, f"{kind} middle centre"))
+    marks.append(Rect("frame", 1, 1, width, height))
+    across = [part.label for part in parts] or ["nothing"]
+    return Drawing(title, f"{len(parts)} parts", width + 2, height + 2, marks, across)
+
+
+def of_bytes(name: str, values: Sequence[float]) -> Series:
+    """Return bytes by rank."""
+    return Series(name, values, lambda value: format_bytes(int(value)))
+
+
+def of_seconds(name: str, values: Sequence[float]) -> Series:
+    """Return seconds by rank."""
+    return Series(name, values, lambda value: f"{value:.3g} s" if value < 100 else f"{value:.0f} s")
+
+
+def of_counts(name: str, values: Sequence[float]) -> Series:
+    """Return counts by rank."""
+    return Series(name, values, lambda value: str(int(value)))
+
+
+def by_rank(what: str, series: Sequence[Series]) -> Markup:
+    """Return charts of some values of each rank, a text about ranks that stand out, and a table."""
+    series = [each for each in series if len(each.values)]
+    count = max((len(each.values) for each in series), default=0)
+    if not count:
+        return paragraph("Nothing is known of it.")
+    charts = element("div", *map(_columns_figure, series), class_="charts")
+    return join([_who_stands_out(series), charts, _by_rank_table(what, series, count)])
+
+
+def _columns_figure(series: Series) -> Markup:
+    return figure(columns(series), element("strong", series.name), f": {series.describe()}.")
+
+
+def _who_stands_out(series: Sequence[Series]) -> Markup:
+    remarks: list[Content] = []
+    for each in series:
+        far = each.far()
+        if far:
+            ranks = ("ranks " if len(far) > 1 else "rank ") + listed(list(map(str, far)), 5)
+            most = f"{each.show(each.values[far[0]])}, {each.values[far[0]] / each.median:.1f} times the median"
+            remarks.append(f"{each.name}: {ranks} stand{'s' * (len(far) == 1)} out; rank {far[0]} has {most}.")
+    if not remarks:
+        return paragraph(f"No rank has more than {FAR} times the median.")
+    return element("ul", *(element("li", remark) for remark in remarks))
+
+
+def _by_rank_table(what: str, series: Sequence[Series], count: int) -> Markup:
+    ranks: Sequence[int] = range(count)
+    caption = f"By {what}"
+    if count > MOST_RANKS:
+        # A rank's distance above the others, in the value where this is the largest.
+        def above(rank: int) -> float:
+            return max(each.values[rank] / (each.median or 1) for each in series if rank < len(each.values))
+
+        ranks = sorted(range(count), key=lambda rank: (-above(rank), rank))[:MOST_RANKS]
+        caption += f": the {MOST_RANKS} of {count} that stand highest above the median; --json has all"
+    rows = [
+        (str(rank), *(each.show(each.values[rank]) if rank < len(each.values) else "-" for each in series))
+        for rank in ranks
+    ]
+    numbers = range(len(series) + 1)
+    return table(caption, (what.capitalize(), *(each.name for each in series)), rows, numbers=numbers)

@@ -1,4 +1,7 @@
-"""Show holders: the bytes of ranks, and the ranks of parts of tensors. Tested in tests/pages/test_holders.py."""
+"""Pages of who holds what: the bytes of ranks, the ranks of parts of tensors, and the report of a save.
+
+Tested in tests/pages/test_holders.py.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from paddle_flexckpt.algebra.flat import flat_range_to_boxes
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
 from paddle_flexckpt.engine.holders import HoldersReport, Part, TensorHolders
-from paddle_flexckpt.pages.charts import Area, areas
-from paddle_flexckpt.pages.markup import Markup, Section, bullets, element, facts, join, page, paragraph, table
-from paddle_flexckpt.pages.ranks import by_rank, of_bytes, of_seconds
+from paddle_flexckpt.pages.charts import Area, Drawing, areas, by_rank, figure, of_bytes, of_seconds
+from paddle_flexckpt.pages.markup import Content, Markup, Section, bullets, element, facts, join, page, paragraph, table
+from paddle_flexckpt.report import SaveReport
 
 #: The most tensors to draw, rows of tables of parts, and parts of one drawing: so a page stays readable and small.
 MOST_DRAWN, MOST_ROWS, MOST_AREAS = 12, 1000, 300
@@ -76,21 +79,28 @@ def largest(report: HoldersReport, most: int) -> list[tuple[str, TensorHolders]]
 
 
 def _drawing(key: str, tensor: TensorHolders, has_job: bool) -> Markup:
-    pictures = [_picture("Saved", tensor.stored, tensor.shape)]
-    if has_job:
-        pictures.append(_picture("Needed", tensor.needed, tensor.shape))
     head = element("h3", f"{key}: {tensor.dtype} {tensor.shape}")
-    return join([head, element("div", *pictures, class_="pair")])
+    return join([head, element("div", *map(_figure, sides(tensor, has_job)), class_="pair")])
 
 
-def _picture(what: str, parts: Sequence[Part], shape: Sequence[int]) -> Markup:
+def _figure(drawn: Drawing | str) -> Markup:
+    return paragraph(drawn) if isinstance(drawn, str) else figure(drawn, drawn.title)
+
+
+def sides(tensor: TensorHolders, has_job: bool) -> list[Drawing | str]:
+    """Return drawings of a tensor's parts, those that are saved and those that a job needs, or why there is none."""
+    stored = _parts("Saved", tensor.stored, tensor.shape)
+    return [stored, _parts("Needed", tensor.needed, tensor.shape)] if has_job else [stored]
+
+
+def _parts(what: str, parts: Sequence[Part], shape: Sequence[int]) -> Drawing | str:
     if not parts:
-        return paragraph(f"{what}: no part.")
-    found = list(plane(parts, shape))
+        return f"{what}: no part."
+    found = plane(parts, shape)
+    if len(found) > MOST_AREAS:
+        return f"{what}: in {len(found)} pieces, too many to draw."
     axes = cut_axes(parts, shape)
     extents = [shape[axis] if axis >= 0 else 1 for axis in axes]
-    if len(found) > MOST_AREAS:
-        return paragraph(f"{what}: in {len(found)} pieces, too many to draw.")
     title = f"{what}: {len(parts)} part{'s' * (len(parts) > 1)}"
     if axes[0] >= 0 and len(shape) > 2:
         title += f", drawn along axes {axes[0]} and {axes[1]}"
@@ -163,3 +173,42 @@ def parts_table(report: HoldersReport) -> Markup:
         caption += "; the text and --json have all"
     head = ("Key", "What", "Range of indices", "Ranks", "Bytes", "Files")
     return table(caption, head, rows[: 4 * MOST_ROWS], numbers=(4,))
+
+
+def save_page(
+    report: SaveReport, holders: HoldersReport, step: int | None = None, metrics: Mapping[str, float] | None = None
+) -> str:
+    """Return a page of a save.
+
+    Args:
+        report: Its report.
+        holders: The ranks that saved each part.
+        step: Training step.
+        metrics: The metrics recorded with it.
+    """
+    pairs: list[tuple[str, Content]] = [
+        ("step", "unknown" if step is None else step),
+        ("id", report.unique_id),
+        ("tensors", report.keys),
+        ("written", format_bytes(report.total_bytes)),
+        ("held", format_bytes(report.held_bytes)),
+        ("imbalance", f"{report.imbalance:.2f}"),
+        *((f"seconds, {name}", f"{value:.3g}") for name, value in report.seconds.items()),
+    ]
+    overview = [facts(pairs)]
+    if metrics:
+        overview += [paragraph("Metrics:"), facts((name, f"{value:.6g}") for name, value in metrics.items())]
+    if report.warnings:
+        overview += [paragraph("Warnings:"), bullets(report.warnings)]
+    seconds = [of_seconds(name, values) for name, values in report.rank_seconds.items()]
+    found = [
+        Section("Overview", join(overview)),
+        Section("Seconds by rank and phase", by_rank("rank", seconds)),
+        Section("Bytes written by each rank", by_rank("rank", [of_bytes("Written", report.rank_bytes)])),
+    ]
+    if report.replicas:
+        rows = sorted(report.replicas.items(), key=lambda pair: (pair[1] == "equal", pair[0]))
+        found.append(Section("Replicas", table("Replicas that need not be equal", ("Key", "How"), rows[:MOST_ROWS])))
+    found += [Section("Largest tensors", tensors_drawn(holders)), Section("Their parts", parts_table(holders))]
+    title = "A save" if step is None else f"Checkpoint of step {step}"
+    return page(title, report.summary(), found)

@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.engine.holders import HoldersReport, Part
-from paddle_flexckpt.pages.charts import Series
-from paddle_flexckpt.pages.holders import MOST_AREAS, cut_axes, largest, plane
-from paddle_flexckpt.pages.ranks import of_bytes, of_seconds
-from paddle_flexckpt.pages.style import COLOURS, PALETTE
+from paddle_flexckpt.engine.holders import HoldersReport
+from paddle_flexckpt.pages.charts import Drawing, Line, Text, columns, of_bytes, of_seconds
+from paddle_flexckpt.pages.holders import largest, sides
+from paddle_flexckpt.pages.style import PALETTE
 
 #: The most tensors to draw.
 MOST_DRAWN = 6
@@ -47,22 +46,26 @@ def holders_picture(
     if report.strategy:
         series.append(of_bytes(f"Needed under {report.strategy}", report.needed_bytes))
     tensors = largest(report, MOST_DRAWN)
-    wide = 2 if report.strategy else 1
-    figure = Figure(figsize=(11, 1.9 * len(series) + 1.5 * len(tensors) + 0.6), layout="constrained")
+    rows: list[list[tuple[str, Drawing | str]]] = [
+        [(f"{each.name}: {each.describe()}", columns(each))] for each in series
+    ]
+    for key, tensor in tensors:
+        drawings = sides(tensor, bool(report.strategy))
+        rows.append([(f"{key} {tensor.shape}. {getattr(drawn, 'title', drawn)}", drawn) for drawn in drawings])
+    inches = [max(_inches(drawing) for _, drawing in row) for row in rows]
+    figure = Figure(figsize=(11, sum(inches) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
     # Names are not markup here either.
     figure.suptitle(_plain(f"{report.source} (id {report.unique_id})"), fontsize=11, parse_math=False)
-    grid = figure.add_gridspec(
-        len(series) + len(tensors), wide, height_ratios=[1.25] * len(series) + [1] * len(tensors)
-    )
-    for row, each in enumerate(series):
-        _columns(figure.add_subplot(grid[row, :]), each)
-    for row, (key, tensor) in enumerate(tensors, len(series)):
-        sides = (("saved", tensor.stored), ("needed", tensor.needed))[:wide]
-        for column, (what, parts) in enumerate(sides):
-            axes = figure.add_subplot(grid[row, column])
-            axes.set_title(_plain(f"{key} {tensor.shape}: {what}"), fontsize=8, loc="left", parse_math=False)
-            _areas(axes, parts, tensor.shape)
+    grid = figure.add_gridspec(len(rows), 1, height_ratios=inches)
+    for number, row in enumerate(rows):
+        cells = grid[number].subgridspec(1, len(row))
+        for column, (title, drawing) in enumerate(row):
+            axes = figure.add_subplot(cells[column])
+            axes.set_title(_plain(title), fontsize=8, loc="left", parse_math=False)
+            axes.set_axis_off()
+            if not isinstance(drawing, str):
+                _paint(axes, drawing)
     figure.savefig(path, format="png", dpi=110)
 
 
@@ -70,35 +73,28 @@ def _plain(text: str) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
-def _columns(axes: Any, series: Series) -> None:
-    far = set(series.far())
-    colours = [_LIGHT["far" if rank in far else "bar"] for rank in range(len(series.values))]
-    axes.bar(range(len(series.values)), series.values, color=colours, width=0.9)
-    axes.axhline(series.median, color=_LIGHT["text"], linestyle="--", linewidth=0.8)
-    axes.set_title(f"{series.name}: {series.describe()}", fontsize=9, loc="left", parse_math=False)
-    axes.set_xlabel("rank", fontsize=8)
-    axes.yaxis.set_major_formatter(lambda value, _: series.show(value))
-    axes.tick_params(labelsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlim(-0.6, max(len(series.values) - 0.4, 0.6))
+def _inches(drawing: Drawing | str) -> float:
+    """Return the height of a drawing and its title."""
+    return 0.4 if isinstance(drawing, str) else 0.4 + drawing.height / 100
 
 
-def _areas(axes: Any, parts: Sequence[Part], shape: Sequence[int]) -> None:
+def _paint(axes: Any, drawing: Drawing) -> None:
     from matplotlib.patches import Rectangle
 
-    rows, columns = (max(shape[axis], 1) if axis >= 0 else 1 for axis in cut_axes(parts, shape))
-    axes.set_xlim(0, columns)
-    axes.set_ylim(rows, 0)
-    axes.set_xticks([])
-    axes.set_yticks([])
-    found = plane(parts, shape)
-    if len(found) > MOST_AREAS:
-        axes.text(columns / 2, rows / 2, f"{len(found)} pieces, too many to draw", ha="center", va="center", fontsize=8)
-        return
-    for each in found:
-        colour = _LIGHT[f"rank-{each.colour % COLOURS + 1}"]
-        corner, extents = (each.column[0], each.row[0]), (each.column[1], each.row[1])
-        axes.add_patch(Rectangle(corner, *extents, facecolor=colour, edgecolor=_LIGHT["ground"], linewidth=0.8))
-        if each.column[1] / columns > 0.012 * len(each.label) + 0.01 and each.row[1] / rows > 0.12:
-            middle = (each.column[0] + each.column[1] / 2, each.row[0] + each.row[1] / 2)
-            axes.text(*middle, each.label, ha="center", va="center", fontsize=7, color=_LIGHT["rank-1-text"])
+    axes.set_xlim(0, drawing.width)
+    axes.set_ylim(drawing.height, 0)
+    for mark in drawing.marks:
+        words = mark.kind.split() or [""]
+        if isinstance(mark, Text):
+            across = "center" if "middle" in words else "right" if "end" in words else "left"
+            down = "center" if "centre" in words else "baseline"
+            colour = _LIGHT.get(f"{words[0]}-text", _LIGHT["text"])
+            axes.text(mark.x, mark.y, mark.text, ha=across, va=down, fontsize=7, color=colour, parse_math=False)
+        elif isinstance(mark, Line):
+            style = {"color": _LIGHT["text"], "linestyle": "--"} if "median" in words else {"color": _LIGHT["line"]}
+            axes.plot([mark.x1, mark.x2], [mark.y1, mark.y2], linewidth=0.8, **style)
+        else:
+            is_frame = "frame" in words
+            fill, edge = ("none", _LIGHT["line"]) if is_frame else (_LIGHT[words[0]], _LIGHT["ground"])
+            corner = (mark.x, mark.y)
+            axes.add_patch(Rectangle(corner, mark.width, mark.height, facecolor=fill, edgecolor=edge, linewidth=0.8))

@@ -10,9 +10,8 @@ from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
 from paddle_flexckpt.engine.comparison import DiffReport
 from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal
-from paddle_flexckpt.pages.charts import heat_map
+from paddle_flexckpt.pages.charts import by_rank, heat_map, of_bytes, of_counts
 from paddle_flexckpt.pages.markup import Content, Markup, Section, bullets, element, facts, join, page, paragraph, table
-from paddle_flexckpt.pages.ranks import by_rank, of_bytes, of_counts
 
 #: The most rows of a table, and of a table of pairs of ranks.
 MOST_ROWS, MOST_PAIRS = 1000, 64

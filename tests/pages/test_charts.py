@@ -5,7 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from paddle_flexckpt.pages.charts import MOST_CELLS, MOST_COLUMNS, Area, Series, areas, columns, heat_map
+from paddle_flexckpt.pages.charts import (
+    MOST_CELLS,
+    MOST_COLUMNS,
+    MOST_RANKS,
+    Area,
+    Series,
+    areas,
+    by_rank,
+    columns,
+    figure,
+    heat_map,
+    of_bytes,
+    of_counts,
+    of_seconds,
+)
 from tests.pages.samples import Page
 
 
@@ -18,7 +32,7 @@ def test_each_rank_is_in_a_column_and_the_straggler_is_seen(ranks):
     values = [10.0] * ranks
     values[ranks // 2] = 30.0 if ranks > 2 else 10.0
     series = Series("Seconds", values, "{:.0f} s".format)
-    found = Page(columns(series))
+    found = Page(figure(columns(series)))
     marks = [each for each in found.named("rect") if "data-i" in each]
     assert len(marks) == -(-ranks // max(1, -(-ranks // MOST_COLUMNS))) <= MOST_COLUMNS
     assert series.far() == ([ranks // 2] if ranks > 2 else [])
@@ -33,7 +47,7 @@ def test_ranks_without_anything_do_not_count_for_the_median():
     series = Series("Bytes", [0, 0, 0, 0, 5, 5, 9], str)
     assert (series.median, series.far()) == (5, [6])
     assert Series("Bytes", [0, 0], str).far() == [] == Series("Bytes", [], str).far()
-    assert "no rank" in columns(Series("Bytes", [], str))
+    assert "no rank" in columns(Series("Bytes", [], str)).description
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, MOST_CELLS, 100, 1024])
@@ -70,10 +84,42 @@ def test_shades_rise_with_values():
 
 def test_parts_of_a_tensor_lie_where_they_are():
     parts = [Area((0, 2), (0, 4), 0, "0", "rank 0"), Area((2, 2), (0, 1), 9, "a long label", "b")]
-    found = Page(areas("Saved", (4, 4), parts))
+    found = Page(figure(areas("Saved", (4, 4), parts)))
     marks = [each for each in found.named("rect") if "data-i" in each]
     assert [(each["class"], each["y"], each["height"]) for each in marks] == [
         ("rank-1 part", "1", "120"),
         ("rank-2 part", "121", "120"),
     ]
     assert [text for tag, text in found.texts if tag == "text"] == ["0"]
+
+
+# -- by rank ---------------------------------------------------------------------------------------------------------
+
+
+def rows(markup: str) -> list[str]:
+    return [text for tag, text in Page(markup).texts if tag == "th"]
+
+
+def test_a_straggler_is_named():
+    text = Page(by_rank("rank", [of_seconds("write", [1.0, 1.0, 4.0, 1.0]), of_bytes("Saved", [5, 5, 5, 5])])).text()
+    assert "write: rank 2 stands out; rank 2 has 4 s, 4.0 times the median." in text
+    assert "Saved: rank" not in text
+    assert "No rank has more than 1.2 times the median." in Page(by_rank("rank", [of_bytes("Saved", [5, 5])])).text()
+
+
+def test_few_ranks_are_all_in_the_table():
+    markup = by_rank("rank", [of_counts("Reads", [3, 1, 2]), of_bytes("Read", [3])])
+    assert rows(markup) == ["Rank", "Reads", "Read", "0", "1", "2"]
+    assert [text for tag, text in Page(markup).texts if tag == "td"] == ["3", "3 B", "1", "-", "2", "-"]
+
+
+def test_of_many_ranks_the_table_has_those_that_stand_out():
+    values = [1.0] * 1024
+    values[700], values[3] = 9.0, 5.0
+    found = rows(by_rank("rank", [of_seconds("plan", [1.0] * 1024), of_seconds("write", values)]))
+    assert found[3:6] == ["700", "3", "0"]
+    assert len(found) == 3 + MOST_RANKS
+
+
+def test_nothing_is_said_of_nothing():
+    assert "Nothing is known" in by_rank("rank", [of_bytes("Saved", [])])

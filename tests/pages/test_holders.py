@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.engine.holders import HoldersReport, Part, TensorHolders
-from paddle_flexckpt.pages.holders import MOST_DRAWN, cut_axes, holders_page, plane
+from paddle_flexckpt.pages.holders import MOST_DRAWN, cut_axes, holders_page, plane, save_page
 from paddle_flexckpt.pages.markup import text
+from paddle_flexckpt.report import SaveReport
 from tests.pages.samples import HOSTILE, check, holders
 
 
@@ -80,3 +81,34 @@ def test_axes_that_are_cut_come_first():
     parts = [Part([0, 0, r, 0], [2, 3, 1, 5], None, 1, [r]) for r in range(4)]
     assert cut_axes(parts, (2, 3, 4, 5)) == (2, 3)
     assert cut_axes([Part([0, 0, 0, 0], [1, 3, 1, 5], None, 1, [0])], (2, 3, 4, 5)) == (0, 2)
+
+
+# -- the page of a save ----------------------------------------------------------------------------------------------
+
+
+def report_of_save(ranks: int, **more) -> SaveReport:
+    seconds = {"plan": [0.1] * ranks, "write": [1.0] * (ranks - 1) + [4.0]}
+    fields = {"path": HOSTILE[0], "unique_id": 0, "keys": 3, "items": 9, "bytes_written": 5, "total_bytes": 5 * ranks}
+    fields.update(held_bytes=7 * ranks, imbalance=1.25, seconds={"plan": 0.1, "write": 4.0, "total": 4.2})
+    return SaveReport(**fields, rank_bytes=[5] * ranks, rank_seconds=seconds, **more)
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 1024])
+def test_a_straggler_of_a_save_is_named(ranks):
+    content = save_page(report_of_save(ranks), holders(ranks, job=None), 100, {"loss": 2.5})
+    found = check(content)
+    assert len(content) < 2_000_000
+    assert [each for tag, each in found.texts if tag == "h1"] == ["Checkpoint of step 100"]
+    named = f"write: rank {ranks - 1} stands out; rank {ranks - 1} has 4 s, 4.0 times the median."
+    assert (named in found.text()) == (ranks > 1)
+    assert "2.5" in [each for tag, each in found.texts if tag == "dd"]
+
+
+def test_replicas_and_warnings_are_told():
+    said = report_of_save(2, replicas=dict.fromkeys(HOSTILE, "differ by 0.5"), warnings=list(HOSTILE))
+    found = check(save_page(said, holders(2, job=None), metrics={HOSTILE[0]: 1.0}))
+    for key in HOSTILE:
+        shown = html.unescape(text(key))
+        assert shown in [each for tag, each in found.texts if tag == "li"]
+        assert shown in [each for tag, each in found.texts if tag == "th"]
+    assert HOSTILE[0] in [each for tag, each in found.texts if tag == "dt"]
