@@ -18,12 +18,13 @@ from paddle_flexckpt.aoa.program import Program
 from paddle_flexckpt.aoa.reverse import Reversal
 from paddle_flexckpt.aoa.rule import Origin
 from paddle_flexckpt.aoa.sides import NotFed, Side, of_constants
-from paddle_flexckpt.aoa.states import MASTER, PARAMETER, state_key
+from paddle_flexckpt.aoa.states import PARAMETER, state_key
 from paddle_flexckpt.aoa.steps import Same
 from paddle_flexckpt.aoa.structure_ops import computed
 from paddle_flexckpt.aoa.wrappers import go_inside
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.collector import without_collector
+from paddle_flexckpt.optimizer_states import MASTER
 
 _HALVES = frozenset({"float16", "bfloat16"})
 

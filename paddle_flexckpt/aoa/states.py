@@ -1,6 +1,7 @@
 """Names of states: their parameters, and which are an optimizer's, or counters or positions.
 
-A checkpoint that was saved or converted again identifies states by their names alone. This is the one list of them.
+A checkpoint that was saved or converted again identifies states by their names alone, which are listed in
+:mod:`~paddle_flexckpt.optimizer_states`.
 Tested in tests/aoa/test_language.py and tests/aoa/test_states.py.
 """
 
@@ -9,19 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from paddle_flexckpt.optimizer_states import ACCUMULATORS, COMMON, MASTER
+
 PARAMETER = ""
-MASTER = "w_0"
-# Names of the accumulators of Paddle's optimizers 3.0 to 3.3 (their `_..._acc_str`; ModelAverage's are
-# literals).
-ACCUMULATORS = (
-    "_avg_squared_grad", "_avg_squared_update", "beta1_pow", "beta1_pow_acc", "beta2_pow", "beta2_pow_acc", "d",
-    "inf_norm", "learning_rates", "m", "mean_grad", "mean_square", "moment", "moment1", "moment2", "moment2_max",
-    "momentum", "momentum_decay_pow", "mu_product", "num_accumulates", "num_updates", "old_num_accumulates", "prevs",
-    "restore", "rho", "slow", "sum_1", "sum_2", "sum_3", "velocity", "y",
-)  # fmt: skip
-# A parameter may have such a name too: it is a state's only after the name of a parameter.
-_COMMON = frozenset({"d", "m", "restore", "slow", "sum_1", "sum_2", "sum_3", "y"})
-STATES = frozenset({MASTER, *(f"{name}_0" for name in ACCUMULATORS if name not in _COMMON)})
+STATES = frozenset({MASTER, *(f"{name}_0" for name in ACCUMULATORS if name not in COMMON)})
 # torch's optimizers: {optimizer}.state.{parameter}.exp_avg, {optimizer}.param_groups...; a state dict of an optimizer
 # alone begins with "state.", and then the name of a state tells.
 _OF_OPTIMIZER = re.compile(r"(?:.*\.)?(?:optim\w*|opt\w*_state|opt)(?:\.\d+)?\.(?:state|param_groups)\..+", re.DOTALL)

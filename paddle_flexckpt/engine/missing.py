@@ -9,10 +9,10 @@ from functools import cached_property
 from typing import Any
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.aoa.states import MASTER
 from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.engine.names import CompatibleNames, is_state
 from paddle_flexckpt.engine.remedies import first_value, renamed, untied
+from paddle_flexckpt.optimizer_states import MASTER
 
 _PARAMETER_REMEDY = 'load with master_weights="convert", by which a master that is missing starts from its parameter'
 

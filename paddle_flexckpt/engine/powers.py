@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from paddle_flexckpt.aoa.states import state_key
+from paddle_flexckpt.optimizer_states import FIRST_MOMENTS
 
 _POWER = re.compile(r"(.+)\.(beta([12])_pow_acc_0)", re.DOTALL)
-_MOMENTS = ("moment1_0", "moment_0")
 
 
 class Facts:
@@ -46,7 +46,7 @@ class Power(NamedTuple):
     @property
     def moments(self) -> list[str]:
         """Return the keys of the moments that it belongs to."""
-        return [state_key(self.parameter, name) for name in _MOMENTS]
+        return [state_key(self.parameter, f"{name}_0") for name in FIRST_MOMENTS]
 
     def progress(self, facts: Facts, sources: Iterable[str]) -> tuple[float | None, float | None]:
         """Return the number of steps of moments under these keys, and the beta of this power; None: not known."""

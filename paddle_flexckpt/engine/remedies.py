@@ -12,9 +12,10 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from paddle_flexckpt.aoa.parser import quoted
-from paddle_flexckpt.aoa.states import MASTER, split_state
+from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.names import bare, split_raw
+from paddle_flexckpt.optimizer_states import MASTER
 
 # The layer in the names of embeddings, and of the heads that models tie to them.
 _TIED = re.compile(r"(?:embed|wte|head|decoder)[^.]*\.[^.]+$", re.IGNORECASE)

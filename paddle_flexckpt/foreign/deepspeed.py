@@ -40,6 +40,7 @@ from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_o
 from paddle_flexckpt.foreign.torch_values import SavedTensor
 from paddle_flexckpt.media.backend import Backend, inner, map_files
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.optimizer_states import MASTER, OF_TORCH
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -48,8 +49,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,5})(_\d+)?_model
 _UNIVERSAL = "zero"
 # A file in the directory above: it has the name of the last checkpoint's directory.
 LATEST_FILES = ("latest", "latest_universal")
-_STATES = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}
-_FP32, _MASTER = "fp32", "w_0"
+_FP32 = "fp32"
 _CONVERT = "convert it in DeepSpeed (python -m deepspeed.checkpoint.ds_to_universal), and give the new directory"
 
 
@@ -215,7 +215,7 @@ def _third_stage(
     begin = 0
     for number, flat in enumerate(flats):
         columns = _columns(backend, file, flat, _state(base, number))
-        length = columns[_MASTER].size[0]
+        length = columns[MASTER].size[0]
         buffers.append((begin, begin + length, columns, file.progress(base, number)))
         begin += length
     at = 0
@@ -229,7 +229,7 @@ def _third_stage(
             if start >= stop:
                 continue
             for suffix, tensor in columns.items():
-                keys = [name, f"{name}.{suffix}"] if suffix == _MASTER else [f"{name}.{suffix}"]
+                keys = [name, f"{name}.{suffix}"] if suffix == MASTER else [f"{name}.{suffix}"]
                 place = first + start - at, start - low, stop - start
                 for key in keys:
                     yield from _after(progress, suffix, _slice(backend, file, key, shape, tensor, *place))
@@ -287,27 +287,27 @@ def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
         tensor = file.value.get("param")
         if state == "step" or type(tensor) is not SavedTensor:
             continue
-        keys = [f"{name}.{_STATES.get(state, f'{state}_0')}"]
+        keys = [f"{name}.{OF_TORCH.get(state, f'{state}_0')}"]
         if state == _FP32:
             # A buffer has no states and no master weight.
-            keys = [name, f"{name}.{_MASTER}"] if len(listing[name]) > 1 else [name]
+            keys = [name, f"{name}.{MASTER}"] if len(listing[name]) > 1 else [name]
         shape = shapes.get(name)
         if type(shape) is tuple and len(tensor.size) == 1 and tensor.size != shape:
             found = (row for key in keys for row in _slice(backend, file, key, shape, tensor, 0, 0, tensor.size[0]))
         else:
             found = (row for key in keys for row in _tensors(backend, file, {key: tensor}, budget))
         own = steps[name].number(steps[name].value.get("param")) if name in steps else None
-        yield from _after(progress if own is None else Progress(own), _STATES.get(state, ""), found)
+        yield from _after(progress if own is None else Progress(own), OF_TORCH.get(state, ""), found)
 
 
 def _columns(backend: Backend, file: DeepSpeedFile, flat: Any, states: Mapping[Any, Any]) -> dict[str, SavedTensor]:
     """Return a flat buffer of master weights, and the buffers of states of the same length."""
     if type(flat) is not SavedTensor or len(flat.size) != 1:
         raise _contradiction(backend, file, "a group's fp32 weights are no flat tensor")
-    columns = {_MASTER: flat}
+    columns = {MASTER: flat}
     for name, tensor in states.items():
         if type(name) is str and type(tensor) is SavedTensor and tensor.size == flat.size:
-            columns[_STATES.get(name, f"{name}_0")] = tensor
+            columns[OF_TORCH.get(name, f"{name}_0")] = tensor
     return columns
 
 
@@ -320,7 +320,7 @@ def _state(base: Mapping[Any, Any], number: int) -> Mapping[Any, Any]:
 
 def _after(progress: Progress | None, suffix: str, rows: Iterator[_Row]) -> Iterator[_Row]:
     """Yield rows; rows of moments have the number of steps."""
-    return (row._replace(progress=progress) for row in rows) if suffix in _STATES.values() else rows
+    return (row._replace(progress=progress) for row in rows) if suffix in OF_TORCH.values() else rows
 
 
 def _slice(

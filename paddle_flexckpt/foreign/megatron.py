@@ -20,6 +20,7 @@ from paddle_flexckpt.foreign.torch_dcp import read_dcp_manifest
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.optimizer_states import MASTER, OF_TORCH
 
 MEGATRON_FILE = "metadata.json"
 # A file in the directory above: it has the step of the last checkpoint, which is in iter_0000007 for 7.
@@ -27,7 +28,7 @@ LATEST_FILE = "latest_checkpointed_iteration.txt"
 _MOST_BYTES = 1 << 14
 _BACKEND = "sharded_backend"
 _STATE = re.compile(r"optimizer\.state\.(exp_avg_sq|exp_avg|fp32_param|param)\.(.+)", re.DOTALL)
-_NAMES = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0", "param": "w_0", "fp32_param": "w_0"}
+_NAMES = {**OF_TORCH, "param": MASTER, "fp32_param": MASTER}
 # Keys of buckets; those of one rank's optimizer in a chain have a prefix.
 _FLAT = re.compile(r"(?:.*\.)?optimizer\.distributed\.dp_group_idx_\d+\..+", re.DOTALL)
 

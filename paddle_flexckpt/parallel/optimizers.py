@@ -16,6 +16,7 @@ from types import MethodType
 from typing import Any
 
 from paddle_flexckpt.dist_tensor import is_dist_tensor
+from paddle_flexckpt.optimizer_states import HISTORY, MASTER, SCALARS
 from paddle_flexckpt.parallel.experts import check_experts
 from paddle_flexckpt.parallel.slices import (
     StateTables,
@@ -41,14 +42,8 @@ from paddle_flexckpt.sharded_weight import (
     make_replicated_sharded_weight,
 )
 
-# One number per parameter, whatever the parameter's shape. They have to be known by name, because a parameter of one
-# element has accumulators of that shape too. (Numbers of other optimizers, such as NAdam's mu_product, are in tensors
-# of the parameter's shape, and are split like it.)
 LOOKAHEAD_STEP = "lookahead_step"
 _OPTIMIZER_NAMES = ("_inner_opt", "inner_opt", "_optim", "_optimizer", "optimizer")
-_SCALARS = frozenset({"beta1_pow_acc", "beta2_pow_acc"})
-# ASGD's last gradients. By name, because a history of one has as many elements as the parameter.
-_HISTORY = "y_0"
 
 
 class OverInstance:
@@ -306,9 +301,9 @@ def describe_states(
         for raw_parameter, tensor in tensors.items():
             # States of half-precision parameters are kept under the names of the master weights.
             parameter = owner.get(raw_parameter, raw_parameter)
-            add(parameter, f"{accumulator}_0", f"{raw_name}_0", tensor, accumulator in _SCALARS)
+            add(parameter, f"{accumulator}_0", f"{raw_name}_0", tensor, accumulator in SCALARS)
     for parameter, tensor in masters.items():
-        add(parameter, "w_0", "fp32_master_0", tensor, False)
+        add(parameter, MASTER, "fp32_master_0", tensor, False)
     return sharded
 
 
@@ -344,7 +339,7 @@ def _describe(
     if getattr(reference, "dist_tensor", None) is not None and shape == tuple(reference.global_shape):
         # Paddle leaves the states of a parameter whose first axis has extent 1 dense, on every rank.
         return make_replicated_sharded_weight(key, tensor)
-    if shape[1:] == expected and (shape[0] != 1 or suffix == _HISTORY):
+    if shape[1:] == expected and (shape[0] != 1 or suffix == f"{HISTORY}_0"):
         # One copy of the parameter's shape per index of a leading axis of the optimizer's own (ASGD's history).
         made = ShardedWeight(key, tensor, shape, (shape[0], *reference.global_shape), (0, *reference.global_offset))
         rule = getattr(reference, "fused", None)

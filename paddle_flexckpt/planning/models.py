@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paddle_flexckpt.optimizer_states import ADAM, MASTER, SCALARS
+
 # Bytes of the alignment of each parameter on a device: `alignment` in
 # paddle/distributed/fleet/utils/tensor_fusion_helper.py.
 ALIGNMENT = 256
@@ -52,13 +54,7 @@ class State:
     is_master: bool = False
 
 
-ADAMW = (
-    State("moment1_0"),
-    State("moment2_0"),
-    State("beta1_pow_acc_0", is_scalar=True),
-    State("beta2_pow_acc_0", is_scalar=True),
-    State("w_0", is_master=True),
-)
+ADAMW = (*(State(f"{name}_0", is_scalar=name in SCALARS) for name in ADAM), State(MASTER, is_master=True))
 
 
 @dataclass(frozen=True)
