@@ -32,6 +32,7 @@ from paddle_flexckpt.testing.device_check_record import (
     elements,
     on_device,
     require,
+    require_same,
     same,
 )
 
@@ -89,8 +90,7 @@ class RankChecks:
         report = fc.save_state_dict(source, self._folder / "rows")
         target = {dtype: self._cut(values, 1, dtype, dtype, filled=False) for dtype, values in whole.items()}
         fc.load_state_dict(target, self._folder / "rows")
-        wrong = [dtype for dtype in dtypes if not same(target[dtype].local_tensor, self._part(whole[dtype], 1))]
-        require(not wrong, f"other values after the load: {wrong}")
+        require_same(target, {dtype: self._part(whole[dtype], 1) for dtype in dtypes}, "other values after the load")
         return {"nbytes": report.total_bytes}
 
     def _replicated(self) -> Found:
@@ -122,8 +122,7 @@ class RankChecks:
         source = {dtype: self._cut(values, 0, dtype, dtype, filled=True) for dtype, values in whole.items()}
         target = {dtype: self._cut(values, 1, dtype, dtype, filled=False) for dtype, values in whole.items()}
         report = fc.reshard_sharded_state_dict(source, target)
-        wrong = [dtype for dtype in dtypes if not same(target[dtype].local_tensor, self._part(whole[dtype], 1))]
-        require(not wrong, f"other values after the reshard: {wrong}")
+        require_same(target, {dtype: self._part(whole[dtype], 1) for dtype in dtypes}, "other values after the reshard")
         return {"nbytes": report.bytes_received}
 
     def _uneven(self, name: str, there: int, back: int) -> Found:
@@ -141,8 +140,7 @@ class RankChecks:
                 target[key] = fc.ShardedWeight(key, tensor, (count,), (count,), (0,))
                 wanted[key] = items
         fc.reshard_sharded_state_dict(source, target)
-        wrong = [key for key, items in wanted.items() if not same(target[key].local_tensor, items)]
-        require(not wrong, f"other values after the reshard: {wrong}")
+        require_same(target, wanted, "other values after the reshard")
         return {"nbytes": sum(items.nbytes for items in wanted.values())}
 
     def _speed(self) -> Found:

@@ -209,3 +209,11 @@ def require(truth: bool, otherwise: str) -> None:
     """Raise :class:`CheckFailed` unless something is true."""
     if not truth:
         raise CheckFailed(otherwise)
+
+
+def require_same(tensors: Mapping[str, Any], items: Mapping[str, np.ndarray], otherwise: str) -> None:
+    """Raise :class:`CheckFailed` unless contiguous tensors, or the shards' tensors, have exactly these elements."""
+    wrong = [
+        key for key, values in items.items() if not same(getattr(tensors[key], "local_tensor", tensors[key]), values)
+    ]
+    require(not wrong, f"{otherwise}: {wrong}")

@@ -21,8 +21,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.testing.device_check_counts import count_alone
 from paddle_flexckpt.testing.device_check_dtypes import DtypeChecks
 from paddle_flexckpt.testing.device_check_link import LinkChecks
-from paddle_flexckpt.testing.device_check_memory import MemoryChecks
-from paddle_flexckpt.testing.device_check_pages import PageChecks
+from paddle_flexckpt.testing.device_check_memory import MemoryChecks, PageChecks
 from paddle_flexckpt.testing.device_check_record import (
     DTYPES,
     FP8,
@@ -33,7 +32,7 @@ from paddle_flexckpt.testing.device_check_record import (
     elements,
     on_device,
     require,
-    same,
+    require_same,
 )
 
 
@@ -69,10 +68,9 @@ class SingleChecks:
         fc.save_state_dict(source, self._folder / name)
         target = {key: on_device(np.zeros_like(item[0]), item[1]) for key, item in items.items()}
         fc.load_state_dict(target, self._folder / name)
-        wrong = [key for key, (values, _) in items.items() if not same(target[key], values)]
-        require(not wrong, f"other values after the load: {wrong}")
-        changed = [key for key, (values, _) in items.items() if not same(source[key], values)]
-        require(not changed, f"the save has changed {changed}")
+        wanted = {key: values for key, (values, _) in items.items()}
+        require_same(target, wanted, "other values after the load")
+        require_same(source, wanted, "the save has changed its source")
         return {"nbytes": sum(values.nbytes for values, _ in items.values()), "detail": f"{len(known)} dtypes"}
 
     def _views(self) -> Found:
@@ -143,8 +141,7 @@ class SingleChecks:
         # Each tensor is loaded on the other device.
         target = {key: on_device(empty, "float32", self._devices[1 - i]) for i, key in enumerate(items)}
         fc.load_state_dict(target, self._folder / "second")
-        wrong = [key for key, values in items.items() if not same(target[key], values)]
-        require(not wrong, f"other values after the load: {wrong}")
+        require_same(target, items, "other values after the load")
         require(paddle.get_device() == self._devices[0], "the library has changed the current device")
         return {"nbytes": sum(values.nbytes for values in items.values()), "detail": " and ".join(places.values())}
 
