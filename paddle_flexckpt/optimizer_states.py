@@ -26,6 +26,6 @@ ACCUMULATORS = (
     "num_updates", "old_num_accumulates", "prevs", "rho", "velocity",
 )  # fmt: skip
 # The accumulators of Adam and AdamW, in their order.
-ADAM = ("moment1", "moment2", *SCALARS)
+ADAM = ("moment1", "moment2", "beta1_pow_acc", "beta2_pow_acc")
 # The ends of keys of states, by their names in torch's optimizers.
 OF_TORCH = {"exp_avg": "moment1_0", "exp_avg_sq": "moment2_0"}

@@ -43,6 +43,61 @@ else:
     raise AssertionError("a password was accepted")
 """
 
+FORMAT = """
+import json
+from pathlib import Path
+import numpy as np
+import paddle_flexckpt as fc
+from paddle_flexckpt.foreign.formats import detect_format
+
+values = np.arange(6, dtype=np.float32).reshape(2, 3)
+Path("flat").mkdir()
+values.tofile("flat/w.bin")
+Path("flat/tensors.json").write_text(json.dumps({"w": ["float32", [2, 3], "w.bin"]}))
+assert detect_format("flat") == "flat_files"
+target = np.zeros((2, 2), dtype=np.float32)
+fc.load_state_dict({"w": fc.ShardedWeight("w", target, (2, 2), (2, 3), (0, 1))}, "flat", "self")
+assert (target == values[:, 1:]).all()
+values[:1].tofile("flat/w.bin")
+try:
+    fc.load_state_dict({"w": values}, "flat", "self")
+except fc.CorruptCheckpointError as error:
+    assert "has 12 bytes; expected 24" in str(error)
+else:
+    raise AssertionError("a short file was loaded")
+"""
+
+OPTIMIZER = """
+import paddle
+import paddle_flexckpt as fc
+from paddle_flexckpt.aoa.states import STATES
+
+class Trust(paddle.optimizer.Optimizer):
+    def _create_accumulators(self, block, parameters):
+        for parameter in parameters:
+            self._add_accumulator("trust_ratio", parameter, fill_value=2.0, shape=[1])
+            self._add_accumulator("trend", parameter, fill_value=3.0)
+
+fc.install()
+assert {"trust_ratio_0", "trend_0"} <= STATES
+model = paddle.nn.Linear(2, 1)
+optimizer = Trust(0.1, parameters=model.parameters())
+# This rank has one of two elements of the bias: a number is not split as it is.
+part = fc.ShardedWeight("bias", model.bias, (1,), (2,), (0,))
+described = optimizer.sharded_state_dict({**model.sharded_state_dict(), "bias": part})
+shapes = {key: each.global_shape for key, each in described.items()}
+assert shapes["bias.trust_ratio_0"] == (1,) and shapes["bias.trend_0"] == (2,), shapes
+# A plain state dict, whose names Paddle makes, loads into one of structured names.
+fc.save_state_dict({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "plain", "self")
+shards = model.sharded_state_dict()
+states = optimizer.sharded_state_dict(shards)
+for each in states.values():
+    each.local_tensor.zero_()
+report = fc.load_state_dict({**shards, **states}, "plain", "self")
+assert states["weight.trust_ratio_0"].local_tensor.tolist() == [2.0] and "weight.trend_0" in report.aliases
+assert states["weight.trend_0"].local_tensor.tolist() == [[3.0], [3.0]]
+"""
+
 OPTION = """
 import numpy as np
 import paddle_flexckpt as fc
@@ -84,6 +139,14 @@ def run_with(diff: str, program: str, directory: Path) -> None:
 def test_the_storage_saves_and_loads(tmp_path):
     pytest.importorskip("fsspec")
     run_with(diff_block("docs/extending.md", "VaultMedium"), STORAGE, tmp_path)
+
+
+def test_the_format_is_detected_and_read(tmp_path):
+    run_with(diff_block("docs/extending.md", "read_flat_manifest"), FORMAT, tmp_path)
+
+
+def test_the_states_of_the_optimizer_are_known(tmp_path):
+    run_with(diff_block("docs/extending.md", "trust_ratio"), OPTIMIZER, tmp_path)
 
 
 def test_the_option_is_agreed_and_reported(tmp_path):
