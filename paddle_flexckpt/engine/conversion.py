@@ -33,7 +33,7 @@ from paddle_flexckpt.engine.conversion_targets import TARGETS
 from paddle_flexckpt.engine.files import CONFIG_FILE, read_settings
 from paddle_flexckpt.engine.models import read_strategy
 from paddle_flexckpt.engine.names import is_state
-from paddle_flexckpt.engine.options import ALONE, FileOptions, WholeOptions, takes
+from paddle_flexckpt.engine.options import ALONE, FileOptions, OutputOptions, WholeOptions, takes
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.tensor_files import choose_tensors
 from paddle_flexckpt.engine.whole_tensors import CHOSEN, PartReader, WholeTensors, split_box
@@ -56,7 +56,7 @@ _HOW = ("verify", "use_replicas", "memory_bytes", "restart", "unique_id", "confi
 
 
 @dataclass(frozen=True)
-class ConvertOptions(WholeOptions):
+class ConvertOptions(OutputOptions, WholeOptions):
     """The options of a conversion.
 
     Attributes:
@@ -69,7 +69,6 @@ class ConvertOptions(WholeOptions):
         dtype: New type of floating-point tensors, optimizer states excepted. None: all keep their types.
         config: Path of the model's configuration, which becomes ``config.json``; by default that of the source's
             directory, if there is one.
-        max_file_bytes: Bytes of tensors in one file, where they are whole; a larger tensor has a file for itself.
         save_replicas: In Paddle's format, whether each rank's file has all shards of the rank, replicas included: then
             Paddle's own loader sends nothing if the layout is the same.
         memory_bytes: The most memory to use, about.
@@ -82,7 +81,6 @@ class ConvertOptions(WholeOptions):
     states: bool | None = None
     dtype: str | None = None
     config: str | os.PathLike[str] | None = None
-    max_file_bytes: int = 5 << 30
     save_replicas: bool = False
     memory_bytes: int = MEMORY_BYTES
     restart: bool = False
@@ -104,8 +102,6 @@ class ConvertOptions(WholeOptions):
             problems.append(f"save_replicas is for {' or '.join(with_replicas)}; got format={self.format!r}")
         elif self.save_replicas and self.strategy is None:
             problems.append("whole tensors have no replicas; save_replicas needs a strategy. Remedy: leave it out")
-        if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
-            problems.append(f"max_file_bytes has to be a positive integer; got {self.max_file_bytes!r}")
         if type(self.memory_bytes) is not int or self.memory_bytes < LEAST_MEMORY:
             least = format_bytes(LEAST_MEMORY)
             problems.append(f"memory_bytes has to be an integer of at least {least}; got {self.memory_bytes!r}")

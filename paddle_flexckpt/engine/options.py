@@ -306,22 +306,31 @@ class WholeOptions(FileOptions, StatementOptions):
 
 
 @dataclass(frozen=True)
-class ExportOptions(WholeOptions):
-    """The options of an export.
+class OutputOptions(Options):
+    """The options of every call that writes files of whole tensors.
 
     Attributes:
-        max_file_bytes: Bytes of tensors in one file; a larger tensor has a file for itself.
-        states: Whether optimizer states and a run's extra state are written too.
+        max_file_bytes: Bytes of tensors in one file, where they are whole; a larger tensor has a file for itself.
     """
 
     max_file_bytes: int = 5 << 30
-    states: bool = False
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
         super().check()
         if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
             raise ValidationError([f"max_file_bytes has to be a positive integer; got {self.max_file_bytes!r}"])
+
+
+@dataclass(frozen=True)
+class ExportOptions(OutputOptions, WholeOptions):
+    """The options of an export.
+
+    Attributes:
+        states: Whether optimizer states and a run's extra state are written too.
+    """
+
+    states: bool = False
 
 
 _OPTIONS = "options_of_the_call"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorInfo, TensorMapping
-from paddle_flexckpt.catalog import ValidationError, dtype_of
+from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import GROUP, SHARDS, UNUSED, StatementOptions, rule, takes
 from paddle_flexckpt.engine.targets import Targets
@@ -129,8 +128,7 @@ def _batches_of(infos: Mapping[str, TensorInfo], asked: FullOptions) -> Iterator
     batch: dict[str, TensorInfo] = {}
     left = asked.memory_growth_threshold
     for name in names[first:last]:
-        info = infos[name]
-        nbytes = math.prod(info.shape) * dtype_of(info.dtype).itemsize
+        info, nbytes = infos[name], infos[name].nbytes
         if batch and nbytes > left:
             yield batch
             batch, left = {}, asked.memory_growth_threshold

@@ -6,8 +6,9 @@ Tested in tests/live/test_publishing.py.
 from __future__ import annotations
 
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +17,14 @@ from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.engine.copies import AnyStorage
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
-from paddle_flexckpt.live.owned_pieces import OwnedPieces, find_owned_pieces
+from paddle_flexckpt.live.owned_pieces import OwnedPieces, find_owned_pieces, no_pieces
 from paddle_flexckpt.live.peers import ReshardOptions
 from paddle_flexckpt.live.resharder import GatheredState
 from paddle_flexckpt.ranks.communicator import Communicator
 
 
-class ModelState(Protocol):
-    """The source of a model's tensors.
+class ModelState(ABC):
+    """The source of a model's tensors: by default one that is in no rank's memory, and has nothing to compare.
 
     Attributes:
         catalog: The shards of all sources.
@@ -33,30 +34,29 @@ class ModelState(Protocol):
 
     catalog: Catalog
     said: list[tuple[bytes, ...]]
-    is_compared: bool
+    is_compared = True
 
     def describe(self) -> tuple[bytes, ...]:
         """Return the message by which the other ranks compare it."""
-        ...
+        return ()
 
-    def compare(self, *answers: Sequence[bytes]) -> None:
+    def compare(self, *answers: Sequence[bytes]) -> None:  # noqa: B027
         """Compare what :meth:`describe` returned on every rank, by field; errors are the same on every rank."""
-        ...
 
     def owned_pieces(self, targets: Catalog, maps: BoxMaps | None, machine: np.ndarray) -> OwnedPieces:
         """Return the pieces that ranks write from their own memory, as of :func:`find_owned_pieces`."""
-        ...
+        return no_pieces(targets)
 
     def storage(self, row: int) -> AnyStorage:
         """Return this rank's memory of a row of the catalog."""
-        ...
+        raise RuntimeError("tensors in files are in no rank's memory")
 
+    @abstractmethod
     def fill(self, describe: Callable[[], Targets]) -> int:
         """Fill targets of all ranks; return the bytes that this rank lacked. Errors are the same on every rank."""
-        ...
 
 
-class LiveModel:
+class LiveModel(ModelState):
     """A model's tensors in the memory of all ranks."""
 
     def __init__(
@@ -74,7 +74,7 @@ class LiveModel:
         self._peers = self._state.peers(options, self._state.checked if self.is_compared else None)
         wait_for_devices(devices_of(self._peers.owned.values()))
         self.catalog, self.said = self._state.catalog, self._state.said
-        self.storage = functools.cache(self._peers.storage)
+        self._storage = functools.cache(self._peers.storage)
 
     def describe(self) -> tuple[bytes, ...]:
         """Return the digests of this rank's replicas, and how they are to be compared."""
@@ -83,6 +83,10 @@ class LiveModel:
     def compare(self, *answers: Sequence[bytes]) -> None:
         """Compare the replicas; errors as of :meth:`MemoryPeers.compare_replicas`."""
         self._peers.compare_replicas(*answers)
+
+    def storage(self, row: int) -> AnyStorage:
+        """Implement :meth:`ModelState.storage`."""
+        return self._storage(row)
 
     def owned_pieces(self, targets: Catalog, maps: BoxMaps | None, machine: np.ndarray) -> OwnedPieces:
         """Implement :meth:`ModelState.owned_pieces`."""

@@ -16,13 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.algebra import BoxMaps
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_heads
-from paddle_flexckpt.engine.copies import AnyStorage
 from paddle_flexckpt.engine.files import Files
 from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.engine.options import ALONE, GROUP, PATH, UNUSED, FileOptions, WholeOptions, rule, takes
@@ -32,7 +30,7 @@ from paddle_flexckpt.engine.transfer import Transfer, quiet_loads
 from paddle_flexckpt.engine.whole_tensors import CHOSEN
 from paddle_flexckpt.foreign.formats import shown
 from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.live.owned_pieces import OwnedPieces, no_pieces
+from paddle_flexckpt.live.live_model import ModelState
 from paddle_flexckpt.live.publishing import ModelOptions, Publication
 from paddle_flexckpt.live.targets import describe_targets
 from paddle_flexckpt.live.tensor_memory import empty_on_host
@@ -179,10 +177,8 @@ def merge_sharded_state_dict(
         return publication.report(begin)
 
 
-class _StoredModel:
+class _StoredModel(ModelState):
     """A model's tensors in a checkpoint, of which each rank reads what it writes."""
-
-    is_compared = True
 
     def __init__(
         self,
@@ -207,18 +203,6 @@ class _StoredModel:
             self.said = check_heads(answers, context, comm.ranks)
             stack.pop_all()
         self.catalog = self._files.catalog
-
-    def describe(self) -> tuple[bytes, ...]:
-        return ()
-
-    def compare(self, *answers: Sequence[bytes]) -> None:
-        pass
-
-    def owned_pieces(self, targets: Catalog, maps: BoxMaps | None, machine: np.ndarray) -> OwnedPieces:
-        return no_pieces(targets)
-
-    def storage(self, row: int) -> AnyStorage:
-        raise RuntimeError("tensors in files are in no rank's memory")
 
     def fill(self, describe: Callable[[], Targets]) -> int:
         def work() -> tuple[None, bytes]:

@@ -22,7 +22,7 @@ from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CheckpointError, LostRankError, ValidationError, dtype_of
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.engine.agreement import check_coordinator
-from paddle_flexckpt.engine.options import GROUP, SHARDS, ProgressOptions, StatementOptions, rule, takes
+from paddle_flexckpt.engine.options import GROUP, SHARDS, OutputOptions, ProgressOptions, StatementOptions, rule, takes
 from paddle_flexckpt.engine.targets import Targets
 from paddle_flexckpt.engine.tensor_files import OutputDirectory, choose_tensors, divide_evenly
 from paddle_flexckpt.engine.transfer import quiet_loads
@@ -45,7 +45,7 @@ BATCH_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class ModelOptions(ProgressOptions, StatementOptions):
+class ModelOptions(OutputOptions, ProgressOptions, StatementOptions):
     """The options of calls by which all ranks write a model's files.
 
     Attributes:
@@ -53,7 +53,6 @@ class ModelOptions(ProgressOptions, StatementOptions):
         config: The contents of ``config.json``, or the path of such a file on the coordinator's machine; None writes
             none.
         prefix: Write only keys that start with this and a dot, which are removed; applied after the statements.
-        max_file_bytes: About the most bytes of tensors in one file; a larger tensor has a file for itself.
     """
 
     coordinator_rank: int = 0
@@ -61,13 +60,10 @@ class ModelOptions(ProgressOptions, StatementOptions):
         default=None, metadata=rule(own="the coordinator alone writes it")
     )
     prefix: str | None = None
-    max_file_bytes: int = 5 << 30
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
         super().check()
-        if type(self.max_file_bytes) is not int or self.max_file_bytes < 1:
-            raise ValidationError([f"max_file_bytes has to be a positive integer; got {self.max_file_bytes!r}"])
         if self.prefix is not None and not isinstance(self.prefix, str):
             raise ValidationError([f"prefix has to be text or None; got {self.prefix!r}"])
 
