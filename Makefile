@@ -47,7 +47,7 @@ BENCH_PEERS ?= torch==2.13.* safetensors orbax-checkpoint jax numpy
 TORCH_VENV ?= .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.stamp
 TORCH_WRITERS ?= megatron-core==0.16.* deepspeed==0.19.*
-TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_layouts.py torch_records.py torch_saving.py dcp_safetensors.py megatron.py deepspeed.py) \
+TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_layouts.py dcp_chunks.py torch_saving.py dcp_safetensors.py megatron.py deepspeed.py) \
 	tests/engine/test_dcp_target.py tests/aoa/test_families.py
 # mkdocs and its theme, which read the code but do not import Paddle.
 DOCS_VENV ?= .venv-docs

@@ -20,11 +20,8 @@ from paddle_flexckpt.foreign.pickle_values import (
     INERT,
     PADDLE,
     Arguments,
-    Place,
-    Runs,
     Symbol,
     Unfinished,
-    Unkept,
     Vocabulary,
     describe,
     is_flat,
@@ -66,24 +63,15 @@ def load_pickle(data: bytes | bytearray | memoryview, file: str = "pickle", voca
         CorruptCheckpointError: It is cut short or not a pickle.
     """
     view = memoryview(data).toreadonly().cast("B")
-    if vocabulary.runs is not None:
-        try:
-            return _Machine(view, file, vocabulary, vocabulary.runs()).run()
-        except _NotKeptError:
-            pass  # without runs, everything is kept
     return _Machine(view, file, vocabulary).run()
-
-
-class _NotKeptError(Exception):
-    """An error of a run of records that was read at once, if the pickle later needs something not kept of it."""
 
 
 class _Machine:
     """The state of the pickle machine: a stack, the starts of its open sequences, and the memo."""
 
-    def __init__(self, data: memoryview, file: str, vocabulary: Vocabulary, runs: Runs | None = None) -> None:
-        self._data, self._file, self._vocabulary, self._runs = data, file, vocabulary, runs
-        self._position = self._frame_end = 0
+    def __init__(self, data: memoryview, file: str, vocabulary: Vocabulary) -> None:
+        self._data, self._file, self._vocabulary = data, file, vocabulary
+        self._position = 0
         self._stack: list[Any] = []
         self._marks: list[int] = []
         self._memo: list[Any] = []
@@ -98,10 +86,11 @@ class _Machine:
         if end < 2 or data[0] != 0x80:
             self._damaged("it does not begin as a pickle of protocol 2 to 5 does")
         for _ in range(MOST_OPERATIONS):
-            if self._position >= end:
+            position = self._position
+            if position >= end:
                 self._damaged("it is cut short")
-            code = data[self._position]
-            self._position += 1
+            code = data[position]
+            self._position = position + 1
             if code == _STOP:
                 return self._result()
             operation = OPERATIONS.get(code)
@@ -196,7 +185,6 @@ class _Machine:
         length = self._number(8)
         if length > len(self._data) - self._position:
             self._damaged("a frame is longer than the file")
-        self._frame_end = self._position + length
 
     def _mark(self) -> None:
         if len(self._marks) >= _MOST_MARKS:
@@ -291,23 +279,25 @@ class _Machine:
             self._refuse(f"memo index {index} where {len(self._memo)} objects are known")
         if index == len(self._memo):
             self._memo.append(value)
-        elif self._runs is not None:
-            raise _NotKeptError  # the runs' knowledge of the memo stays unchanged
         else:
             self._memo[index] = value
         if type(value) is Unfinished:
             value.memo = index
+
+    def _memoize(self) -> None:
+        value = self._top()
+        if type(value) is Unfinished:
+            value.memo = len(self._memo)
+        self._memo.append(value)
 
     def _get(self, index: int) -> None:
         if index >= len(self._memo):
             self._damaged(f"memo index {index} where {len(self._memo)} objects are known")
         value = self._memo[index]
         kind = type(value)
-        if kind is Unkept:
-            value = self._runs.value(index) if self._runs is not None else None
-            if value is None:
-                raise _NotKeptError
-            kind = type(value)
+        if kind is Symbol:
+            self._stack.append(value)
+            return
         # Lists in lists, each twice, are small in a file, but a walk through them never ends.
         if kind is list or kind is dict or kind is Unfinished or kind is Arguments:
             self._refuse(f"{describe(value)} referred to more than once, or from within itself")
@@ -372,25 +362,6 @@ class _Machine:
         self._stack.append(finished)
         if target.memo >= 0 and self._memo[target.memo] is target:
             self._memo[target.memo] = finished
-        if self._runs is not None and type(state) is dict:
-            fields, seam = tuple(state), self._seam()
-            while True:
-                place = Place(self._position, self._frame_end, seam)
-                batch = self._runs.read(self._data, place, target.name, fields, self._memo)
-                if batch is None:
-                    break
-                self._position, self._frame_end = batch.end, batch.frame_end
-                self._container(batch.containers)
-                self._stack += batch.values
-
-    def _seam(self) -> bytes:
-        """Return the operations that end a batch of the open sequence and begin its next, without other effects."""
-        begin = self._marks[-1] if self._marks else 0
-        outer = self._marks[-2] if len(self._marks) > 1 else 0
-        kind = type(self._stack[begin - 1]) if begin > outer else None
-        if kind is list:
-            return b"e("
-        return b"u(" if kind is dict and not (len(self._stack) - begin) % 2 else b""
 
 
 _Operation = Callable[[_Machine], None]
@@ -452,10 +423,10 @@ OPERATIONS: dict[int, _Operation] = {
     0x85: _popped(_Machine._tuple, 1),
     0x86: _popped(_Machine._tuple, 2),
     0x87: _popped(_Machine._tuple, 3),
-    0x94: lambda machine: machine._put(len(machine._memo)),
+    0x94: _Machine._memoize,
     ord("q"): _numbered(_Machine._put, 1),
     ord("r"): _numbered(_Machine._put, 4),
-    ord("h"): _numbered(_Machine._get, 1),
+    ord("h"): lambda machine: machine._get(machine._take(1)[0]),
     ord("j"): _numbered(_Machine._get, 4),
     ord("c"): _Machine._global_name,
     0x93: lambda machine: machine._find(*machine._pop(2)),

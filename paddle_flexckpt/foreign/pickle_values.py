@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -43,56 +43,13 @@ class Vocabulary:
         keys: The classes of records that may be keys of dicts.
         persistent: Makes the value of a persistent id; None if the program has no such ids.
         is_ordered: Whether OrderedDicts become dicts; their attributes, and dicts in tuples (of hooks), are left out.
-        runs: Makes a reader of runs of equal records, which become objects that stand for several; None: the machine
-            reads them one by one.
     """
 
     names: Mapping[tuple[str, str], Symbol]
     records: frozenset[type]
     keys: frozenset[type]
     persistent: Callable[[Any], Any] | None = None
-    runs: Callable[[], Runs] | None = None
     is_ordered: bool = False
-
-
-class Place(NamedTuple):
-    """A position of the machine in a pickle.
-
-    Attributes:
-        position: The position of the next operation.
-        frame_end: The end of the frame that it is in; a smaller number if it is in none.
-        seam: The operations that end a batch of elements and begin the next of the same list or dict; empty if none do.
-    """
-
-    position: int
-    frame_end: int
-    seam: bytes
-
-
-class Batch(NamedTuple):
-    """The object that stands for a run of records, how many containers it needs, and the ends of run and frame."""
-
-    values: list[Any]
-    containers: int
-    end: int
-    frame_end: int
-
-
-class Runs(Protocol):
-    """A reader of the records that follow one of the same class, equivalent to the machine."""
-
-    def read(self, data: memoryview, place: Place, name: str, fields: tuple[str, ...], memo: list[Any]) -> Batch | None:
-        """Return the records from a place on, and extend the memo; None leaves them to the machine."""
-
-    def value(self, place: int) -> Any:
-        """Return the value of a run at a place of the memo that has :class:`Unkept`; None if it is not known."""
-
-
-class Unkept:
-    """A place in the memo of an object of a run: the run knows the object, or nothing is expected to refer to it."""
-
-
-UNKEPT = Unkept()
 
 
 @dataclass(frozen=True)

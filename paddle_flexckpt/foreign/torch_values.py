@@ -8,7 +8,6 @@ Tested in tests/foreign/test_torch_dcp.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,7 +25,6 @@ from paddle_flexckpt.foreign.pickle_values import (
     or_none,
     refused,
 )
-from paddle_flexckpt.foreign.torch_records import ChunkColumns, IndexColumns, PlaceColumns, RecordRuns
 
 # Names of known element types that no catalog has.
 _OTHER_DTYPES = "complex32 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 qint8 quint8 qint32".split()
@@ -51,7 +49,7 @@ class TensorEntry(NamedTuple):
 
     dtype: str
     size: tuple[int, ...]
-    chunks: list[Chunk | ChunkColumns]
+    chunks: list[Chunk]
 
 
 class BytesEntry(NamedTuple):
@@ -84,7 +82,7 @@ class DcpMetadata(NamedTuple):
     """The contents of ``.metadata``: entries by name, and the place of each item; the last field is Megatron-Core's."""
 
     state_dict_metadata: Mapping[str, TensorEntry | BytesEntry]
-    storage_data: Mapping[ItemIndex | IndexColumns, ItemPlace | PlaceColumns]
+    storage_data: Mapping[ItemIndex, ItemPlace]
     planner_data: Any = None
     storage_meta: Any = None
     version: str | None = None
@@ -167,12 +165,13 @@ def _is_entries(value: Any) -> bool:
 
 
 def _is_places(value: Any) -> bool:
-    kinds, of_values = {ItemIndex, IndexColumns}, {ItemPlace, PlaceColumns}
-    return type(value) is dict and set(map(type, value)) <= kinds and set(map(type, value.values())) <= of_values
+    return (
+        type(value) is dict and set(map(type, value)) <= {ItemIndex} and set(map(type, value.values())) <= {ItemPlace}
+    )
 
 
 def _is_chunks(value: Any) -> bool:
-    return type(value) is list and set(map(type, value)) <= {Chunk, ChunkColumns}
+    return type(value) is list and set(map(type, value)) <= {Chunk}
 
 
 def _is_names(value: Any) -> bool:
@@ -183,7 +182,7 @@ def _is_any(value: Any) -> bool:
     return True
 
 
-def _entry(properties: Properties, size: tuple[int, ...], chunks: list[Chunk | ChunkColumns]) -> TensorEntry:
+def _entry(properties: Properties, size: tuple[int, ...], chunks: list[Chunk]) -> TensorEntry:
     return TensorEntry(properties.dtype, size, chunks)
 
 
@@ -283,12 +282,10 @@ _TENSOR_NAMES = MappingProxyType(
     | {("torch", name): Symbol(dtype) for name, dtype in TYPED_STORAGES.items()}
     | _DTYPE_NAMES
 )
-# For ``.metadata``, with columns for runs of records or one by one; and for ``data.pkl`` in the archive of an item.
+# For ``.metadata``; and for ``data.pkl`` in the archive of an item.
 DCP_METADATA = Vocabulary(
     _METADATA_NAMES,
-    frozenset({TensorEntry, BytesEntry, Properties, Chunk, ItemIndex, ItemPlace, ChunkColumns, PlaceColumns}),
-    frozenset({ItemIndex, IndexColumns}),
-    runs=RecordRuns,
+    frozenset({TensorEntry, BytesEntry, Properties, Chunk, ItemIndex, ItemPlace}),
+    frozenset({ItemIndex}),
 )
-DCP_METADATA_ONE_BY_ONE = replace(DCP_METADATA, runs=None)
 DCP_TENSOR = Vocabulary(_TENSOR_NAMES, frozenset({Storage}), frozenset(), _storage)

@@ -20,7 +20,7 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError, V
 from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
-from paddle_flexckpt.foreign.torch_values import DCP_METADATA, DCP_METADATA_ONE_BY_ONE, DCP_TENSOR
+from paddle_flexckpt.foreign.torch_values import DCP_METADATA, DCP_TENSOR
 from tests.attacks.opcodes import call, named, named_by_line, program, short
 from tests.foreign import make_torch_dcp
 from tests.foreign.layouts import load_into_three_layouts
@@ -123,7 +123,7 @@ def test_what_the_metadata_says_is_compared_with_the_archives(tmp_path):
     assert "a storage of 48 bytes, of which 120 are needed, has 48" in why(tmp_path)
     write(tmp_path)
     # Another tensor's chunk in the place of this one.
-    metadata = load_pickle((DATA / ".metadata").read_bytes(), "f", DCP_METADATA_ONE_BY_ONE)
+    metadata = load_pickle((DATA / ".metadata").read_bytes(), "f", DCP_METADATA)
     places = {index.fqn: place for index, place in metadata.storage_data.items()}
     assert places["model.half"].length == places["model.scalar"].length
     file = write(tmp_path) / places["model.half"].relative_path
