@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from paddle_flexckpt.cli.arguments import byte_count
+from paddle_flexckpt.cli.common import byte_count
 from paddle_flexckpt.engine.probe import probe
 
 

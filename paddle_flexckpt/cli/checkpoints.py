@@ -15,7 +15,8 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes, printable
-from paddle_flexckpt.cli.arguments import (
+from paddle_flexckpt.cli.bars import progress_bar
+from paddle_flexckpt.cli.common import (
     Outcome,
     add_aoa,
     add_checkpoint,
@@ -27,7 +28,6 @@ from paddle_flexckpt.cli.arguments import (
     table,
     written,
 )
-from paddle_flexckpt.cli.bars import progress_bar
 from paddle_flexckpt.foreign.formats import ORIGINS, SourceDirectory
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest

@@ -11,7 +11,8 @@ from typing import Any
 
 from paddle_flexckpt.aoa.config_rules import rules_of_config
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.cli.arguments import (
+from paddle_flexckpt.cli.bars import progress_bar
+from paddle_flexckpt.cli.common import (
     add_aoa,
     add_cut,
     add_json,
@@ -22,7 +23,6 @@ from paddle_flexckpt.cli.arguments import (
     cut_of,
     parameter_of,
 )
-from paddle_flexckpt.cli.bars import progress_bar
 from paddle_flexckpt.engine.conversion import MEMORY_BYTES, convert_checkpoint
 from paddle_flexckpt.engine.conversion_config import read_config
 from paddle_flexckpt.engine.conversion_targets import TARGETS

@@ -11,7 +11,7 @@ from typing import Any
 
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.catalog.texts import format_bytes
-from paddle_flexckpt.cli.arguments import Outcome, table
+from paddle_flexckpt.cli.common import Outcome, table
 from paddle_flexckpt.cli.outputs import DoctorReport, Package, PatchState
 from paddle_flexckpt.patching import PatchError, check_patch, find_root, read_patches
 

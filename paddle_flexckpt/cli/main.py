@@ -18,7 +18,7 @@ _COMMANDS = {
     "rehearse": ("rehearse",),
     "map": ("map",),
     "bench": ("bench",),
-    "statements": ("explain", "expand", "invert", "rules"),
+    "aoa": ("explain", "expand", "invert", "rules"),
     "patch": ("patch",),
     "completion": ("completion",),
 }
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser(words).parse_args(words)
     from paddle_flexckpt.catalog import CheckpointError
     from paddle_flexckpt.catalog.texts import printable_lines
-    from paddle_flexckpt.cli.arguments import Outcome
+    from paddle_flexckpt.cli.common import Outcome
 
     try:
         result = options.run(options)

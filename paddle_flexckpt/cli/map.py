@@ -9,7 +9,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks, printable
-from paddle_flexckpt.cli.arguments import add_checkpoint, add_html, aoa_config, table, written
+from paddle_flexckpt.cli.common import add_checkpoint, add_html, aoa_config, table, written
 from paddle_flexckpt.cli.rehearse import add_layout, layout_from
 from paddle_flexckpt.engine.holders import HoldersReport, Part, find_holders
 from paddle_flexckpt.pages.holders import holders_page

@@ -15,7 +15,7 @@ import numpy as np
 from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes
-from paddle_flexckpt.cli.arguments import Outcome, add_checkpoint, table
+from paddle_flexckpt.cli.common import Outcome, add_checkpoint, table
 from paddle_flexckpt.engine.names import is_state
 from paddle_flexckpt.engine.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.foreign.formats import SourceDirectory

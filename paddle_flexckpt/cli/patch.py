@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from paddle_flexckpt.cli.arguments import Outcome
+from paddle_flexckpt.cli.common import Outcome
 from paddle_flexckpt.patching import PatchError, check_patch, find_root, plan_change, read_patches, write_files
 
 

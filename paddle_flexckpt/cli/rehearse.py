@@ -9,7 +9,7 @@ from paddle_flexckpt.aoa.config import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
-from paddle_flexckpt.cli.arguments import (
+from paddle_flexckpt.cli.common import (
     Outcome,
     add_aoa,
     add_checkpoint,

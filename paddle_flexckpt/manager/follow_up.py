@@ -1,6 +1,6 @@
 """The work after a save: pages, reports, and the removal of what need not be kept.
 
-Tested in tests/manager/test_step_pages.py, tests/manager/test_reports.py and tests/manager/test_steps.py.
+Tested in tests/manager/test_step_pages.py, tests/manager/test_reports.py and tests/manager/test_step_directories.py.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Union
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.engine.holders import find_holders
-from paddle_flexckpt.manager.pending import PendingSteps
+from paddle_flexckpt.manager.pending_steps import PendingSteps
 from paddle_flexckpt.manager.policies import KeepPolicy
 from paddle_flexckpt.manager.removal import UNIQUE_ID
-from paddle_flexckpt.manager.steps import StepDirectories
+from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.pages.holders import MOST_DRAWN, save_page
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport

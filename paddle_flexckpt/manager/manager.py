@@ -17,7 +17,14 @@ from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.engine.options import GROUP, encode_options, same_on_all_ranks, takes
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.manager.contents import (
+from paddle_flexckpt.manager.follow_up import FollowUp
+from paddle_flexckpt.manager.manager_options import ManagerOptions, StepArguments, StepOptions
+from paddle_flexckpt.manager.pending_steps import PendingSteps
+from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, Mode, SavePolicy, check_policies
+from paddle_flexckpt.manager.removal import UNIQUE_ID
+from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
+from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule
+from paddle_flexckpt.manager.step_contents import (
     OWN_OBJECTS,
     RunObjects,
     StepContents,
@@ -27,14 +34,7 @@ from paddle_flexckpt.manager.contents import (
     check_metrics,
     check_step,
 )
-from paddle_flexckpt.manager.follow_up import FollowUp
-from paddle_flexckpt.manager.manager_options import ManagerOptions, StepArguments, StepOptions
-from paddle_flexckpt.manager.pending import PendingSteps
-from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, Mode, SavePolicy, check_policies
-from paddle_flexckpt.manager.removal import UNIQUE_ID
-from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
-from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule
-from paddle_flexckpt.manager.steps import StepDirectories, Which, is_full
+from paddle_flexckpt.manager.step_directories import StepDirectories, Which, is_full
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.listing import CheckpointInfo
 from paddle_flexckpt.report import SaveReport

@@ -5,7 +5,7 @@ written with the names of the checkpoint's files. Then the manifest is removed, 
 files, the list of them, and last the directory. A step that has this list and no manifest is removed by the next
 retention. Nothing else is ever removed: no checkpoint that is being saved or read, and no file of another origin.
 
-Tested in tests/manager/test_steps.py.
+Tested in tests/manager/test_step_directories.py.
 """
 
 from __future__ import annotations

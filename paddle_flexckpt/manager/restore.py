@@ -22,7 +22,7 @@ from paddle_flexckpt.engine.options import LoadOptions, Storage, Strict, rule
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.manager.removal import UNIQUE_ID
-from paddle_flexckpt.manager.steps import Which, save_token_in
+from paddle_flexckpt.manager.step_directories import Which, save_token_in
 from paddle_flexckpt.media.backend import Backend, reading
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.ranks.communicator import Communicator

@@ -17,8 +17,8 @@ from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.agreement import check_same
-from paddle_flexckpt.manager.contents import check_step
 from paddle_flexckpt.manager.policies import SavePolicy
+from paddle_flexckpt.manager.step_contents import check_step
 from paddle_flexckpt.ranks.communicator import Communicator
 
 _LIBC = ctypes.CDLL(None)

@@ -31,7 +31,7 @@ from paddle_flexckpt.engine.transfer import quiet_loads
 from paddle_flexckpt.live.communicator import communicator_for
 from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.live.sources import check_state
-from paddle_flexckpt.manager.pending import PendingSteps
+from paddle_flexckpt.manager.pending_steps import PendingSteps
 from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddle_flexckpt.cli.arguments import byte_count
+from paddle_flexckpt.cli.common import byte_count
 from paddle_flexckpt.cli.main import main
 from tests.engine.samples import save, values_of
 from tests.pages.samples import check

@@ -9,7 +9,7 @@ import pytest
 
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import ValidationError, concat
-from paddle_flexckpt.cli.arguments import cut_of
+from paddle_flexckpt.cli.common import cut_of
 from paddle_flexckpt.engine.models import layout_of, model_of, read_strategy
 from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor

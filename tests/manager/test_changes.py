@@ -18,13 +18,13 @@ pytest.importorskip("paddle")
 import paddle_flexckpt as fc
 import paddle_flexckpt.manager.manager as manager_module
 import paddle_flexckpt.manager.restore as restore_module
-import paddle_flexckpt.manager.steps as steps_module
+import paddle_flexckpt.manager.step_directories as steps_module
 from paddle_flexckpt.catalog import CheckpointError, NotDurableError, ValidationError
 from paddle_flexckpt.engine import verification
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.manager import KeepBest, KeepLatest
 from paddle_flexckpt.manager import contents as contents_module
-from paddle_flexckpt.manager.pending import PendingSteps
+from paddle_flexckpt.manager.pending_steps import PendingSteps
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.manager.samples import (
@@ -39,7 +39,7 @@ from tests.manager.samples import (
     tree,
     version_of,
 )
-from tests.manager.test_pending import Save
+from tests.manager.test_pending_steps import Save
 from tests.saved import data_file
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("fsspec")
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
-from paddle_flexckpt.manager.steps import StepDirectories, save_token_in
+from paddle_flexckpt.manager.step_directories import StepDirectories, save_token_in
 from tests.manager.samples import files_of, manager_of, restore, save
 from tests.media.test_remote import clock, disk_of, kind, location
 from tests.saved import short

@@ -16,7 +16,7 @@ import pytest
 import paddle_flexckpt as fc
 from paddle_flexckpt.engine.step_record import StepRecord
 from paddle_flexckpt.manager import KeepLatest
-from paddle_flexckpt.manager.steps import StepDirectories
+from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import shards
@@ -44,7 +44,7 @@ def test_a_fresh_run_below_another_ones_steps_is_refused_before_anything_is_writ
     before = tree(old)
     manager = manager_of(old, keep=KeepLatest(1))
     with provoked(
-        "manager/steps.py", "give this run another directory, or move those steps to another directory"
+        "manager/step_directories.py", "give this run another directory, or move those steps to another directory"
     ) as caught:
         save(manager, 20, 7, **options)
     assert f"{old!s} has steps of another run, 1000, 2000, above step 20 of this run" in str(caught.value)
@@ -55,12 +55,14 @@ def test_a_fresh_run_below_another_ones_steps_is_refused_before_anything_is_writ
 
 def test_the_ways_out_lose_nothing(old, tmp_path):
     manager = manager_of(old)
-    with provoked("manager/steps.py", "give this run another directory, or move those steps to another directory"):
+    with provoked(
+        "manager/step_directories.py", "give this run another directory, or move those steps to another directory"
+    ):
         save(manager, 20, 7)
     other = manager_of(tmp_path / "other")
     save(other, 20, 7)
     assert (restore(other)[:2], restore(manager_of(old))[:2]) == ((20, 7), (2000, 2000))
-    with provoked("manager/steps.py", "call restore() before the first save"):
+    with provoked("manager/step_directories.py", "call restore() before the first save"):
         save(manager_of(old), 20, 7)
     assert restore(manager)[:2] == (2000, 2000)
     save(manager, 1500)
@@ -263,7 +265,7 @@ def test_a_save_in_slices_that_cannot_be_finished_is_named(tmp_path, caplog, why
     begin = f"the save of step 7 to {str(directory_of(tmp_path, 7))!r} is lost: ZeroDivisionError has ended the manager"
     assert said and all(text.startswith(begin) for text in said)
     assert manager_of(tmp_path).all_steps() == []
-    advised("manager/pending.py", "save the step again; to have it finished, call wait() on every rank", said[0])
+    advised("manager/pending_steps.py", "save the step again; to have it finished, call wait() on every rank", said[0])
     for way in ("again", "wait", "whole"):
         model, optimizer = network()
         with fc.BackgroundWriter(nice=0) as writer, contextlib.suppress(ZeroDivisionError):

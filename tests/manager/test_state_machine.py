@@ -39,7 +39,7 @@ from paddle_flexckpt.manager.policies import (
     best_first,
     steps_to_remove,
 )
-from paddle_flexckpt.manager.steps import StepDirectories
+from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from tests.manager.samples import directory_of, empty, values

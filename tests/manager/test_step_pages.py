@@ -11,7 +11,7 @@ pytest.importorskip("paddle")
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.manager import KeepLatest
-from paddle_flexckpt.manager.steps import StepDirectories
+from paddle_flexckpt.manager.step_directories import StepDirectories
 from tests.manager.samples import directory_of, files_of, manager_of, save, tree
 from tests.manager.test_background import fail
 from tests.pages.samples import check

@@ -155,7 +155,7 @@ def test_a_removal_that_fails_is_an_error_on_all_ranks(three, monkeypatch):
     def remove(self, step):
         raise OSError(5, "Input/output error", str(step))
 
-    monkeypatch.setattr("paddle_flexckpt.manager.steps.StepDirectories._remove", remove)
+    monkeypatch.setattr("paddle_flexckpt.manager.step_directories.StepDirectories._remove", remove)
     text = errors(2, lambda comm: save(manager_of(comm, three, keep=KeepLatest(1)), comm, 4), fc.CheckpointError)
     assert "the checkpoint of step 4 is complete, but " in text
     assert "[rank 0] OSError: [Errno 5] Input/output error: '1'; OSError" in text

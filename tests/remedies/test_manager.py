@@ -36,7 +36,7 @@ def manager(tmp_path):
 def test_an_optimizer_comes_with_its_model(manager):
     model = paddle.nn.Linear(2, 2)
     optimizer = paddle.optimizer.AdamW(parameters=model.parameters())
-    with provoked("manager/contents.py", "give model= as well"):
+    with provoked("manager/step_contents.py", "give model= as well"):
         manager.save(1, optimizer=optimizer, state={"a": A})
     manager.save(1, model=model, optimizer=optimizer)
     before = model.weight.numpy().tolist()
@@ -46,7 +46,7 @@ def test_an_optimizer_comes_with_its_model(manager):
 
 
 def test_a_model_that_is_no_layer_is_described(manager):
-    with provoked("manager/contents.py", "paddle.nn.Layer, or describe the shards yourself and give state="):
+    with provoked("manager/step_contents.py", "paddle.nn.Layer, or describe the shards yourself and give state="):
         manager.save(1, model={"a": A})
     manager.save(1, state={"a": A})
     assert restored(manager) == (1, A.tolist())
@@ -54,7 +54,7 @@ def test_a_model_that_is_no_layer_is_described(manager):
 
 def test_a_name_that_the_manager_saves_itself(manager):
     model = paddle.nn.Linear(2, 2)
-    with provoked("manager/contents.py", "rename it, or leave it out: the manager saves all of these itself"):
+    with provoked("manager/step_contents.py", "rename it, or leave it out: the manager saves all of these itself"):
         manager.save(1, model=model, state={"weight": A})
     manager.save(1, model=model, state={"own_weight": A})
     manager.save(2, model=model)
@@ -70,14 +70,16 @@ def test_metrics_are_those_of_all_ranks(tmp_path):
             manager.save(1, state={"a": A}, metrics={"loss": loss})
             return manager.best_step("loss")
 
-    with provoked("manager/contents.py", "make it one number first, with all_reduce"):
+    with provoked("manager/step_contents.py", "make it one number first, with all_reduce"):
         SimulatedWorld(2).run(lambda comm: save(comm, float(comm.rank)))
     assert SimulatedWorld(2).run(lambda comm: save(comm, 0.5)) == [1, 1]
 
 
 def test_a_step_that_is_there_is_replaced_if_asked(manager, tmp_path):
     manager.save(1, state={"a": A})
-    with provoked("manager/steps.py", "to lose that checkpoint, overwrite=True replaces it as soon as the new one is"):
+    with provoked(
+        "manager/step_directories.py", "to lose that checkpoint, overwrite=True replaces it as soon as the new one is"
+    ):
         manager.save(1, state={"a": A + 1})
     assert restored(manager) == (1, A.tolist())
     with fc.CheckpointManager(tmp_path / "other") as other:
@@ -104,7 +106,7 @@ def test_the_best_needs_a_metric(manager):
     for step, loss in ((1, 0.5), (2, 0.75)):
         manager.save(step, state={"a": A + step}, metrics={"loss": loss})
     for call in (manager.best_step, lambda: restored(manager, step="best")):
-        with provoked("manager/steps.py", "restore the step that best_step(metric=...) returns"):
+        with provoked("manager/step_directories.py", "restore the step that best_step(metric=...) returns"):
             call()
     assert restored(manager, step=manager.best_step(metric="loss")) == (1, (A + 1).tolist())
     manager.save(3, state={"a": A})
@@ -118,7 +120,9 @@ def test_the_best_cannot_be_told_beside_a_damaged_one(manager, tmp_path):
     (manifest,) = damaged.glob("*.manifest")
     whole = manifest.read_bytes()
     manifest.write_bytes(whole[:-9])
-    with provoked("manager/steps.py", "name a step; or repair the damaged ones, or move them out of this directory"):
+    with provoked(
+        "manager/step_directories.py", "name a step; or repair the damaged ones, or move them out of this directory"
+    ):
         manager.best_step("loss")
     assert restored(manager, step=1) == (1, (A + 1).tolist())
     damaged.rename(tmp_path / "aside")
@@ -184,7 +188,7 @@ def test_several_optimizers_are_given_as_states(manager):
     model(paddle.ones([1, 2])).sum().backward()
     a.step(), b.step()
     scheduler = paddle.optimizer.lr.StepDecay(0.1, 1)
-    with provoked("manager/contents.py", "fc.optimizer_sharded_state_dict(b, shards)}, where shards is model"):
+    with provoked("manager/step_contents.py", "fc.optimizer_sharded_state_dict(b, shards)}, where shards is model"):
         manager.save(1, model=model, optimizer=[a, b])
     save, load = code_block("docs/manager.md", "optimizer_sharded_state_dict(a, shards)").split("manager.restore")
     names = {"fc": fc, "model": model, "a": a, "b": b, "scheduler": scheduler, "manager": manager, "step": 1}

@@ -176,7 +176,7 @@ def test_a_disk_that_is_full_of_checkpoints(tmp_path, monkeypatch):
         for step in (1, 2):
             manager.save(step, state={"a": A + step})
         words = Advice(
-            "manager/steps.py",
+            "manager/step_directories.py",
             "make room; or keep fewer, and save again: the others are removed even if that save fails, so that the",
         )
         with provoked(*words):

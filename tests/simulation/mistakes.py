@@ -242,14 +242,14 @@ MISTAKES = {
             "retention-counts-begun",
             "what is kept is counted with saves that are not committed",
             {
-                "manager.steps:StepDirectories.records": wrong.counts_uncommitted,
-                "manager.steps:StepDirectories.retain": wrong.nothing_is_busy,
+                "manager.step_directories:StepDirectories.records": wrong.counts_uncommitted,
+                "manager.step_directories:StepDirectories.retain": wrong.nothing_is_busy,
             },
         ),
         Mistake(
             "retention-first",
             "what need not be kept goes before the new checkpoint is complete",
-            {"manager.steps:StepDirectories.prepare": wrong.removes_before_saving},
+            {"manager.step_directories:StepDirectories.prepare": wrong.removes_before_saving},
         ),
         Mistake(
             "readers-not-asked",
@@ -319,7 +319,7 @@ MISTAKES = {
         Mistake(
             "retention-files-first",
             "a removal begins with the files that the manifest names",
-            {"manager.steps:StepDirectories._remove": wrong.removes_files_first},
+            {"manager.step_directories:StepDirectories._remove": wrong.removes_files_first},
         ),
         Mistake(
             "removal-not-noted",

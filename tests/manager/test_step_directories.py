@@ -17,7 +17,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
 from paddle_flexckpt.manager import contents as contents_module
-from paddle_flexckpt.manager.steps import StepDirectories
+from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.names import token_after
@@ -33,7 +33,7 @@ from tests.manager.samples import (
     save,
     tree,
 )
-from tests.manager.test_pending import Save
+from tests.manager.test_pending_steps import Save
 from tests.media.faults import FaultyFiles
 from tests.native.test_cleaner import begin
 from tests.saved import short

@@ -13,7 +13,7 @@ from paddle_flexckpt.aoa.explain import expand_program, explain
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.cli.arguments import add_aoa, add_set, aoa_config, catalog_of, parameter_of
+from paddle_flexckpt.cli.common import add_aoa, add_set, aoa_config, catalog_of, parameter_of
 
 _SOURCE = "directory or URL of a checkpoint of the statements' source"
 _TARGET = "directory or URL of a checkpoint of the statements' destination"

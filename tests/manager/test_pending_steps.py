@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("paddle")
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.manager.pending import PendingSteps
+from paddle_flexckpt.manager.pending_steps import PendingSteps
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 
 
