@@ -221,7 +221,9 @@ def _check_outcomes(job: Job, version: int, outcomes: list[str], is_struck: bool
     if job.is_async:
         # Of a trainer that dies before all have handed over, the ranks tell one thing and the writers another.
         forms = ["its processes have ended before"] + ["a save was not handed over to its end"] * (job.mode == "waves")
-        ended = {text for text in failures if any(f"[rank {job.victim}] {form}" in text for form in forms)}
+        # A rank that has lost the victim while it hands over waves ends its own part too.
+        ranks = rf"\[rank (\d+, )*{job.victim}(, \d+)*\]"
+        ended = {text for text in failures if re.search(rf"{ranks} ({'|'.join(forms)})", text)}
         # If it is the coordinator's, its writer goes with it, and the other writers cannot know.
         unknown = {text for text in failures if UNKNOWN in text and job.victim == job.coordinator}
         assert failures == lost | ended | unknown, "an error of another kind"
