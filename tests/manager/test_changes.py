@@ -23,7 +23,7 @@ from paddle_flexckpt.catalog import CheckpointError, NotDurableError, Validation
 from paddle_flexckpt.engine import verification
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.manager import KeepBest, KeepLatest
-from paddle_flexckpt.manager import contents as contents_module
+from paddle_flexckpt.manager import step_contents as contents_module
 from paddle_flexckpt.manager.pending_steps import PendingSteps
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld

@@ -29,7 +29,7 @@ from hypothesis.stateful import (
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.manager import contents as contents_module
+from paddle_flexckpt.manager import step_contents as contents_module
 from paddle_flexckpt.manager.policies import (
     KeepBest,
     KeepEvery,

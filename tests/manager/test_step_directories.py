@@ -16,7 +16,7 @@ pytest.importorskip("paddle")
 import paddle_flexckpt as fc
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
-from paddle_flexckpt.manager import contents as contents_module
+from paddle_flexckpt.manager import step_contents as contents_module
 from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
