@@ -74,7 +74,7 @@ class Observation:
             _OBSERVATIONS[:] = [each for each in _OBSERVATIONS if each is not self]
 
     def tell(self, event: Event) -> None:
-        """Call the observer. What it raises is only logged: the observed call has ended already."""
+        """Call the observer. An error that it raises is only logged, as the observed call has ended already."""
         try:
             self._callback(event)
         except Exception:

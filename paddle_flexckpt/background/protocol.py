@@ -156,7 +156,7 @@ class Channel:
         return bytes(data)
 
     def end(self) -> None:
-        """Tell the other end that nothing more will be sent; its messages can still be received."""
+        """Signal the end of this side; messages of the other side can still be received."""
         try:
             self.connection.shutdown(socket.SHUT_WR)
         except OSError:

@@ -165,7 +165,7 @@ class OutputParts:
                 left, offset = left[count:], offset + count
 
     def take_turn(self, wait: bool) -> bool:
-        """Keep other processes that take turns from writing; return whether it is this process's turn.
+        """Exclude other processes that take turns; return whether it is this process's turn.
 
         Without turns writes are as safe, but the kernel admits only one at a time while the others spin. On file
         systems without locks it is always this process's turn.
