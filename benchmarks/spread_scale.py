@@ -26,13 +26,12 @@ from paddle_flexckpt.catalog import group_replicas
 from paddle_flexckpt.catalog.key_rows import decode_rows, encode_rows
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.engine.agreement import check_heads
-from paddle_flexckpt.live.dealing import deal, encode_deals
 from paddle_flexckpt.live.partition_writers import encode_part
 from paddle_flexckpt.live.planners import Planners, RankSummary, planner_of
 from paddle_flexckpt.live.replica_digests import DIGEST
 from paddle_flexckpt.live.replicas import Replicas
 from paddle_flexckpt.live.save_options import SaveOptions
-from paddle_flexckpt.live.save_plan import SavePlan, report_of
+from paddle_flexckpt.live.save_plan import SavePlan, deal, encode_deals, report_of
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.planning.holder_sets import HolderSets, share_out

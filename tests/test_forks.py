@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.background import BackgroundWriter
-from paddle_flexckpt.background.waves import WaveSender
+from paddle_flexckpt.background.staging import WaveSender
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.live.saver import save_state_dict

@@ -15,8 +15,7 @@ import numpy as np
 
 from paddle_flexckpt.background.process import WriterProcess
 from paddle_flexckpt.background.protocol import WriteJob
-from paddle_flexckpt.background.staging import LockPages, Segment, StagingPool
-from paddle_flexckpt.background.waves import WaveSender
+from paddle_flexckpt.background.staging import LockPages, Segment, StagingPool, WaveSender
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.media.backend import SaveLock

@@ -20,7 +20,7 @@ from paddle_flexckpt.background.protocol import Channel
 from paddle_flexckpt.background.staging import Segment
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.ranks.presence import SECRET_BYTES, address_of, open_presence
+from paddle_flexckpt.ranks.lost_ranks import SECRET_BYTES, address_of, open_presence
 
 # Signals that end a job are not for the writer: it ends when it has written. It finds modules as multiprocessing's
 # processes do: where the parent does, whatever is in the working directory.

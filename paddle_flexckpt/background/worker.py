@@ -22,15 +22,14 @@ import numpy as np
 
 from paddle_flexckpt.background.outcome import save_together
 from paddle_flexckpt.background.protocol import Channel, WriteJob
-from paddle_flexckpt.background.staging import Segment
-from paddle_flexckpt.background.waves import WaveReceiver
+from paddle_flexckpt.background.staging import Segment, WaveReceiver
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.native.group_save import GroupSave
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.progress import Meter, Progress, ProgressCallback
 from paddle_flexckpt.ranks.group_listener import GroupListener
-from paddle_flexckpt.ranks.presence import SECRET_BYTES
+from paddle_flexckpt.ranks.lost_ranks import SECRET_BYTES
 from paddle_flexckpt.ranks.writer_group import WriterGroup
 
 # ioprio_set has no function in libc; its number is the kernel's, by machine.

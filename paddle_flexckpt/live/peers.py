@@ -28,9 +28,9 @@ from paddle_flexckpt.live.communicator import device_group, open_transport
 from paddle_flexckpt.live.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.live.device_memory import devices_of, has_views, wait_for_devices
 from paddle_flexckpt.live.replica_digests import Digests
+from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.replicas import Replicas
 from paddle_flexckpt.live.rounds import HeldRows, Rounds
-from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.live.tensor_memory import refuse_shared_memory
 from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.live.transport import Transport

@@ -22,9 +22,8 @@ from paddle_flexckpt.catalog import Catalog, ReplicaGroups
 from paddle_flexckpt.catalog.findings import Finding, Layout, inspect, raise_findings
 from paddle_flexckpt.catalog.key_rows import KeyRows, decode_rows, encode_rows, rows_of
 from paddle_flexckpt.catalog.wire import join, join_by_position, split, split_by_position
-from paddle_flexckpt.live.dealing import Deal, deal, encode_deals, gather_deals, lines_of, written_by
 from paddle_flexckpt.live.replicas import Replicas
-from paddle_flexckpt.live.save_plan import SavePlan
+from paddle_flexckpt.live.save_plan import Deal, SavePlan, deal, encode_deals, gather_deals, lines_of, written_by
 from paddle_flexckpt.native.partitions import partitions_for
 from paddle_flexckpt.planning.comparison import Comparison
 from paddle_flexckpt.planning.holder_sets import share_out

@@ -19,7 +19,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError, dtype_of
 from paddle_flexckpt.live.replica_digests import DIGEST, Digests
-from paddle_flexckpt.live.save_options import CLOSE, EQUAL, FIRST
+from paddle_flexckpt.live.replica_policies import CLOSE, EQUAL, FIRST
 from paddle_flexckpt.live.tensors import open_storage
 from paddle_flexckpt.planning.comparison import Comparison, compare_samples, compare_whole, compare_written
 from paddle_flexckpt.planning.write_plan import Items
@@ -60,7 +60,7 @@ class Replicas:
     ) -> None:
         """Take the shards of all ranks, and this rank's tensors by row of their catalog.
 
-        ``policies`` has the policy of each row, uint8 ``[n]`` (:mod:`~paddle_flexckpt.live.save_options`).
+        ``policies`` has the policy of each row, uint8 ``[n]`` (:mod:`~paddle_flexckpt.live.replica_policies`).
         ``save_replicas``: each replica is to serve in place of the others later, so none may differ.
         """
         self._comm, self.held, self._catalog, self._groups = comm, held, catalog, groups

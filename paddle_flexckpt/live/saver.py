@@ -35,10 +35,8 @@ from paddle_flexckpt.engine.kept_plans import brief, fingerprint, recall
 from paddle_flexckpt.engine.options import GROUP, PATH, SHARDS, UNUSED, takes
 from paddle_flexckpt.foreign.formats import open_to_save, shown
 from paddle_flexckpt.live.communicator import communicator_for, plans_of
-from paddle_flexckpt.live.dealing import Deal, encode_deals, gather_deals, lines_of
 from paddle_flexckpt.live.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.live.node_saves import NodeSave, meet_nodes
-from paddle_flexckpt.live.orders import indivisible_rows
 from paddle_flexckpt.live.planners import (
     Planners,
     RankSummary,
@@ -48,13 +46,15 @@ from paddle_flexckpt.live.planners import (
     tell_planners,
 )
 from paddle_flexckpt.live.replica_digests import DIGEST, Digests
+from paddle_flexckpt.live.replica_policies import CLOSE, ReplicaPolicies
 from paddle_flexckpt.live.replicas import Replicas
-from paddle_flexckpt.live.save_options import CLOSE, ReplicaPolicies, SaveOptions
-from paddle_flexckpt.live.save_plan import SavePlan, Share, report_of
+from paddle_flexckpt.live.save_options import SaveOptions
+from paddle_flexckpt.live.save_plan import Deal, SavePlan, Share, encode_deals, gather_deals, lines_of, report_of
 from paddle_flexckpt.live.shared_saves import BackgroundSave, SharedSave
 from paddle_flexckpt.live.sliced_saves import OpenSave, SlicedSave
 from paddle_flexckpt.live.sources import check_overlaps
 from paddle_flexckpt.live.state import LocalState, open_state
+from paddle_flexckpt.live.state_names import indivisible_rows
 from paddle_flexckpt.media.backend import Location, place_of
 from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory

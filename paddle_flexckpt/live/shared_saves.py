@@ -18,7 +18,7 @@ from paddle_flexckpt.live.page_lock import lock_pages
 from paddle_flexckpt.live.partition_writers import PartitionWriter
 from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.live.save_plan import Share, Written
-from paddle_flexckpt.live.staging import SMALL_BYTES, Staging, blocks_of
+from paddle_flexckpt.live.sliced_saves import SMALL_BYTES, Staging, blocks_of
 from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.native.checksums import Checksums, hash_block
 from paddle_flexckpt.native.group_save import GroupSave

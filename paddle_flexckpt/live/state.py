@@ -15,16 +15,9 @@ from paddle_flexckpt.catalog import CUT, NATURAL, Catalog, CatalogBuilder, Order
 from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.dist_tensor import is_dist_tensor
-from paddle_flexckpt.live.orders import order_of, with_orders_of_states
 from paddle_flexckpt.live.stale import refuse_stale
-from paddle_flexckpt.live.state_names import StateNames, state_names
-from paddle_flexckpt.live.tensor_memory import (
-    dtype_name,
-    element_count,
-    is_contiguous,
-    is_initialized,
-    unusable_tensor,
-)
+from paddle_flexckpt.live.state_names import StateNames, order_of, state_names, with_orders_of_states
+from paddle_flexckpt.live.tensor_memory import dtype_name, element_count, is_contiguous, is_initialized, unusable_tensor
 from paddle_flexckpt.sharded_weight import MasterSlice, ShardedWeight, is_sharded_weight, make_replicated_sharded_weight
 
 _SCHEDULER = "LR_Scheduler"  # the key under which Paddle's optimizer.state_dict() has the state of its scheduler

@@ -24,8 +24,7 @@ from paddle_flexckpt.catalog.errors import StoppedExchangeError
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.live.shared_stream import SharedReceiver, SharedSender, receive_exactly
 from paddle_flexckpt.ranks.group_listener import GREETING_SECONDS
-from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS
-from paddle_flexckpt.ranks.presence import own_host
+from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS, own_host
 
 # A peer that sends nothing for so long has died or hangs.
 STALL_SECONDS = 600.0

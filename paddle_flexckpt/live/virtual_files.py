@@ -14,8 +14,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Order, Problem, ValidationError, concat
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata, lacks_global_shapes
-from paddle_flexckpt.live.orders import order_of
-from paddle_flexckpt.live.state_names import state_names
+from paddle_flexckpt.live.state_names import order_of, state_names
 from paddle_flexckpt.live.tensor_memory import dtype_name, element_count
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.sharded_weight import is_sharded_weight

@@ -13,7 +13,8 @@ from typing import Any, TypedDict
 from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.options import Options, rule
-from paddle_flexckpt.live.save_options import CheckReplicas, ReplicaPolicies, SaveOptions
+from paddle_flexckpt.live.replica_policies import CheckReplicas, ReplicaPolicies
+from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.manager.policies import KeepPolicy, SaveEvery, SavePolicy
 from paddle_flexckpt.media.backend import Location
 

@@ -20,8 +20,7 @@ from typing import Any
 
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.ranks.framing import Arriving, encode
-from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS
-from paddle_flexckpt.ranks.presence import BACKLOG, SECRET_BYTES, split_address
+from paddle_flexckpt.ranks.lost_ranks import BACKLOG, CONNECT_SECONDS, SECRET_BYTES, split_address
 
 # A connecting process sends its greeting at once; one that sends nothing is disconnected.
 GREETING_SECONDS = 10.0

@@ -20,7 +20,7 @@ from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_b
 from paddle_flexckpt.ranks.communicator import Communicator, failed, raise_failures
 from paddle_flexckpt.ranks.framing import Arriving, Leaving, encode
 from paddle_flexckpt.ranks.group_listener import FAREWELL, PAYLOADS, GroupListener, greet, hang_up, prepare
-from paddle_flexckpt.ranks.presence import FIRST_LOOK_SECONDS, DeathWatch
+from paddle_flexckpt.ranks.lost_ranks import FIRST_LOOK_SECONDS, DeathWatch
 
 # The coordinator gives up at the timeout; the others learn of it a little later.
 _GRACE_SECONDS = 2.0

@@ -11,7 +11,8 @@ from typing import Any, Literal, Optional
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.live.save_options import CheckReplicas, SaveOptions
+from paddle_flexckpt.live.replica_policies import CheckReplicas
+from paddle_flexckpt.live.save_options import SaveOptions
 from paddle_flexckpt.native.checksums import VerifyMode
 
 FLEX = "flex_checkpoint"

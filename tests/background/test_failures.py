@@ -10,7 +10,7 @@ from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.ranks.presence import split_address
+from paddle_flexckpt.ranks.lost_ranks import split_address
 from tests.background.helpers import limit_file_size, load, save
 from tests.background.test_writer import names
 from tests.saved import short, short_names

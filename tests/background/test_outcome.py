@@ -28,9 +28,9 @@ from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.listing import is_complete
 from paddle_flexckpt.native.partition_files import split_rows
 from paddle_flexckpt.native.save_directory import CleanUpError, SaveDirectory
-from paddle_flexckpt.ranks import presence, writer_group
+from paddle_flexckpt.ranks import lost_ranks, writer_group
 from paddle_flexckpt.ranks.group_listener import GroupListener
-from paddle_flexckpt.ranks.presence import address_of, open_presence
+from paddle_flexckpt.ranks.lost_ranks import address_of, open_presence
 from paddle_flexckpt.ranks.writer_group import WriterGroup
 from tests.background.helpers import PATIENCE_SECONDS
 from tests.native.samples import items_of, whole
@@ -209,7 +209,7 @@ def save_alone(path: Any, unique_id: int) -> None:
 
 @pytest.fixture
 def saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Save]]:
-    for module in (presence, writer_group):
+    for module in (lost_ranks, writer_group):
         monkeypatch.setattr(module, "FIRST_LOOK_SECONDS", 0.1)
     monkeypatch.setattr(writer_group, "_GRACE_SECONDS", 0.1)
     made: list[Save] = []

@@ -9,8 +9,7 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.live.sliced_saves import SlicedSave
-from paddle_flexckpt.live.staging import Staging
+from paddle_flexckpt.live.sliced_saves import SlicedSave, Staging
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_blocks
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, SOLO, load, load_shards, save, shards, state

@@ -24,7 +24,7 @@ from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import data_file
 from paddle_flexckpt.ranks.group_listener import GroupListener
-from paddle_flexckpt.ranks.presence import open_presence
+from paddle_flexckpt.ranks.lost_ranks import open_presence
 from tests.background.helpers import PATIENCE_SECONDS, load, state
 from tests.native.samples import items_of, whole
 

@@ -22,7 +22,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.engine import transfer
-from paddle_flexckpt.live import device_exchange, page_lock, staging
+from paddle_flexckpt.live import device_exchange, page_lock, sliced_saves
 from paddle_flexckpt.live.device_bytes import DeviceBytes
 from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.live.shared_saves import SharedSave
@@ -104,8 +104,8 @@ def slices_change_a_bit():
         right(memory, start, target, True)
         target[-1:] ^= 1
 
-    right = staging._copy_bytes
-    return mock.patch.object(staging, "_copy_bytes", copy)
+    right = sliced_saves._copy_bytes
+    return mock.patch.object(sliced_saves, "_copy_bytes", copy)
 
 
 def strided_tensors_are_shifted():
@@ -207,7 +207,7 @@ def the_trace_has_another_clock():
 
 
 def slices_have_no_stream():
-    return mock.patch.object(staging.Staging, "_side_stream", lambda self: contextlib.nullcontext())
+    return mock.patch.object(sliced_saves.Staging, "_side_stream", lambda self: contextlib.nullcontext())
 
 
 def a_reshard_drops_what_is_strided():

@@ -16,7 +16,7 @@ import paddle_flexckpt as fc
 import paddle_flexckpt.live.replica_digests as digests_module
 import paddle_flexckpt.live.replicas as replicas_module
 from paddle_flexckpt.catalog import dtype_of
-from paddle_flexckpt.live import staging
+from paddle_flexckpt.live import sliced_saves
 from paddle_flexckpt.native.checksums import HashThread, hash_block
 from paddle_flexckpt.planning.comparison import SAMPLE_BYTES
 from paddle_flexckpt.sharded_weight import shard_weight
@@ -131,7 +131,7 @@ def count_hashed(monkeypatch):
         return hash_block(block)
 
     monkeypatch.setattr(digests_module, "HashThread", Counting)
-    monkeypatch.setattr(staging, "hash_block", one)
+    monkeypatch.setattr(sliced_saves, "hash_block", one)
     return counts
 
 

@@ -13,7 +13,7 @@ import pytest
 from paddle_flexckpt.ranks import group_listener
 from paddle_flexckpt.ranks.framing import Arriving
 from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome, greet
-from paddle_flexckpt.ranks.presence import address_of, open_presence, split_address
+from paddle_flexckpt.ranks.lost_ranks import address_of, open_presence, split_address
 
 SECRET, TOKEN = bytes(range(100, 116)), bytes(range(16))
 PATIENCE_SECONDS = 60.0

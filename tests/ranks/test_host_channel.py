@@ -19,10 +19,9 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import LostRankError
-from paddle_flexckpt.ranks import group_listener, host_channel, lost_ranks, meeting
+from paddle_flexckpt.ranks import group_listener, host_channel, lost_ranks
 from paddle_flexckpt.ranks.host_channel import HostChannel
-from paddle_flexckpt.ranks.lost_ranks import announce
-from paddle_flexckpt.ranks.presence import split_address
+from paddle_flexckpt.ranks.lost_ranks import announce, split_address
 from tests.remedies.following import advised
 
 # More than the sockets at both ends of a connection hold: a sender has to wait for its receiver.
@@ -288,7 +287,7 @@ def test_strangers_are_let_go(ranks, store, hello):
 
 def test_a_stranger_that_says_nothing_is_not_kept(store, monkeypatch):
     monkeypatch.setattr(group_listener, "GREETING_SECONDS", 0.0)
-    with meeting.Meeting(store, "g", 0, set(), {1}) as open_meeting:
+    with host_channel.Meeting(store, "g", 0, set(), {1}) as open_meeting:
         place, _ = split_address(store.get("flexckpt/meeting/g/0").decode())
         with socket.create_connection(place, timeout=300) as stranger:
             with pytest.raises(TimeoutError, match="rank 1 has not come for 1 s"):
@@ -353,9 +352,9 @@ def test_a_rank_that_waits_for_long_says_for_whom(ranks, monkeypatch, has_met):
     group, said = ranks(2), threading.Event()
     if has_met:
         group.run(lambda channel: channel.all_gather(b""))
-    monkeypatch.setattr(meeting, "NOTICE_SECONDS", 0.0)
     monkeypatch.setattr(host_channel, "NOTICE_SECONDS", 0.0)
-    monkeypatch.setattr(meeting.logger, "warning", lambda text: (texts.append(text), said.set()))
+    monkeypatch.setattr(host_channel, "NOTICE_SECONDS", 0.0)
+    monkeypatch.setattr(host_channel.logger, "warning", lambda text: (texts.append(text), said.set()))
     texts = []
 
     def work(channel):

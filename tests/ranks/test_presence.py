@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from paddle_flexckpt.ranks import presence
-from paddle_flexckpt.ranks.presence import DeathWatch, address_of, open_presence
+from paddle_flexckpt.ranks import lost_ranks
+from paddle_flexckpt.ranks.lost_ranks import DeathWatch, address_of, open_presence
 
 
 class Clock:
@@ -25,7 +25,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(presence, "time", made)
+    monkeypatch.setattr(lost_ranks, "time", made)
     return made
 
 
@@ -34,9 +34,9 @@ def test_a_process_that_has_ended_has_gone(clock):
         watch = DeathWatch([address_of(alive), address_of(ended), address_of(ended)])
         ended.close()
         assert watch.look({0, 1, 2}) == []  # it is not time yet
-        clock.now += presence.FIRST_LOOK_SECONDS
+        clock.now += lost_ranks.FIRST_LOOK_SECONDS
         assert watch.look({0, 1, 2}) == [1, 2]
-        clock.now += presence.LOOK_SECONDS
+        clock.now += lost_ranks.LOOK_SECONDS
         assert watch.look({0, 2}) == [2]
 
 
@@ -54,7 +54,7 @@ def test_hosts_that_do_not_answer_keep_no_look_from_the_others(clock, monkeypatc
     monkeypatch.setattr(socket, "create_connection", create_connection)
     watch, gone = DeathWatch([f"host:{port}" for port in range(10)]), []
     while not gone:
-        clock.now += presence.LOOK_SECONDS
+        clock.now += lost_ranks.LOOK_SECONDS
         gone = watch.look({*range(10)})
         assert len(asked) < 20
     assert gone == [9] and asked[:10] == list(range(10))

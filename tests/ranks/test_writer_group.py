@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
-from paddle_flexckpt.ranks import presence, writer_group
+from paddle_flexckpt.ranks import lost_ranks, writer_group
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.framing import Leaving, encode
 from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome, greet
-from paddle_flexckpt.ranks.presence import address_of, open_presence
+from paddle_flexckpt.ranks.lost_ranks import address_of, open_presence
 from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
 
 TOKEN = bytes(range(16))
@@ -109,7 +109,7 @@ def writers() -> Iterator[Callable[..., Writers]]:
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing here is far away or slow."""
-    for module in (presence, writer_group):
+    for module in (lost_ranks, writer_group):
         monkeypatch.setattr(module, "FIRST_LOOK_SECONDS", 0.1)
     monkeypatch.setattr(writer_group, "_GRACE_SECONDS", 0.1)
 
@@ -572,7 +572,7 @@ def test_what_has_been_sent_counts_when_the_coordinator_finds_it(writers, monkey
         if timeout:
             ends(member)
             some.sockets[position].close()
-    monkeypatch.setattr(presence, "FIRST_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(lost_ranks, "FIRST_LOOK_SECONDS", 0.0)
     assert some.join(0, timeout=timeout).all_to_all(b"", {})[1] == parts
 
 

@@ -215,7 +215,7 @@ def test_options_of_an_asynchronous_save(tmp_path):
 
 def test_policies_of_replicas_have_names(tmp_path):
     with provoked(
-        "live/save_options.py", "give 'equal', 'all', 'close' or 'first' for all keys, or a dict of these by"
+        "live/replica_policies.py", "give 'equal', 'all', 'close' or 'first' for all keys, or a dict of these by"
     ):
         fc.save_state_dict({"w": WHOLE}, tmp_path, check_replicas="any")
     for policy in ("equal", "all", "close", "first", {"w": "first"}, True, False):

@@ -33,7 +33,7 @@ FUNCTIONS = (
     "catalog.wire:decode_catalog",
     "catalog.wire:encode_catalog",
     "engine.files:plan_reads",
-    "live.dealing:deal",
+    "live.save_plan:deal",
     "planning.holder_sets:find_sets",
     "planning.holder_sets:share_out",
     "planning.matching:ShardMatcher",

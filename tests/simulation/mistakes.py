@@ -298,7 +298,7 @@ MISTAKES = {
             "writers wait for a dead rank for ever",
             {
                 "background.pending:SaveSlot.__init__": wrong.nobody_times_out,
-                "ranks.presence:DeathWatch.look": wrong.nobody_has_gone,
+                "ranks.lost_ranks:DeathWatch.look": wrong.nobody_has_gone,
             },
         ),
         Mistake(

@@ -27,9 +27,7 @@ _BROUGHT = (
     "ranks/framing.py",
     "ranks/group_listener.py",
     "ranks/host_channel.py",
-    "ranks/meeting.py",
     "ranks/lost_ranks.py",
-    "ranks/presence.py",
     "forks.py",
     "undo.py",
 )

@@ -10,7 +10,7 @@ import pytest
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.ranks import host_channel
 from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome
-from paddle_flexckpt.ranks.presence import address_of, open_presence
+from paddle_flexckpt.ranks.lost_ranks import address_of, open_presence
 from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
 from tests.simulated.modules import process_state, simulated
 from tests.simulated.network import BUFFER_BYTES, Network
