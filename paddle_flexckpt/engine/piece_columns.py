@@ -26,13 +26,13 @@ class PieceColumns:
         direct: bool per piece: whether it is in a column.
         stretches: Pieces in columns that are contiguous on both sides.
         alike: The other pieces in columns, by their form.
+        rows: The numbers of the pieces of the stretches, and of each form.
     """
 
     direct: np.ndarray
     stretches: Stretches
     alike: Sequence[AlikeCopies]
-    # The numbers of the pieces of the stretches, and of each form.
-    _rows: Sequence[np.ndarray]
+    rows: Sequence[np.ndarray]
 
     @classmethod
     def of(cls, pieces: Pieces, source: Catalog, target: Catalog, addresses: np.ndarray) -> PieceColumns:
@@ -60,32 +60,22 @@ class PieceColumns:
         columns = (pieces.source, position, pieces.size * itemsize, address)
         stretches = Stretches(*(column[plain] for column in columns))
         strided = np.flatnonzero(direct & ~plain)
-        tables = (pieces.extents, pieces.source_strides, pieces.target_strides)
-        forms = [kind[strided], *(column for table in tables for column in table.take(strided, axis=0).T)]
-        alike, all_rows = [], [np.flatnonzero(plain)]
-        for form, members in group_forms(forms):
-            rows, axes = strided[members], pieces.extents.shape[1]
-            extents, from_strides, to_strides = (
-                tuple(form[1 + part * axes : 1 + (part + 1) * axes]) for part in range(3)
-            )
-            copy = StridedCopy(extents, 0, from_strides, 0, to_strides).simplified()
-            dtype = dtype_of(source.dtypes[form[0]]).numpy
-            all_rows.append(rows)
-            alike.append(AlikeCopies(copy, dtype, pieces.source[rows], position[rows], address[rows]))
-        return cls(direct, stretches, alike, all_rows)
+        forms = alike_copies(pieces.take(strided), source, address[strided])
+        alike, rows = [copies for copies, _ in forms], [strided[members] for _, members in forms]
+        return cls(direct, stretches, alike, [np.flatnonzero(plain), *rows])
 
     def turns(self, pieces: Pieces, source: Catalog) -> Iterator[np.ndarray]:
         """Yield the numbers of the pieces in the order in which they are read: column by column, then the rest."""
         place = source.byte_offset[pieces.source] + pieces.source_base * source.itemsize[pieces.source]
-        for rows in self._rows:
+        for rows in self.rows:
             yield rows[np.lexsort((place[rows], source.file[pieces.source[rows]]))]
         yield np.flatnonzero(~self.direct)
 
     @property
     def column(self) -> np.ndarray:
         """Return int64 per piece: the number of its column, in the order in which they are read; the rest come last."""
-        found = np.full(len(self.direct), len(self._rows), dtype=np.int64)
-        for number, rows in enumerate(self._rows):
+        found = np.full(len(self.direct), len(self.rows), dtype=np.int64)
+        for number, rows in enumerate(self.rows):
             found[rows] = number
         return found
 
@@ -100,6 +90,19 @@ class PieceColumns:
             reader.read_stretches(self.stretches)
         for copies in self.alike:
             reader.read_alike(copies)
+
+
+def alike_copies(pieces: Pieces, source: Catalog, address: np.ndarray) -> list[tuple[AlikeCopies, np.ndarray]]:
+    """Return pieces by their form, and the numbers of those of each; ``address``: of the first element of each."""
+    kind, axes = source.dtype[pieces.source].astype(np.int64), pieces.extents.shape[1]
+    position = pieces.source_base * source.itemsize[pieces.source]
+    tables, found = (pieces.extents, pieces.source_strides, pieces.target_strides), []
+    for form, members in group_forms([kind, *(column for table in tables for column in table.T)]):
+        extents, from_strides, to_strides = (tuple(form[1 + part * axes : 1 + (part + 1) * axes]) for part in range(3))
+        copy, dtype = StridedCopy(extents, 0, from_strides, 0, to_strides).simplified(), source.dtypes[form[0]]
+        columns = pieces.source[members], position[members], address[members]
+        found.append((AlikeCopies(copy, dtype_of(dtype).numpy, *columns), members))
+    return found
 
 
 def are_contiguous(extents: np.ndarray, strides: np.ndarray) -> np.ndarray:

@@ -18,19 +18,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import Location, map_files
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import VerifyMode, hash_block, hash_blocks, verify_mode
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.read_planner import ReadPlanner
 from paddle_flexckpt.native.replicas import ReplicaChoice
 from paddle_flexckpt.native.row_files import DamagedCopy, RowFiles, Runs
 from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS, Stretches
 
-# The most blocks, or as many bytes, that a thread reads before it hashes them: they have to be still in its cache.
-BLOCKS_AT_ONCE = 2
-# Stretches that are read at once: as many buffers as the system takes in one request.
-STRETCHES_AT_ONCE = 1024
 # Blocks kept that were read as a whole though only a part was needed; their memory is at most 16 MiB.
 KEPT_BLOCKS = 16
 
@@ -82,10 +79,11 @@ class _KeptBlock:
     unused: int
 
 
-class BlockReader:
+class BlockReader(ReadPlanner):
     """A reader that chooses a replica for every read and compares whole blocks with their checksums.
 
     Attributes:
+        catalog: The items.
         files: The reader of the rows' bytes.
         choice: The choice of the row that serves an item.
         count: What has been read.
@@ -105,21 +103,17 @@ class BlockReader:
                 f"{backend.path} is another program's checkpoint ({manifest.origin}), without checksums: "
                 "verify='full' cannot be kept. Remedy: load it with another mode, and save it again"
             )
+        self.catalog = manifest.catalog
+        columns, is_full = (self.catalog.file, self.catalog.byte_offset, self.catalog.byte_length), mode == "full"
+        super().__init__(*columns, manifest.checksums.block_bytes, is_full and not manifest.foreign)
         self.files = RowFiles(backend, manifest)
         self.count = self.files.count
         self.choice = ReplicaChoice(backend, manifest, use_replicas)
         self._backend, self._manifest = backend, manifest
         self._verify: VerifyMode = "off" if manifest.foreign else mode
-        self._block_bytes = manifest.checksums.block_bytes
-        self._byte_length = manifest.catalog.byte_length
         # Values that are computed at reading have no checksums.
         self._has_checksums = np.diff(manifest.checksums.first) > 0
         self._kept: OrderedDict[tuple[int, int], _KeptBlock] = OrderedDict()
-
-    @property
-    def catalog(self) -> Catalog:
-        """Return the items."""
-        return self._manifest.catalog
 
     def close(self) -> None:
         """Close all files."""
@@ -135,7 +129,7 @@ class BlockReader:
             CorruptCheckpointError: A file is missing, of another size, or of another save.
         """
         items = np.unique(items)
-        files = np.unique(self._manifest.catalog.file[items]).tolist()
+        files = np.unique(self.catalog.file[items]).tolist()
 
         def is_usable(file: int) -> bool:
             try:
@@ -146,7 +140,7 @@ class BlockReader:
 
         for file, usable in zip(files, map_files(self._backend, is_usable, files)):
             if not usable:
-                for item in items[self._manifest.catalog.file[items] == file].tolist():
+                for item in items[self.catalog.file[items] == file].tolist():
                     self.resolve(item)
 
     @property
@@ -171,7 +165,7 @@ class BlockReader:
             return row
         for row in self.choice.candidates(item):
             try:
-                self.files.open(int(self._manifest.catalog.file[row]))
+                self.files.open(int(self.catalog.file[row]))
             except (CorruptCheckpointError, OSError) as error:
                 failures.append((row, error))
                 continue
@@ -181,11 +175,11 @@ class BlockReader:
 
     def needs_whole_blocks(self, row: int) -> bool:
         """Return whether a row may not be read unverified: with ``verify="full"``, or once it is damaged."""
-        return self._verify == "full" or row in self.choice.damaged
+        return self.needs_blocks or row in self.choice.damaged
 
     def block_length(self, item: int, block: int) -> int:
         """Return the bytes of a block."""
-        return min(self._block_bytes, int(self._byte_length[item]) - block * self._block_bytes)
+        return min(self.block_bytes, int(self.byte_length[item]) - block * self.block_bytes)
 
     def read_unverified(self, item: int, position: int, buffer: memoryview | np.ndarray) -> bool:
         """Fill a buffer from a part of a block, which cannot be verified; False: the block has to be read whole."""
@@ -216,7 +210,7 @@ class BlockReader:
             if row in tried:
                 continue
             try:
-                self.files.read(row, block * self._block_bytes, buffer)
+                self.files.read(row, block * self.block_bytes, buffer)
                 got = hash_block(buffer) if self._verify != "off" and self._has_checksums[row] else None
                 if got is not None and got != self._manifest.checksums.of_block(row, block):
                     self.count.bytes_extra += len(buffer)
@@ -236,7 +230,7 @@ class BlockReader:
         if kept is None:
             length = self.block_length(item, block)
             if len(self._kept) < KEPT_BLOCKS:
-                memory = np.empty(self._block_bytes, dtype=np.uint8)
+                memory = np.empty(self.block_bytes, dtype=np.uint8)
             else:
                 memory = self._kept.popitem(last=False)[1].memory
             self.read_block(item, block, memory[:length])
@@ -251,38 +245,27 @@ class BlockReader:
 
     def fill(self, item: int, position: int, buffer: memoryview | np.ndarray) -> None:
         """Fill a buffer from byte ``position`` of an item, with bytes that are all of one block."""
-        block, start = divmod(position, self._block_bytes)
+        block, start = divmod(position, self.block_bytes)
         if len(buffer) == self.block_length(item, block):
             self.read_block(item, block, buffer)
         elif not self.read_unverified(item, position, buffer):
             buffer[:] = self.keep_block(item, block, len(buffer))[start : start + len(buffer)]
 
-    def read_stretches(self, stretches: Stretches) -> None:
-        """Fill memory with stretches of items, in the order of the files.
-
-        Raises:
-            CorruptCheckpointError: No copy is as it was written.
-            OSError: The only copy cannot be read.
-        """
-        parts = stretches.cut_at(self._block_bytes)
-        catalog = self._manifest.catalog
-        order = np.lexsort((catalog.byte_offset[parts.item] + parts.position, catalog.file[parts.item]))
-        parts = parts.take(order)
-        portions = self.divide(parts)
+    def read_parts(self, parts: Stretches) -> None:
+        """Read stretches that are each of one block, in the order of the files; several threads read."""
+        portions = self.portions(parts)
         self.files.threads.each(lambda i: self.read_portion(portions, i), portions.count)
 
-    def divide(self, parts: Stretches) -> Portions:
-        """Divide stretches that are each of one block among portions, each of which a thread reads."""
+    def portions(self, parts: Stretches) -> Portions:
+        """Return the portions of stretches that are each of one block."""
         rows = self.choice.rows_serving(parts.item)
         whole = self._are_whole(parts)
-        quick = whole if self._verify == "full" else np.ones(len(parts), dtype=bool)
+        quick = whole if self.needs_blocks else np.ones(len(parts), dtype=bool)
         hashed = whole & (self._verify != "off") & self._has_checksums[rows]
         expected = np.zeros(len(parts), dtype=object)
-        number = parts.position[hashed] // self._block_bytes
+        number = parts.position[hashed] // self.block_bytes
         expected[hashed] = self._manifest.checksums.of_blocks(rows[hashed], number).tolist()
-        edges = parts.edges(BLOCKS_AT_ONCE * self._block_bytes, STRETCHES_AT_ONCE)
-        runs = self.files.find_runs(rows, parts.position, parts.length)
-        return Portions(parts, rows, quick, hashed, expected.tolist(), edges, runs)
+        return Portions(parts, rows, quick, hashed, expected.tolist(), *self.divide(rows, parts))
 
     def read_portion(self, portions: Portions, number: int, address: int = 0) -> None:
         """Fill memory with the stretches of a portion, and verify these. Threads may call this at the same time.
@@ -340,7 +323,7 @@ class BlockReader:
                 if found == right:
                     self.count.bytes_verified += len(buffer)
                     continue
-                row, block = int(portions.rows[number]), int(portions.parts.position[number]) // self._block_bytes
+                row, block = int(portions.rows[number]), int(portions.parts.position[number]) // self.block_bytes
                 error = self._damage(row, block, len(buffer), found)
                 self.count.bytes_extra += len(buffer)
                 self.choice.damaged.add(row)
@@ -348,8 +331,8 @@ class BlockReader:
 
     def _are_whole(self, parts: Stretches) -> np.ndarray:
         """Return bool per stretch: whether it is a whole block."""
-        rest = self._byte_length[parts.item] - parts.position
-        return (parts.position % self._block_bytes == 0) & (parts.length == np.minimum(self._block_bytes, rest))
+        rest = self.byte_length[parts.item] - parts.position
+        return (parts.position % self.block_bytes == 0) & (parts.length == np.minimum(self.block_bytes, rest))
 
     def _read_one_by_one(
         self, portions: Portions, first: int, members: np.ndarray, buffers: Sequence[memoryview]
@@ -362,9 +345,9 @@ class BlockReader:
 
     def _damage(self, row: int, block: int, length: int, got: int) -> DamagedCopy:
         """Return what is wrong with a whole block whose checksum differs."""
-        position = block * self._block_bytes
+        position = block * self.block_bytes
         return DamagedCopy(
             f"bytes {position} to {position + length} of the shard (byte "
-            f"{int(self._manifest.catalog.byte_offset[row]) + position} of the file) are damaged: expected "
+            f"{int(self.catalog.byte_offset[row]) + position} of the file) are damaged: expected "
             f"xxh3 {self._manifest.checksums.of_block(row, block):016x}, got {got:016x}"
         )

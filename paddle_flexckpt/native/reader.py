@@ -1,8 +1,5 @@
 """Read exactly the bytes that strided copies need, from files into memory, verified where whole blocks pass.
 
-If the file side of a copy is contiguous, it is read block by block, straight into the target if that is contiguous too.
-Short scattered runs (a column cut) are copied out of a memory map: one numpy call instead of a system call per run.
-
 With ``verify="full"`` no byte reaches a target unverified: a block of which only a part is needed is read whole, and
 the part is copied out of it. The latest such blocks are cached, as the next run or the next target often continues
 there.
@@ -13,7 +10,6 @@ are read one by one.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -23,17 +19,14 @@ from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.catalog.dtypes import assign
 from paddle_flexckpt.catalog.errors import OverflowingCastError
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.native import row_files
-from paddle_flexckpt.native.block_reader import BLOCKS_AT_ONCE, BlockReader
+from paddle_flexckpt.native.block_reader import BlockReader
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.read_planner import BLOCKS_AT_ONCE, NeededBlocks
 from paddle_flexckpt.native.read_threads import SpareMemory
 from paddle_flexckpt.native.spread_copies import SpreadCopies
 from paddle_flexckpt.native.stretches import AlikeCopies, Stretches, reach
 from paddle_flexckpt.progress import SILENT, Meter
-
-# A run at least this long is worth a system call of its own (a pread costs about as much as copying 16 KiB).
-MIN_PREAD_BYTES = 16 << 10
 
 
 class FileReader(BlockReader):
@@ -44,7 +37,7 @@ class FileReader(BlockReader):
     ) -> None:
         """Open nothing yet; arguments and errors as of :class:`BlockReader`."""
         super().__init__(directory, manifest, verify, use_replicas)
-        self._staging = np.empty(self._block_bytes, dtype=np.uint8)
+        self._staging = np.empty(self.block_bytes, dtype=np.uint8)
         self._meter = SILENT
 
     def __enter__(self) -> FileReader:
@@ -52,11 +45,6 @@ class FileReader(BlockReader):
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
-
-    @property
-    def block_bytes(self) -> int:
-        """Return the bytes of a block that has a checksum."""
-        return self._block_bytes
 
     def tell(self, meter: Meter) -> None:
         """Report to a meter from now on how many of the bytes that targets need have been read."""
@@ -73,9 +61,9 @@ class FileReader(BlockReader):
             CorruptCheckpointError: A file has changed.
             OSError: A file cannot be opened.
         """
-        if self._verify == "full":
-            size = self._block_bytes
-            begin, end = begin // size * size, np.minimum(-(-end // size) * size, self._byte_length[items])
+        if self.needs_blocks:
+            size = self.block_bytes
+            begin, end = begin // size * size, np.minimum(-(-end // size) * size, self.byte_length[items])
         self.files.read_ahead(self.choice.rows_serving(items), begin, end)
 
     def read(self, item: int, copy: StridedCopy, target: np.ndarray) -> None:
@@ -94,70 +82,61 @@ class FileReader(BlockReader):
         if copy.size == 0:
             return
         try:
-            self._read(item, copy, target)
+            self._read(item, copy.simplified(), target)
         except OverflowingCastError as error:
-            raise error.of_key(self._manifest.catalog.key_name(item)) from None
+            raise error.of_key(self.catalog.key_name(item)) from None
         self._tell()
 
     def _read(self, item: int, copy: StridedCopy, target: np.ndarray) -> None:
         row = self.resolve(item)
-        dtype = dtype_of(self._manifest.catalog.dtype_name(item)).numpy
-        outer = len(copy.extents) - copy.source_tail()
-        run_bytes = math.prod(copy.extents[outer:]) * dtype.itemsize
-        mapped = self.files.map(row) if outer else None
-        # A file without a memory map is remote: a request takes as long as some MiB of its answer.
-        if outer and run_bytes < (self._block_bytes if mapped is None else MIN_PREAD_BYTES):
+        dtype = dtype_of(self.catalog.dtype_name(item)).numpy
+        begin, length = copy.source_base * dtype.itemsize, copy.size * dtype.itemsize
+        solid = target.dtype == dtype and copy.is_contiguous() == (True, True)
+        if solid and begin // self.block_bytes == (begin + length - 1) // self.block_bytes:
+            first = copy.target_base * dtype.itemsize
+            self.fill(item, begin, target.view(np.uint8)[first : first + length])
+            return
+        form = replace(copy, source_base=0, target_base=0)
+        address = target.ctypes.data + copy.target_base * target.itemsize
+        one = AlikeCopies(form, dtype, *(np.asarray([each], dtype=np.int64) for each in (item, begin, address)))
+        mapped = self.files.map(row) if one.outer else None
+        if self.is_scattered(one, remote=mapped is None):
             if mapped is None or self.needs_whole_blocks(row):
-                self._read_scattered(item, copy.simplified(), target, dtype)
+                self._read_scattered(item, copy, target, dtype)
             else:
                 self.files.copy_mapped(mapped, row, copy, target, dtype)
-            return
-        run = copy.size * dtype.itemsize // run_bytes
-        per_run = run_bytes // dtype.itemsize
-        for i in range(run):
-            for part in copy.part(i * per_run, (i + 1) * per_run) if run > 1 else (copy,):
-                self._read_run(item, part.simplified(), target, dtype)
-
-    def read_alike(self, copies: AlikeCopies) -> None:
-        """Carry out strided copies of one form, in the order of the files; as :meth:`read` does with each.
-
-        Raises:
-            CorruptCheckpointError: A block differs from its checksum, or a file ends early.
-            OSError: The file system failed.
-        """
-        copy, tail = copies.copy, copies.copy.source_tail()
-        run_bytes = math.prod(copy.extents[len(copy.extents) - tail :]) * copies.dtype.itemsize
-        if tail == len(copy.extents):
-            self._read_through_blocks(copies, whole=False)
-            return
-        if run_bytes < MIN_PREAD_BYTES:
-            low, high = reach(copy.extents, copy.source_strides)
-            if self._verify == "full":
-                self._read_through_blocks(copies, whole=True)
-            elif (high - low) * copies.dtype.itemsize > row_files.MAP_SPAN_BYTES:
-                self._read_each(copies)
-            else:
-                self._read_through_blocks(self._read_mapped(copies), whole=True)
-            return
-        # A file without a memory map is remote: a request takes as long as some MiB of its answer.
-        remote = self._are_remote(copies) & (run_bytes < self._block_bytes)
-        self._read_through_blocks(copies.take(remote), whole=True)
-        copies = copies.take(~remote)
-        if tail == 1 and copy.target_strides[-1] == 1:
-            for runs in copies.runs():
-                self.read_stretches(runs)
+        elif target.dtype == dtype and one.is_straight:
+            low, high = reach(copy.extents, copy.target_strides)
+            if copy.target_base + low < 0 or copy.target_base + high >= len(target):
+                raise IndexError("a copy leaves its target")  # memory is written by its address
+            self.read_runs(one)
         else:
-            self._read_each(copies)
+            self._read_by_blocks(item, copy, target, one)
 
-    def _are_remote(self, copies: AlikeCopies) -> np.ndarray:
+    def _read_by_blocks(self, item: int, copy: StridedCopy, target: np.ndarray, one: AlikeCopies) -> None:
+        """Read runs that are not straight block by block, and copy each block's part."""
+        done = 0
+        for runs in one.runs():
+            parts = runs.cut_at(self.block_bytes)
+            for position, length in zip(parts.position.tolist(), parts.length.tolist()):
+                buffer = self._staging[:length]
+                self.fill(item, position, buffer)
+                values = buffer.view(one.dtype)
+                for part in copy.part(done, done + len(values)):
+                    count = part.size
+                    assign(part.scatter_into(target), values[:count].reshape(part.extents), item)
+                    values = values[count:]
+                done += length // one.dtype.itemsize
+
+    def are_remote(self, copies: AlikeCopies) -> np.ndarray:
         """Return bool per copy: whether its file has no memory map."""
         rows = self.choice.rows_serving(copies.item)
-        _, first, number = np.unique(self._manifest.catalog.file[rows], return_index=True, return_inverse=True)
+        _, first, number = np.unique(self.catalog.file[rows], return_index=True, return_inverse=True)
         return np.asarray([self.files.map(row) is None for row in rows[first].tolist()], dtype=bool)[number]
 
-    def _read_mapped(self, copies: AlikeCopies) -> AlikeCopies:
+    def copy_mapped(self, copies: AlikeCopies) -> AlikeCopies:
         """Carry out copies of short scattered runs out of memory maps; return those that need verified blocks."""
-        catalog = self._manifest.catalog
+        catalog = self.catalog
         rows = self.choice.rows_serving(copies.item)
         file, offset = catalog.file[rows], catalog.byte_offset[rows] + copies.position
         left = self.choice.are_damaged(rows)
@@ -171,39 +150,15 @@ class FileReader(BlockReader):
             self.files.copy_alike(mapped, offset[members], copies.take(members))
         return copies.take(left)
 
-    def _read_through_blocks(self, copies: AlikeCopies, whole: bool) -> None:
-        """Carry out copies out of blocks that are read, and verified, many at once.
-
-        ``whole``: the blocks are read whole; else just the bytes of the copies, which are contiguous there.
-        """
-        size, itemsize = self._block_bytes, copies.dtype.itemsize
-        low, high = (each * itemsize for each in reach(copies.copy.extents, copies.copy.source_strides))
-        first, end = copies.position + low, copies.position + high + itemsize
-        inside = first // size == (end - 1) // size
-        if whole and copies.copy.is_ascending() and not self.files.reads_ahead:
-            self._read_spread(copies.take(~inside))
-        else:
-            self._read_each(copies.take(~inside))
-        copies, first, end = copies.take(inside), first[inside], end[inside]
-        whole = whole or self._verify == "full"
-        if whole:
-            first = first // size * size
-            end = np.minimum(first + size, self._byte_length[copies.item])
-        catalog = self._manifest.catalog
-        order = np.lexsort((catalog.byte_offset[copies.item] + first, catalog.file[copies.item]))
-        copies, first, end = copies.take(order), first[order], end[order]
-        new = np.ones(len(first), dtype=bool)
-        new[1:] = (copies.item[1:] != copies.item[:-1]) | (first[1:] != first[:-1]) | (end[1:] != end[:-1])
-        starts, number = np.flatnonzero(new), np.cumsum(new) - 1
-        length = (end - first)[starts]
-        places = np.cumsum(length) - length
-        blocks = Stretches(copies.item[starts], first[starts], length, places)
+    def copy_from_blocks(self, needed: NeededBlocks) -> None:
+        """Read stretches inside blocks, and carry out copies from them; several threads do."""
+        copies, first, number, blocks = needed
         # Bytes of a block that several copies need count once.
-        needed = np.bincount(number, minlength=len(starts)) * copies.copy.size * itemsize
-        portions = self.divide(blocks)
-        edges = portions.edges
+        used = np.bincount(number, minlength=len(blocks)) * copies.copy.size * copies.dtype.itemsize
+        portions = self.portions(blocks)
+        edges, places = portions.edges, blocks.address
         bounds = np.searchsorted(number, edges).tolist()
-        spare = SpareMemory(BLOCKS_AT_ONCE * size)
+        spare = SpareMemory(BLOCKS_AT_ONCE * self.block_bytes)
 
         def work(i: int) -> None:
             some, members = slice(edges[i], edges[i + 1]), slice(bounds[i], bounds[i + 1])
@@ -211,13 +166,16 @@ class FileReader(BlockReader):
             with spare.use() as memory:
                 self.read_portion(portions, i, memory.ctypes.data - int(places[edges[i]]))
                 copies.take(members).carry_out(memory, begin)
-            self.count.add(bytes_extra=int(np.maximum(length[some] - needed[some], 0).sum()))
+            self.count.add(bytes_extra=int(np.maximum(blocks.length[some] - used[some], 0).sum()))
 
         self.files.threads.each(work, portions.count)
 
-    def _read_spread(self, copies: AlikeCopies) -> None:
-        """Carry out ascending copies that each span several blocks, which are read and verified."""
-        size, catalog = self._block_bytes, self._manifest.catalog
+    def read_across_blocks(self, copies: AlikeCopies, whole: bool) -> None:
+        """Carry out copies that each span several blocks; ``whole``: the blocks are read whole, if copies ascend."""
+        if not whole or not copies.copy.is_ascending() or self.files.reads_ahead:
+            self.read_each(copies)
+            return
+        size, catalog = self.block_bytes, self.catalog
         spread, spare = SpreadCopies(copies, size), SpareMemory(BLOCKS_AT_ONCE * size)
         groups = spread.groups(BLOCKS_AT_ONCE)
         groups.sort(key=lambda group: (catalog.file[group.item], catalog.byte_offset[group.item], group.first))
@@ -227,51 +185,19 @@ class FileReader(BlockReader):
             with spare.use() as memory:
                 place = np.arange(group.last - group.first) * size
                 position = place + group.first * size
-                length = np.minimum(size, self._byte_length[group.item] - position)
+                length = np.minimum(size, self.byte_length[group.item] - position)
                 item = np.full(len(place), group.item)
-                self.read_portion(self.divide(Stretches(item, position, length, place + memory.ctypes.data)), 0)
+                self.read_portion(self.portions(Stretches(item, position, length, place + memory.ctypes.data)), 0)
                 extra = int(length.sum()) - spread.carry_out(group, memory)
             self.count.add(bytes_extra=max(extra, 0))
 
         self.files.threads.each(work, len(groups))
 
-    def _read_each(self, copies: AlikeCopies) -> None:
+    def read_each(self, copies: AlikeCopies) -> None:
         """Carry out copies one by one."""
         itemsize = copies.dtype.itemsize
         for item, position, (target, base) in zip(copies.item.tolist(), copies.position.tolist(), copies.storages()):
             self.read(item, replace(copies.copy, source_base=position // itemsize, target_base=base), target)
-
-    def _read_run(self, item: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
-        """Read a copy whose file side is one run, in steps that end where the item's blocks end."""
-        block_bytes = self._block_bytes
-        begin = copy.source_base * dtype.itemsize
-        end = begin + copy.size * dtype.itemsize
-        straight = copy.is_contiguous()[1] and target.dtype == dtype
-        raw_target = target.view(np.uint8) if straight else None
-        shift = copy.target_base * dtype.itemsize - begin
-        position = begin
-        while position < end:
-            whole_blocks = 0 if position % block_bytes else (end - position) // block_bytes
-            if raw_target is not None and whole_blocks > 1:
-                stop = position + whole_blocks * block_bytes
-                columns = (item, position, stop - position, raw_target.ctypes.data + position + shift)
-                self.read_stretches(Stretches(*(np.asarray([value], dtype=np.int64) for value in columns)))
-                position = stop
-                continue
-            stop = min(end, (position // block_bytes + 1) * block_bytes)
-            if raw_target is not None:
-                buffer = raw_target[position + shift : stop + shift]
-            else:
-                buffer = self._staging[: stop - position]
-            self.fill(item, position, buffer)
-            if raw_target is None:
-                first = (position - begin) // dtype.itemsize
-                values = buffer.view(dtype)
-                for part in copy.part(first, first + len(values)):
-                    count = part.size
-                    assign(part.scatter_into(target), values[:count].reshape(part.extents), item)
-                    values = values[count:]
-            position = stop
 
     def _read_scattered(self, item: int, copy: StridedCopy, target: np.ndarray, dtype: np.dtype) -> None:
         """Copy scattered runs out of whole, verified blocks, one block after the other."""
@@ -281,7 +207,7 @@ class FileReader(BlockReader):
                 for part in copy.part(i * inner, (i + 1) * inner):
                     self._read_scattered(item, part.simplified(), target, dtype)
             return
-        per_block = self._block_bytes // dtype.itemsize
+        per_block = self.block_bytes // dtype.itemsize
         begin = 0
         while begin < copy.size:
             (first,) = copy.part(begin, begin + 1)

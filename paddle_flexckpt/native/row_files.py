@@ -69,7 +69,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Runs(NamedTuple):
-    """Runs of stretches in files: each run's first stretch and the number of all, and each run's file and bytes."""
+    """Runs of stretches: the first stretch of each run, and their number; and each stretch's file and bytes."""
 
     first: list[int]
     file: list[int]
@@ -169,15 +169,6 @@ class RowFiles:
         offset = int(catalog.byte_offset[row]) + position
         self._read_run(int(catalog.file[row]), offset, offset + len(view), [view])
 
-    def find_runs(self, rows: np.ndarray, position: np.ndarray, length: np.ndarray) -> Runs:
-        """Return the runs of those stretches of rows that follow each other in a file."""
-        catalog = self._manifest.catalog
-        file, offset = catalog.file[rows], catalog.byte_offset[rows] + position
-        end = offset + length
-        first = np.flatnonzero((file[1:] != file[:-1]) | (offset[1:] != end[:-1])) + 1
-        first = np.concatenate([[0], first, [len(rows)]])
-        return Runs(first.tolist(), file.tolist(), offset.tolist(), end.tolist())
-
     def read_runs(self, runs: Runs, first: int, last: int, buffers: Sequence[memoryview]) -> None:
         """Fill a buffer for each stretch from a first one to a last one, with one request for each run.
 
@@ -247,7 +238,7 @@ class RowFiles:
         storage = np.frombuffer(mapped, dtype=np.uint8, count=length, offset=begin).view(dtype)
         # Steps along the outermost axis keep the mapped span bounded.
         stride = copy.source_strides[0] * dtype.itemsize
-        step = max(1, MAP_SPAN_BYTES // max(1, stride))
+        step = map_step(copy, dtype.itemsize)
         inner = copy.size // copy.extents[0]
         begin += copy.source_base * dtype.itemsize
 
@@ -259,6 +250,11 @@ class RowFiles:
             _give_back(mapped, begin + first * stride, begin + last * stride)
 
         self.threads.each(work, -(-copy.extents[0] // step))
+
+
+def map_step(copy: StridedCopy, itemsize: int) -> int:
+    """Return how many steps along its outermost axis a copy from a memory map makes at once."""
+    return max(1, MAP_SPAN_BYTES // max(1, copy.source_strides[0] * itemsize))
 
 
 def _behind(buffers: Sequence[memoryview], count: int) -> Sequence[memoryview]:

@@ -6,6 +6,7 @@ Their maker keeps the memory alive, and has checked that they stay inside it. Te
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -39,10 +40,13 @@ class Stretches(Columns):
     length: np.ndarray
     address: np.ndarray
 
+    def count_parts(self, step: int) -> np.ndarray:
+        """Return int64 ``[n]``: in how many parts each is cut at every multiple of ``step`` in its item."""
+        return -(-(self.position + self.length) // step) - self.position // step
+
     def cut_at(self, step: int) -> Stretches:
         """Return the same bytes in stretches that end at every multiple of ``step`` in their item."""
-        first = self.position // step
-        count = -(-(self.position + self.length) // step) - first
+        first, count = self.position // step, self.count_parts(step)
         if (count == 1).all():
             return self
         part = np.repeat(np.arange(len(self)), count)
@@ -51,16 +55,6 @@ class Stretches(Columns):
         position = np.maximum(begin, number * step)
         length = np.minimum(end, (number + 1) * step) - position
         return Stretches(self.item[part], position, length, self.address[part] + position - begin)
-
-    def edges(self, most_bytes: int, most: int) -> list[int]:
-        """Return the edges of portions of at most so many bytes, or one stretch, and at most so many stretches."""
-        ends, edges = np.cumsum(self.length), [0]
-        while edges[-1] < len(self):
-            first = edges[-1]
-            done = int(ends[first - 1]) if first else 0
-            last = int(np.searchsorted(ends, done + most_bytes, side="right"))
-            edges.append(min(max(last, first + 1), first + most, len(self)))
-        return edges
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,24 +82,55 @@ class AlikeCopies:
         """Return some of them (indices, a mask or a slice)."""
         return AlikeCopies(self.copy, self.dtype, self.item[rows], self.position[rows], self.address[rows])
 
+    @property
+    def outer(self) -> int:
+        """Return the number of axes without the innermost ones that together are contiguous in the file."""
+        return len(self.copy.extents) - self.copy.source_tail()
+
+    @property
+    def run_bytes(self) -> int:
+        """Return the bytes of a run, which is contiguous in the file."""
+        return math.prod(self.copy.extents[self.outer :]) * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of a copy."""
+        return self.copy.size * self.dtype.itemsize
+
+    @property
+    def count_runs(self) -> int:
+        """Return how many runs a copy has."""
+        return math.prod(self.copy.extents[: self.outer])
+
+    @property
+    def is_straight(self) -> bool:
+        """Return whether each run is contiguous in memory too; the form has to be simplified."""
+        return self.copy.target_strides[self.outer :] == (1,)
+
+    @property
+    def low_bytes(self) -> int:
+        """Return how far the first byte of a copy in the file is from its base."""
+        return reach(self.copy.extents, self.copy.source_strides)[0] * self.dtype.itemsize
+
+    @property
+    def reach_bytes(self) -> int:
+        """Return the bytes of the file from the first to the last one of a copy."""
+        low, high = reach(self.copy.extents, self.copy.source_strides)
+        return (high - low + 1) * self.dtype.itemsize
+
     def runs(self) -> Iterator[Stretches]:
-        """Yield the runs along the innermost axis, which has to be contiguous on both sides, some at a time."""
-        copy, itemsize = self.copy, self.dtype.itemsize
-        outer, length = copy.extents[:-1], copy.extents[-1] * itemsize
-        each = copy.size // copy.extents[-1]
+        """Yield the runs that are contiguous in the file, some at a time; an address is that of the first element."""
+        copy, itemsize, length = self.copy, self.dtype.itemsize, self.run_bytes
+        outer, each = copy.extents[: self.outer], self.count_runs
         for first in range(0, each * len(self), RUNS_AT_ONCE):
             number = np.arange(first, min(first + RUNS_AT_ONCE, each * len(self)))
-            member, index = number // each, np.unravel_index(number % each, outer)
-            source, target = (
-                sum((i * (stride * itemsize) for i, stride in zip(index, strides)), np.zeros_like(number))
-                for strides in (copy.source_strides, copy.target_strides)
-            )
-            yield Stretches(
-                self.item[member],
-                self.position[member] + source,
-                np.full(len(number), length, dtype=np.int64),
-                self.address[member] + target,
-            )
+            member, place = number // each, number % each
+            position, address = self.position[member], self.address[member]
+            index = np.unravel_index(place, outer) if outer else ()
+            for along, source_stride, target_stride in zip(index, copy.source_strides, copy.target_strides):
+                position += along * (source_stride * itemsize)
+                address += along * (target_stride * itemsize)
+            yield Stretches(self.item[member], position, np.full(len(number), length, dtype=np.int64), address)
 
     def carry_out(self, source: np.ndarray | mmap.mmap, begin: np.ndarray) -> None:
         """Copy; the first element of each is at byte ``begin`` of the source, whose bounds numpy checks."""

@@ -227,10 +227,6 @@ def test_what_is_announced_is_what_is_read(tmp_path):
     announced, read = [], []
 
     class Noting(FileReader):
-        @property
-        def block_bytes(self):
-            return 1024
-
         def read_ahead(self, items, begin, end):
             announced.extend(zip(items.tolist(), begin.tolist(), end.tolist()))
 
@@ -241,7 +237,8 @@ def test_what_is_announced_is_what_is_read(tmp_path):
             super().read_stretches(stretches)
 
     manifest = CheckpointDirectory(str(tmp_path)).read_manifest()
-    with Noting(str(tmp_path), manifest) as reader:
+    with Noting(str(tmp_path), manifest, "off") as reader:
+        reader.block_bytes = 1024
         plan = plan_fill(targets.catalog, np.arange(2), None)
         pieces = plan_reads(ShardMatcher(manifest.catalog), plan, None).pieces
         filling = Filling(plan, targets.memory)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from unittest import mock
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import concat
-from paddle_flexckpt.engine import read_counts
 from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.engine.read_counts import count_reads
 from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.stretches import Stretches
 from paddle_flexckpt.planning import ShardMatcher
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import Strategy, parse_strategy
@@ -120,21 +116,3 @@ def test_values_that_are_cast_are_read_one_by_one(checkpoint):
             found, _ = load(checkpoint, target.catalog(rank), rank, dtype="cast")
             assert (each.bytes_read, each.reads) == (found.bytes_read, found.reads)
     assert sorted(report.cast) == [f"t{number}" for number in range(len(SHAPES))]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=60), st.integers(1, 40), st.integers(1, 8), st.randoms())
-def test_portions_are_those_of_stretches(lengths, most_bytes, most, random):
-    reader = np.sort([random.randrange(3) for _ in lengths])
-    found = []
-    # All readers together, and one after the other.
-    for few in (0, 8):
-        with mock.patch.multiple(read_counts, STRETCHES_AT_ONCE=most, _FEW_READERS=few):
-            found.append(sorted(read_counts._portion_starts(reader, np.asarray(lengths), most_bytes).tolist()))
-    expected = []
-    for each in range(3):
-        rows = np.flatnonzero(reader == each)
-        column = np.asarray(lengths)[rows]
-        edges = Stretches(column, column, column, column).edges(most_bytes, most)
-        expected += rows[edges[:-1]].tolist()
-    assert found == [expected] * 2

@@ -12,7 +12,7 @@ from paddle_flexckpt.engine import plan
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.native import reader
+from paddle_flexckpt.native import read_planner
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.property import examples
@@ -206,5 +206,5 @@ def test_tiles_of_any_size_give_the_same_bits(limit, seed):
 @given(st.integers(0, 2**32))
 def test_both_ways_of_reading(min_pread, seed):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "MIN_PREAD_BYTES", min_pread)
+        patch.setattr(read_planner, "MIN_PREAD_BYTES", min_pread)
         World(Pick.from_seed(seed), 4).check()

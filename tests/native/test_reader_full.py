@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, dtype_of
-from paddle_flexckpt.native import block_reader
-from paddle_flexckpt.native import reader as reader_module
+from paddle_flexckpt.native import block_reader, read_planner
 from paddle_flexckpt.native.checksums import verify_mode
 from paddle_flexckpt.native.reader import FileReader
 from tests.native.samples import flip, store, whole
@@ -58,7 +57,7 @@ def test_every_touched_block_is_read_once_and_verified(min_pread, data):
     target = Shard("w", dtype, shape, offset, box, None, 0)
     with memory_directory() as path, pytest.MonkeyPatch.context() as monkeypatch:
         stored = store(path, shards, block_bytes=16)
-        monkeypatch.setattr(reader_module, "MIN_PREAD_BYTES", min_pread)
+        monkeypatch.setattr(read_planner, "MIN_PREAD_BYTES", min_pread)
         ranges = Ranges(monkeypatch)
         (memory,), reader = read_targets(stored, [target], verify="full")
     assert memory.tobytes() == whole_of(stored, "w")[elements(target)].tobytes()

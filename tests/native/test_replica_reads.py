@@ -11,7 +11,7 @@ import pytest
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.native import block_reader, read_threads
+from paddle_flexckpt.native import read_planner, read_threads
 from paddle_flexckpt.native.reader import FileReader
 from tests.native.samples import TOKEN, Stored, flip, store, whole
 from tests.property.layouts import Shard
@@ -23,7 +23,7 @@ SIZE = ROWS * COLUMNS
 @pytest.fixture(autouse=True)
 def block_by_block(monkeypatch):
     """So that what is read in vain is known to the byte; test_read_threads has the other way."""
-    monkeypatch.setattr(block_reader, "BLOCKS_AT_ONCE", 1)
+    monkeypatch.setattr(read_planner, "BLOCKS_AT_ONCE", 1)
     monkeypatch.setattr(read_threads, "MOST_THREADS", 1)
 
 

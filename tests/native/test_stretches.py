@@ -12,9 +12,8 @@ import pytest
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.media.backend import InputFile
-from paddle_flexckpt.native import block_reader, row_files, stretches
-from paddle_flexckpt.native import reader as reader_module
-from paddle_flexckpt.native.block_reader import BLOCKS_AT_ONCE
+from paddle_flexckpt.native import read_planner, row_files, stretches
+from paddle_flexckpt.native.read_planner import BLOCKS_AT_ONCE, portion_edges
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.stretches import AlikeCopies, Stretches
 from tests.native.samples import flip, store, whole
@@ -57,9 +56,11 @@ def test_stretches_are_cut_where_blocks_end():
 
 
 def test_portions_are_bounded_in_bytes_and_number():
-    table = columns(*((i, 0, length, 0) for i, length in enumerate([4, 4, 9, 1, 1, 1, 1])))
-    assert table.edges(8, 3) == [0, 2, 3, 6, 7]
-    assert table.edges(100, 100) == [0, 7]
+    length, no_breaks = np.asarray([4, 4, 9, 1, 1, 1, 1]), np.zeros(0, dtype=np.int64)
+    assert portion_edges(length, 8, 3, no_breaks) == [0, 2, 3, 6, 7]
+    assert portion_edges(length, 100, 100, no_breaks) == [0, 7]
+    assert portion_edges(length, 8, 3, np.asarray([1, 5])) == [0, 1, 2, 3, 5, 7]
+    assert portion_edges(length[:0], 8, 3, no_breaks) == [0]
 
 
 def test_runs_are_listed_some_at_a_time(monkeypatch):
@@ -144,7 +145,7 @@ def twice(tmp_path, count=5, size=BLOCK):
 @pytest.mark.parametrize("verify", ["read", "full"])
 @pytest.mark.parametrize("at_once", [1, 2, 8])
 def test_damage_in_a_portion_is_found_and_a_replica_serves(tmp_path, monkeypatch, verify, at_once):
-    monkeypatch.setattr(block_reader, "BLOCKS_AT_ONCE", at_once)
+    monkeypatch.setattr(read_planner, "BLOCKS_AT_ONCE", at_once)
     stored = twice(tmp_path)
     for item in (1, 3):
         flip(stored.file(0), int(stored.manifest.catalog.byte_offset[item]) + 9)
@@ -231,7 +232,7 @@ def alike(copy: StridedCopy, items: int, first: int, dtype=np.float32) -> tuple[
 @pytest.mark.parametrize("verify", ["read", "full", "off"])
 @pytest.mark.parametrize("form", FORMS)
 def test_alike_copies_do_what_each_does_alone(tmp_path, monkeypatch, form, verify, block_bytes, least):
-    monkeypatch.setattr(reader_module, "MIN_PREAD_BYTES", least)
+    monkeypatch.setattr(read_planner, "MIN_PREAD_BYTES", least)
     copy, count, first = FORMS[form], 7, 0 if form == "spread" else 2
     stored = store(tmp_path, [whole(f"w{i}", "float32", (6, 8)) for i in range(count)], block_bytes=block_bytes)
     copies, memory = alike(copy, count, first)
@@ -246,7 +247,7 @@ def test_alike_copies_do_what_each_does_alone(tmp_path, monkeypatch, form, verif
         alone = reader.count
     for name in ("bytes_read", "bytes_verified", "bytes_extra"):
         assert getattr(together, name) == getattr(alone, name), name
-    assert together.reads <= alone.reads
+    assert together.reads <= alone.reads + 1  # a portion may end within a run
 
 
 def test_blocks_that_several_copies_want_are_read_once(tmp_path, requests):

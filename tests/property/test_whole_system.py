@@ -21,7 +21,7 @@ from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.live.loader import load_state_dict
 from paddle_flexckpt.live.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.native import reader
+from paddle_flexckpt.native import read_planner
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.planning import readers
 from paddle_flexckpt.planning.readers import cut_sections
@@ -352,7 +352,7 @@ def test_sources_that_overlap_and_agree(seed, world, other):
 def test_both_ways_of_reading(min_pread, seed):
     pick = Pick.from_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reader, "MIN_PREAD_BYTES", min_pread)
+        patch.setattr(read_planner, "MIN_PREAD_BYTES", min_pread)
         check_whole_system(pick, 4, (pick.integer(1, 6), pick.integer(1, 6)), 7)
 
 
