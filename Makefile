@@ -16,8 +16,8 @@ PYTEST_FLAGS ?= -q
 PYTEST_JOBS ?= 2
 PYTEST_SHARED := -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # What stands on numpy alone, commands, and a save and a load in one process and on two ranks.
-FAST_TESTS := tests/algebra tests/catalog tests/planning tests/aoa tests/engine tests/native tests/golden tests/cli \
-	tests/live/test_policies.py tests/distributed/test_save_load.py tests/test_import.py tests/test_mirror.py
+FAST_TESTS := tests/algebra tests/catalog tests/planning tests/aoa tests/transfer tests/tools tests/native tests/golden tests/cli \
+	tests/load/test_policies.py tests/distributed/test_save_load.py tests/test_import.py tests/test_mirror.py
 
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install $(INSTALL_FLAGS)
@@ -48,7 +48,7 @@ TORCH_VENV ?= .venv-torch
 TORCH_STAMP := $(TORCH_VENV)/.stamp
 TORCH_WRITERS ?= megatron-core==0.16.* deepspeed==0.19.*
 TORCH_TESTS := $(addprefix tests/foreign/test_,torch_dcp.py torch_layouts.py dcp_chunks.py torch_saving.py dcp_safetensors.py megatron.py deepspeed.py) \
-	tests/engine/test_dcp_target.py tests/aoa/test_families.py
+	tests/tools/test_dcp_target.py tests/aoa/test_families.py
 # mkdocs and its theme, which read the code but do not import Paddle.
 DOCS_VENV ?= .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.stamp
@@ -153,7 +153,7 @@ test-silence: $(TEST_STAMP) ## run 10,000 random strategies and callers' mistake
 	@$(BIN)/python -m tests.silence.campaign --count 10000 --jobs 2
 
 # Which rooms, and how many mutants of each: 0 for all.
-ROOMS ?= planning engine
+ROOMS ?= planning transfer
 MUTANTS ?= 0
 
 .PHONY: test-mutation

@@ -35,7 +35,7 @@ import numpy as np
 
 import paddle_flexckpt as fc
 from benchmarks.harness import MIB, Row, arguments, finish, random_tensors, ratios, row, timed, turns
-from paddle_flexckpt.live.tensors import HostTensor
+from paddle_flexckpt.memory.tensors import HostTensor
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing import World
 

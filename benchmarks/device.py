@@ -109,7 +109,7 @@ def measure(options: Any, directory: Path) -> tuple[dict[str, list[float]], dict
     import paddle
 
     import paddle_flexckpt as fc
-    from paddle_flexckpt.live.device_memory import DeviceMemory
+    from paddle_flexckpt.memory.device_memory import DeviceMemory
 
     paddle.set_device(f"{plugin.DEVICE_TYPE}:0")
     shape = (options.mib * MIB // options.tensors // 4096, 1024)

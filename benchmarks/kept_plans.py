@@ -16,9 +16,9 @@ import paddle
 
 import paddle_flexckpt as fc
 from benchmarks.harness import arguments, finish, row, turns
-from paddle_flexckpt.engine.files import Files
-from paddle_flexckpt.live.shared_saves import SharedSave
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
+from paddle_flexckpt.save.shared_saves import SharedSave
+from paddle_flexckpt.transfer.files import Files
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -23,9 +23,9 @@ import paddle_flexckpt as fc
 from benchmarks import reshard
 from benchmarks.harness import MIB
 from benchmarks.ranks import STATEMENT, Part, State, local_tensors, serve
-from paddle_flexckpt.engine.tensor_reader import TensorReader
-from paddle_flexckpt.live.tensor_memory import host_memory
+from paddle_flexckpt.memory.tensor_memory import host_memory
 from paddle_flexckpt.testing.cpu_world import tensor_cuda_stays
+from paddle_flexckpt.tools.tensor_reader import TensorReader
 
 AOA = {"aoa_statements": [STATEMENT]}
 

@@ -112,7 +112,7 @@ def measure(tensors: int, nbytes: int, pairs: int, in_place: bool = False) -> di
     import paddle.distributed as dist
 
     import paddle_flexckpt as fc
-    from paddle_flexckpt.live.tensors import HostTensor
+    from paddle_flexckpt.memory.tensors import HostTensor
 
     logging.getLogger("paddle_flexckpt").setLevel(logging.WARNING)
     rank, ranks = dist.get_rank(), dist.get_world_size()

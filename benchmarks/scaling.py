@@ -330,8 +330,8 @@ def measure_manifest(rows: int, where: Path, tensors: int = 20) -> dict[str, Any
     from paddle_flexckpt.foreign.formats import open_to_save
     from paddle_flexckpt.native.directory import CheckpointDirectory
     from paddle_flexckpt.native.manifest import Manifest
-    from paddle_flexckpt.native.names import SaveNames
     from paddle_flexckpt.native.partition_files import read_rows
+    from paddle_flexckpt.native.save_names import SaveNames
 
     def timed(work: Callable[[], Any]) -> tuple[Any, float]:
         begin = time.process_time()
@@ -385,14 +385,14 @@ def measure_opening(case: tuple[int, int], where: Path, rows: int = 1_000_000) -
     """
     import numpy as np
 
-    from paddle_flexckpt.engine.files import Files
-    from paddle_flexckpt.engine.options import LoadOptions
-    from paddle_flexckpt.engine.targets import Memory, Targets
     from paddle_flexckpt.foreign.formats import open_to_save
-    from paddle_flexckpt.live.direct_files import DirectFiles
+    from paddle_flexckpt.load.direct_files import DirectFiles
     from paddle_flexckpt.media.local import LocalBackend
-    from paddle_flexckpt.native.names import SaveNames
+    from paddle_flexckpt.native.save_names import SaveNames
     from paddle_flexckpt.ranks.communicator import SoloCommunicator
+    from paddle_flexckpt.transfer.files import Files
+    from paddle_flexckpt.transfer.options import LoadOptions
+    from paddle_flexckpt.transfer.targets import Memory, Targets
 
     shards, ranks = case
     manifest = manifest_of_rows(rows, shards)
@@ -441,9 +441,9 @@ def measure_writers(manifest: Any, path: Path, sample: int = 8) -> dict[str, Any
 
     from benchmarks.spread_scale import OneOfMany
     from paddle_flexckpt.foreign.formats import open_to_save
-    from paddle_flexckpt.live.partition_writers import PartitionWriter
-    from paddle_flexckpt.native.names import SaveNames
     from paddle_flexckpt.native.partitions import partitions_for
+    from paddle_flexckpt.native.save_names import SaveNames
+    from paddle_flexckpt.save.partition_writers import PartitionWriter
 
     catalog, names = manifest.catalog, SaveNames(0, _TOKEN)
     ranks, count = len(catalog.files), partitions_for(len(catalog))
@@ -524,10 +524,10 @@ def measure_calls(ranks: tuple[int, int] = (4, 8)) -> dict[str, Any]:
 
     import numpy as np
 
-    from paddle_flexckpt.live import planners
-    from paddle_flexckpt.live.loader import load_state_dict
-    from paddle_flexckpt.live.saver import save_state_dict
+    from paddle_flexckpt.load.loader import load_state_dict
     from paddle_flexckpt.media.local import LocalBackend
+    from paddle_flexckpt.save import planners
+    from paddle_flexckpt.save.saver import save_state_dict
     from paddle_flexckpt.sharded_weight import ShardedWeight
     from paddle_flexckpt.testing.simulated import SimulatedWorld
 

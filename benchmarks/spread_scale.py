@@ -25,13 +25,7 @@ from benchmarks.plan_scale import ROWS_PER_RANK, build_catalog
 from paddle_flexckpt.catalog import group_replicas
 from paddle_flexckpt.catalog.key_rows import decode_rows, encode_rows
 from paddle_flexckpt.catalog.wire import join
-from paddle_flexckpt.engine.agreement import check_heads
-from paddle_flexckpt.live.partition_writers import encode_part
-from paddle_flexckpt.live.planners import Planners, RankSummary, planner_of
-from paddle_flexckpt.live.replica_digests import DIGEST
-from paddle_flexckpt.live.replicas import Replicas
-from paddle_flexckpt.live.save_options import SaveOptions
-from paddle_flexckpt.live.save_plan import SavePlan, deal, encode_deals, report_of
+from paddle_flexckpt.memory.replica_digests import DIGEST
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.planning.holder_sets import HolderSets, share_out
@@ -40,6 +34,12 @@ from paddle_flexckpt.planning.shared_lines import SharedLines
 from paddle_flexckpt.planning.strategy import Strategy
 from paddle_flexckpt.planning.write_plan import lay_lines
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
+from paddle_flexckpt.save.partition_writers import encode_part
+from paddle_flexckpt.save.planners import Planners, RankSummary, planner_of
+from paddle_flexckpt.save.replica_checks import Replicas
+from paddle_flexckpt.save.save_options import SaveOptions
+from paddle_flexckpt.save.save_plan import SavePlan, deal, encode_deals, report_of
+from paddle_flexckpt.transfer.agreement import check_heads
 
 # What the coordinator is told of a partition.
 DESCRIPTION_BYTES = 52

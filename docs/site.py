@@ -23,17 +23,17 @@ LINKED = ("benchmarks/results/table.md", "paddle_flexckpt/testing/cpu_world/__in
 #: Names that are public in a module of their own: what functions of the package take and return.
 MORE = {
     "Options": [
-        "paddle_flexckpt.live.save_options.SaveOptions",
-        "paddle_flexckpt.engine.options.LoadOptions",
-        "paddle_flexckpt.live.peers.ReshardOptions",
-        "paddle_flexckpt.engine.options.ExportOptions",
+        "paddle_flexckpt.save.save_options.SaveOptions",
+        "paddle_flexckpt.transfer.options.LoadOptions",
+        "paddle_flexckpt.load.peers.ReshardOptions",
+        "paddle_flexckpt.transfer.options.ExportOptions",
     ],
     "Reports": [f"paddle_flexckpt.report.{name}" for name in [*fc._MOVED["report"], "PublishReport"]],
     "Policies of the manager": [f"paddle_flexckpt.manager.{name}" for name in fc._MOVED["manager"]],
     "State of a run": [f"paddle_flexckpt.run_state.{name}" for name in fc._MOVED["run_state"]],
     "Tools": [
-        "paddle_flexckpt.engine.comparison.DiffReport",
-        "paddle_flexckpt.engine.rehearsal.RehearsalReport",
+        "paddle_flexckpt.tools.comparison.DiffReport",
+        "paddle_flexckpt.tools.rehearsal.RehearsalReport",
         "paddle_flexckpt.media.opening.open_storage",
         "paddle_flexckpt.observers.Event",
         "paddle_flexckpt.observers.Observation",
@@ -41,11 +41,11 @@ MORE = {
         "paddle_flexckpt.observers.PrometheusObserver",
         "paddle_flexckpt.progress.Progress",
         "paddle_flexckpt.progress.Meter",
-        "paddle_flexckpt.engine.digests.digest_checkpoint",
-        "paddle_flexckpt.engine.holders.find_holders",
-        "paddle_flexckpt.live.digests.digest_state_dict",
-        "paddle_flexckpt.live.publishing.PublishOptions",
-        "paddle_flexckpt.engine.tensor_reader.TensorReader",
+        "paddle_flexckpt.tools.digests.digest_checkpoint",
+        "paddle_flexckpt.tools.holders.find_holders",
+        "paddle_flexckpt.load.state_digests.digest_state_dict",
+        "paddle_flexckpt.load.publishing.PublishOptions",
+        "paddle_flexckpt.tools.tensor_reader.TensorReader",
     ],
 }
 

@@ -25,21 +25,17 @@ if TYPE_CHECKING:
         ValidationError,
     )
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
-    from paddle_flexckpt.engine.comparison import diff
-    from paddle_flexckpt.engine.export import export_safetensors
-    from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
-    from paddle_flexckpt.live.digests import digest
-    from paddle_flexckpt.live.full_param import full_param
-    from paddle_flexckpt.live.loader import load_state_dict
-    from paddle_flexckpt.live.merged import load_merged_state_dict, merge_sharded_state_dict
-    from paddle_flexckpt.live.publishing import publish
-    from paddle_flexckpt.live.rehearsal import rehearse
-    from paddle_flexckpt.live.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
-    from paddle_flexckpt.live.saver import save_state_dict
-    from paddle_flexckpt.live.state import flatten_state_dict, unflatten_state_dict
-    from paddle_flexckpt.live.statements import explain, plain_state_statements
-    from paddle_flexckpt.live.tensors import assign_sharded_slice
+    from paddle_flexckpt.load.full_param import full_param
+    from paddle_flexckpt.load.live_rehearsal import rehearse
+    from paddle_flexckpt.load.loader import load_state_dict
+    from paddle_flexckpt.load.merged import load_merged_state_dict, merge_sharded_state_dict
+    from paddle_flexckpt.load.publishing import publish
+    from paddle_flexckpt.load.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
+    from paddle_flexckpt.load.state_digests import digest
     from paddle_flexckpt.manager import CheckpointManager, check
+    from paddle_flexckpt.memory.state import flatten_state_dict, unflatten_state_dict
+    from paddle_flexckpt.memory.state_statements import explain, plain_state_statements
+    from paddle_flexckpt.memory.tensors import assign_sharded_slice
     from paddle_flexckpt.native.listing import latest, list_checkpoints
     from paddle_flexckpt.observers import observe
     from paddle_flexckpt.parallel import (
@@ -50,6 +46,7 @@ if TYPE_CHECKING:
         optimizer_sharded_state_dict,
         uninstall,
     )
+    from paddle_flexckpt.save.saver import save_state_dict
     from paddle_flexckpt.sharded_weight import (
         FusedAxis,
         ShardedStateDict,
@@ -67,6 +64,9 @@ if TYPE_CHECKING:
         merge_shard_info_list,
         shard_weight,
     )
+    from paddle_flexckpt.tools.comparison import diff
+    from paddle_flexckpt.tools.export import export_safetensors
+    from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 
 _MODULES = {
     "aoa.model_rules": ("model_rules",),
@@ -82,9 +82,9 @@ _MODULES = {
         "ValidationError",
     ),
     "dist_tensor": ("compute_local_shape_and_global_offset",),
-    "engine.comparison": ("diff",),
-    "engine.export": ("export_safetensors",),
-    "engine.verification": ("repair_manifest", "verify_checkpoint"),
+    "tools.comparison": ("diff",),
+    "tools.export": ("export_safetensors",),
+    "tools.verification": ("repair_manifest", "verify_checkpoint"),
     "manager": ("CheckpointManager", "check"),
     "parallel": (
         "ExpertParallelMixin",
@@ -95,17 +95,17 @@ _MODULES = {
         "uninstall",
     ),
     "aoa.invert": ("invert",),
-    "live.digests": ("digest",),
-    "live.full_param": ("full_param",),
-    "live.loader": ("load_state_dict",),
-    "live.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
-    "live.publishing": ("publish",),
-    "live.rehearsal": ("rehearse",),
-    "live.resharder": ("_load_state_dict", "plan_reshard", "reshard_sharded_state_dict"),
-    "live.statements": ("explain", "plain_state_statements"),
-    "live.saver": ("save_state_dict",),
-    "live.state": ("flatten_state_dict", "unflatten_state_dict"),
-    "live.tensors": ("assign_sharded_slice",),
+    "load.state_digests": ("digest",),
+    "load.full_param": ("full_param",),
+    "load.loader": ("load_state_dict",),
+    "load.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
+    "load.publishing": ("publish",),
+    "load.live_rehearsal": ("rehearse",),
+    "load.resharder": ("_load_state_dict", "plan_reshard", "reshard_sharded_state_dict"),
+    "memory.state_statements": ("explain", "plain_state_statements"),
+    "save.saver": ("save_state_dict",),
+    "memory.state": ("flatten_state_dict", "unflatten_state_dict"),
+    "memory.tensors": ("assign_sharded_slice",),
     "sharded_weight": (
         "FusedAxis",
         "ShardedStateDict",

@@ -1,7 +1,7 @@
 """DistTensors (semi-automatic parallel): which part of the whole this rank holds, by the tensor's placements.
 
 Nothing is communicated: where a rank's part lies follows from its place in the mesh, axis by axis. Tested in
-tests/live/test_dist_tensor.py.
+tests/memory/test_dist_tensor.py.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from paddle_flexckpt.testing import World
+from tests.moving import move, move_between  # noqa: F401  (fixtures)
 
 #: The files that take longest, so that pytest-xdist's workers begin with them and end together.
 #: ``pytest -p tests.core_seconds`` measures them.

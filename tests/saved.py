@@ -12,7 +12,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.names import rank_of, save_of
+from paddle_flexckpt.native.save_names import rank_of, save_of
 
 _TOKEN = re.compile(r"-([0-9a-f]{8})[0-9a-f]{24}(?=\.)")
 

@@ -20,10 +20,10 @@ import pytest
 from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.background.staging import WaveSender
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.communication.transport import SocketTransport
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.live.transport import SocketTransport
 from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.save.saver import save_state_dict
 from tests.background.helpers import SOLO, load, save, stopped
 
 PATIENCE_SECONDS = 300

@@ -15,11 +15,11 @@ import pytest
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.engine.conversion import convert_checkpoint
-from paddle_flexckpt.live import owned_pieces
+from paddle_flexckpt.load import owned_pieces
 from paddle_flexckpt.observers import Event, PrometheusObserver, ScalarObserver
 from paddle_flexckpt.report import Report, SaveReport, VerifyReport
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.tools.conversion import convert_checkpoint
 from tests.native.samples import flip
 
 PATIENCE_SECONDS = 120.0

@@ -9,10 +9,10 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.engine.digests import digest_checkpoint
 from paddle_flexckpt.progress import MOST_STEP_BYTES, STEPS, Meter, Progress
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.tools.digests import digest_checkpoint
 
 MIB = 1 << 20
 PATIENCE_SECONDS = 120.0

@@ -10,8 +10,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
-from paddle_flexckpt.aoa.errors import AoaError
-from paddle_flexckpt.aoa.mapping import Node, Region, Step, TensorInfo, TensorMapping
+from paddle_flexckpt.aoa.element_maps import Node, Region, Step, TensorInfo, TensorMapping
+from paddle_flexckpt.aoa.statement_errors import AoaError
 
 if TYPE_CHECKING:
     from paddle_flexckpt.aoa.compile import compile_program

@@ -8,16 +8,16 @@ from typing import Literal
 import numpy as np
 
 from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
+from paddle_flexckpt.aoa.element_maps import TensorInfo, TensorMapping
 from paddle_flexckpt.aoa.emit import Emitter
-from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.invert import inverse_texts, overwritten_names
-from paddle_flexckpt.aoa.mapping import TensorInfo, TensorMapping
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.parser import Statement, parse_program
 from paddle_flexckpt.aoa.program import Program
 from paddle_flexckpt.aoa.reverse import Reversal
 from paddle_flexckpt.aoa.rule import Origin
 from paddle_flexckpt.aoa.sides import NotFed, Side, of_constants
+from paddle_flexckpt.aoa.statement_errors import AoaError
 from paddle_flexckpt.aoa.states import PARAMETER, state_key
 from paddle_flexckpt.aoa.steps import Same
 from paddle_flexckpt.aoa.structure_ops import computed

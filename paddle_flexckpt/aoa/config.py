@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
-from paddle_flexckpt.aoa.errors import AoaError
+from paddle_flexckpt.aoa.statement_errors import AoaError
 
 AoaConfig = Union[Mapping[str, Any], Sequence[str], "os.PathLike[str]"]
 KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")

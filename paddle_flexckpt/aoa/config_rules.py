@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
+from paddle_flexckpt.aoa.statement_errors import AoaError
 
 # Families by their name in configurations, where that differs from the family's own.
 _MODEL_TYPES = MappingProxyType(

@@ -9,7 +9,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra.box_maps import NO_AXIS, BoxMaps
 from paddle_flexckpt.aoa.casts import COMPLEX, FLOATS, simplify_chain
-from paddle_flexckpt.aoa.mapping import Node, Region, TensorInfo
+from paddle_flexckpt.aoa.element_maps import Node, Region, TensorInfo
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.steps import Convert
 from paddle_flexckpt.aoa.structure import Fragments, Structure, StructureNode

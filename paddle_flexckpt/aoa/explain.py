@@ -9,11 +9,11 @@ import numpy as np
 
 from paddle_flexckpt.aoa.compile import compile_program, run_program
 from paddle_flexckpt.aoa.config import AoaConfig, Statements
-from paddle_flexckpt.aoa.errors import AoaError
+from paddle_flexckpt.aoa.element_maps import Region, TensorMapping
 from paddle_flexckpt.aoa.macros import expand, expand_arrays
-from paddle_flexckpt.aoa.mapping import Region, TensorMapping
 from paddle_flexckpt.aoa.parser import parse
 from paddle_flexckpt.aoa.rule import instantiate
+from paddle_flexckpt.aoa.statement_errors import AoaError
 from paddle_flexckpt.catalog import Catalog
 
 # Lines per target: of hundreds of heads, the first are shown.

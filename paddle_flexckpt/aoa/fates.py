@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar
 
-from paddle_flexckpt.aoa.errors import Place
-from paddle_flexckpt.aoa.names import Placeholder, Template, form_of, parse_name
+from paddle_flexckpt.aoa.placeholders import Placeholder, Template, form_of, parse_name
+from paddle_flexckpt.aoa.statement_errors import Place
 
 T = TypeVar("T")
 _STAR = Placeholder("*")

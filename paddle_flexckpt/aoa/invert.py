@@ -11,13 +11,13 @@ from typing import Any
 
 from paddle_flexckpt.aoa.casts import COMPLEX, is_exact
 from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
-from paddle_flexckpt.aoa.errors import AoaError, StatementError, describe_problem
 from paddle_flexckpt.aoa.fates import Fates, NameTable
 from paddle_flexckpt.aoa.macros import FUSED, array_names, fused_tag
-from paddle_flexckpt.aoa.names import Placeholder, parse_name
 from paddle_flexckpt.aoa.operations import MODIFIERS, joiner_of
 from paddle_flexckpt.aoa.parser import Attribute, Statement, parse_program, quoted, written
+from paddle_flexckpt.aoa.placeholders import Placeholder, parse_name
 from paddle_flexckpt.aoa.rule import NOTHING
+from paddle_flexckpt.aoa.statement_errors import AoaError, StatementError, describe_problem
 from paddle_flexckpt.aoa.states import STATES
 
 _NEVER = {

@@ -11,8 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from paddle_flexckpt.aoa.errors import StatementError
 from paddle_flexckpt.aoa.parser import Statement, Variable, parse, quoted, written
+from paddle_flexckpt.aoa.statement_errors import StatementError
 from paddle_flexckpt.aoa.states import split_state
 
 FUSED = ("fused_qkv", "fused_qkv_old", "fused_ffn")

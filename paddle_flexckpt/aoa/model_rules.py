@@ -24,9 +24,9 @@ from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
-from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.families import family_rules, small_models
 from paddle_flexckpt.aoa.invert import invert
+from paddle_flexckpt.aoa.statement_errors import AoaError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 
 _DIRECTIONS = ("from_hf", "to_hf")

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from paddle_flexckpt.aoa import steps, structure_ops
-from paddle_flexckpt.aoa.errors import StatementError
-from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.parser import Attribute, Statement
+from paddle_flexckpt.aoa.statement_errors import StatementError
 from paddle_flexckpt.aoa.structure import Derived, Structure, StructureError
 
 Shape = tuple[int, ...]

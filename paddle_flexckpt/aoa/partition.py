@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paddle_flexckpt.aoa.errors import StatementError
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.parser import Statement
 from paddle_flexckpt.aoa.rule import Rule
 from paddle_flexckpt.aoa.sides import Side
+from paddle_flexckpt.aoa.statement_errors import StatementError
 
 _KEEPS_AXES = frozenset({"permute", "dtype", "src_dtype", "dst_dtype", "scale", "optional", "states", "axis"})
 

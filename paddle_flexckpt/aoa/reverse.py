@@ -14,10 +14,10 @@ import numpy as np
 
 from paddle_flexckpt.algebra.box_maps import NO_AXIS
 from paddle_flexckpt.aoa.casts import COMPLEX, is_exact, simplify_chain
-from paddle_flexckpt.aoa.errors import AoaError, describe_problem
-from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.program import Program
+from paddle_flexckpt.aoa.statement_errors import AoaError, describe_problem
 from paddle_flexckpt.aoa.states import PARAMETER, state_key
 from paddle_flexckpt.aoa.structure import Fragments, Structure, assembled
 from paddle_flexckpt.aoa.structure_values import keep

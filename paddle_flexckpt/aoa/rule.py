@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
-from paddle_flexckpt.aoa.errors import Place, StatementError
 from paddle_flexckpt.aoa.macros import expand, expand_arrays, expand_stars, fused_tag
-from paddle_flexckpt.aoa.names import OFFSET, Placeholder, Template, parse_name
 from paddle_flexckpt.aoa.operations import Operations, Shape, Value, carry_out, concatenated
 from paddle_flexckpt.aoa.parser import Statement, parse
+from paddle_flexckpt.aoa.placeholders import OFFSET, Placeholder, Template, parse_name
 from paddle_flexckpt.aoa.sides import Side
+from paddle_flexckpt.aoa.statement_errors import Place, StatementError
 from paddle_flexckpt.aoa.states import PARAMETER, STATES
 from paddle_flexckpt.aoa.structure import Structure
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.states import PARAMETER, split_state, state_key
 from paddle_flexckpt.aoa.steps import Constant

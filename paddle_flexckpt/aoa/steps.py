@@ -16,7 +16,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa.casts import COMPLEX, FLOATS, Number, converted, number_in
-from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.structure import StructureError, TypedStep
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.dtypes import check_range

@@ -15,7 +15,7 @@ import numpy as np
 
 from paddle_flexckpt.algebra import Columns
 from paddle_flexckpt.algebra.box_maps import NO_AXIS
-from paddle_flexckpt.aoa.mapping import Step, TensorInfo
+from paddle_flexckpt.aoa.element_maps import Step, TensorInfo
 
 # A fragment becomes a row of box maps on every rank; with more, planning would take minutes and gigabytes.
 MAX_FRAGMENTS = 1_000_000

@@ -13,7 +13,7 @@ from typing import Literal, Union
 
 import numpy as np
 
-from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.structure import (
     MAX_FRAGMENTS,
     NO_AXIS,

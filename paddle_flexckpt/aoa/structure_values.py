@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from paddle_flexckpt.aoa.casts import COMPLEX, Number, number_in, simplify_chain
-from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.steps import Constant, Convert, bound
 from paddle_flexckpt.aoa.structure import (
     Derived,

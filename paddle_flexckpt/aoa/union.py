@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from paddle_flexckpt.aoa.errors import AoaError, shorten
 from paddle_flexckpt.aoa.macros import array_names
 from paddle_flexckpt.aoa.parser import Statement, Variable, parse_program
+from paddle_flexckpt.aoa.statement_errors import AoaError, shorten
 
 # A placeholder, a star or a number.
 _VARYING = re.compile(r"\\?\$(?:\{[^}]*\}|[A-Z][A-Z0-9]*(?:_[A-Z][A-Z0-9]*)*)|\*|\d+")

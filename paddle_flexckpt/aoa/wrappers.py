@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paddle_flexckpt.aoa.config import Statements
-from paddle_flexckpt.aoa.errors import StatementError
+from paddle_flexckpt.aoa.element_maps import TensorMapping
 from paddle_flexckpt.aoa.macros import array_names
-from paddle_flexckpt.aoa.mapping import TensorMapping
-from paddle_flexckpt.aoa.names import KeyIndex, Template, parse_name
 from paddle_flexckpt.aoa.parser import parse, tokenize
+from paddle_flexckpt.aoa.placeholders import KeyIndex, Template, parse_name
+from paddle_flexckpt.aoa.statement_errors import StatementError
 from paddle_flexckpt.aoa.states import WRAPPED_HINT, unwrapped
 from paddle_flexckpt.catalog import Catalog
 

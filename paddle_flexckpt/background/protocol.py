@@ -18,7 +18,7 @@ from typing import Any
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.native.names import SaveNames
+from paddle_flexckpt.native.save_names import SaveNames
 
 _HEAD_BYTES = 8
 # The most descriptors of a message: a segment, a lock, and the connection of waves.

@@ -2,7 +2,7 @@
 
 Where q, k and v (gate and up) are one parameter, each of N tensor-parallel ranks holds its share of all of them. Then
 the order of the whole tensor's elements is another permutation for every N; with N = 1 it is the *natural order*.
-Tested in tests/catalog/test_orders.py and tests/live/test_orders.py.
+Tested in tests/catalog/test_orders.py and tests/memory/test_orders.py.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from paddle_flexckpt.cli.common import byte_count
-from paddle_flexckpt.engine.probe import probe
+from paddle_flexckpt.tools.probe import probe
 
 
 def add_command(commands: Any) -> None:

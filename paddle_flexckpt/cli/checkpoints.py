@@ -34,7 +34,7 @@ from paddle_flexckpt.native.manifest import Manifest
 
 if TYPE_CHECKING:
     from paddle_flexckpt.cli.outputs import InspectReport, ShownTensor
-    from paddle_flexckpt.engine.tensor_reader import TensorReader
+    from paddle_flexckpt.tools.tensor_reader import TensorReader
 
 # A command imports its modules when it runs: `inspect` needs no engine, and answers at once.
 # With more values than this, --json of `show` leaves them out.
@@ -168,7 +168,7 @@ def _add_export(commands: Any) -> None:
 
 def _show(options: argparse.Namespace) -> str:
     """Return for each slice its key, type, shape, statistics and values; long ones without the middle."""
-    from paddle_flexckpt.engine.tensor_reader import TensorReader
+    from paddle_flexckpt.tools.tensor_reader import TensorReader
 
     config = None if options.aoa is None else aoa_config(options.aoa)
     with TensorReader(options.source, options.unique_id, config) as reader:
@@ -234,7 +234,7 @@ def _part(text: str) -> Any:
 
 def _digest(options: argparse.Namespace) -> str:
     """Return a line for each tensor: its digest and its key."""
-    from paddle_flexckpt.engine.digests import digest_checkpoint
+    from paddle_flexckpt.tools.digests import digest_checkpoint
 
     config = None if options.aoa is None else aoa_config(options.aoa)
     with progress_bar(options.json) as progress:
@@ -248,7 +248,7 @@ def _digest(options: argparse.Namespace) -> str:
 
 def _diff(options: argparse.Namespace) -> Outcome:
     """Return one line for each difference and a summary; code 1 if there is a difference."""
-    from paddle_flexckpt.engine.comparison import diff
+    from paddle_flexckpt.tools.comparison import diff
 
     config = None if options.aoa is None else aoa_config(options.aoa)
     chosen = {name: getattr(options, name) for name in ("first_id", "second_id", "extra_state")}
@@ -256,7 +256,7 @@ def _diff(options: argparse.Namespace) -> Outcome:
         report = diff(options.first, options.second, config, progress=progress, **chosen)
     lines = [*report.lines(), report.summary()]
     if options.html is not None:
-        from paddle_flexckpt.pages.reports import diff_page
+        from paddle_flexckpt.pages.report_pages import diff_page
 
         lines.append(written(options.html, diff_page(report)))
     lines = [report.to_json()] if options.json else lines
@@ -265,7 +265,7 @@ def _diff(options: argparse.Namespace) -> Outcome:
 
 def _verify(options: argparse.Namespace) -> Outcome:
     """Return one line for each problem and a summary; code 1 if there is a problem."""
-    from paddle_flexckpt.engine.verification import verify_checkpoint
+    from paddle_flexckpt.tools.verification import verify_checkpoint
 
     with progress_bar(options.json) as progress:
         report = verify_checkpoint(options.source, options.unique_id, progress=progress)
@@ -279,7 +279,7 @@ def _verify(options: argparse.Namespace) -> Outcome:
 
 def _repair(options: argparse.Namespace) -> Outcome:
     """Return a summary; code 1 if the checkpoint is partial."""
-    from paddle_flexckpt.engine.verification import repair_manifest
+    from paddle_flexckpt.tools.verification import repair_manifest
 
     chosen = {name: getattr(options, name) for name in ("overwrite", "save_token", "fewer_files")}
     try:
@@ -297,7 +297,7 @@ def _as_flags(text: str) -> str:
 
 
 def _export(options: argparse.Namespace) -> str:
-    from paddle_flexckpt.engine.export import export_safetensors
+    from paddle_flexckpt.tools.export import export_safetensors
 
     config = None if options.aoa is None else aoa_config(options.aoa)
     chosen = {name: getattr(options, name) for name in ("prefix", "states", "max_file_bytes", "verify")}

@@ -23,10 +23,10 @@ from paddle_flexckpt.cli.common import (
     cut_of,
     parameter_of,
 )
-from paddle_flexckpt.engine.conversion import MEMORY_BYTES, convert_checkpoint
-from paddle_flexckpt.engine.conversion_config import read_config
-from paddle_flexckpt.engine.conversion_targets import TARGETS
 from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.tools.conversion import MEMORY_BYTES, convert_checkpoint
+from paddle_flexckpt.tools.conversion_config import read_config
+from paddle_flexckpt.tools.conversion_targets import TARGETS
 
 # Formats of programs on torch, whose models have Hugging Face's names.
 _OF_TORCH = ("huggingface", "torch_dcp")

@@ -11,9 +11,9 @@ from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks, printable
 from paddle_flexckpt.cli.common import add_checkpoint, add_html, aoa_config, table, written
 from paddle_flexckpt.cli.rehearse import add_layout, layout_from
-from paddle_flexckpt.engine.holders import HoldersReport, Part, find_holders
-from paddle_flexckpt.pages.holders import holders_page
+from paddle_flexckpt.pages.holder_pages import holders_page
 from paddle_flexckpt.pages.pictures import holders_picture
+from paddle_flexckpt.tools.holders import HoldersReport, Part, find_holders
 
 # The most ranges of ranks, and files, in one line of the text; all are in the JSON.
 _RANGES = 4

@@ -20,13 +20,13 @@ from paddle_flexckpt.cli.common import (
     table,
     written,
 )
-from paddle_flexckpt.engine.models import layout_of
-from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.engine.probe import probe, read_probe
-from paddle_flexckpt.engine.rehearsal import rehearse
-from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
-from paddle_flexckpt.engine.save_rehearsal import SaveRehearsal, rehearse_save
 from paddle_flexckpt.planning.job_layout import JobLayout
+from paddle_flexckpt.tools.models import layout_of
+from paddle_flexckpt.tools.probe import probe, read_probe
+from paddle_flexckpt.tools.rehearsal import rehearse
+from paddle_flexckpt.tools.rehearsal_report import RankReads, RehearsalReport
+from paddle_flexckpt.tools.save_rehearsal import SaveRehearsal, rehearse_save
+from paddle_flexckpt.transfer.options import LoadOptions
 
 # The most lines of the table, and keys of a list; all are in the JSON.
 _LINES, _KEYS = 16, 3
@@ -150,7 +150,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         saved = rehearse_save(layout, bytes_per_second=rate, notes=notes, **chosen)
         lines = [*_save_lines(saved), saved.summary()]
         if options.html is not None:
-            from paddle_flexckpt.pages.reports import save_rehearsal_page
+            from paddle_flexckpt.pages.report_pages import save_rehearsal_page
 
             lines.append(written(options.html, save_rehearsal_page(saved)))
         text = saved.to_json() if options.json else "\n".join(lines)
@@ -168,7 +168,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
     )
     lines = [*_lines(report), report.summary()]
     if options.html is not None:
-        from paddle_flexckpt.pages.reports import rehearsal_page
+        from paddle_flexckpt.pages.report_pages import rehearsal_page
 
         lines.append(written(options.html, rehearsal_page(report)))
     text = report.to_json() if options.json else "\n".join(lines)

@@ -37,7 +37,7 @@ from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.urls import path_of, redacted
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.names import MANIFEST, lost_ids, save_of
+from paddle_flexckpt.native.save_names import MANIFEST, lost_ids, save_of
 
 if TYPE_CHECKING:
     from paddle_flexckpt.native.node_directory import NodeDirectory

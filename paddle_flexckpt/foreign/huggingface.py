@@ -28,8 +28,8 @@ from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.json_cursor import JsonCursor
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.names import save_of
 from paddle_flexckpt.native.safetensors_header import EXPONENTS, StoredTensor, read_header
+from paddle_flexckpt.native.save_names import save_of
 
 MODEL_FILE = "model" + TENSOR_FILE
 _NUMBERED = re.compile(r".*-\d+-of-\d+\.safetensors", re.ASCII)

@@ -3,7 +3,7 @@
 The first is a pickle of Paddle's class ``Metadata``, the second one of a dict of arrays, as ``paddle.save`` makes it.
 This module makes the bytes around each array: so a file is written tensor by tensor, and is never in memory as a whole.
 
-Tested in tests/foreign/test_paddle_files.py and tests/live/test_paddle_reads.py.
+Tested in tests/foreign/test_paddle_files.py and tests/save/test_paddle_reads.py.
 """
 
 from __future__ import annotations

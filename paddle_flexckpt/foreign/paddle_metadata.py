@@ -4,7 +4,7 @@ Paddle takes numbered safetensors files for a Hugging Face directory, and every 
 it finds this file. It is a pickle of Paddle's class ``Metadata``. Where Paddle would read other values than those
 saved, the file makes Paddle fail with an error that has the reason.
 
-Tested in tests/live/test_paddle_reads.py.
+Tested in tests/save/test_paddle_reads.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """CheckpointManager: the checkpoints of a run, one directory for each step; when to save and what to keep."""
 
-from paddle_flexckpt.engine.step_record import StepRecord
 from paddle_flexckpt.manager.manager import CheckpointManager
 from paddle_flexckpt.manager.policies import (
     KeepBest,
@@ -15,6 +14,7 @@ from paddle_flexckpt.manager.policies import (
 )
 from paddle_flexckpt.manager.restore import RestoreReport
 from paddle_flexckpt.manager.step_contents import check
+from paddle_flexckpt.tools.step_record import StepRecord
 
 __all__ = [
     "CheckpointManager",

@@ -10,14 +10,14 @@ from typing import Union
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.engine.holders import find_holders
 from paddle_flexckpt.manager.pending_steps import PendingSteps
 from paddle_flexckpt.manager.policies import KeepPolicy
 from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.step_directories import StepDirectories
-from paddle_flexckpt.pages.holders import MOST_DRAWN, save_page
+from paddle_flexckpt.pages.holder_pages import MOST_DRAWN, save_page
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
+from paddle_flexckpt.tools.holders import find_holders
 
 Saved = Union[SaveReport, SaveHandle]
 

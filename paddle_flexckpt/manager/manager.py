@@ -13,10 +13,7 @@ from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, NotDurableError, ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.wire import join
-from paddle_flexckpt.engine.agreement import check_same
-from paddle_flexckpt.engine.options import GROUP, encode_options, same_on_all_ranks, takes
-from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.manager.follow_up import FollowUp
 from paddle_flexckpt.manager.manager_options import ManagerOptions, StepArguments, StepOptions
 from paddle_flexckpt.manager.pending_steps import PendingSteps
@@ -39,6 +36,9 @@ from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.listing import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
+from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.transfer.agreement import check_same
+from paddle_flexckpt.transfer.options import GROUP, encode_options, same_on_all_ranks, takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

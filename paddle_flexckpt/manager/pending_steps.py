@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, NotDurableError
-from paddle_flexckpt.live.sliced_saves import SlicedSave
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
+from paddle_flexckpt.save.sliced_saves import SlicedSave
 
 logger = logging.getLogger("paddle_flexckpt")
 

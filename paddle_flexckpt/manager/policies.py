@@ -15,7 +15,7 @@ from typing import Literal, TypeVar
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
-from paddle_flexckpt.engine.step_record import StepRecord
+from paddle_flexckpt.tools.step_record import StepRecord
 
 Mode = Literal["min", "max"]
 Policy = TypeVar("Policy")

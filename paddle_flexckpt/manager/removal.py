@@ -21,7 +21,7 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Val
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.backend import Backend, exists, map_files, write_file
 from paddle_flexckpt.media.file_names import check_file_name
-from paddle_flexckpt.native.names import is_message, marked_by
+from paddle_flexckpt.native.save_names import is_message, marked_by
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -18,9 +18,8 @@ from paddle_flexckpt.catalog import (
     UnreadableCheckpointError,
     ValidationError,
 )
-from paddle_flexckpt.engine.options import LoadOptions, Storage, Strict, rule
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.step_directories import Which, save_token_in
 from paddle_flexckpt.media.backend import Backend, reading
@@ -33,6 +32,7 @@ from paddle_flexckpt.run_state.extra_state import (
     restore_extra_state,
     schedule_left_out,
 )
+from paddle_flexckpt.transfer.options import LoadOptions, Storage, Strict, rule
 
 logger = logging.getLogger("paddle_flexckpt")
 

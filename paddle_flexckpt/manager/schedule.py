@@ -16,10 +16,10 @@ from types import FrameType
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.engine.agreement import check_same
 from paddle_flexckpt.manager.policies import SavePolicy
 from paddle_flexckpt.manager.step_contents import check_step
 from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.transfer.agreement import check_same
 
 _LIBC = ctypes.CDLL(None)
 # Room for a struct sigaction or a sigset_t of any C library. Their contents are not used here.

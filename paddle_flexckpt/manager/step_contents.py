@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
-from paddle_flexckpt.engine.agreement import check_heads
-from paddle_flexckpt.engine.options import GROUP, SHARDS, encode_options, same_on_all_ranks
-from paddle_flexckpt.engine.step_record import RECORD, StepRecord
-from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.live.sources import check_state
-from paddle_flexckpt.live.state import flatten_state_dict
+from paddle_flexckpt.communication.group_communicators import communicator_for
+from paddle_flexckpt.memory.sources import check_state
+from paddle_flexckpt.memory.state import flatten_state_dict
 from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.optimizers import optimizer_inside
 from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.run_state.extra_state import ConstantRate, collect_extra_state
+from paddle_flexckpt.tools.step_record import RECORD, StepRecord
+from paddle_flexckpt.transfer.agreement import check_heads
+from paddle_flexckpt.transfer.options import GROUP, SHARDS, encode_options, same_on_all_ranks
 
 _TAKEN = ("lr_scheduler", "scaler", "step", "rng", "dataloader")
 OWN_OBJECTS = {

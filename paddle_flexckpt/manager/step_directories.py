@@ -19,7 +19,6 @@ from paddle_flexckpt.catalog import (
     UnreadableCheckpointError,
     ValidationError,
 )
-from paddle_flexckpt.engine.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination, open_to_save
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, best_first, steps_to_remove
 from paddle_flexckpt.manager.removal import MANIFEST, UNIQUE_ID, Removal, interrupted, name_of, page_of, report_of
@@ -30,6 +29,7 @@ from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
 from paddle_flexckpt.report import SaveReport
+from paddle_flexckpt.tools.step_record import RECORD, StepRecord, read_record
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -24,7 +24,7 @@ from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import VerifyMode, hash_block, hash_blocks, verify_mode
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.read_planner import ReadPlanner
-from paddle_flexckpt.native.replicas import ReplicaChoice
+from paddle_flexckpt.native.replica_items import ReplicaChoice
 from paddle_flexckpt.native.row_files import DamagedCopy, RowFiles, Runs
 from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS, Stretches
 

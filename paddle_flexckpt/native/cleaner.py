@@ -24,7 +24,7 @@ from paddle_flexckpt.media.backend import map_files, run_beside
 from paddle_flexckpt.native.companion import CompanionFile
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.names import SaveId, SaveNames, is_message, marked_by, save_of
+from paddle_flexckpt.native.save_names import SaveId, SaveNames, is_message, marked_by, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
 

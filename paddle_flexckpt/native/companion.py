@@ -1,6 +1,6 @@
 """Companion files, which describe a directory of checkpoints to another program's loader: their makers' base class.
 
-Tested in tests/live/test_paddle_reads.py.
+Tested in tests/save/test_paddle_reads.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.media.backend import write_file
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.names import MANIFEST, is_message, marked_by, save_of
+from paddle_flexckpt.native.save_names import MANIFEST, is_message, marked_by, save_of
 
 
 class Companion(ABC):

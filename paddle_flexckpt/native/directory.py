@@ -15,8 +15,8 @@ from paddle_flexckpt.media.backend import Location, Lock, map_files, run_beside
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.names import MANIFEST, SaveNames, marked_by, rank_of, save_of
 from paddle_flexckpt.native.partition_files import check_partition, read_rows
+from paddle_flexckpt.native.save_names import MANIFEST, SaveNames, marked_by, rank_of, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
 

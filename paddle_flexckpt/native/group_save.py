@@ -12,8 +12,8 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, NotDurableError
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.save_directory import CleanUpError, SaveDirectory
+from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.progress import SILENT, Meter
 from paddle_flexckpt.ranks.communicator import Communicator
 

@@ -9,7 +9,7 @@ A node whose save died between these two steps cannot know whether another has p
 a later save finds out. A save that another node has replaced since is not published any more: that node has a newer
 checkpoint of the id, and need not have the files of the older one.
 
-Tested in tests/live/test_nodes.py.
+Tested in tests/save/test_nodes.py.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paddle_flexckpt.media.backend import Lock
 from paddle_flexckpt.native.cleaner import find_begun
 from paddle_flexckpt.native.directory import number_of
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
-from paddle_flexckpt.native.names import SaveNames, new_token, token_after
 from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.native.save_names import SaveNames, new_token, token_after
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -1,13 +1,13 @@
 """The planner of reads: the rules by which reads of items become requests.
 
 A subclass makes the requests (:class:`~paddle_flexckpt.native.reader.FileReader`), or counts them
-(:mod:`paddle_flexckpt.engine.read_counts`).
+(:mod:`paddle_flexckpt.transfer.read_counts`).
 
 If the file side of a copy is contiguous, it is read block by block, straight into the target if that is contiguous too.
 Short scattered runs (a column cut) are copied out of a memory map: one numpy call instead of a system call per run.
 Many reads are made in portions: neighbours in a file are one request.
 
-Tested in tests/native/test_stretches.py and tests/engine/test_read_counts.py.
+Tested in tests/native/test_stretches.py and tests/transfer/test_read_counts.py.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.header import DataFileHeader, read_header
 from paddle_flexckpt.native.manifest import FORMAT_VERSIONS, Manifest, SaveInfo, merge_parts
-from paddle_flexckpt.native.names import save_of
 from paddle_flexckpt.native.partition_files import merge_rows, read_partition
 from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.native.save_names import save_of
 from paddle_flexckpt.native.verify import REMEDY
 
 

@@ -40,9 +40,9 @@ from paddle_flexckpt.native.companion import Companion, CompanionFile
 from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import CheckpointDirectory, number_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
-from paddle_flexckpt.native.names import MANIFEST, SaveNames, marked_by, new_token, save_of
 from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
 from paddle_flexckpt.native.partitions import Partition, count_partitions
+from paddle_flexckpt.native.save_names import MANIFEST, SaveNames, marked_by, new_token, save_of
 from paddle_flexckpt.progress import SILENT, Meter
 
 logger = logging.getLogger("paddle_flexckpt")

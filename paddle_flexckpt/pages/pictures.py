@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.engine.holders import HoldersReport
 from paddle_flexckpt.pages.charts import Drawing, Line, Text, columns, of_bytes, of_seconds
-from paddle_flexckpt.pages.holders import largest, sides
+from paddle_flexckpt.pages.holder_pages import largest, sides
 from paddle_flexckpt.pages.style import PALETTE
+from paddle_flexckpt.tools.holders import HoldersReport
 
 #: The most tensors to draw.
 MOST_DRAWN = 6

@@ -242,7 +242,7 @@ def _rename(key: str, main: str, treatment: str, direction: str, hf_names: Any) 
 
 def _of_all_ranks(mine: list[_Rename], process_group: Any) -> list[_Rename]:
     """Return the statements of all ranks, each parameter's once."""
-    from paddle_flexckpt.live.communicator import communicator_for
+    from paddle_flexckpt.communication.group_communicators import communicator_for
 
     described = json.dumps([astuple(rename) for rename in mine]).encode()
     _, answers = communicator_for(process_group).together(lambda: (None, described), "cannot generate AOA statements")

@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, concat, dtype_of
-from paddle_flexckpt.planning.models import Model
+from paddle_flexckpt.planning.model_shapes import Model
 from paddle_flexckpt.planning.strategy import aligned
 
 # Bytes of a buffer of sharding V2: `comm_buffer_size_MB`.

@@ -18,11 +18,11 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.engine.buffered_reads import BUFFER_BYTES
-from paddle_flexckpt.engine.copies import DEVICE_CHUNK_BYTES
-from paddle_flexckpt.live.device_exchange import ROUND_BYTES
-from paddle_flexckpt.live.replica_digests import ROW_WORDS
+from paddle_flexckpt.communication.device_exchange import ROUND_BYTES
+from paddle_flexckpt.memory.replica_digests import ROW_WORDS
 from paddle_flexckpt.testing.device_check_record import Found, counters, require
+from paddle_flexckpt.transfer.buffered_reads import BUFFER_BYTES
+from paddle_flexckpt.transfer.copies import DEVICE_CHUNK_BYTES
 
 MIB = 1 << 20
 _COLUMNS = 1024

@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live.save_options import LEAST_BYTES
+from paddle_flexckpt.save.save_options import LEAST_BYTES
 from paddle_flexckpt.testing.device_check_record import (
     DTYPES,
     FP8,

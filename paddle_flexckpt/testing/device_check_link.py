@@ -18,9 +18,9 @@ import numpy as np
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live import device_bytes, page_lock
-from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.media.local import LocalOutputFile
+from paddle_flexckpt.memory import device_bytes, page_lock
+from paddle_flexckpt.memory.device_memory import DeviceMemory
 from paddle_flexckpt.native import checksums
 from paddle_flexckpt.testing.device_check_record import (
     Found,

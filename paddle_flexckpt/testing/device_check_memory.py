@@ -20,10 +20,9 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.engine import buffered_reads
-from paddle_flexckpt.live import device_bytes, page_lock, shared_saves
-from paddle_flexckpt.live import targets as live_targets
-from paddle_flexckpt.live.device_memory import DeviceMemory
+from paddle_flexckpt.memory import device_bytes, live_targets, page_lock
+from paddle_flexckpt.memory.device_memory import DeviceMemory
+from paddle_flexckpt.save import shared_saves
 from paddle_flexckpt.testing.device_check_record import (
     CheckFailed,
     Found,
@@ -38,6 +37,7 @@ from paddle_flexckpt.testing.device_check_record import (
     same,
     state_of,
 )
+from paddle_flexckpt.transfer import buffered_reads
 
 MIB = 1 << 20
 #: The smallest buffer of a load.

@@ -11,8 +11,8 @@ Two ways in:
 ``replace_in_tree()`` is no way into a trainer: it puts this library behind Paddle's own functions.
 """
 
-from paddle_flexckpt.trainer.arguments import FlexTrainingArguments, TrainerOptions, options_of
 from paddle_flexckpt.trainer.directories import TrainerDirectories, latest_checkpoint
+from paddle_flexckpt.trainer.flags import FlexTrainingArguments, TrainerOptions, options_of
 from paddle_flexckpt.trainer.in_tree import is_in_tree_replaced, replace_in_tree, restore_in_tree
 from paddle_flexckpt.trainer.installation import install, is_installed, uninstall
 from paddle_flexckpt.trainer.mixin import FlexTrainerMixin, PaddleFleetMixin, PaddleFormersMixin

@@ -26,17 +26,14 @@ from typing import Any
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.engine.agreement import check_same
-from paddle_flexckpt.engine.transfer import quiet_loads
-from paddle_flexckpt.live.communicator import communicator_for
-from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.live.sources import check_state
+from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.manager.pending_steps import PendingSteps
+from paddle_flexckpt.memory.sources import check_state
 from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
-from paddle_flexckpt.trainer.arguments import TrainerOptions, library_of, options_of
+from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.trainer.contents import (
     collect_shards,
     export_weights,
@@ -54,8 +51,11 @@ from paddle_flexckpt.trainer.directories import (
     step_of,
 )
 from paddle_flexckpt.trainer.ema import PREFIX, PREFIX_IN_DIRECTORY, AverageState, has_averages
+from paddle_flexckpt.trainer.flags import TrainerOptions, library_of, options_of
 from paddle_flexckpt.trainer.model_rules import aoa_config_of, export_config_of, install_model_rules
 from paddle_flexckpt.trainer.restoring import Restored, dequant_transform, restore_from
+from paddle_flexckpt.transfer.agreement import check_same
+from paddle_flexckpt.transfer.transfer import quiet_loads
 
 logger = logging.getLogger("paddle_flexckpt")
 

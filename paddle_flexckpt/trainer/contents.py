@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.catalog import Problem, ValidationError
-from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.parallel import optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.layers import build_overlap_buffers
 from paddle_flexckpt.sharded_weight import ShardedStateDict
+from paddle_flexckpt.tools.export import export_safetensors
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY
 from paddle_flexckpt.trainer.model_rules import describe_model
 

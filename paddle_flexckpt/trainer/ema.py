@@ -19,9 +19,9 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.marks import paddle_ids
 from paddle_flexckpt.foreign.paddle_checkpoint import EMA_DIRECTORY
-from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator
-from paddle_flexckpt.trainer.arguments import TrainerOptions
+from paddle_flexckpt.trainer.flags import TrainerOptions
 
 PREFIX = f"{EXTRA_STATE}ema."
 # The prefix of the keys of averages that are read from the libraries' own directories.

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.engine.options import LoadOptions
 from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
-from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import (
@@ -28,9 +27,10 @@ from paddle_flexckpt.run_state.extra_state import (
     scaler_problem,
     schedule_left_out,
 )
-from paddle_flexckpt.trainer.arguments import TrainerOptions
 from paddle_flexckpt.trainer.contents import collect_shards
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, is_flex
+from paddle_flexckpt.trainer.flags import TrainerOptions
+from paddle_flexckpt.transfer.options import LoadOptions
 
 # Files that the libraries write beside their own formats: pickles of plain values.
 _SCHEDULER, _SCALER = "scheduler.pdparams", "scaler.pdparams"

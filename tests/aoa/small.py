@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from paddle_flexckpt.aoa import compile_program
-from paddle_flexckpt.aoa.mapping import TensorMapping
+from paddle_flexckpt.aoa.element_maps import TensorMapping
 from paddle_flexckpt.catalog import Catalog
 from tests.aoa.evaluate import carry_out
 from tests.aoa.layouts import catalog_of

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 
-from paddle_flexckpt.aoa import compile_program, emit, macros, names, parser, rule
+from paddle_flexckpt.aoa import compile_program, emit, macros, parser, rule
+from paddle_flexckpt.aoa import placeholders as names
 from paddle_flexckpt.aoa.structure import Structure
 from tests.aoa.fleet_models import PieceNames
 from tests.aoa.small import catalog, room

@@ -19,7 +19,7 @@ from paddle_flexckpt.aoa.families import small_models
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules
 from paddle_flexckpt.catalog import CatalogBuilder
 from paddle_flexckpt.catalog.errors import CheckpointError
-from paddle_flexckpt.engine.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
 from tests.aoa.oracle_steps import dequantised_mxfp4
 from tests.aoa.test_model_rules import State, blank, check_equal, move
 

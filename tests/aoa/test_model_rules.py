@@ -13,9 +13,9 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.aoa import parser
-from paddle_flexckpt.aoa.errors import AoaError
 from paddle_flexckpt.aoa.families import small_models
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
+from paddle_flexckpt.aoa.statement_errors import AoaError
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
 
@@ -373,7 +373,7 @@ def test_the_way_back(name, make, variant):
 def test_an_export_has_the_keys_of_hf(name, make, variant):
     """Without a destination, what statements make is what they say, and nothing in between."""
     pytest.importorskip("paddle")
-    from paddle_flexckpt.live.merged import load_merged_state_dict
+    from paddle_flexckpt.load.merged import load_merged_state_dict
 
     hf, paddle, parameters = make(variant)
     config = model_rules(name, variant, "to_hf", **parameters)

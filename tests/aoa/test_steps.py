@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa.casts import FLOATS, converted, number_in, simplify_chain
-from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.steps import (
     Average,
     Constant,

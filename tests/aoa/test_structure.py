@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import structure_ops as ops
 from paddle_flexckpt.aoa.casts import converted
-from paddle_flexckpt.aoa.mapping import TensorInfo
+from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.steps import Average, Convert, DequantFp8, LoraMerge, Scale, WeightedSum
 from paddle_flexckpt.aoa.structure import Derived, Structure, StructureError
 from paddle_flexckpt.catalog import dtype_of

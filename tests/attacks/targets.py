@@ -37,7 +37,7 @@ from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.repair import rebuild_manifest
-from paddle_flexckpt.native.replicas import StoredReplicas
+from paddle_flexckpt.native.replica_items import StoredReplicas
 from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
 from paddle_flexckpt.native.verify import verify_files
 from tests.attacks import seeds

@@ -11,13 +11,13 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError, validate
-from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.merged import load_merged_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.load.merged import load_merged_state_dict
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, _digest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
+from paddle_flexckpt.tools.verification import verify_checkpoint
 from tests.native.samples import store, whole
 from tests.property.layouts import Shard
 

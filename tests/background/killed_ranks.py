@@ -14,14 +14,14 @@ from typing import Any
 
 from paddle_flexckpt.background import BackgroundWriter, process
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.live import save_options
-from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.live.transport import SocketTransport, Transport
+from paddle_flexckpt.communication.transport import SocketTransport, Transport
 from paddle_flexckpt.native import data_file
 from paddle_flexckpt.ranks import lost_ranks
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.host_channel import HostChannel
 from paddle_flexckpt.ranks.lost_ranks import announce
+from paddle_flexckpt.save import save_options
+from paddle_flexckpt.save.saver import save_state_dict
 from tests.background.helpers import PATIENCE_SECONDS, SOLO, await_end, shards
 from tests.background.kill_jobs import MIB, STOPPED_SECONDS, Job
 from tests.background.moments import Count, tell_commit

@@ -13,9 +13,9 @@ import pytest
 
 from paddle_flexckpt.background.staging import BUCKETS, LEAST_BYTES, WaveReceiver, WaveSender
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.saver import save_state_dict
-from paddle_flexckpt.live.sliced_saves import Staging
+from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.save.sliced_saves import Staging
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, SOLO, limit_file_size, load, save
@@ -194,9 +194,9 @@ def test_a_training_process_that_dies_meanwhile_leaves_no_checkpoint(tmp_path, w
     status, _, _ = run(
         tmp_path,
         """
-        from paddle_flexckpt.live.sliced_saves import Staging
+        from paddle_flexckpt.save.sliced_saves import Staging
         from tests.background.test_waves import LEAST_BYTES, large_state
-        from paddle_flexckpt.live.saver import save_state_dict
+        from paddle_flexckpt.save.saver import save_state_dict
         from tests.background.helpers import SOLO
         right, count = Staging.fill, []
         def fill(self, bucket):

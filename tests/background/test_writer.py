@@ -16,12 +16,12 @@ from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.report import SaveReport
+from paddle_flexckpt.save.saver import save_state_dict
 from tests.background.helpers import ELEMENTS, PATIENCE_SECONDS, SOLO, Watch, kill, load, save, state, stopped
 from tests.saved import data_file, short_names
 

@@ -8,7 +8,7 @@ import socket
 import sys
 
 from paddle_flexckpt.background import BackgroundWriter, SaveSlot
-from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.save.saver import save_state_dict
 from tests.background.helpers import SOLO, PairCommunicator, shards
 
 

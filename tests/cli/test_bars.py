@@ -14,7 +14,7 @@ from paddle_flexckpt.cli import bars
 from paddle_flexckpt.cli.bars import progress_bar
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.progress import Progress
-from tests.engine.samples import save
+from tests.transfer.samples import save
 
 
 class Terminal(io.StringIO):

@@ -9,8 +9,8 @@ import pytest
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.strategy import parse_strategy
-from tests.engine.rehearsed import save
-from tests.engine.test_models import decoder
+from tests.tools.rehearsed import save
+from tests.tools.test_models import decoder
 
 
 def test_a_line_and_json(tmp_path, capsys):
@@ -54,7 +54,7 @@ def test_a_rehearsal_takes_what_was_found(rehearsed):
 
 
 def test_a_rehearsal_probes_a_directory(tmp_path, rehearsed, capsys, monkeypatch):
-    monkeypatch.setattr("paddle_flexckpt.engine.probe.probe.__defaults__", (1 << 20, 2))
+    monkeypatch.setattr("paddle_flexckpt.tools.probe.probe.__defaults__", (1 << 20, 2))
     command = ["rehearse", str(tmp_path / "one"), "--to", "tp=2", "--probe", str(tmp_path)]
     assert main(command) == 0
     assert "; direct: " in capsys.readouterr().out

@@ -14,8 +14,8 @@ import pytest
 
 from paddle_flexckpt.cli.common import byte_count
 from paddle_flexckpt.cli.main import main
-from tests.engine.samples import save, values_of
 from tests.pages.samples import check
+from tests.transfer.samples import save, values_of
 
 KINDS = {
     "model.layers.0.w": ("float32", (4, 6)),

@@ -13,7 +13,7 @@ import pytest
 
 from paddle_flexckpt.cli.completion import SHELLS
 from paddle_flexckpt.cli.main import build_parser, main
-from tests.engine.samples import save
+from tests.transfer.samples import save
 
 
 def commands() -> dict[str, argparse.ArgumentParser]:
@@ -105,5 +105,5 @@ def test_inspect_imports_no_more_than_it_needs(tmp_path):
     found = modules_of("inspect", str(tmp_path))
     tops = {name.split(".")[0] for name in found}
     assert not {"paddle", "torch", "tqdm", "fsspec", "matplotlib", "yaml", "asyncio"} & tops
-    for room in ("live", "engine", "aoa", "planning", "background"):
+    for room in ("load", "transfer", "aoa", "planning", "background"):
         assert not any(name.startswith(f"paddle_flexckpt.{room}") for name in found), room

@@ -18,12 +18,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.engine.comparison import diff
-from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.tools.comparison import diff
+from paddle_flexckpt.tools.tensor_reader import TensorReader
 from tests.crash.harness import read_tree
-from tests.engine.samples import save, values_of
 from tests.ramdisk import memory_directory
+from tests.transfer.samples import save, values_of
 
 SCRIPT = shutil.which("flexckpt", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
 HIDDEN, HEADS, GROUPS, LAYERS, VOCABULARY, INNER = 16, 4, 2, 2, 10, 24

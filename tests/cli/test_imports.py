@@ -10,8 +10,8 @@ import sys
 import numpy as np
 import pytest
 
-from paddle_flexckpt.engine.step_record import RECORD, StepRecord
-from tests.engine.samples import save
+from paddle_flexckpt.tools.step_record import RECORD, StepRecord
+from tests.transfer.samples import save
 
 READERS = (
     *("dcp_safetensors", "deepspeed", "huggingface", "megatron", "npz", "paddle_checkpoint", "paddle_pickles"),
@@ -21,9 +21,16 @@ READERS = (
 UNUSED = {
     *(f"foreign.{name}" for name in READERS),
     *("foreign.paddle_metadata", "native.save_directory", "media.remote", "patching", "cli.doctor", "cli.rehearse"),
-    *("engine.export", "engine.verification", "engine.rehearsal", "engine.conversion", "aoa.compile", "aoa.invert"),
+    *("tools.export", "tools.verification", "tools.rehearsal", "tools.conversion", "aoa.compile", "aoa.invert"),
 }
-WORKING = {"engine.transfer", "engine.options", "aoa.mapping", "aoa.parser", "planning.matching", "native.reader"}
+WORKING = {
+    "transfer.transfer",
+    "transfer.options",
+    "aoa.element_maps",
+    "aoa.parser",
+    "planning.matching",
+    "native.reader",
+}
 PROGRAM = """
 import contextlib, io, json, sys
 from paddle_flexckpt.cli.main import main
@@ -74,7 +81,7 @@ def test_the_version_needs_nothing():
 
 def test_inspect_imports_no_reader_and_no_engine(run):
     own, others = imported("inspect", str(run / "managed" / "step_1"))
-    assert not own & (UNUSED | WORKING | {"cli.outputs", "report", "engine", "aoa", "planning"})
+    assert not own & (UNUSED | WORKING | {"cli.outputs", "report", "transfer", "tools", "aoa", "planning"})
     assert "native.manifest" in own
     assert not others & {"paddle", "fsspec", "asyncio", "ssl", "hashlib", "importlib.metadata", "pickletools"}
 
@@ -82,7 +89,7 @@ def test_inspect_imports_no_reader_and_no_engine(run):
 @pytest.mark.parametrize("words", [["ls", "plain"], ["du", "plain/step_1"], ["du", "managed/step_1", "--by", "rank"]])
 def test_ls_and_du_import_no_engine(run, words):
     own, others = imported(words[0], str(run / words[1]), *words[2:])
-    assert not own & (UNUSED | WORKING - {"aoa.mapping"} | {"cli.outputs", "report"})
+    assert not own & (UNUSED | WORKING - {"aoa.element_maps"} | {"cli.outputs", "report"})
     assert not others & {"paddle", "fsspec", "importlib.metadata", "pickletools"}
 
 

@@ -15,8 +15,8 @@ import pytest
 from paddle_flexckpt.catalog import Problem
 from paddle_flexckpt.cli.main import build_parser, main
 from paddle_flexckpt.report import LoadReport, Report, SaveReport, VerifyReport
-from tests.engine.samples import save
 from tests.native.samples import flip
+from tests.transfer.samples import save
 
 jsonschema = pytest.importorskip("jsonschema")
 if sys.version_info < (3, 10):

@@ -11,11 +11,11 @@ from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.cli.map import seconds_of
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.strategy import parse_strategy
-from tests.engine.rehearsed import save
-from tests.engine.samples import save as save_values
-from tests.engine.test_models import decoder
 from tests.pages.samples import HOSTILE, check
 from tests.saved import data_file
+from tests.tools.rehearsed import save
+from tests.tools.test_models import decoder
+from tests.transfer.samples import save as save_values
 
 KEY = "model.layers.0.mlp.down_proj.weight"
 

@@ -12,9 +12,9 @@ from safetensors.numpy import save_file
 
 from paddle_flexckpt.aoa.model_rules import model_rules
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.engine.conversion import convert_checkpoint
-from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.tools.conversion import convert_checkpoint
+from paddle_flexckpt.tools.tensor_reader import TensorReader
 from tests.cli.test_convert import CONFIG, llama
 from tests.documents import ROOT, every_block
 from tests.foreign import test_paddle_checkpoint, test_paddle_pickles, test_torch_dcp, test_unified_checkpoint

@@ -17,10 +17,10 @@ import pytest
 from paddle_flexckpt.cli import doctor, overview, patch
 from paddle_flexckpt.cli import main as cli
 from paddle_flexckpt.cli.main import build_parser, main
-from paddle_flexckpt.engine.step_record import RECORD, StepRecord
-from tests.engine.samples import save
+from paddle_flexckpt.tools.step_record import RECORD, StepRecord
 from tests.patching.samples import install, write_patches
 from tests.remedies.following import advised
+from tests.transfer.samples import save
 
 VALUES = {
     "layers.0.w": np.ones((4, 8), np.float32),

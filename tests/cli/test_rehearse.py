@@ -10,9 +10,9 @@ from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
-from tests.engine.rehearsed import save
-from tests.engine.test_models import decoder
 from tests.pages.samples import check
+from tests.tools.rehearsed import save
+from tests.tools.test_models import decoder
 
 
 @pytest.fixture

@@ -23,14 +23,14 @@ from safetensors.numpy import load_file, save_file
 
 from paddle_flexckpt.cli import doctor
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.engine.conversion import convert_checkpoint
 from paddle_flexckpt.patching import read_patches
+from paddle_flexckpt.tools.conversion import convert_checkpoint
 from tests.cli.test_completion import commands
 from tests.cli.test_convert import CONFIG, SCRIPT, flexckpt, llama
 from tests.documents import json_block, shell_block
-from tests.engine.samples import save
 from tests.foreign import test_paddle_pickles
 from tests.native.samples import flip
+from tests.transfer.samples import save
 
 PATIENCE_SECONDS = 120.0
 STATE = {

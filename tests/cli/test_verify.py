@@ -14,9 +14,9 @@ import pytest
 
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from tests.engine.samples import save, values_of
 from tests.native.samples import flip
 from tests.saved import data_file
+from tests.transfer.samples import save, values_of
 
 KINDS = {
     "model.w": ("float32", (4, 6)),

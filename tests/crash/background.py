@@ -20,12 +20,12 @@ from paddle_flexckpt.background.worker import write_share
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.ranks.communicator import Communicator, failed, raise_failures
 from paddle_flexckpt.ranks.writer_group import LostCoordinatorError
 from paddle_flexckpt.report import SaveReport
+from paddle_flexckpt.save.saver import save_state_dict
 from tests.crash.job import JobCommunicator, Stopped
 from tests.crash.saves import again_with
 from tests.crash.scenario import DIRECTORY, Scenario, State, Step, saved, shards

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from paddle_flexckpt.catalog import LostRankError
-from paddle_flexckpt.live.transport import Transport
+from paddle_flexckpt.communication.transport import Transport
 from paddle_flexckpt.ranks.communicator import Communicator
 
 # A rank that waits for so long waits for one that is stuck in something else than this job.

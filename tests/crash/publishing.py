@@ -34,11 +34,11 @@ from unittest import mock
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
-from paddle_flexckpt.engine.tensor_reader import TensorReader
-from paddle_flexckpt.live import owned_pieces, publishing
-from paddle_flexckpt.live.publishing import publish
+from paddle_flexckpt.load import owned_pieces, publishing
+from paddle_flexckpt.load.publishing import publish
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.tools.tensor_reader import TensorReader
 
 #: A rank that does not end: something waits for what will not come.
 SECONDS = 60

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 
-import paddle_flexckpt.engine.verification as verification
+import paddle_flexckpt.tools.verification as verification
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.ranks.communicator import Communicator
 from tests.crash.scenario import DIRECTORY, Scenario, State, Step, save, saved

@@ -12,8 +12,8 @@ from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.local_locks import DirectoryLock
 from paddle_flexckpt.native import save_directory
 from paddle_flexckpt.native.cleaner import Cleaner
-from paddle_flexckpt.native.names import SaveNames
 from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.native.save_names import SaveNames
 from tests.crash import explore
 from tests.crash import scenario as scenarios
 from tests.crash.explore import SPREADS, stops

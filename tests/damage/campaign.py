@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.report import LoadReport, VerifyReport
+from paddle_flexckpt.tools.verification import verify_checkpoint
 from tests.damage.checkpoint import ID, Files, Loads, Saves, prepare
 from tests.damage.kinds import ALL
 from tests.damage.location import damaged, damaged_keys, may_load, why_not_located

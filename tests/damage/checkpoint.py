@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 
-from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.engine.samples import cut, save, values_of
+from tests.transfer.samples import cut, save, values_of
 
 # By dtype and shape. The first has two blocks in every rank's file, the second is flattened.
 KINDS = {

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import Problem
-from paddle_flexckpt.engine import files
-from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
+from paddle_flexckpt.tools.verification import verify_checkpoint
+from paddle_flexckpt.transfer import files
 from tests.damage import campaign
 from tests.damage.checkpoint import ID, Loads, prepare
 from tests.damage.kinds import ALL

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.live.loader import load_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.native import partitions
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.tools.verification import verify_checkpoint
 from tests.damage.checkpoint import KINDS, WORLD, opposite
-from tests.engine.samples import cut, save, values_of
 from tests.ramdisk import memory_directory
+from tests.transfer.samples import cut, save, values_of
 
 KEYS = {f"{key}.{number}": kind for key, kind in KINDS.items() if key not in ("matrix", "none") for number in range(4)}
 

@@ -13,7 +13,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.communication.group_communicators import communicator_for
 from tests.device import plugin
 
 work, case = Path(sys.argv[1]), sys.argv[2]

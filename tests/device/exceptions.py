@@ -27,7 +27,7 @@ class Exempt(NamedTuple):
 
 # Shapes with elements: the others have nothing to stage.
 _FILLED = ("shape0", "shape1", "shape2", "shape5")
-_TENSORS = "tests/live/test_tensors.py"
+_TENSORS = "tests/memory/test_tensors.py"
 
 EXCEPTIONS: tuple[Exempt, ...] = (
     *(
@@ -47,7 +47,7 @@ EXCEPTIONS: tuple[Exempt, ...] = (
         for view in ("rows", "broadcast")
     ),
     Exempt(
-        "tests/live/test_memory.py::test_each_call_of_*_stays_within_its_budget*",
+        "tests/load/test_memory.py::test_each_call_of_*_stays_within_its_budget*",
         "host",
         "fills its tensors through the array of a HostTensor, which is a copy of a device tensor",
     ),
@@ -88,7 +88,7 @@ EXCEPTIONS: tuple[Exempt, ...] = (
     ),
     *(
         Exempt(
-            f"tests/live/test_odd_tensors.py::{test}",
+            f"tests/memory/test_odd_tensors.py::{test}",
             "paddle",
             "Paddle makes a sparse tensor with a kernel for the host, which follows the device's addresses",
             run=False,

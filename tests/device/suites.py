@@ -16,7 +16,18 @@ from tests.device import plugin
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Suites whose tests put tensors into the library in this process.
-SUITES = ("tests/live", "tests/run_state", "tests/manager", "tests/parallel", "tests/trainer", "tests/engine")
+SUITES = (
+    "tests/memory",
+    "tests/communication",
+    "tests/save",
+    "tests/load",
+    "tests/run_state",
+    "tests/manager",
+    "tests/parallel",
+    "tests/trainer",
+    "tests/transfer",
+    "tests/tools",
+)
 PATIENCE = 1800.0
 
 

@@ -52,7 +52,7 @@ RANKS = {
 }
 # Runs in every process of the check, before all else: the last byte that is read off a device is another one.
 MISTAKE = """
-from paddle_flexckpt.live.device_memory import DeviceMemory
+from paddle_flexckpt.memory.device_memory import DeviceMemory
 
 right = DeviceMemory.read_into
 

@@ -21,11 +21,12 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.engine import transfer
-from paddle_flexckpt.live import device_exchange, page_lock, sliced_saves
-from paddle_flexckpt.live.device_bytes import DeviceBytes
-from paddle_flexckpt.live.device_memory import DeviceMemory
-from paddle_flexckpt.live.shared_saves import SharedSave
+from paddle_flexckpt.communication import device_exchange
+from paddle_flexckpt.memory import page_lock
+from paddle_flexckpt.memory.device_bytes import DeviceBytes
+from paddle_flexckpt.memory.device_memory import DeviceMemory
+from paddle_flexckpt.save import sliced_saves
+from paddle_flexckpt.save.shared_saves import SharedSave
 from paddle_flexckpt.testing import device_check_link, device_check_memory
 from paddle_flexckpt.testing.device_check_counts import count_alone, count_ranks
 from paddle_flexckpt.testing.device_check_dtypes import DtypeChecks
@@ -33,6 +34,7 @@ from paddle_flexckpt.testing.device_check_link import LinkChecks
 from paddle_flexckpt.testing.device_check_memory import MemoryChecks, PageChecks, reshard_of_ranks
 from paddle_flexckpt.testing.device_check_ranks import RankChecks
 from paddle_flexckpt.testing.device_check_record import COUNTERS_VARIABLE, SIMULATED_VARIABLE, Record, read_record
+from paddle_flexckpt.transfer import transfer
 from tests.device import plugin
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]

@@ -20,12 +20,12 @@ import paddle
 
 from paddle_flexckpt.algebra import StridedCopy, row_major_strides
 from paddle_flexckpt.catalog import dtype_of
-from paddle_flexckpt.engine import copies
-from paddle_flexckpt.engine.copies import copy_values, pack_copy, read_values, write_values
-from paddle_flexckpt.live import replica_digests as digests
-from paddle_flexckpt.live.device_memory import DeviceMemory
-from paddle_flexckpt.live.tensor_memory import empty_on_host, host_memory
-from paddle_flexckpt.live.tensors import HostTensor, open_storage
+from paddle_flexckpt.memory import replica_digests as digests
+from paddle_flexckpt.memory.device_memory import DeviceMemory
+from paddle_flexckpt.memory.tensor_memory import empty_on_host, host_memory
+from paddle_flexckpt.memory.tensors import HostTensor, open_storage
+from paddle_flexckpt.transfer import copies
+from paddle_flexckpt.transfer.copies import copy_values, pack_copy, read_values, write_values
 from tests.device import plugin
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]

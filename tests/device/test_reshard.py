@@ -11,7 +11,7 @@ pytest.importorskip("paddle")
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live.device_exchange import DeviceExchange
+from paddle_flexckpt.communication.device_exchange import DeviceExchange
 from tests.device import plugin
 from tests.device.jobs_findings import columns_shard, right_columns, rows_shard
 from tests.distributed import jobs_common as common

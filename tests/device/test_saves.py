@@ -21,9 +21,9 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live import device_bytes
-from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.media.local import LocalOutputFile
+from paddle_flexckpt.memory import device_bytes
+from paddle_flexckpt.memory.device_memory import DeviceMemory
 from tests.device import plugin
 from tests.device.jobs_findings import measured
 

@@ -23,8 +23,10 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live import device_bytes, device_exchange, saver, shared_saves, tensors
-from paddle_flexckpt.live.device_memory import DeviceMemory
+from paddle_flexckpt.communication import device_exchange
+from paddle_flexckpt.memory import device_bytes, tensors
+from paddle_flexckpt.memory.device_memory import DeviceMemory
+from paddle_flexckpt.save import saver, shared_saves
 from paddle_flexckpt.testing import World, WorldError
 from tests.device import plugin
 

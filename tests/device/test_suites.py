@@ -15,7 +15,7 @@ pytestmark = pytest.mark.paddle
 
 @pytest.mark.skipif(bool(plugin.missing_tools()), reason=plugin.missing_tools())
 def test_a_suite_passes_with_a_device_current():
-    status, said = suites.run("tests/live/test_tensors.py", [])
+    status, said = suites.run("tests/memory/test_tensors.py", [])
     assert status == 0, said
     counted = re.search(r"device: (\d+) guarded calls, (\d+) host touches, (\d+) uses of freed memory", said)
     assert counted is not None, said

@@ -18,7 +18,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.utils import sequence_parallel_utils as sequence
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.testing import cpu_world
 
 # Extents that the degrees 1, 2 and 4 divide, and no two alike, so that a wrong axis shows.

@@ -10,7 +10,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live import communicator
+from paddle_flexckpt.communication import group_communicators as communicator
 from paddle_flexckpt.ranks.host_channel import HostChannel
 
 directory, transport, victim, point = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]

@@ -11,7 +11,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live import communicator
+from paddle_flexckpt.communication import group_communicators as communicator
 from paddle_flexckpt.ranks.host_channel import HostChannel
 
 dist.init_parallel_env()

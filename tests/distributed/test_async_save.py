@@ -18,7 +18,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.background import shared_writer
-from paddle_flexckpt.live.tensors import HostTensor
+from paddle_flexckpt.memory.tensors import HostTensor
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import counted, zoo_bytes
 from tests.saved import short, short_names

@@ -10,8 +10,8 @@ import pytest
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.engine.kept_plans import KeptPlans
-from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.communication.group_communicators import communicator_for
+from paddle_flexckpt.transfer.kept_plans import KeptPlans
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import KINDS, LAYOUTS, Net
 from tests.distributed.test_tensor_parallel import adamw, wrong_names

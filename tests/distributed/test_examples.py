@@ -282,11 +282,11 @@ def test_progress_reports_and_observers(capsys, monkeypatch):
 
 
 def test_options_and_meters_as_their_modules_show_them():
-    from paddle_flexckpt.engine import options
     from paddle_flexckpt.progress import Meter
+    from paddle_flexckpt.transfer import options
 
     names = {**vars(options), **vars(__import__("dataclasses"))}
-    left = execute(docstring_block("paddle_flexckpt/engine/options.py", "class SaveOptions"), **names)
+    left = execute(docstring_block("paddle_flexckpt/transfer/options.py", "class SaveOptions"), **names)
     left.save("a", step=3)
     assert "storage" in left.save.__doc__ or "storage" in str(left.save.__signature__)
     told = []

@@ -12,7 +12,7 @@ import paddle.distributed as dist
 from paddle.distributed import fleet
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live.state import open_state
+from paddle_flexckpt.memory.state import open_state
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.testing import cpu_world

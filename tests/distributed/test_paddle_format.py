@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("paddle.distributed.flex_checkpoint")
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.engine import models
-from paddle_flexckpt.engine.conversion import convert_checkpoint
+from paddle_flexckpt.tools import models
+from paddle_flexckpt.tools.conversion import convert_checkpoint
 from tests.distributed.matrix.assembly import assemble, differing
 from tests.distributed.matrix.strategies import BY_NAME, STRATEGIES
 from tests.distributed.test_layouts import text_of

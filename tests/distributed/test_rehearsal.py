@@ -11,10 +11,10 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.engine.options import LoadOptions
-from paddle_flexckpt.engine.rehearsal import rehearse
 from paddle_flexckpt.planning.layouts import Layout, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
+from paddle_flexckpt.tools.rehearsal import rehearse
+from paddle_flexckpt.transfer.options import LoadOptions
 from tests.distributed.matrix import jobs
 from tests.distributed.matrix.rehearsals import JOBS, layout_of, miscounted, missaved, undescribed
 from tests.distributed.matrix.strategies import BY_NAME, MODELS, sample

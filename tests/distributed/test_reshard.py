@@ -25,7 +25,7 @@ from paddle_flexckpt import (
     make_replicated_sharded_tensor,
     make_tp_sharded_tensor_for_checkpoint,
 )
-from paddle_flexckpt.live import device_exchange, rounds
+from paddle_flexckpt.communication import device_exchange, rounds
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import LAYOUTS
 

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, dtype_of
-from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
+from paddle_flexckpt.tools.tensor_reader import TensorReader
 from tests.attacks.seeds import container
 from tests.foreign import make_torch_dcp, make_torch_safetensors
 from tests.foreign.layouts import load_into_three_layouts

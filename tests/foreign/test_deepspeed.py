@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnsafePickleError, ValidationError
-from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.deepspeed_values import DEEPSPEED, Fragment
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
+from paddle_flexckpt.tools.tensor_reader import TensorReader
 from tests.attacks.opcodes import call, named, named_by_line, program, short
 from tests.foreign import make_deepspeed
 from tests.foreign.layouts import load_into_three_layouts

@@ -14,12 +14,12 @@ from safetensors import numpy as safetensors_numpy
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.engine.conversion import convert_checkpoint
-from paddle_flexckpt.engine.export import export_safetensors
-from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.tools.conversion import convert_checkpoint
+from paddle_flexckpt.tools.export import export_safetensors
+from paddle_flexckpt.tools.verification import verify_checkpoint
 from tests.native.samples import store, whole
 
 W = np.arange(24, dtype=np.float32).reshape(6, 4)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, dtype_of
-from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign import megatron
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
+from paddle_flexckpt.tools.tensor_reader import TensorReader
 from tests.foreign import make_megatron
 from tests.foreign.layouts import load_into_three_layouts
 

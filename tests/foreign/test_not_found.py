@@ -9,7 +9,7 @@ import pytest
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
-from paddle_flexckpt.native.names import lost_ids
+from paddle_flexckpt.native.save_names import lost_ids
 from tests.native.test_directory import save
 from tests.remedies.following import provoked
 

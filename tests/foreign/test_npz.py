@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.strided_boxes import boxes_of, count_boxes, row_major
 from paddle_flexckpt.foreign.zip_directory import Layout, find_bytes, read_directory
+from paddle_flexckpt.tools.tensor_reader import TensorReader
 
 W = np.arange(24, dtype=np.float32).reshape(4, 6)
 ARRAYS = {

@@ -11,12 +11,12 @@ from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError, ValidationError
-from paddle_flexckpt.engine.export import export_safetensors
-from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign import paddle_pickles
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_manifest
 from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.tools.export import export_safetensors
+from paddle_flexckpt.tools.verification import verify_checkpoint
 from tests.foreign.writers import NEW, OLD, metadata_pickle
 
 W = np.arange(24, dtype=np.float32).reshape(6, 4)

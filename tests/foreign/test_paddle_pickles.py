@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError, ValidationError
-from paddle_flexckpt.engine.tensor_reader import TensorReader
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
+from paddle_flexckpt.tools.tensor_reader import TensorReader
 from tests.attacks.opcodes import call, named, program, short
 
 NAMES = "StructuredToParameterName@@"

@@ -10,11 +10,11 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.engine.export import export_safetensors
-from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.tools.export import export_safetensors
+from paddle_flexckpt.tools.verification import verify_checkpoint
+from paddle_flexckpt.tools.whole_tensors import iterate_tensors
 from tests.foreign.writers import metadata_pickle
 
 STATE_DIRECTORIES = ("model_state", "optimizer_state", "master_weight")

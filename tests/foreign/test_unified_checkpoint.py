@@ -9,10 +9,10 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
+from paddle_flexckpt.tools.verification import verify_checkpoint
+from paddle_flexckpt.tools.whole_tensors import iterate_tensors
 
 MODEL = {
     "embed.weight": np.arange(24, dtype=np.float32).reshape(6, 4),

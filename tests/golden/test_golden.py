@@ -10,17 +10,17 @@ import shutil
 import numpy as np
 import pytest
 
-from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
-from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
+from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
+from paddle_flexckpt.tools.whole_tensors import iterate_tensors
 from tests.golden.make import DTYPES_AND_SHAPES, FUSED, HERE, PARTITIONED, SHARDED, fused, fused_parts, value_of
 from tests.saved import data_file
 

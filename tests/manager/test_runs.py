@@ -14,11 +14,11 @@ import paddle
 import pytest
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.engine.step_record import StepRecord
 from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.tools.step_record import StepRecord
 from tests.background.helpers import shards
 from tests.manager.samples import data_of, directory_of, empty, manager_of, restore, save, tree, values, version_of
 from tests.native.samples import flip

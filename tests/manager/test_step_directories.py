@@ -20,7 +20,7 @@ from paddle_flexckpt.manager import step_contents as contents_module
 from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
-from paddle_flexckpt.native.names import token_after
+from paddle_flexckpt.native.save_names import token_after
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from tests.manager.samples import (
     damage_manifest,

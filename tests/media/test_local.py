@@ -8,11 +8,11 @@ import stat
 
 import pytest
 
-from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.media import local
 from paddle_flexckpt.media.backend import write_file
 from paddle_flexckpt.media.local import LocalBackend, sync_path
-from tests.engine.samples import save, values_of
+from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
+from tests.transfer.samples import save, values_of
 
 
 @pytest.mark.parametrize("mode", ["new", "replace"])

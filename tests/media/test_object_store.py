@@ -10,18 +10,18 @@ import pytest
 pytest.importorskip("s3fs")
 
 from paddle_flexckpt.catalog import CheckpointError, UnreadableCheckpointError
-from paddle_flexckpt.engine.export import export_safetensors
-from paddle_flexckpt.engine.verification import verify_checkpoint
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media import remote, retrying
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.media.read_ahead import LONGEST_REQUEST, ReadAhead
 from paddle_flexckpt.media.remote_files import RemoteOutputFile
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
+from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.tools.export import export_safetensors
+from paddle_flexckpt.tools.verification import verify_checkpoint
 from tests.object_store import running_store
 from tests.saved import data_file, short, short_names
 

@@ -20,8 +20,6 @@ pytest.importorskip("fsspec")
 import fsspec
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.engine.export import export_safetensors
-from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media import lease, retrying
 from paddle_flexckpt.media.backend import exists, fill, publish, write_file
@@ -33,6 +31,8 @@ from paddle_flexckpt.media.remote import FsspecBackend
 from paddle_flexckpt.media.remote_files import RemoteInputFile, Windows
 from paddle_flexckpt.media.urls import Secrets, redacted
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
+from paddle_flexckpt.tools.export import export_safetensors
+from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 from tests.media.stores import KINDS, Disk
 from tests.native.test_directory import save as save_native
 from tests.native.two_ranks import load, save
@@ -100,7 +100,7 @@ def test_paths_never_need_fsspec(tmp_path):
 import sys
 import numpy as np
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.native.names import SaveNames
+from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.cli.main import main
 open_to_save({str(tmp_path / "d")!r}).lock().release()

@@ -18,7 +18,7 @@ from paddle_flexckpt.media.lease import LeaseLocks
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
-from paddle_flexckpt.native.names import SaveNames, token_after
+from paddle_flexckpt.native.save_names import SaveNames, token_after
 from tests.native.samples import items_of, values_of, whole
 from tests.native.test_directory import names, save
 from tests.saved import data_file, short_names

@@ -21,13 +21,9 @@ from paddle_flexckpt.catalog import (
     ValidationError,
 )
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.engine.tensor_reader import TensorReader
-from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
-from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import manifest as manifest_module
@@ -35,14 +31,18 @@ from paddle_flexckpt.native import partitions as partitions_module
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
-from paddle_flexckpt.native.names import rank_of
 from paddle_flexckpt.native.partition_files import encode_partition, split_rows
 from paddle_flexckpt.native.partitions import count_partitions, partition_of
+from paddle_flexckpt.native.save_names import rank_of
 from paddle_flexckpt.planning import plan_write
+from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.engine.samples import cut, save, values_of
+from paddle_flexckpt.tools.tensor_reader import TensorReader
+from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
+from paddle_flexckpt.tools.whole_tensors import iterate_tensors
 from tests.native.samples import TOKEN, flip, store, whole
 from tests.saved import partition_file, short, short_names
+from tests.transfer.samples import cut, save, values_of
 
 KINDS = {
     **{f"layers.{i}.weight": ("float32", (6, 3 + i)) for i in range(20)},

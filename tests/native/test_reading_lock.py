@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.engine import files as files_module
-from paddle_flexckpt.engine import verification as verification_module
-from paddle_flexckpt.engine.export import export_safetensors
-from paddle_flexckpt.engine.verification import verify_checkpoint
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media import local_locks
 from paddle_flexckpt.media.backend import publish
 from paddle_flexckpt.media.opening import open_backend, open_storage
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
+from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.tools import verification as verification_module
+from paddle_flexckpt.tools.export import export_safetensors
+from paddle_flexckpt.tools.verification import verify_checkpoint
+from paddle_flexckpt.transfer import files as files_module
 from tests.native.test_directory import names, save
 from tests.saved import data_file
 

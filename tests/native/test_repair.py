@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import Catalog, ValidationError
-from paddle_flexckpt.engine.tensor_reader import TensorReader
-from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import partitions as partitions_module
@@ -20,14 +18,16 @@ from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.header import DataFileHeader
 from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
-from paddle_flexckpt.native.names import rank_of, token_after
 from paddle_flexckpt.native.partition_files import read_partition
-from tests.engine.samples import save
-from tests.engine.samples import values_of as values_by_key
+from paddle_flexckpt.native.save_names import rank_of, token_after
+from paddle_flexckpt.tools.tensor_reader import TensorReader
+from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 from tests.native.samples import Stored, flip, items_of, store, values_of, whole
 from tests.native.test_verify import change, checkpoint, shards_of_two_ranks
 from tests.property.layouts import Shard
 from tests.remedies.following import provoked
+from tests.transfer.samples import save
+from tests.transfer.samples import values_of as values_by_key
 
 
 def rows(catalog: Catalog) -> list[tuple]:
@@ -97,7 +97,7 @@ def test_a_manifest_that_is_there_is_replaced_only_when_asked(tmp_path):
     assert "there is a manifest (file " in refused(tmp_path)
     with provoked("native/repair.py", "overwrite=True replaces it"):
         repair_manifest(tmp_path, 0)
-    with provoked("engine/verification.py", "or rebuild it with repair_manifest(path, unique_id, overwrite=True)"):
+    with provoked("tools/verification.py", "or rebuild it with repair_manifest(path, unique_id, overwrite=True)"):
         raise ValidationError(verify_checkpoint(tmp_path).problems)
     assert not verify_checkpoint(tmp_path).ok
     repair_manifest(tmp_path, 0, overwrite=True)
@@ -282,7 +282,7 @@ def test_what_is_made_without_a_lost_file_says_so(tmp_path, caplog):
     assert (info.complete, info.problem) == (False, f"partial: {partial}")
     assert latest(path) is None
     assert not is_complete(path)
-    with provoked("engine/verification.py", "repair it again with overwrite=True"):
+    with provoked("tools/verification.py", "repair it again with overwrite=True"):
         raise ValidationError(verify_checkpoint(path).problems)
     caplog.clear()
     with TensorReader(path) as reader:

@@ -25,7 +25,7 @@ from paddle_flexckpt.trainer import (
     options_of,
     uninstall,
 )
-from paddle_flexckpt.trainer.arguments import LIBRARIES
+from paddle_flexckpt.trainer.flags import LIBRARIES
 from paddle_flexckpt.trainer.model_rules import install as model_rules
 from paddle_flexckpt.trainer.restoring import dequant_transform
 from paddle_flexckpt.trainer.run import _LIBRARIES, InstallOnImport

@@ -14,7 +14,7 @@ from types import FunctionType
 
 import pytest
 
-from paddle_flexckpt.trainer.arguments import SHARED
+from paddle_flexckpt.trainer.flags import SHARED
 from paddle_flexckpt.trainer.installation import _MIXINS, _OPTIONAL
 
 VERSIONS = ("0.4.1", "1.0.0", "1.1.1", "1.2.0")

@@ -7,9 +7,9 @@ from html.parser import HTMLParser
 
 import numpy as np
 
-from paddle_flexckpt.engine.comparison import DiffReport, TensorDifference
-from paddle_flexckpt.engine.holders import HoldersReport, Part, TensorHolders
-from paddle_flexckpt.engine.rehearsal_report import RankReads, RehearsalReport
+from paddle_flexckpt.tools.comparison import DiffReport, TensorDifference
+from paddle_flexckpt.tools.holders import HoldersReport, Part, TensorHolders
+from paddle_flexckpt.tools.rehearsal_report import RankReads, RehearsalReport
 
 HOSTILE = (
     "<script>window.owned = 1</script>",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_flexckpt.pages.holders import holders_page
-from paddle_flexckpt.pages.reports import diff_page, rehearsal_page
+from paddle_flexckpt.pages.holder_pages import holders_page
+from paddle_flexckpt.pages.report_pages import diff_page, rehearsal_page
 from tests.pages import browser as browsers
 from tests.pages.samples import HOSTILE, difference, holders, rehearsal
 

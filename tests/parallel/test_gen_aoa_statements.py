@@ -18,7 +18,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt import gen_aoa_statements
 from paddle_flexckpt.aoa.model_rules import model_rules
 from paddle_flexckpt.aoa.parser import parse
-from paddle_flexckpt.live import communicator
+from paddle_flexckpt.communication import group_communicators as communicator
 from paddle_flexckpt.parallel import ColumnParallelMixin, ExpertParallelMixin, RowParallelMixin, VocabParallelMixin
 from tests.parallel.test_sharding import Wrapper as SlicingWrapper
 

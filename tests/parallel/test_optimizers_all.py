@@ -343,7 +343,7 @@ def test_masters_of_a_live_optimizer_do_not_undo_a_load_of_weights(tmp_path, way
     put(model.sharded_state_dict())
     assert "an optimizer has 1 that are laid out otherwise, such as 'slice@" in caplog.text
     advised(
-        "live/targets.py",
+        "memory/live_targets.py",
         "load weights before the first step, or give the optimizer's states too, with master_weights='convert'",
         caplog.text,
     )

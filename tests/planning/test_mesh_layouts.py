@@ -12,7 +12,7 @@ from paddle_flexckpt.catalog.replicas import group_replicas
 from paddle_flexckpt.catalog.validate import validate_coverage, validate_shards
 from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import Mesh, Placement, parse_mesh
-from paddle_flexckpt.planning.models import Model, ModelTensor
+from paddle_flexckpt.planning.model_shapes import Model, ModelTensor
 from tests.planning.test_layouts import check_many_at_once
 
 SHAPES = {"wide": (4, 12), "bias": (12,), "cube": (5, 3, 4), "one": (1, 8), "number": ()}

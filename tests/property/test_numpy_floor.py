@@ -26,7 +26,9 @@ assert len(names) > 1, names
 """
 
 
-@pytest.mark.parametrize("package", ["algebra", "catalog", "planning", "aoa", "media", "native", "foreign", "engine"])
+@pytest.mark.parametrize(
+    "package", ["algebra", "catalog", "planning", "aoa", "media", "native", "foreign", "transfer", "tools"]
+)
 def test_package_imports_without_paddle(package):
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, f"paddle_flexckpt.{package}"],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Problem, ValidationError
-from paddle_flexckpt.engine.agreement import check_coordinator, check_same
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.transfer.agreement import check_coordinator, check_same
 
 
 def agree(errors: dict[int, Exception], size: int = 3, context: str = "cannot x", ranks=None) -> list:

@@ -213,7 +213,7 @@ def test_a_cast_that_is_inverted_names_both_dtypes():
 
 def test_new_elements_without_a_target_are_given_a_value():
     longer = 'a -> x, resize="[6, -1]"'
-    with provoked("aoa/mapping.py", "say what new elements hold, as with fill=0"):
+    with provoked("aoa/element_maps.py", "say what new elements hold, as with fill=0"):
         compiled([f'{longer}, fill="keep"'], {"a": A}, None).output_infos()
     assert list(compiled([f"{longer}, fill=0"], {"a": A}, None).output_infos()) == ["x"]
     assert_equal(run([f"{longer}, fill=0"], {"a": A}, {"x": room(6, 6)}), {"x": np.concatenate([A, A[:2] * 0])})

@@ -12,16 +12,16 @@ from safetensors.numpy import load_file
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.engine import conversion_content, conversion_targets, tensor_files
-from paddle_flexckpt.engine.config_models import read_config_model
-from paddle_flexckpt.engine.conversion import convert_checkpoint
-from paddle_flexckpt.engine.export import export_safetensors
 from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.meshes import parse_placements
-from paddle_flexckpt.planning.models import Model, ModelTensor
+from paddle_flexckpt.planning.model_shapes import Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.tools import conversion_content, conversion_targets, tensor_files
+from paddle_flexckpt.tools.config_models import read_config_model
+from paddle_flexckpt.tools.conversion import convert_checkpoint
+from paddle_flexckpt.tools.export import export_safetensors
 from tests.remedies.following import Advice, advised, provoked
 
 A = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -38,7 +38,7 @@ def values(path, **options) -> dict[str, list]:
 
 
 def test_whole_tensors_have_no_strategy(source, tmp_path):
-    with provoked("engine/conversion.py", "leave it out, or write "):
+    with provoked("tools/conversion.py", "leave it out, or write "):
         convert_checkpoint(source, tmp_path / "x", format="huggingface", strategy="tp=2", cuts=[("a", 0)])
     convert_checkpoint(source, tmp_path / "left out", format="huggingface")
     convert_checkpoint(source, tmp_path / "native", format="native", strategy="tp=2", cuts=[("a", 0)])
@@ -46,7 +46,7 @@ def test_whole_tensors_have_no_strategy(source, tmp_path):
 
 
 def test_whole_tensors_have_no_replicas(source, tmp_path):
-    with provoked("engine/conversion.py", "leave it out"):
+    with provoked("tools/conversion.py", "leave it out"):
         convert_checkpoint(source, tmp_path / "x", format="paddle", save_replicas=True)
     convert_checkpoint(source, tmp_path / "out", format="paddle")
     assert values(tmp_path / "out") == values(source)
@@ -56,7 +56,7 @@ def test_a_configuration_is_corrected_or_another_is_given(source, tmp_path):
     bad, good = tmp_path / "bad.json", tmp_path / "good.json"
     bad.write_text('{"model_type":')
     good.write_text('{"model_type": "llama"}')
-    with provoked("engine/conversion_config.py", "correct it, or give another (config)"):
+    with provoked("tools/conversion_config.py", "correct it, or give another (config)"):
         convert_checkpoint(source, tmp_path / "x", format="huggingface", config=bad)
     convert_checkpoint(source, tmp_path / "out", format="huggingface", config=good)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
@@ -72,14 +72,14 @@ def stopped(source, out, monkeypatch, **options) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("paddle_flexckpt.engine.conversion._Conversion._write", fail)
+        patch.setattr("paddle_flexckpt.tools.conversion._Conversion._write", fail)
         convert_checkpoint(source, out, **options)
 
 
 def test_a_begun_conversion_is_repeated_or_begun_anew_or_goes_elsewhere(source, tmp_path, monkeypatch):
     out = tmp_path / "out"
     stopped(source, out, monkeypatch)
-    with provoked("engine/conversion_notes.py", "repeat the command that began it; or begin anew with --restart"):
+    with provoked("tools/conversion_notes.py", "repeat the command that began it; or begin anew with --restart"):
         convert_checkpoint(source, out, max_file_bytes=50)
     convert_checkpoint(source, tmp_path / "elsewhere")
     convert_checkpoint(source, out)
@@ -94,7 +94,7 @@ def test_a_destination_that_is_not_empty(source, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "notes.txt").write_text("mine")
-    with provoked("engine/conversion_notes.py", "give another destination, or empty it"):
+    with provoked("tools/conversion_notes.py", "give another destination, or empty it"):
         convert_checkpoint(source, out)
     assert (out / "notes.txt").read_text() == "mine"
     convert_checkpoint(source, tmp_path / "other")
@@ -106,7 +106,7 @@ def test_a_destination_that_is_not_empty(source, tmp_path):
 def test_an_export_goes_to_an_empty_place(source, tmp_path):
     out = tmp_path / "out"
     export_safetensors(source, out)
-    with provoked("engine/tensor_files.py", "give another output, or empty it"):
+    with provoked("tools/tensor_files.py", "give another output, or empty it"):
         export_safetensors(source, out)
     export_safetensors(source, tmp_path / "other")
     assert values(out) == values(tmp_path / "other") == values(source)
@@ -114,7 +114,7 @@ def test_an_export_goes_to_an_empty_place(source, tmp_path):
 
 def test_states_alone_are_exported_if_asked_for(tmp_path):
     fc.save_state_dict({"a.moment1_0": A, "b": A}, tmp_path / "source")
-    with provoked("engine/tensor_files.py", "give states=True"):
+    with provoked("tools/tensor_files.py", "give states=True"):
         export_safetensors(tmp_path / "source", tmp_path / "x", prefix="a")
     export_safetensors(tmp_path / "source", tmp_path / "out", prefix="a", states=True)
     assert values(tmp_path / "out") == {"moment1_0": A.tolist()}
@@ -122,7 +122,7 @@ def test_states_alone_are_exported_if_asked_for(tmp_path):
 
 def test_a_header_fits_into_smaller_files(source, tmp_path, monkeypatch):
     monkeypatch.setattr(tensor_files, "MAX_HEADER_BYTES", 100)
-    with provoked("engine/tensor_files.py", "a smaller max_file_bytes"):
+    with provoked("tools/tensor_files.py", "a smaller max_file_bytes"):
         export_safetensors(source, tmp_path / "x")
     export_safetensors(source, tmp_path / "out", max_file_bytes=90)
     assert values(tmp_path / "out") == values(source)
@@ -130,7 +130,7 @@ def test_a_header_fits_into_smaller_files(source, tmp_path, monkeypatch):
 
 def test_a_dtype_that_the_files_do_not_know(tmp_path):
     fc.save_state_dict({"a": A, "pair": A.astype("complex128")}, tmp_path / "source")
-    with provoked("engine/tensor_files.py", "cast it, or leave it out, with an AOA statement"):
+    with provoked("tools/tensor_files.py", "cast it, or leave it out, with an AOA statement"):
         export_safetensors(tmp_path / "source", tmp_path / "x")
     export_safetensors(tmp_path / "source", tmp_path / "left out", {"aoa_statements": ["pair -> _"]})
     assert set(load_file(tmp_path / "left out" / "model.safetensors")) == {"a"}
@@ -142,13 +142,13 @@ def test_a_dtype_that_the_files_do_not_know(tmp_path):
 def test_what_paddle_has_no_place_for(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     fc.save_state_dict({"a": A, "small": A.astype("float8_e5m2")}, source)
-    with provoked("engine/paddle_target.py", "cast it, or leave it out, with an AOA statement"):
+    with provoked("tools/paddle_target.py", "cast it, or leave it out, with an AOA statement"):
         convert_checkpoint(source, out, format="paddle")
     for number, text in enumerate(('small -> small, dtype="float32"', "small -> _")):
         convert_checkpoint(source, out / str(number), {"aoa_statements": [text]}, format="paddle")
         assert values(out / str(number))["a"] == A.tolist()
     fc.save_state_dict({"a": A, PARAMETER_NAMES: A}, source)
-    with provoked("engine/paddle_target.py", "rename it with an AOA statement"):
+    with provoked("tools/paddle_target.py", "rename it with an AOA statement"):
         convert_checkpoint(source, out, format="paddle")
     renamed = {"aoa_statements": [f'"{PARAMETER_NAMES}" -> names']}
     convert_checkpoint(source, out / "renamed", renamed, format="paddle")
@@ -173,7 +173,7 @@ def test_how_tensor_parallelism_cuts_a_model_is_said(source, tmp_path, capsys):
     command = ["convert", str(source), str(tmp_path / "out"), "--to", "tp=2"]
     assert main(command) == 1
     advised(
-        "engine/models.py", "give axes by names, --cut '*.q_proj.weight=1' or cuts= in Python", capsys.readouterr().err
+        "tools/models.py", "give axes by names, --cut '*.q_proj.weight=1' or cuts= in Python", capsys.readouterr().err
     )
     assert main([*command, "--cut", "a=0"]) == 0
     convert_checkpoint(source, tmp_path / "python", strategy="tp=2", cuts=[("a", 0)])
@@ -183,7 +183,7 @@ def test_how_tensor_parallelism_cuts_a_model_is_said(source, tmp_path, capsys):
 def test_a_model_of_another_family_is_described_by_a_checkpoint(tmp_path):
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "t5"}')
-    with provoked("engine/config_models.py", "give a checkpoint"):
+    with provoked("tools/config_models.py", "give a checkpoint"):
         read_config_model(path)
     fc.save_state_dict({"a": A}, tmp_path / "checkpoint")
     assert main(["rehearse", str(tmp_path / "checkpoint"), "--to", "dp=2"]) == 0
@@ -234,7 +234,7 @@ def test_a_header_for_too_many_tensors_of_a_rank(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "MOST_TENSORS", 3)
     convert = functools.partial(convert_checkpoint, tmp_path / "source", format="native")
     words = Advice(
-        "engine/conversion_targets.py", "a strategy with more stages or replicas, or whole tensors (without --to)"
+        "tools/conversion_targets.py", "a strategy with more stages or replicas, or whole tensors (without --to)"
     )
     with provoked(*words):
         convert(tmp_path / "x", strategy="tp=2", cuts=[("*", 0)])
@@ -255,7 +255,7 @@ def test_a_fused_parameter_that_paddle_would_take_for_another(tmp_path):
     gate, up = np.split(np.arange(48, dtype=np.float32).reshape(4, 12), 2, axis=1)
     SimulatedWorld(2).run(save)
     convert = functools.partial(convert_checkpoint, tmp_path / "source", format="paddle")
-    words = Advice("engine/paddle_target.py", "convert to whole tensors or for tp=1, or split it with an AOA statement")
+    words = Advice("tools/paddle_target.py", "convert to whole tensors or for tp=1, or split it with an AOA statement")
     with provoked(*words):
         convert(tmp_path / "x", strategy="tp=2", cuts=[("w", 1)])
     convert(tmp_path / "whole")

@@ -9,7 +9,7 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.live.test_orders import make_old
+from tests.memory.test_orders import make_old
 from tests.remedies.following import advised, provoked
 
 GATE = np.arange(16, dtype=np.float32).reshape(2, 8)
@@ -56,7 +56,7 @@ def stored(rank: int, degree: int) -> np.ndarray:
 
 def test_another_degree_is_loaded_by_the_option_or_the_statement(tmp_path):
     save(tmp_path, 2, FFN)
-    with provoked("engine/fused.py", "load with ") as caught:
+    with provoked("transfer/fused.py", "load with ") as caught:
         load(tmp_path, 4, FFN, fused="exact")
     statement = str(caught.value).partition('the AOA statement "')[2].partition('"')[0]
     assert 'fused="convert"' in str(caught.value)
@@ -67,12 +67,12 @@ def test_another_degree_is_loaded_by_the_option_or_the_statement(tmp_path):
 def test_a_layout_without_a_statement_is_loaded_under_its_degree_or_as_it_is_stored(tmp_path):
     rule = fc.FusedAxis(1, None)
     save(tmp_path, 2, rule)
-    with provoked("engine/fused.py", "load it under the degree of the save, or take it as it is stored") as caught:
+    with provoked("transfer/fused.py", "load it under the degree of the save, or take it as it is stored") as caught:
         load(tmp_path, 4, rule)
     statement = str(caught.value).partition('the AOA statement "')[2].partition('"')[0]
     check(load(tmp_path, 2, rule), held)
     check(load(tmp_path, 4, rule, aoa_config={"aoa_statements": [statement]}), stored)
-    with provoked("engine/mapping.py", "take it as it is stored, by the AOA statement ") as caught:
+    with provoked("transfer/mapping.py", "take it as it is stored, by the AOA statement ") as caught:
         fc.load_merged_state_dict(tmp_path)
     statement = str(caught.value).partition('the AOA statement "')[2].partition('"')[0]
     merged = fc.load_merged_state_dict(tmp_path, aoa_config={"aoa_statements": [statement]})
@@ -88,7 +88,7 @@ def test_a_rule_that_the_save_forgot(tmp_path):
         fc.save_state_dict({**state(comm.rank, 2, None, held(comm.rank, 2)), "v": other}, tmp_path / "forgot", comm)
 
     SimulatedWorld(2).run(job)
-    with provoked("engine/fused.py", "mark it where it is saved; or give an AOA statement: ") as caught:
+    with provoked("transfer/fused.py", "mark it where it is saved; or give an AOA statement: ") as caught:
         load(tmp_path / "forgot", 4, FFN)
     parts, as_they_are = str(caught.value).partition("AOA statement: ")[2].split('"')[1:4:2]
     check(load(tmp_path / "forgot", 4, FFN, aoa_config={"aoa_statements": [parts]}), held)
@@ -100,7 +100,7 @@ def test_a_rule_that_the_save_forgot(tmp_path):
 @pytest.mark.parametrize("natural", [False, True])
 def test_a_rule_that_the_load_forgot(tmp_path, natural):
     save(tmp_path, 2, FFN)
-    with provoked("engine/fused.py", "mark it: FusedAxis(") as caught:
+    with provoked("transfer/fused.py", "mark it: FusedAxis(") as caught:
         load(tmp_path, 4, None)
     assert "FusedAxis(1, 'fused_ffn') if" in str(caught.value)
     assert "FusedAxis(1, 'fused_ffn', parts=1) if" in str(caught.value)
@@ -127,7 +127,7 @@ def test_a_state_lies_as_its_parameter_does(tmp_path):
         }
 
     SimulatedWorld(2).run(lambda comm: job(comm, FFN))
-    with provoked("engine/resolver.py", "mark parameter and states with the same FusedAxis, or give AOA statements"):
+    with provoked("transfer/resolver.py", "mark parameter and states with the same FusedAxis, or give AOA statements"):
         fc.load_state_dict(targets(fc.FusedAxis(1, "fused_ffn", parts=2)), tmp_path)
     fc.load_state_dict(targets(FFN), tmp_path)
     assert moment["w.moment1_0"].tolist() == (NATURAL + 0.5).tolist()

@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.run_state import collect_extra_state
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.trainer import TrainerOptions

@@ -37,7 +37,7 @@ def lists(arrays) -> dict:
 def test_a_name_is_corrected_or_its_target_left_as_it_is(path):
     fc.save_state_dict({"v": A, "w": B}, path)
     targets = rooms("v", "x")
-    with provoked("engine/missing.py", "correct the name, or load with strict=False to leave this target as it is"):
+    with provoked("transfer/missing.py", "correct the name, or load with strict=False to leave this target as it is"):
         load(path, targets)
     assert lists(targets) == lists(rooms("v", "x"))
     assert load(path, rooms("v", "w")) == lists({"v": A, "w": B})
@@ -47,7 +47,7 @@ def test_a_name_is_corrected_or_its_target_left_as_it_is(path):
 def test_a_target_that_a_statement_takes_away(path):
     fc.save_state_dict({"v": A, "w": B}, path)
     targets = rooms("v", "w")
-    with provoked("engine/missing.py", "add a statement that makes it, or load with strict=False to leave this"):
+    with provoked("transfer/missing.py", "add a statement that makes it, or load with strict=False to leave this"):
         load(path, targets, "v -> _")
     assert load(path, targets, "v -> _", strict=False) == lists({"v": OLD, "w": B})
     assert load(path, targets, "v -> _", "w -> v") == lists({"v": B, "w": B})
@@ -59,7 +59,7 @@ def test_a_head_that_was_tied_is_made_of_the_embedding(path, transposed):
     expected = A.T if transposed else A
     targets = {**rooms("embed.weight"), "lm_head.weight": np.full(expected.shape, -7, np.float32)}
     before = targets["lm_head.weight"].tolist()
-    with provoked("engine/remedies.py", "if the saved model tied it to ") as caught:
+    with provoked("transfer/remedies.py", "if the saved model tied it to ") as caught:
         load(path, targets)
     statement = f"embed.weight{transposed} -> lm_head.weight"
     assert f"add the AOA statement '{statement}'; or correct the name, or load with strict=False" in str(caught.value)
@@ -70,7 +70,7 @@ def test_a_head_that_was_tied_is_made_of_the_embedding(path, transposed):
 def test_tied_parameters_that_were_two(path):
     fc.save_state_dict({"a": A, "b": B}, path)
     memory = OLD.copy()
-    with provoked("engine/filling.py", "untie the parameters, or leave one of the keys out"):
+    with provoked("transfer/filling.py", "untie the parameters, or leave one of the keys out"):
         load(path, {"a": memory, "b": memory})
     assert load(path, rooms("a", "b")) == lists({"a": A, "b": B})
     assert load(path, {"b": memory}) == lists({"b": B})
@@ -86,7 +86,7 @@ def test_tied_parameters_that_were_two(path):
 def test_one_of_several_keys_is_named_by_a_statement(path, one, other, wanted):
     """The same target is not said to be missing as well, with another remedy."""
     fc.save_state_dict({one: A, other: B}, path)
-    with provoked("engine/names.py", "say which by an AOA statement (") as caught:
+    with provoked("transfer/names.py", "say which by an AOA statement (") as caught:
         load(path, rooms(wanted))
     assert str(caught.value).count("Remedy: ") == 1
     assert f"({one} -> {wanted})" in str(caught.value)
@@ -97,7 +97,7 @@ def test_one_of_several_keys_is_named_by_a_statement(path, one, other, wanted):
 def test_each_of_several_targets_is_named_by_a_statement(path):
     fc.save_state_dict({"x": A, "y": B}, path)
     targets = rooms("model.x", "optimizer.x")
-    with provoked("engine/names.py", "say by an AOA statement for each of them where it comes from"):
+    with provoked("transfer/names.py", "say by an AOA statement for each of them where it comes from"):
         load(path, targets)
     assert lists(targets) == lists(rooms("model.x", "optimizer.x"))
     found = load(path, targets, "x -> model.x", "y -> optimizer.x")
@@ -149,7 +149,7 @@ def test_raw_names_of_which_only_some_are_there_are_given_by_statements(path):
         "a.moment1_0": raw_state("a.moment1_0", "linear_0.w_0_moment1_0"),
         "b.moment1_0": raw_state("b.moment1_0", "linear_1.w_0_moment1_0"),
     }
-    with provoked("engine/names.py", "give the names by AOA statements (plain_state_statements() makes them)"):
+    with provoked("transfer/names.py", "give the names by AOA statements (plain_state_statements() makes them)"):
         fc.load_state_dict(targets, path, raw_names="trusted")
     assert local(targets) == {key: OLD.tolist() for key in targets}
     statements = [
@@ -169,7 +169,7 @@ def test_raw_names_that_mean_another_parameter_on_each_rank(path, tmp_path):
 
     fc.save_state_dict({"linear_0.w_0_moment1_0": A, "linear_1.w_0_moment1_0": B}, path)
     expected = [{"expert.0.moment1_0": A.tolist()}, {"expert.1.moment1_0": B.tolist()}]
-    with provoked("engine/names.py", "save and load sharded_state_dict(), whose names are the same everywhere; or "):
+    with provoked("transfer/names.py", "save and load sharded_state_dict(), whose names are the same everywhere; or "):
         SimulatedWorld(2).run(lambda comm: load(comm, path, raw_names="trusted"))
     structured = {"expert.0.moment1_0": A, "expert.1.moment1_0": B}
     fc.save_state_dict(structured, tmp_path / "structured")

@@ -150,7 +150,9 @@ def test_a_fused_slice_in_a_plain_state_dict(tmp_path):
     layer.weight.set_value(WEIGHT)
     optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
     state = {"weight": layer.weight, "slice@weight_moment1_0": paddle.zeros([24])}
-    with provoked("live/state.py", "save and load dist_model.sharded_state_dict() instead of dist_model.state_dict()"):
+    with provoked(
+        "memory/state.py", "save and load dist_model.sharded_state_dict() instead of dist_model.state_dict()"
+    ):
         fc.save_state_dict(state, tmp_path)
     shards = layer.sharded_state_dict()
     fc.save_state_dict({**shards, **optimizer.sharded_state_dict(shards)}, tmp_path)

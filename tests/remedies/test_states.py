@@ -94,7 +94,7 @@ def test_extra_state_is_made_of_plain_values(tmp_path):
 
 
 def test_a_value_that_is_no_tensor_is_made_one_or_is_extra_state(tmp_path):
-    with provoked("live/state.py", "make it a tensor, or take it out and save it as extra state"):
+    with provoked("memory/state.py", "make it a tensor, or take it out and save it as extra state"):
         fc.save_state_dict({"w": WHOLE, "epoch": 3}, tmp_path)
     fc.save_state_dict({"w": WHOLE, "epoch": np.array([3])}, tmp_path / "tensor")
     assert loaded(tmp_path / "tensor", (1,), "int64", "epoch").tolist() == [3]
@@ -103,7 +103,7 @@ def test_a_value_that_is_no_tensor_is_made_one_or_is_extra_state(tmp_path):
 
 
 def test_a_name_can_be_written(tmp_path):
-    with provoked("live/state.py", "give the entry another name"):
+    with provoked("memory/state.py", "give the entry another name"):
         fc.save_state_dict({"": WHOLE}, tmp_path)
     fc.save_state_dict({"w": WHOLE}, tmp_path)
     assert loaded(tmp_path).tobytes() == WHOLE.tobytes()
@@ -121,9 +121,9 @@ def test_the_state_of_a_scheduler_is_saved_beside_the_optimizer(tmp_path):
     for _ in range(3):
         schedule.step()
     states = optimizer.state_dict()
-    with provoked("live/state.py", "take it out, optimizer_state.pop(") as caught:
+    with provoked("memory/state.py", "take it out, optimizer_state.pop(") as caught:
         fc.save_state_dict({"model": layer.state_dict(), "optimizer": states}, tmp_path)
-    advised("live/state.py", "LR_Scheduler", str(caught.value))
+    advised("memory/state.py", "LR_Scheduler", str(caught.value))
     states.pop("LR_Scheduler")
     state = {"model": layer.state_dict(), "optimizer": states}
     fc.save_state_dict({**state, **collect_extra_state(schedule)}, tmp_path)
@@ -148,7 +148,7 @@ class WithRules(Halved):
 
 def test_a_part_is_described_by_its_layer(tmp_path):
     fc.install()
-    with provoked("live/state.py", "use model.sharded_state_dict() instead of model.state_dict()"):
+    with provoked("memory/state.py", "use model.sharded_state_dict() instead of model.state_dict()"):
         fc.save_state_dict(Halved().state_dict(), tmp_path)
     with provoked("parallel/layers.py", "give its layer a _get_shard_rules() that returns {name: axis}; for a class"):
         Halved().sharded_state_dict()
@@ -163,7 +163,7 @@ def test_padding_is_stripped_from_a_flattened_shard(tmp_path):
     def state(values):
         return {"w": ShardedWeight("w", values, (2, 3), (2, 3), (0, 0), is_flattened=True, flattened_range=slice(0, 6))}
 
-    with provoked("live/state.py", "strip the padding from the shard"):
+    with provoked("memory/state.py", "strip the padding from the shard"):
         fc.save_state_dict(state(padded), tmp_path)
     fc.save_state_dict(state(padded[:6]), tmp_path)
     assert loaded(tmp_path, (2, 3)).ravel().tolist() == [0, 1, 2, 3, 4, 5]
@@ -171,7 +171,7 @@ def test_padding_is_stripped_from_a_flattened_shard(tmp_path):
 
 def test_what_nobody_asks_for_is_loaded_or_allowed(tmp_path):
     fc.save_state_dict({"w": WHOLE, "v": WHOLE + 1}, tmp_path)
-    with provoked("engine/unexpected.py", "load it too, or allow it with strict='missing'"):
+    with provoked("transfer/unexpected.py", "load it too, or allow it with strict='missing'"):
         loaded(tmp_path, strict=True)
     both = {"w": np.zeros_like(WHOLE), "v": np.zeros_like(WHOLE)}
     fc.load_state_dict(both, tmp_path, strict=True)
@@ -183,29 +183,29 @@ def test_states_that_nobody_asks_for_are_loaded_or_left_out_by_name(tmp_path):
     masters = {"w": WHOLE.astype("float16"), "w.w_0": WHOLE + 0.0001}
     fc.save_state_dict(masters, tmp_path / "masters")
     fc.save_state_dict({"w": WHOLE, "w.moment1_0": WHOLE + 1}, tmp_path / "moments")
-    with provoked("engine/unexpected.py", "to load weights alone, give optimizer_states='ignore'"):
+    with provoked("transfer/unexpected.py", "to load weights alone, give optimizer_states='ignore'"):
         loaded(tmp_path / "moments")
     assert loaded(tmp_path / "moments", optimizer_states="ignore").tobytes() == WHOLE.tobytes()
     both = {"w": np.zeros_like(WHOLE), "w.moment1_0": np.zeros_like(WHOLE)}
     fc.load_state_dict(both, tmp_path / "moments")
     assert both["w.moment1_0"].tobytes() == (WHOLE + 1).tobytes()
-    with provoked("engine/unexpected.py", "to take float32 parameters from their masters, give master_weights='co"):
+    with provoked("transfer/unexpected.py", "to take float32 parameters from their masters, give master_weights='co"):
         loaded(tmp_path / "masters", dtype="cast")
     assert loaded(tmp_path / "masters", master_weights="convert").tobytes() == masters["w.w_0"].tobytes()
 
 
 def test_options_of_an_asynchronous_save(tmp_path):
     state = {"w": WHOLE}
-    with provoked("live/save_options.py", "save with async_save=False"):
+    with provoked("save/save_options.py", "save with async_save=False"):
         fc.save_state_dict(state, tmp_path, storage="per_node", async_save=True)
     fc.save_state_dict(state, tmp_path / "nodes", storage="per_node", async_save=False)
     assert loaded(tmp_path / "nodes", storage="per_node").tobytes() == WHOLE.tobytes()
-    with provoked("live/save_options.py", "leave progress= out, and ask handle.progress"):
+    with provoked("save/save_options.py", "leave progress= out, and ask handle.progress"):
         fc.save_state_dict(state, tmp_path, async_save=True, progress=print)
     handle = fc.save_state_dict(state, tmp_path / "progress", async_save=True)
     handle.result()
     assert handle.progress.bytes_done == handle.progress.bytes_total == WHOLE.nbytes
-    with provoked("live/save_options.py", "leave it out, or save synchronously, which takes less"):
+    with provoked("save/save_options.py", "leave it out, or save synchronously, which takes less"):
         fc.save_state_dict(state, tmp_path, async_save=True, staging_bytes=100)
     fc.save_state_dict(state, tmp_path / "without", async_save=True).result()
     fc.save_state_dict(state, tmp_path / "synchronous")
@@ -215,7 +215,7 @@ def test_options_of_an_asynchronous_save(tmp_path):
 
 def test_policies_of_replicas_have_names(tmp_path):
     with provoked(
-        "live/replica_policies.py", "give 'equal', 'all', 'close' or 'first' for all keys, or a dict of these by"
+        "save/replica_policies.py", "give 'equal', 'all', 'close' or 'first' for all keys, or a dict of these by"
     ):
         fc.save_state_dict({"w": WHOLE}, tmp_path, check_replicas="any")
     for policy in ("equal", "all", "close", "first", {"w": "first"}, True, False):

@@ -13,11 +13,11 @@ import safetensors.numpy
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.background import staging
-from paddle_flexckpt.live import device_memory
-from paddle_flexckpt.live.device_memory import DeviceMemory
 from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.media.local import LocalOutputFile
 from paddle_flexckpt.media.opening import open_storage, reopen
+from paddle_flexckpt.memory import device_memory
+from paddle_flexckpt.memory.device_memory import DeviceMemory
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.media.stores import KINDS, Disk
 from tests.remedies.following import Advice, advised, provoked
@@ -215,7 +215,7 @@ def test_a_strided_tensor_of_a_device_without_views(monkeypatch):
     strided = paddle.to_tensor(A.T).transpose([1, 0])
     with monkeypatch.context() as patch:
         patch.setattr(device_memory, "has_views", lambda names: False)  # Paddle 3.1 has views
-        with provoked("live/device_memory.py", "make it contiguous, or use Paddle 3.1"):
+        with provoked("memory/device_memory.py", "make it contiguous, or use Paddle 3.1"):
             DeviceMemory(strided)._run(0, 2)
         strided.contiguous()
         assert (strided.numpy() == A).all()

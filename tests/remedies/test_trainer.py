@@ -13,16 +13,16 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.engine.conversion import convert_checkpoint
-from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.sharded_weight import make_replicated_sharded_weight
+from paddle_flexckpt.tools.conversion import convert_checkpoint
 from paddle_flexckpt.trainer import options_of
 from paddle_flexckpt.trainer.contents import model_shards
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, TrainerDirectories, choose_checkpoint
 from paddle_flexckpt.trainer.ema import PREFIX, AverageState
 from paddle_flexckpt.trainer.restoring import dequant_transform
 from tests.remedies.following import Advice, provoked
-from tests.trainer.test_arguments import FLEX, options
+from tests.trainer.test_flags import FLEX, options
 
 
 class OfPaddleFleet(SimpleNamespace):
@@ -32,45 +32,45 @@ class OfPaddleFleet(SimpleNamespace):
 AUTO = {**FLEX, "enable_auto_parallel": True}
 FLAGS = [
     (
-        Advice("trainer/arguments.py", "leave --unified_checkpoint out; a unified checkpoint loads with"),
+        Advice("trainer/flags.py", "leave --unified_checkpoint out; a unified checkpoint loads with"),
         {**FLEX, "unified_checkpoint": True},
         FLEX,
     ),
-    (Advice("trainer/arguments.py", "leave --"), {**FLEX, "save_sharded_model": True}, FLEX),
-    (Advice("trainer/arguments.py", "leave --"), {**FLEX, "load_sharded_model": True}, FLEX),
+    (Advice("trainer/flags.py", "leave --"), {**FLEX, "save_sharded_model": True}, FLEX),
+    (Advice("trainer/flags.py", "leave --"), {**FLEX, "load_sharded_model": True}, FLEX),
     (
-        Advice("trainer/arguments.py", "--flex_async_save, not --use_async_save"),
+        Advice("trainer/flags.py", "--flex_async_save, not --use_async_save"),
         {**FLEX, "use_async_save": True},
         {**FLEX, "flex_async_save": True},
     ),
     (
-        Advice("trainer/arguments.py", "--flex_async_save, not --enable_zero_cost_checkpoint"),
+        Advice("trainer/flags.py", "--flex_async_save, not --enable_zero_cost_checkpoint"),
         {**FLEX, "enable_zero_cost_checkpoint": True},
         {**FLEX, "flex_async_save": True},
     ),
     (
-        Advice("trainer/arguments.py", "give --ignore_load_lr_and_optim as well"),
+        Advice("trainer/flags.py", "give --ignore_load_lr_and_optim as well"),
         {**FLEX, "load_from_hf": True},
         {**FLEX, "load_from_hf": True, "ignore_load_lr_and_optim": True},
     ),
     (
-        Advice("trainer/arguments.py", "leave it out; where a checkpoint is damaged, the error names it, and"),
+        Advice("trainer/flags.py", "leave it out; where a checkpoint is damaged, the error names it, and"),
         {**AUTO, "flex_fallback": True},
         AUTO,
     ),
     (
-        Advice("trainer/arguments.py", "leave it out"),
+        Advice("trainer/flags.py", "leave it out"),
         {**AUTO, "flex_async_save": True, "flex_slice_bytes": 1 << 20},
         {**AUTO, "flex_async_save": True},
     ),
-    (Advice("trainer/arguments.py", "leave it out"), {**AUTO, "load_model_with_sharding_tensor_fusion": True}, AUTO),
+    (Advice("trainer/flags.py", "leave it out"), {**AUTO, "load_model_with_sharding_tensor_fusion": True}, AUTO),
     (
-        Advice("trainer/arguments.py", "leave --save_hf_steps out; the averages are in the checkpoint"),
+        Advice("trainer/flags.py", "leave --save_hf_steps out; the averages are in the checkpoint"),
         {**FLEX, "zcc_save_ema_coef": 0.9, "save_hf_steps": 5},
         {**FLEX, "zcc_save_ema_coef": 0.9},
     ),
     (
-        Advice("trainer/arguments.py", "give --aoa_config with the statements of parameters"),
+        Advice("trainer/flags.py", "give --aoa_config with the statements of parameters"),
         {**FLEX, "aoa_config_model_state": "x.json"},
         {**FLEX, "aoa_config": '["a -> b"]'},
     ),

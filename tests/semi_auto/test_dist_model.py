@@ -396,7 +396,7 @@ def test_a_plain_state_dict_with_fused_slices_is_refused(world2, tmp_path):
     for name in ("save", "load", "reshard"):
         assert first[name] == second[name]
         assert "a plain tensor whose name has slice@ is one rank's range of a fused buffer" in first[name]
-        advised("live/state.py", "save and load dist_model.sharded_state_dict() instead of dist_model", first[name])
+        advised("memory/state.py", "save and load dist_model.sharded_state_dict() instead of dist_model", first[name])
         assert first["loaded"] and second["loaded"]
         assert f"{len({*first['slices'], *second['slices']})} problems" in first[name]  # once for both ranks
 

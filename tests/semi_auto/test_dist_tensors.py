@@ -16,8 +16,8 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.live.tensors import HostTensor
 from paddle_flexckpt.manager import SaveEvery
+from paddle_flexckpt.memory.tensors import HostTensor
 from tests.semi_auto import training
 from tests.semi_auto.matrix import LOSS  # measured here too: 2.4e-7
 from tests.semi_auto.strategies import BY_NAME

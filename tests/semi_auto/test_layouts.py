@@ -10,7 +10,7 @@ pytest.importorskip("paddle")
 
 import paddle.distributed as dist
 
-from paddle_flexckpt.live.state import open_state
+from paddle_flexckpt.memory.state import open_state
 from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import parse_mesh
 from tests.distributed.test_layouts import rows_of

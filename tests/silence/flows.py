@@ -25,7 +25,7 @@ from paddle.utils import unique_name
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from paddle_flexckpt.trainer.arguments import options_of
+from paddle_flexckpt.trainer.flags import options_of
 from tests.property.layouts import Pick
 from tests.ramdisk import memory_directory
 from tests.silence.judge import Finding

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 from tests.simulated.tasks import Process
 
 _MANIFEST = "0.manifest"

@@ -14,7 +14,7 @@ from typing import Any
 
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
 from paddle_flexckpt.media.lease import LEASE_FILE
-from paddle_flexckpt.native.names import save_of
+from paddle_flexckpt.native.save_names import save_of
 from tests.simulated import older_checkpoint
 from tests.simulated.caretaker import Caretaker
 from tests.simulated.faults import Faults

@@ -23,7 +23,22 @@ from tests.simulated.scheduler import Scheduler
 
 _PACKAGE = "paddle_flexckpt"
 # What runs in the simulation. The others speak to Paddle, to people or to other programs' files.
-ROOMS = ("background", "catalog", "engine", "foreign", "live", "manager", "media", "native", "ranks", "run_state")
+ROOMS = (
+    "background",
+    "catalog",
+    "communication",
+    "foreign",
+    "load",
+    "manager",
+    "media",
+    "memory",
+    "native",
+    "ranks",
+    "run_state",
+    "save",
+    "tools",
+    "transfer",
+)
 SINGLE = ("observers", "progress", "report")
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.engine.step_record import RECORD, StepRecord
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.partition_files import decode_partition, merge_rows
+from paddle_flexckpt.tools.step_record import RECORD, StepRecord
 from tests.simulated.training import all_versions_of, shapes_of
 
 if TYPE_CHECKING:

@@ -38,16 +38,16 @@ _MOVED = {
     **{f"{_PACKAGE}.{name[:-3].replace('/', '.')}": f"{_HERE}.own_{Path(name).stem}" for name in _BROUGHT},
     f"from {_PACKAGE}.ranks import lost_ranks": f"from {_HERE} import own_lost_ranks as lost_ranks",
     f"from {_PACKAGE}.foreign.paddle_metadata import PADDLE_METADATA": 'PADDLE_METADATA = "0.metadata"',
-    f"from {_PACKAGE}.engine.step_record import RECORD, StepRecord": (
+    f"from {_PACKAGE}.tools.step_record import RECORD, StepRecord": (
         f"from {_PACKAGE}.manager.contents import RECORD, decode_record\n"
         f"from {_PACKAGE}.manager.policies import StepRecord"
     ),
     f"{_PACKAGE}.media.opening": f"{_PACKAGE}.storage",
     f"{_PACKAGE}.media.lease": f"{_PACKAGE}.storage.lease",
     f"{_PACKAGE}.ranks.communicator": f"{_PACKAGE}.runtime.communicator",
-    f"{_PACKAGE}.live.loader": f"{_PACKAGE}.runtime.loader",
+    f"{_PACKAGE}.load.loader": f"{_PACKAGE}.runtime.loader",
     # Saves of several jobs or with readers alone need these, and files had other names.
-    f"from {_PACKAGE}.native.names import save_of": "def save_of(name):\n    return None",
+    f"from {_PACKAGE}.native.save_names import save_of": "def save_of(name):\n    return None",
     f"{_PACKAGE}.native.listing": f"{_PACKAGE}.storage.listing",
     f"{_PACKAGE}.native.manifest": f"{_PACKAGE}.storage.manifest",
     f"from {_PACKAGE}.native.partition_files import decode_partition, merge_rows": (
@@ -100,7 +100,7 @@ def bring(tree: Path) -> None:
             text = text.replace(today, then)
         if path.name == "modules.py":
             brought = [f"testing.simulation.own_{Path(name).stem}" for name in _BROUGHT]
-            text = re.sub(r"ROOMS = \(.*?\)\n", f"ROOMS = {_ROOMS}\n", text)
+            text = re.sub(r"ROOMS = \(.*?\)\n", f"ROOMS = {_ROOMS}\n", text, flags=re.DOTALL)
             text = re.sub(r"SINGLE = \(.*?\)\n", f"SINGLE = {('report', *brought)}\n", text)
             # Processes had less of their own.
             text = re.sub(r'        \("(background|observers).*\n', "", text)

@@ -15,9 +15,9 @@ import pytest
 pytest.importorskip("paddle")
 pytest.importorskip("greenlet")
 
-from paddle_flexckpt.engine import verification
 from paddle_flexckpt.media import lease, retrying
 from paddle_flexckpt.native.verify import Verification
+from paddle_flexckpt.tools import verification
 from tests.saved import data_file, short
 from tests.simulated.cluster import Cluster, simulate
 from tests.simulated.drawing import draw

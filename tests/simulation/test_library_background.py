@@ -18,9 +18,9 @@ from paddle_flexckpt.background import process as process_module
 from paddle_flexckpt.background.worker import lower_priority
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.live import shared_saves
-from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
+from paddle_flexckpt.save import shared_saves
+from paddle_flexckpt.save.saver import save_state_dict
 from tests.saved import short
 from tests.simulated import training
 from tests.simulated.network import End

@@ -16,17 +16,17 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
 from paddle_flexckpt.media import local
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
+from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 from tests.simulated.modules import process_state, simulated
 from tests.simulated.processes import Processes
 from tests.simulated.sockets import Sockets

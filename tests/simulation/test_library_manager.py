@@ -26,7 +26,6 @@ from paddle_flexckpt.catalog import (
     ValidationError,
 )
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.live.saver import save_state_dict
 from paddle_flexckpt.manager import (
     CheckpointManager,
     KeepBest,
@@ -38,6 +37,7 @@ from paddle_flexckpt.manager import (
 )
 from paddle_flexckpt.parallel import uninstall
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
+from paddle_flexckpt.save.saver import save_state_dict
 from tests.saved import data_file
 from tests.simulated.training import versions_in
 from tests.simulated.trees import fill, tree_of

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.engine.verification import repair_manifest, verify_checkpoint
-from paddle_flexckpt.live.loader import load_state_dict
-from paddle_flexckpt.live.saver import save_state_dict
+from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.native import partitions
 from paddle_flexckpt.native.listing import latest, list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
+from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
+from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 from tests.simulated.calls import LateError
 from tests.simulated.training import ChannelCommunicator, Store
 from tests.simulated.trees import Tree, fill, tree_of

@@ -8,11 +8,11 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.errors import Failure
-from paddle_flexckpt.engine.step_record import StepRecord
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.backend import Lock, SaveLock, write_file
 from paddle_flexckpt.media.lease import LEASE_FILE
-from paddle_flexckpt.native.names import save_of
+from paddle_flexckpt.native.save_names import save_of
+from paddle_flexckpt.tools.step_record import StepRecord
 
 
 def nothing(right: Any) -> Any:

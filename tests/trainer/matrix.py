@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE
-from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.tools.whole_tensors import iterate_tensors
 from tests.trainer.launching import launch
 from tests.trainer.models import MODELS
 from tests.trainer.strategies import STRATEGIES

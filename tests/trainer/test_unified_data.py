@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.engine.whole_tensors import iterate_tensors
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
+from paddle_flexckpt.tools.whole_tensors import iterate_tensors
 from tests.trainer.make_unified import CASES
 
 DATA = Path(__file__).parent / "data"

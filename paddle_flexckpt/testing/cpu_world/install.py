@@ -13,7 +13,7 @@ import paddle
 from paddle.base import core
 from paddle.distributed import collective, fleet, parallel
 
-from paddle_flexckpt.live import communicator
+from paddle_flexckpt.communication import group_communicators as communicator
 from paddle_flexckpt.overlaps import forget_overlaps
 from paddle_flexckpt.undo import Undo
 

@@ -22,7 +22,7 @@ from paddle.distributed import collective
 
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
-from paddle_flexckpt.live.communicator import default_store
+from paddle_flexckpt.communication.group_communicators import default_store
 from paddle_flexckpt.ranks.lost_ranks import describe_lost_ranks, find_missing_ranks
 
 from .arrays import copy_into, put_array, reduce_arrays, to_array

@@ -16,8 +16,8 @@ from typing import Any
 
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import model_rules
-from paddle_flexckpt.aoa.names import parse_name
 from paddle_flexckpt.aoa.parser import Statement, parse_program
+from paddle_flexckpt.aoa.placeholders import parse_name
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.trainer.model_rules.fused import FusedLayer, fused_layers, layer_of
 from paddle_flexckpt.trainer.model_rules.layers import qualified_name

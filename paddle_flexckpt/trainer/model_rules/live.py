@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from paddle_flexckpt.aoa.config import read_config
-from paddle_flexckpt.aoa.errors import AoaError, shorten
 from paddle_flexckpt.aoa.invert import inverse_texts
 from paddle_flexckpt.aoa.parser import parse_program
+from paddle_flexckpt.aoa.statement_errors import AoaError, shorten
 from paddle_flexckpt.aoa.union import united_statements
 from paddle_flexckpt.catalog import Problem, ValidationError
-from paddle_flexckpt.live.communicator import communicator_for
+from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.trainer.model_rules.hf import hf_rules, with_optional_patterns, without_pipeline
 from paddle_flexckpt.trainer.model_rules.layers import qualified_name

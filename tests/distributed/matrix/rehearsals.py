@@ -20,17 +20,17 @@ from unittest import mock
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.engine.rehearsal import rehearse
-from paddle_flexckpt.engine.save_rehearsal import rehearse_save
+from paddle_flexckpt.communication import group_communicators as communicator
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.live import communicator
-from paddle_flexckpt.live.state import open_state
 from paddle_flexckpt.media.local import LocalOutputFile
+from paddle_flexckpt.memory.state import open_state
 from paddle_flexckpt.native import checksums, data_file
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.testing import World
+from paddle_flexckpt.tools.rehearsal import rehearse
+from paddle_flexckpt.tools.save_rehearsal import rehearse_save
 from tests.distributed.matrix import jobs
 from tests.distributed.matrix.strategies import MODELS, REHEARSED, STRATEGIES
 from tests.distributed.test_layouts import model_of, rows_of, text_of

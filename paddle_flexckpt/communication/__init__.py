@@ -1,0 +1,1 @@
+"""What carries tensor bytes and agreements between the ranks of a live job."""

@@ -1,0 +1,148 @@
+"""The communicators of live calls: those of Paddle's groups, and what a call needs of any.
+
+Ranks exchange messages through host channels (docs/design.md, "How ranks agree"), because Paddle's groups belong to the
+training: a call that one rank makes alone must not answer a collective that the others make there, and a device's
+backend would send all messages through device memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from paddle_flexckpt.catalog import LostRankError, ValidationError
+from paddle_flexckpt.communication.transport import SocketTransport, Transport
+from paddle_flexckpt.overlaps import finish_steps
+from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
+from paddle_flexckpt.ranks.host_channel import HostChannel
+from paddle_flexckpt.ranks.lost_ranks import announce, describe_lost_ranks
+from paddle_flexckpt.transfer.kept_plans import KeptPlans
+
+# Backends of Paddle whose collectives work on device memory.
+DEVICE_BACKENDS = frozenset(("nccl", "bkcl", "xccl", "flagcx"))
+
+
+class PaddleCommunicator(Communicator):
+    """A connection of the members of a Paddle process group.
+
+    Attributes:
+        group: The group, of paddle.distributed.
+    """
+
+    def __init__(self, group: Any) -> None:
+        """Args: group: a paddle.distributed Group that this rank is in."""
+        import paddle.distributed as dist
+
+        # Not from group.rank: Paddle gives -1 for a group of one, member or not.
+        ranks, rank = tuple(int(rank) for rank in group.ranks), int(dist.get_rank())
+        if rank not in ranks:
+            raise ValidationError([f"rank {rank} is not a member of the process group of ranks {list(ranks)}"])
+        super().__init__(ranks, ranks.index(rank))
+        self.group = group
+        self._channel: HostChannel
+        store = default_store()
+        if store is not None:
+            try:
+                announce(store, rank)
+            except Exception as error:
+                raise LostRankError(describe_lost_ranks(None, error)) from error
+        if self.size > 1:
+            if store is None:
+                raise ValidationError(
+                    f"ranks {list(ranks)} cannot agree on anything: the job has no key-value store through which their "
+                    "hosts could meet. Remedy: start it with paddle.distributed.launch, and call "
+                    "paddle.distributed.init_parallel_env() or fleet.init() first"
+                )
+            self._channel = open_channel(group, ranks, self.position)
+
+    def _all_gather(self, payload: bytes) -> list[bytes]:
+        return self._channel.all_gather(payload)
+
+    def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
+        return self._channel.all_to_all(note, payloads)
+
+
+def open_transport(comm: Communicator) -> Transport:
+    """Return a transport for tensor data between the members through host memory."""
+    own: Callable[[], Transport] | None = getattr(comm, "open_transport", None)  # not all ranks are on a network
+    return SocketTransport(comm.ranks, comm.position) if own is None else own()
+
+
+def device_group(comm: Communicator) -> Any:
+    """Return Paddle's group of the members if its collectives work on device memory, or None."""
+    if isinstance(comm, PaddleCommunicator) and _backend(comm.group) in DEVICE_BACKENDS:
+        return comm.group
+    return None
+
+
+def plans_of(comm: Communicator) -> KeptPlans:
+    """Return the plans that a communicator's ranks have cached."""
+    if not isinstance(comm.plans, KeptPlans):
+        comm.plans = KeptPlans()
+    return comm.plans
+
+
+def default_store() -> Any:
+    """Return the job's key-value store; None if the job was not started with one."""
+    from paddle.distributed import collective
+
+    return getattr(collective, "_default_store", None)
+
+
+def _backend(group: Any) -> str:
+    return str(getattr(group, "backend", "") or "").lower()
+
+
+def _global_group() -> Any:
+    from paddle.distributed.communication.group import _get_global_group
+
+    return _get_global_group()
+
+
+def open_channel(group: Any, ranks: tuple[int, ...], position: int) -> HostChannel:
+    """Return the channel of a group. Its members connect once and stay connected as long as they live."""
+    return _host_channel(int(group.id), ranks, position)
+
+
+@functools.cache
+def _host_channel(group_id: int, ranks: tuple[int, ...], position: int) -> HostChannel:
+    name = hashlib.sha256(repr((group_id, ranks)).encode()).hexdigest()[:16]
+    return HostChannel(default_store(), name, ranks, position)
+
+
+@functools.cache
+def _group_plans(ranks: tuple[int, ...]) -> KeptPlans:
+    """Return the plans of these ranks' calls: they outlast a communicator, which serves one call."""
+    return KeptPlans()
+
+
+def communicator_for(process_group: Any = None) -> Communicator:
+    """Return the communicator of a call, once the work that the last training step has left unfinished is finished.
+
+    Args:
+        process_group: None for all ranks of the job (or the one process there is), ``"self"`` for this rank alone, a
+            Paddle group, or a Communicator. Anything else is refused in the first step, with all ranks of the job: this
+            rank waits for them, as it cannot know which ranks make the call.
+    """
+    if isinstance(process_group, Communicator):
+        finish_steps(process_group.ranks)
+        return process_group
+    import paddle.distributed as dist
+
+    is_known = process_group is None or process_group == "self" or hasattr(process_group, "ranks")
+    if not dist.is_initialized():
+        comm: Communicator = SoloCommunicator()
+    elif process_group == "self":
+        comm = SoloCommunicator(int(dist.get_rank()))
+    else:
+        comm = PaddleCommunicator(process_group if is_known and process_group is not None else _global_group())
+    comm.plans = _group_plans(comm.ranks)
+    if not is_known:
+        comm.refusal = ValidationError(
+            "process_group has to be a group of paddle.distributed, 'self' or None; got "
+            f"{process_group!r} ({type(process_group).__name__})"
+        )
+    finish_steps(comm.ranks)
+    return comm

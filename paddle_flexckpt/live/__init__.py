@@ -1,1 +1,0 @@
-"""Plans carried out on live tensors: save, load and reshard."""

@@ -1,0 +1,1 @@
+"""A load, a reshard and a publication: sources and targets of live ranks around one transfer."""

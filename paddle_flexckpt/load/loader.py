@@ -1,0 +1,114 @@
+"""load_state_dict: a checkpoint directory into live shards, whatever the two layouts are.
+
+Tested in tests/load/test_loader.py and tests/load/test_policies.py.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError
+from paddle_flexckpt.communication.group_communicators import communicator_for, plans_of
+from paddle_flexckpt.foreign.formats import shown
+from paddle_flexckpt.load.dequant_transforms import with_statements
+from paddle_flexckpt.load.file_peers import FilePeers, source_of
+from paddle_flexckpt.load.node_files import DamagedCopies, find_damaged_copies
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.memory.live_targets import describe_targets
+from paddle_flexckpt.observers import observed
+from paddle_flexckpt.report import LoadReport
+from paddle_flexckpt.transfer.files import Files
+from paddle_flexckpt.transfer.options import GROUP, PATH, SHARDS, UNUSED, CommMethod, LoadOptions, takes
+from paddle_flexckpt.transfer.transfer import Transfer
+
+
+@takes(
+    LoadOptions,
+    state_dict=SHARDS,
+    path=PATH,
+    process_group=GROUP,
+    offload=UNUSED,
+    safetensors=UNUSED,
+    worker_groups=UNUSED,
+    num_workers=UNUSED,
+)
+@observed("load", "path")
+def load_state_dict(
+    state_dict: Mapping[str, Any],
+    path: Location,
+    process_group: Any = None,
+    coordinator_rank: int = 0,
+    unique_id: int | None = None,
+    offload: bool = False,
+    mw_name_compatibility: bool = True,
+    aoa_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    safetensors: bool = True,
+    worker_groups: Any = None,
+    comm_method: CommMethod = "auto",
+    num_workers: int = 1,
+    **options: Any,
+) -> LoadReport:
+    """Fill live shards, in place, from a checkpoint that was saved under this or any other layout.
+
+    Every rank of the group calls this with its own targets. Everything is checked on all ranks before the first
+    target is changed. Each rank then reads just the bytes that its targets need, each once; or the ranks read together
+    (``comm_method``), so that storage is read once for all of them.
+
+    Args:
+        state_dict: Names to ShardedWeights (of this library or of Paddle) or tensors (taken as replicated), possibly
+            nested. Their memory is written.
+        path: The directory: a path, a URL, or what ``open_storage`` gives; of this library, Paddle's own,
+            PaddleFormers, PaddleNLP (unified checkpoint) or Hugging Face. Or a safetensors file or index of these.
+        process_group: The ranks that take part; all ranks of the job by default. ``"self"``: this rank alone, which has
+            to hold everything (pure data parallelism, where one rank may save for all).
+        offload: Accepted for compatibility: reading always goes through host memory, one tensor at a time.
+        safetensors: Accepted for compatibility: data files are always safetensors files.
+        worker_groups: Accepted for compatibility: the needs of the ranks decide which rank sends what.
+        num_workers: Accepted for compatibility: the number of threads is chosen automatically.
+        **options: Like all other arguments, of :class:`~paddle_flexckpt.transfer.options.LoadOptions`.
+
+    Returns:
+        A report of the load.
+
+    Raises:
+        ValidationError: Path, keys, shapes or dtypes do not fit (on every rank, with the same text); no target was
+            changed.
+        CorruptCheckpointError: The checkpoint is damaged (likewise). Damage that only reading can find may leave
+            targets partly overwritten; the text says so.
+        UnreadableCheckpointError: The storage refused or failed; targets may be partly overwritten.
+    """
+    asked = LoadOptions(
+        coordinator_rank=coordinator_rank,
+        unique_id=unique_id,
+        mw_name_compatibility=mw_name_compatibility,
+        aoa_config=aoa_config,
+        comm_method=comm_method,
+        **options,
+    )
+    begin = time.perf_counter()
+    comm = communicator_for(process_group)
+    context = f"cannot load from {shown(path)}"
+    if asked.storage == "per_node":
+        context = "cannot load from the nodes' directories"
+    if asked.load_transform is not None:
+        asked = with_statements(asked, path, comm, context)
+    describe = lambda: describe_targets(state_dict, comm.rank)  # noqa: E731
+    damaged: DamagedCopies = {}
+    while True:
+        source = source_of(comm, path, asked, "load_state_dict", context, damaged)
+        try:
+            return Transfer(comm, source, describe, asked, "load_state_dict", context, begin, plans_of(comm)).run()
+        except (CorruptCheckpointError, UnreadableCheckpointError):
+            # Every rank has the same error. If another node has an undamaged copy, the next try reads that.
+            files = source.files if isinstance(source, FilePeers) else source
+            if asked.storage != "per_node" or not asked.use_replicas or not isinstance(files, Files):
+                raise
+            known, found = damaged, find_damaged_copies(comm, files, context)
+            damaged = {
+                place: known.get(place, frozenset()) | found.get(place, frozenset()) for place in {*known, *found}
+            }
+            if damaged == known:
+                raise

@@ -1,0 +1,194 @@
+"""Show the reports of rehearsals and of differences between two checkpoints.
+
+Tested in tests/pages/test_report_pages.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
+from paddle_flexckpt.pages.charts import by_rank, heat_map, of_bytes, of_counts
+from paddle_flexckpt.pages.markup import Content, Markup, Section, bullets, element, facts, join, page, paragraph, table
+from paddle_flexckpt.tools.comparison import DiffReport
+from paddle_flexckpt.tools.rehearsal_report import RankReads, RehearsalReport
+from paddle_flexckpt.tools.save_rehearsal import SaveRehearsal
+
+#: The most rows of a table, and of a table of pairs of ranks.
+MOST_ROWS, MOST_PAIRS = 1000, 64
+_RANGES = 6
+
+
+def diff_page(report: DiffReport) -> str:
+    """Return a page of the differences between two checkpoints."""
+    overview = facts(
+        [
+            ("in both", report.keys),
+            ("values differ", len(report.differing)),
+            ("shape or dtype differs", len(report.unlike)),
+            ("only in the first", len(report.only_in_first)),
+            ("only in the second", len(report.only_in_second)),
+            ("read", format_bytes(report.bytes_read)),
+            ("compared by checksums", format_bytes(report.bytes_by_checksum)),
+        ]
+    )
+    found = [Section("Overview", join([facts([("first", report.first), ("second", report.second)]), overview]))]
+    if report.equal:
+        found.append(Section("Differences", paragraph("There are none.")))
+    if report.differing:
+        found.append(Section("Values", _values(report)))
+    if report.unlike:
+        rows = [(key, *both) for key, both in list(report.unlike.items())[:MOST_ROWS]]
+        caption = _caption("Tensors of another shape or dtype", len(rows), len(report.unlike))
+        found.append(Section("Shapes and dtypes", table(caption, ("Key", "First", "Second"), rows)))
+    for name, keys in (("first", report.only_in_first), ("second", report.only_in_second)):
+        if keys:
+            found.append(Section(f"Only in the {name}", bullets(keys, MOST_ROWS)))
+    return page("What differs between two checkpoints", report.summary(), found)
+
+
+def _values(report: DiffReport) -> Markup:
+    """Return a table of the tensors whose values differ, the largest share first."""
+    order = sorted(report.differing.items(), key=lambda pair: (-pair[1].share, pair[0]))[:MOST_ROWS]
+    rows = [
+        (
+            key,
+            f"{each.dtype} {each.shape}",
+            str(each.changed),
+            join(
+                [
+                    element("meter", "", min=0, max=1, value=f"{each.share:.6g}", aria_hidden="true"),
+                    f" {each.share:.2%}",
+                ]
+            ),
+            f"{each.max_difference:.3g}",
+            f"{each.mean_difference:.3g}",
+            "-" if each.max_ulps is None else str(each.max_ulps),
+            str(each.not_finite),
+            str(each.first_index),
+        )
+        for key, each in order
+    ]
+    head = ("Key", "Tensor", "Elements", "Share", "Largest", "Mean", "ULPs", "Not finite", "First at")
+    caption = _caption("Tensors whose values differ, the largest share first", len(rows), len(report.differing))
+    return table(caption, head, rows, numbers=(2, 3, 4, 5, 6, 7))
+
+
+def _caption(text: str, shown: int, count: int) -> str:
+    return text if shown == count else f"{text}: {shown} of {count}; --json has all"
+
+
+def rehearsal_page(report: RehearsalReport) -> str:
+    """Return a page of the rehearsal of a load, or of its error."""
+    title = f"Load of {report.source} under {report.strategy}, rehearsed"
+    overview = [
+        facts(
+            [
+                ("loads", "yes" if report.ok else "no"),
+                ("id", str(report.unique_id)),
+                ("ranks", report.world_size),
+                ("needed", format_bytes(report.total_bytes)),
+                *((f"seconds, {way}", f"{value:.1f}") for way, value in report.seconds.items()),
+            ]
+        )
+    ]
+    overview += [*_failure(report.error), *_notes(report.notes)]
+    found = [Section("Overview", join(overview))]
+    if report.ok:
+        found += _ranks(report)
+    names = ("missing", "unexpected", "maybe_fused", "aliases", "cast", "masters")
+    noticed = {name.replace("_", " "): getattr(report, name) for name in names}
+    for name, keys in noticed.items():
+        if isinstance(keys, Mapping) and keys:
+            rows = list(keys.items())[:MOST_ROWS]
+            content = table(_caption(f"Keys: {name}", len(rows), len(keys)), ("Key", "How"), rows)
+            found.append(Section(name.capitalize(), content))
+        elif keys:
+            found.append(Section(name.capitalize(), bullets(keys, MOST_ROWS)))
+    return page(title, report.summary() if report.ok else "It does not load.", found)
+
+
+def save_rehearsal_page(report: SaveRehearsal) -> str:
+    """Return a page of the rehearsal of a save, or of its error."""
+    pairs: list[tuple[str, Content]] = [("saves", "yes" if report.ok else "no"), ("ranks", report.world_size)]
+    if report.ok:
+        pairs += [("tensors", report.keys), ("files", report.files), ("imbalance", f"{report.imbalance:.2f}")]
+        pairs += [("written", format_bytes(report.total_bytes)), ("held", format_bytes(report.held_bytes))]
+    pairs += [(f"seconds, {way}", f"{value:.1f}") for way, value in report.seconds.items()]
+    overview = [facts(pairs), *_failure(report.error), *_notes(report.notes)]
+    found = [Section("Overview", join(overview))]
+    if report.ok:
+        series = [
+            (of_bytes if "bytes" in name else of_counts)(name.replace("_", " ").capitalize(), values)
+            for name, values in report.ranks.items()
+        ]
+        found.append(Section("What each rank writes and holds", by_rank("rank", series)))
+    lead = report.summary() if report.ok else "It does not save."
+    return page(f"Save under {report.strategy}, rehearsed", lead, found)
+
+
+def _failure(error: str) -> list[Markup]:
+    if not error:
+        return []
+    return [paragraph("The job would raise this on every rank:"), element("pre", error)]
+
+
+def _notes(notes: Sequence[str]) -> list[Markup]:
+    return [paragraph("Taken for granted:"), bullets(notes)] if notes else []
+
+
+def _ranks(report: RehearsalReport) -> list[Section]:
+    groups = report.ranks
+    of_rank = np.zeros(report.world_size, dtype=np.int64)
+    for number, each in enumerate(groups):
+        of_rank[each.ranks] = number
+
+    def values(name: str) -> list[int]:
+        return [getattr(groups[number], name) for number in of_rank.tolist()]
+
+    series = [of_bytes("Needed", values("bytes_needed")), of_bytes("Read", values("bytes_read"))]
+    series += [of_counts("Requests", values("reads")), of_bytes("Memory", values("memory_bytes"))]
+    found = [Section("What each rank reads and holds", by_rank("rank", series))]
+    flows = _flows(report)
+    if flows is not None:
+        found.append(Section("From rank to rank", flows))
+    if report.cooperative:
+        kinds = [
+            of_bytes(name.replace("bytes_", "").capitalize(), counts)
+            for name, counts in report.cooperative.items()
+            if name != "reads"
+        ]
+        found.append(Section("Where one rank reads for all", by_rank("rank", kinds)))
+    rows = [_row(each) for each in sorted(groups, key=lambda each: -each.bytes_read)[:MOST_ROWS]]
+    head = ("Ranks", "Needed", "Read", "Amplification", "Requests", "Files", "Memory")
+    caption = _caption("Ranks that do the same, those that read the most first", len(rows), len(groups))
+    return [*found, Section("Ranks that do the same", table(caption, head, rows, numbers=range(1, 7)))]
+
+
+def _row(each: RankReads) -> tuple[str, ...]:
+    sizes = map(format_bytes, (each.bytes_needed, each.bytes_read))
+    counts = (f"{each.amplification:.2f}", str(each.reads), str(each.files), format_bytes(each.memory_bytes))
+    return (format_ranks(each.ranks, _RANGES), *sizes, *counts)
+
+
+def _flows(report: RehearsalReport) -> Markup | None:
+    """Return a heat map of bytes from saving ranks to reading ranks, and a table of the largest; None if not known."""
+    parts = []
+    for each in report.ranks:
+        sources = np.asarray(list(each.sources.items()), dtype=np.int64).reshape(-1, 2)
+        count = len(each.ranks)
+        targets = np.repeat(np.asarray(each.ranks, dtype=np.int64), len(sources))
+        parts.append(np.column_stack([np.tile(sources[:, 0], count), targets, np.tile(sources[:, 1], count)]))
+    flows = np.concatenate(parts) if parts else np.zeros((0, 3), dtype=np.int64)
+    if not len(flows):
+        return None
+    name = "Bytes that each target rank needs, by the source rank that saved them"
+    ranks = int(flows[:, 0].max()) + 1
+    show = of_bytes("", ()).show
+    picture = heat_map(name, flows[:, :2], flows[:, 2], ranks, report.world_size, show)
+    order = np.lexsort([flows[:, 1], flows[:, 0], -flows[:, 2]])[:MOST_PAIRS]
+    rows = [(str(source), str(target), format_bytes(count)) for source, target, count in flows[order].tolist()]
+    caption = _caption("Pairs of ranks, the most bytes first", len(rows), len(flows))
+    return join([picture, table(caption, ("Source rank", "Target rank", "Bytes"), rows, numbers=(0, 1, 2))])

@@ -1,0 +1,1 @@
+"""A save of live state: described, agreed, planned, written, committed."""

@@ -1,0 +1,1 @@
+"""Tools on top of the transfer that need no Paddle: convert, export, verify, compare, rehearse."""

@@ -1,0 +1,384 @@
+"""Compare two checkpoints, of any format and layout, tensor by tensor. Tested in tests/tools/test_comparison.py."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
+from paddle_flexckpt.catalog import dtype_of, group_replicas
+from paddle_flexckpt.catalog.texts import format_bytes, printable
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.progress import Meter, ProgressCallback
+from paddle_flexckpt.report import Report
+from paddle_flexckpt.tools.whole_tensors import iterate_bands
+from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
+
+# Elements to compare at once: bounds the memory of intermediate results.
+COMPARED_AT_ONCE = 1 << 20
+# From the number of an element in the compared arrays to its position in the whole tensor.
+_Position = Callable[[int], int]
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """The difference of one tensor between two checkpoints.
+
+    Attributes:
+        dtype: Name of its element type.
+        shape: Its global shape.
+        changed: Elements whose bits differ.
+        share: Their share of all elements, from 0 to 1.
+        max_difference: The largest difference of two finite values.
+        mean_difference: The mean of these over all elements.
+        max_ulps: The largest distance of two finite values in units in the last place; None if they are not floats.
+        not_finite: Changed elements of which one value, or both, is not finite.
+        first_index: The first element that differs, an index for each axis.
+    """
+
+    dtype: str
+    shape: list[int]
+    changed: int
+    share: float
+    max_difference: float
+    mean_difference: float
+    max_ulps: int | None
+    not_finite: int
+    first_index: list[int]
+
+    def __str__(self) -> str:
+        """Return one line for people."""
+        text = (
+            f"{self.dtype} {self.shape}: {self.changed} elements differ ({self.share:.2%}), by "
+            f"{self.max_difference:.3g} at most and {self.mean_difference:.3g} on average"
+        )
+        if self.max_ulps is not None:
+            text += f", {self.max_ulps} ULPs"
+        if self.not_finite:
+            text += f", {self.not_finite} not finite"
+        return f"{text}; first at {self.first_index}"
+
+
+@dataclass(frozen=True)
+class DiffReport(Report):
+    """The differences between two checkpoints.
+
+    Attributes:
+        first: The first checkpoint's directory.
+        second: The second one's.
+        keys: Number of tensors in both.
+        only_in_first: Keys that only the first has.
+        only_in_second: Keys that only the second has.
+        unlike: Shape and dtype in the first and in the second, by key, of tensors that differ in these.
+        differing: The differences of tensors of the same shape and dtype, by key.
+        bytes_by_checksum: Bytes of tensors that were compared by their checksums alone.
+        bytes_read: Bytes of tensors that were read, from both.
+        seconds: Wall time; ``total`` is all of it.
+    """
+
+    first: str
+    second: str
+    keys: int
+    only_in_first: list[str]
+    only_in_second: list[str]
+    unlike: dict[str, list[str]]
+    differing: dict[str, TensorDifference]
+    bytes_by_checksum: int
+    bytes_read: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    derived = ("equal",)
+
+    @property
+    def equal(self) -> bool:
+        """Return whether nothing differs."""
+        return not (self.only_in_first or self.only_in_second or self.unlike or self.differing)
+
+    def lines(self) -> list[str]:
+        """Return a line for each difference, for people."""
+        lines = [
+            *(f"- {key}: only in the first" for key in self.only_in_first),
+            *(f"+ {key}: only in the second" for key in self.only_in_second),
+            *(f"! {key}: {one} in the first, {two} in the second" for key, (one, two) in self.unlike.items()),
+            *(f"~ {key}: {difference}" for key, difference in self.differing.items()),
+        ]
+        return list(map(printable, lines))
+
+    def summary(self) -> str:
+        """Return one line for people."""
+        by_checksum, both = format_bytes(self.bytes_by_checksum), f"{self.keys} tensors"
+        read = f"{format_bytes(self.bytes_read)} read, {by_checksum} compared by checksums alone"
+        if self.equal:
+            return f"{self.first} and {self.second} are equal: {both}; {read}"
+        return (
+            f"{self.first} and {self.second} differ: of {both} in both, {len(self.differing)} differ in "
+            f"values and {len(self.unlike)} in shape or dtype; {len(self.only_in_first)} are only in the first, "
+            f"{len(self.only_in_second)} only in the second; {read}"
+        )
+
+
+def diff(
+    first: Location,
+    second: Location,
+    aoa_config: AoaConfig | None = None,
+    *,
+    first_id: int | None = None,
+    second_id: int | None = None,
+    extra_state: bool = False,
+    progress: ProgressCallback | None = None,
+) -> DiffReport:
+    """Compare two checkpoints of any format and layout.
+
+    Tensors with the same shards in both are compared by the checksums of their blocks, and only blocks that differ are
+    read. Others are read, at most 64 MiB of each side at a time. Values are compared by their bits.
+
+    Args:
+        first: A checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
+        second: Another, likewise.
+        aoa_config: AOA statements that bring the first one's tensors to the names and shapes of the second one's.
+        first_id: Which checkpoint of the first directory; None takes the highest id.
+        second_id: Likewise of the second.
+        extra_state: Whether a run's extra state is compared too.
+        progress: Called with a :class:`~paddle_flexckpt.progress.Progress` as tensors of the first are compared.
+
+    Returns:
+        The differences.
+
+    Raises:
+        ValidationError: There is no such checkpoint, or the statements do not fit.
+        CorruptCheckpointError: A checkpoint is damaged.
+        OSError: The file system refused.
+    """
+    begin = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        one = _Side(stack, first, first_id, aoa_config, extra_state)
+        two = _Side(stack, second, second_id, None, extra_state)
+        both = sorted(one.infos.keys() & two.infos.keys())
+        unlike = {
+            key: [f"{info.dtype} {list(info.shape)}" for info in (one.infos[key], two.infos[key])]
+            for key in both
+            if one.infos[key] != two.infos[key]
+        }
+        differing: dict[str, TensorDifference] = {}
+        counts = {"bytes_by_checksum": 0, "bytes_read": 0}
+        whole = []
+        comparable = [key for key in both if key not in unlike]
+        meter = Meter(progress, "compare", sum(one.infos[key].nbytes for key in comparable), len(comparable))
+        for key in comparable:
+            info = one.infos[key]
+            pairs = _pairs(one, two, key)
+            if pairs is None:
+                whole.append(key)
+                continue
+            found = _Difference(info)
+            for pair in pairs:
+                _compare_items(one, two, pair, found, counts)
+            meter.add(info.nbytes, items=1)
+            if found.changed:
+                differing[key] = found.result()
+        read = {key: _Difference(one.infos[key]) for key in whole}
+        for key, start, former, latter in _both_in_bands(one, two, whole):
+            read[key].add(former, latter, lambda element: element, start)
+            counts["bytes_read"] += former.nbytes + latter.nbytes
+            meter.add(former.nbytes, items=not start)
+            del former, latter
+        differing.update((key, found.result()) for key, found in read.items() if found.changed)
+        meter.finish()
+        return DiffReport(
+            first=one.directory.path,
+            second=two.directory.path,
+            keys=len(both),
+            only_in_first=sorted(one.infos.keys() - two.infos.keys()),
+            only_in_second=sorted(two.infos.keys() - one.infos.keys()),
+            unlike=unlike,
+            differing=dict(sorted(differing.items())),
+            seconds={"total": time.perf_counter() - begin},
+            **counts,
+        )
+
+
+class _Side:
+    """One of the two checkpoints, open."""
+
+    def __init__(
+        self, stack: contextlib.ExitStack, path: Location, unique_id: int | None, aoa_config: Any, extra_state: bool
+    ) -> None:
+        self.directory = SourceDirectory(path)
+        self.manifest = stack.enter_context(LockedManifest(self.directory, unique_id))
+        self.catalog = self.manifest.catalog
+        self._sizes = self.catalog.size
+        self.mapping: TensorMapping | None = whole_mapping(aoa_config, self.catalog)
+        self.infos = tensor_infos(self.catalog, self.mapping, extra_state)
+        self.reader = stack.enter_context(FileReader(self.directory.backend, self.manifest))
+        # The first of each replica group, by key.
+        self._rows: dict[str, list[int]] = {}
+        if not self.manifest.foreign:
+            for row in group_replicas(self.catalog).first.tolist():
+                self._rows.setdefault(self.catalog.key_name(row), []).append(row)
+        # The stored tensor that equals a tensor, element by element.
+        self._stored = dict.fromkeys(self.infos) if self.mapping is None else self.mapping.copied_keys(self.infos)
+
+    def items(self, key: str) -> dict[tuple[tuple[int, ...], ...], int] | None:
+        """Return the rows of a tensor by their places in it; None if they cannot be compared by checksum.
+
+        These are other programs' tensors, which have no checksums, and tensors that statements make or cast.
+        """
+        if self.manifest.foreign or key not in self._stored:
+            return None
+        catalog, rows = self.catalog, self._rows.get(self._stored[key] or key, [])
+        if any(catalog.dtype_name(row) != self.infos[key].dtype for row in rows):
+            return None
+        return {
+            (
+                catalog.unpadded(row, catalog.offset),
+                catalog.unpadded(row, catalog.shape),
+                (int(catalog.flat_start[row]), int(catalog.flat_stop[row])),
+            ): row
+            for row in rows
+            if self._sizes[row]
+        }
+
+
+def _pairs(one: _Side, two: _Side, key: str) -> list[tuple[int, int]] | None:
+    """Return the pairs of items of a tensor in the same place; None if the two are cut differently."""
+    if one.manifest.checksums.block_bytes != two.manifest.checksums.block_bytes:
+        return None
+    mine, others = one.items(key), two.items(key)
+    if mine is None or others is None or mine.keys() != others.keys():
+        return None
+    return [(row, others[place]) for place, row in mine.items()]
+
+
+def _compare_items(one: _Side, two: _Side, rows: tuple[int, int], found: _Difference, counts: dict[str, int]) -> None:
+    """Compare two items in the same place: by checksums, and by values where these differ."""
+    sums = [side.manifest.checksums.of_item(row) for side, row in zip((one, two), rows)]
+    length = int(one.catalog.byte_length[rows[0]])
+    block_bytes = one.manifest.checksums.block_bytes
+    blocks = np.flatnonzero(sums[0] != sums[1])
+    read, place = 0, _position_in(one, rows[0])
+    for block in blocks.tolist():
+        begin, end = block * block_bytes, min((block + 1) * block_bytes, length)
+        values = []
+        for side, row in zip((one, two), rows):
+            buffer = np.empty(end - begin, dtype=np.uint8)
+            side.reader.fill(row, begin, buffer)
+            values.append(buffer.view(found.dtype))
+        found.add(values[0], values[1], place, begin // found.dtype.itemsize)
+        read += end - begin
+    counts["bytes_read"] += 2 * read
+    counts["bytes_by_checksum"] += length - read
+
+
+def _position_in(side: _Side, row: int) -> _Position:
+    """Return the function from the number of an element of an item to its position in the whole tensor."""
+    catalog = side.catalog
+    start = int(catalog.flat_start[row]) if catalog.is_flattened[row] else 0
+    offset, shape, whole = (
+        catalog.unpadded(row, each) for each in (catalog.offset, catalog.shape, catalog.global_shape)
+    )
+
+    def position(element: int) -> int:
+        if not shape:
+            return 0
+        place = np.unravel_index(start + element, shape)
+        return int(np.ravel_multi_index([int(p) + o for p, o in zip(place, offset)], whole))
+
+    return position
+
+
+def _both_in_bands(one: _Side, two: _Side, keys: list[str]) -> Iterator[tuple[str, int, np.ndarray, np.ndarray]]:
+    """Yield the values of tensors in both, at most a band at a time: key, number of the first element, elements."""
+    if not keys:
+        return
+    bands, others = (iterate_bands(side.directory.backend, side.manifest, side.mapping, keys) for side in (one, two))
+    key, start = "", 0
+    for name, _, array in bands:
+        key, start = name, start if name == key else 0
+        yield key, start, array.ravel(), next(others)[2].ravel()
+        start += array.size
+        del array  # gone before the next one is read
+    next(others, None)
+
+
+@dataclass
+class _Difference:
+    """The sums over one tensor's differences."""
+
+    info: TensorInfo
+    changed: int = 0
+    dtype: np.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.dtype = dtype_of(self.info.dtype).numpy
+        self._sum = self._largest = 0.0
+        self._ulps: int | None = None
+        self._not_finite = 0
+        self._first = -1
+
+    def add(self, first: np.ndarray, second: np.ndarray, position: _Position, base: int = 0) -> None:
+        """Compare elements in the same places, both 1-D and contiguous; ``position`` counts the first as ``base``."""
+        itemsize = self.dtype.itemsize
+        for begin in range(0, len(first), COMPARED_AT_ONCE):
+            part = slice(begin, begin + COMPARED_AT_ONCE)
+            raw = [each[part].view(np.uint8).reshape(-1, itemsize) for each in (first, second)]
+            changed = np.flatnonzero((raw[0] != raw[1]).any(axis=1))
+            if not len(changed):
+                continue
+            self.changed += len(changed)
+            # Elements of a shard ascend in the tensor too, so the first in the shard is the first in the tensor.
+            at = position(base + begin + int(changed[0]))
+            self._first = at if self._first < 0 else min(self._first, at)
+            with np.errstate(invalid="ignore"):  # signalling NaN
+                self._measure(first[part][changed], second[part][changed])
+
+    def _measure(self, first: np.ndarray, second: np.ndarray) -> None:
+        if self.dtype.kind in "iu":
+            # Exact for 64 bits too: the larger less the smaller, modulo 2 ** 64.
+            high, low = np.maximum(first, second).astype(np.uint64), np.minimum(first, second).astype(np.uint64)
+            far = (high - low).astype(np.float64)
+        else:
+            kind = np.complex128 if self.dtype.kind == "c" else np.float64
+            one, two = first.astype(kind), second.astype(kind)
+            finite = np.isfinite(one) & np.isfinite(two)
+            self._not_finite += int((~finite).sum())
+            far = np.abs(one[finite] - two[finite])
+            if self.dtype.kind not in "cb":
+                self._count_ulps(first[finite], second[finite])
+        if len(far):
+            self._largest = max(self._largest, float(far.max()))
+            self._sum += float(far.sum())
+
+    def _count_ulps(self, first: np.ndarray, second: np.ndarray) -> None:
+        if not len(first):
+            return
+        bits = [each.view(f"i{self.dtype.itemsize}").astype(np.int64) for each in (first, second)]
+        lowest = -(1 << (8 * self.dtype.itemsize - 1))
+        # Integers in the order of the floats: negative ones count down from 0.
+        one, two = (np.where(each < 0, lowest - each, each) for each in bits)
+        ulps = int((np.maximum(one, two).astype(np.uint64) - np.minimum(one, two).astype(np.uint64)).max())
+        self._ulps = max(self._ulps or 0, ulps)
+
+    def result(self) -> TensorDifference:
+        """Return the difference."""
+        elements = math.prod(self.info.shape)
+        index = [int(each) for each in np.unravel_index(self._first, self.info.shape)] if self.info.shape else []
+        return TensorDifference(
+            dtype=self.info.dtype,
+            shape=list(self.info.shape),
+            changed=self.changed,
+            share=self.changed / elements,
+            max_difference=self._largest,
+            mean_difference=self._sum / elements,
+            max_ulps=self._ulps,
+            not_finite=self._not_finite,
+            first_index=index,
+        )

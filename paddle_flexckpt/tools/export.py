@@ -1,0 +1,92 @@
+"""Export a checkpoint, after AOA statements if given, as safetensors files in the style of Hugging Face."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+from paddle_flexckpt.aoa import AoaConfig
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.observers import observed
+from paddle_flexckpt.report import ExportReport
+from paddle_flexckpt.tools.tensor_files import INDEX_FILE, OutputDirectory, choose_tensors, divide, make_index
+from paddle_flexckpt.tools.whole_tensors import PartReader, WholeTensors, whole_parts
+from paddle_flexckpt.transfer.options import ALONE, ExportOptions, takes
+from paddle_flexckpt.transfer.targets import Targets
+
+# With the operands of a tile, and what the files' own reader and writer hold, an export stays below 256 MiB.
+BAND_BYTES = 128 << 20
+
+
+@takes(ExportOptions, path=ALONE, output=ALONE)
+@observed("export", "path")
+def export_safetensors(
+    path: Location, output: Location, aoa_config: AoaConfig | None = None, **options: Any
+) -> ExportReport:
+    """Write a checkpoint as ``model.safetensors``, or as numbered files and ``model.safetensors.index.json``.
+
+    One process exports, without Paddle. It holds at most one tensor, or a band of 128 MiB of a larger one, and the
+    operands of one tile of a computed one. With AOA statements, the tensors that they make and those that they do not
+    touch are written; untouched fused parameters get natural order.
+
+    If any tensor is larger than 128 MiB, ``verify="read"`` is ``"full"``: bands end in the middle of blocks. Where rows
+    of such a tensor are columns of what is stored, as after ``^T``, all of that is read for each band.
+
+    Args:
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
+        output: The destination, likewise: a directory that is empty or is not there yet.
+        **options: Like ``aoa_config``, of :class:`~paddle_flexckpt.transfer.options.ExportOptions`.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValidationError: There is no such checkpoint, the output is in use, the statements do not fit, or safetensors
+            cannot hold a tensor; nothing was written.
+        CorruptCheckpointError: The checkpoint is damaged; nothing is left behind.
+        OSError: The file system refused; likewise.
+    """
+    begin = time.perf_counter()
+    asked = ExportOptions(aoa_config=aoa_config, **options)
+    asked.check()
+    out, directory = OutputDirectory(open_destination(output)), SourceDirectory(path)
+    with LockedManifest(directory, asked.unique_id) as manifest:
+        out.check_unused()
+        chosen = choose_tensors(manifest.catalog, asked.aoa_config, asked.start, asked.states)
+        files = divide(chosen.infos, asked.max_file_bytes)
+        parts = [whole_parts({chosen.keys[n]: chosen.infos[n] for n in file.names}, BAND_BYTES) for file in files]
+        infos = {chosen.keys[name]: info for name, info in chosen.infos.items()}
+
+        def describe(memory: WholeTensors) -> Targets:
+            return memory.targets(infos, chosen.mapping, list(itertools.chain(*parts)))
+
+        with PartReader(directory.backend, manifest, asked, describe) as reader, out:
+            planned = time.perf_counter()
+            meter = reader.meter("write")
+            out.make()
+            arrays = reader.arrays()
+            for file, its_parts in zip(files, parts):
+                out.write(file, itertools.islice(arrays, len(its_parts)))
+            next(arrays, None)  # the end of what fills them
+            meter.finish()
+            if len(files) > 1:
+                out.publish(INDEX_FILE, make_index(files))
+            out.backend.sync()
+        done = reader.report()
+        reader.warn()
+    end = time.perf_counter()
+    return ExportReport(
+        source=directory.path,
+        unique_id=manifest.unique_id,
+        output=out.backend.path,
+        files=[file.name for file in files],
+        keys=len(chosen.keys),
+        left_out=chosen.left_out,
+        unfed=sorted(chosen.mapping.unfed) if chosen.mapping is not None and asked.states else [],
+        total_bytes=sum(file.data_bytes for file in files),
+        seconds={"plan": planned - begin, "write": end - planned, "total": end - begin},
+        **done,
+    )

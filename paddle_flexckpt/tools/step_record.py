@@ -1,0 +1,83 @@
+"""A manager's record of a checkpoint, in one small tensor of it: step, time and metrics.
+
+Retention, the choice of the best checkpoint and ``flexckpt ls`` read only this tensor.
+
+Tested in tests/manager/test_manager.py and tests/cli/test_overview.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from paddle_flexckpt.catalog import EXTRA_STATE, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.portable import decode, encode
+from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.native.manifest import Manifest
+
+RECORD = f"{EXTRA_STATE}manager"
+_VERSION = 1
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """A manager's record of the checkpoint of one step.
+
+    Attributes:
+        step: Training step.
+        time: When it was saved, in seconds since the epoch, by the coordinator's clock.
+        metrics: The metrics given at the save.
+        run: The identity of the run that saved it; "" if it had none.
+    """
+
+    step: int
+    time: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    run: str = ""
+
+    def encode(self) -> np.ndarray:
+        """Return the record as a tensor: uint8 ``[bytes]``, the same on every rank."""
+        fields = {"version": _VERSION, "step": self.step, "time": self.time, "metrics": dict(self.metrics)}
+        if self.run:
+            fields["run"] = self.run
+        return np.frombuffer(encode(fields, RECORD), dtype=np.uint8).copy()
+
+    @classmethod
+    def decode(cls, array: np.ndarray) -> StepRecord:
+        """Return the record in an array of :meth:`encode`.
+
+        Raises:
+            CorruptCheckpointError: It is not one.
+            ValidationError: It is one of a newer version.
+        """
+        fields = decode(array.tobytes(), RECORD)
+        try:
+            if fields["version"] != _VERSION:
+                raise ValidationError(
+                    [f"{RECORD} is of version {fields['version']!r}; this library reads {_VERSION}. Remedy: update it"]
+                )
+            metrics = {str(name): float(value) for name, value in fields["metrics"].items()}
+            return cls(int(fields["step"]), float(fields["time"]), metrics, str(fields.get("run", "")))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise CorruptCheckpointError(f"{RECORD} is damaged: {error!r}") from error
+
+
+def read_record(directory: Backend, manifest: Manifest) -> StepRecord | None:
+    """Return the record of a checkpoint; None if no manager saved it.
+
+    Args:
+        directory: The checkpoint's directory.
+        manifest: The manifest, at least with the rows of :data:`RECORD`.
+
+    Raises:
+        CorruptCheckpointError: The record is damaged.
+        ValidationError: It is of a newer version.
+    """
+    if RECORD not in manifest.catalog.keys:
+        return None
+    from paddle_flexckpt.tools.whole_tensors import iterate_tensors  # most of the engine, for this alone
+
+    ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])
+    return StepRecord.decode(array)

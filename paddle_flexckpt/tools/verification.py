@@ -1,0 +1,193 @@
+"""Verification and repair of a checkpoint, by one process and without Paddle.
+
+Tested in tests/tools/test_verification.py, tests/native/test_verify.py and tests/native/test_repair.py.
+"""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from paddle_flexckpt.catalog import (
+    CorruptCheckpointError,
+    Problem,
+    group_replicas,
+    validate_coverage,
+    validate_shards,
+)
+from paddle_flexckpt.catalog.errors import without_remedy
+from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.partition_files import partition_problems
+from paddle_flexckpt.native.repair import rebuild_manifest
+from paddle_flexckpt.native.verify import Verification, verify_files
+from paddle_flexckpt.observers import observed
+from paddle_flexckpt.progress import Meter, ProgressCallback
+from paddle_flexckpt.report import RepairReport, VerifyReport
+
+
+@observed("verify", "path")
+def verify_checkpoint(
+    path: Location, unique_id: int | None = None, *, progress: ProgressCallback | None = None
+) -> VerifyReport:
+    """Read a whole checkpoint once and list all problems.
+
+    The size, save token and header of every data file and the checksum of every block are compared with the manifest,
+    which has a checksum of its own. The shards have to cover their tensors. One block is in memory at a time.
+
+    Checkpoints of other programs have no checksums: only headers, sizes and indices, and the coverage of tensors by
+    shards, are checked. Then ``bytes_verified`` is 0, and the report has a note.
+
+    Args:
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
+        unique_id: The checkpoint's id; None takes the highest.
+        progress: Called with a :class:`~paddle_flexckpt.progress.Progress` as bytes are read.
+
+    Returns:
+        All problems, each with key, rank, file and byte where they are known. A damaged manifest is a problem too, and
+        then the only one: without it there is nothing to compare with.
+
+    Raises:
+        ValidationError: There is no such checkpoint, or it is of a format that this version does not know.
+        OSError: The manifest cannot be read.
+    """
+    begin = time.perf_counter()
+    directory = SourceDirectory(path)
+    try:
+        held = LockedManifest(directory, unique_id)
+    except CorruptCheckpointError as error:
+        ids = directory.list_ids()
+        if not ids or (unique_id is not None and unique_id not in ids):
+            # Another program's: the error names the file.
+            seconds = {"total": time.perf_counter() - begin}
+            problems = [Problem(str(error))]
+            return VerifyReport(directory.path, unique_id or 0, problems=problems, seconds=seconds, has_checksums=False)
+        chosen = ids[-1] if unique_id is None else unique_id
+        problems = _manifest_problems(directory, chosen, error)
+        seconds = {"total": time.perf_counter() - begin}
+        return VerifyReport(directory.path, chosen, problems=problems, seconds=seconds)
+    with held as manifest:
+        catalog = manifest.catalog
+        # Another program's manifest was made from its files' headers, so they fit.
+        # They have no checksums: nothing is read.
+        nbytes, files = (0, 0) if manifest.foreign else (int(catalog.byte_length.sum()), len(catalog.files))
+        meter = Meter(progress, "verify", nbytes, files)
+        found = Verification() if manifest.foreign else verify_files(directory.backend, manifest, meter)
+        meter.finish()
+    problems = validate_shards(catalog)
+    # Malformed shards have no boxes to compare.
+    problems = problems or validate_coverage(catalog, group_replicas(catalog)).problems
+    if manifest.partial:
+        remedy = (
+            "restore the files that are missing, and repair it again with overwrite=True; or load another checkpoint"
+        )
+        problems.append(
+            Problem(
+                "the checkpoint is partial",
+                file=directory.manifest_file(manifest.unique_id),
+                got=manifest.partial,
+                remedy=remedy,
+            )
+        )
+    return VerifyReport(
+        path=directory.path,
+        unique_id=manifest.unique_id,
+        files=len(catalog.files),
+        keys=len(np.unique(catalog.key)),
+        items=len(catalog),
+        total_bytes=int(catalog.byte_length.sum()),
+        bytes_read=found.bytes_read,
+        bytes_verified=found.bytes_verified,
+        problems=found.problems + ([] if manifest.foreign else _doubts(directory, manifest, found)) + problems,
+        recoverable=found.recoverable and not problems,
+        seconds={"total": time.perf_counter() - begin},
+        has_checksums=not manifest.foreign,
+    )
+
+
+def _manifest_problems(directory: CheckpointDirectory, unique_id: int, error: CorruptCheckpointError) -> list[Problem]:
+    """Return the problems of a manifest that cannot be read: all damaged partitions, or the manifest itself."""
+    try:
+        problems = partition_problems(directory.backend, directory.read_committed(unique_id, ()))
+    except (OSError, CorruptCheckpointError):
+        problems = []
+    return problems or [
+        Problem(
+            f"the manifest is damaged: {without_remedy(error)}",
+            file=directory.manifest_file(unique_id),
+            remedy="restore the file from a copy, or rebuild it with repair_manifest(path, unique_id, overwrite=True)",
+        )
+    ]
+
+
+def _doubts(directory: CheckpointDirectory, manifest: Manifest, found: Verification) -> list[Problem]:
+    """Return evidence that the manifest, not the data files, was swapped."""
+    file, remedy = directory.manifest_file(manifest.unique_id), "restore the manifest that belongs to the data files"
+    names = manifest.catalog.files
+    others = [name for each, _, name in directory.data_files() if each == manifest.unique_id and name not in names]
+    if found.tokens and not found.bytes_verified:
+        what, tokens = "no data file is of the save that this manifest belongs to", sorted(set(found.tokens.values()))
+        expected = " or ".join(tokens[:3])
+        return [Problem(what, file=file, expected=expected, got=manifest.save_token, remedy=remedy)]
+    if names and len(found.missing) == len(names) and others:
+        what = "the files that this manifest names are missing, and others of its id are there"
+        expected, got = ", ".join(names[:3]), ", ".join(others[:3])
+        return [Problem(what, file=file, expected=expected, got=got, remedy=remedy)]
+    return []
+
+
+def repair_manifest(
+    path: Location,
+    unique_id: int,
+    *,
+    overwrite: bool = False,
+    save_token: str | None = None,
+    fewer_files: bool = False,
+) -> RepairReport:
+    """Rebuild a lost manifest of a checkpoint from the headers of its data files.
+
+    The block checksums are computed anew from the data as it is: they protect it from now on, but **damage that
+    happened before the repair cannot be found**. A manifest that can be read, or some of its partitions, is
+    compared with the data files: damage and losses that it shows are not accepted.
+
+    Args:
+        path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
+        unique_id: The checkpoint's id.
+        overwrite: Whether a manifest that is there, damaged or not, may be replaced.
+        save_token: The save whose files to use, if files of several saves have this id.
+        fewer_files: Whether there may be fewer data files than ranks of the save. A rank with nothing to write has no
+            file. Without a manifest, or the file for Paddle's own loader, this cannot be distinguished from a lost
+            file: then the checkpoint is marked as partial. Loads warn of it, and it does not count as complete.
+
+    Returns:
+        The report.
+
+    Raises:
+        ValidationError: A manifest is there, there are no such files, or they are damaged in a way that shows or do not
+            make up a whole checkpoint of one save; nothing was written.
+        CorruptCheckpointError: A data file changed while it was read; nothing was written.
+        CheckpointError: A save is in progress there, or the checkpoint was changed meanwhile; nothing was written.
+        OSError: The file system refused.
+    """
+    begin = time.perf_counter()
+    directory = open_to_save(path)
+    replaced = directory.manifest_bytes(unique_id)
+    rebuilt = rebuild_manifest(directory, unique_id, overwrite, save_token, fewer_files)
+    directory.write_manifest(rebuilt.manifest, replaced)
+    catalog = rebuilt.manifest.catalog
+    return RepairReport(
+        path=directory.path,
+        unique_id=unique_id,
+        save_token=rebuilt.manifest.save_token,
+        step=rebuilt.manifest.step,
+        partial=rebuilt.manifest.partial,
+        files=list(catalog.files),
+        left_out=rebuilt.left_out,
+        keys=len(catalog.keys),
+        items=len(catalog),
+        bytes_read=int(catalog.byte_length.sum()),
+        seconds={"total": time.perf_counter() - begin},
+    )

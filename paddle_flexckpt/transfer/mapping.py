@@ -1,0 +1,151 @@
+"""Compile AOA statements for a load, and bring fused parameters into natural order.
+
+Tested in tests/transfer/test_mapping.py, tests/load/test_aoa_policies.py and tests/load/test_merged.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt import aoa
+from paddle_flexckpt.aoa import TensorInfo, TensorMapping, fused_statement
+from paddle_flexckpt.aoa.config import read_config
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Order, Problem, ValidationError
+
+
+def compile_mapping(
+    aoa_config: Any, source: Catalog, target: Catalog | None, master_weights: Any, completion: Sequence[str] = ()
+) -> TensorMapping:
+    """Compile statements to a mapping.
+
+    Args:
+        aoa_config: A dict, a JSON text or the path of a JSON or YAML file; None for no statements.
+        source: The shards of all sources.
+        target: The targets of all ranks; None: they follow from the statements; untouched tensors get natural order.
+        master_weights: As in ``load_state_dict``.
+        completion: Statements that follow those of the configuration.
+
+    Raises:
+        ValidationError: The statements do not fit, or ranks want one key in different dtypes.
+    """
+    statements = [] if aoa_config is None else aoa_config
+    mapping = aoa.compile_program(statements, source, target, master_weights=master_weights, completion=completion)
+    if target is not None:
+        _check_dtypes(mapping, target)
+        return mapping
+    completion = _to_natural_order(mapping, source)
+    if not completion:
+        return mapping
+    return aoa.compile_program(statements, source, None, master_weights=master_weights, completion=completion)
+
+
+def whole_mapping(aoa_config: Any, source: Catalog, names: Collection[str] | None = None) -> TensorMapping | None:
+    """Return the mapping to whole tensors in natural order; None: each is the source's, unchanged.
+
+    Args:
+        aoa_config: As in :func:`compile_mapping`.
+        source: The shards of all sources.
+        names: The keys that are wanted; None: all.
+
+    Raises:
+        ValidationError: The statements do not fit, or no statement for natural order is known.
+    """
+    if aoa_config is None and not any(names is None or key in names for key in permuted(source)):
+        return None
+    return compile_mapping(aoa_config, source, None, "exact")
+
+
+def permuted(source: Catalog) -> dict[str, Order]:
+    """Return the keys that are known not to be in natural order, with their orders."""
+    if not any(order.is_permuted for order in source.orders):
+        return {}
+    orders = ((key, source.order(number)) for number, key in enumerate(source.keys))
+    return {key: order for key, order in orders if order is not None and order.is_permuted}
+
+
+def _to_natural_order(mapping: TensorMapping, source: Catalog) -> tuple[str, ...]:
+    """Return the statements for natural order of tensors that a program without a destination leaves or only renames.
+
+    Raises:
+        ValidationError: No statement is known for a tensor.
+    """
+    moved = permuted(source)
+    copied = mapping.copied_keys(mapping.outputs) if moved else {}
+    # A statement ``key -> key`` means the stored order.
+    left = {
+        key: moved[own] for key, own in copied.items() if own in moved and (key != own or key not in mapping.provenance)
+    }
+    problems = [
+        Problem(
+            "a fused parameter is not in natural order, and no AOA statement is known that would put it right",
+            key=key,
+            expected="a FusedAxis with a statement at the save",
+            got=order.describe(),
+            remedy=f'take it as it is stored, by the AOA statement "{fused_statement(key, key, "", ())}"',
+        )
+        for key, order in left.items()
+        if order.statement is None
+    ]
+    if problems:
+        raise ValidationError(problems)
+    keys = {*source.keys, *mapping.outputs}
+    return tuple(sorted({fused_statement(key, key, order.tags or "", keys) for key, order in left.items()}))
+
+
+def _check_dtypes(mapping: TensorMapping, target: Catalog) -> None:
+    """Check that a key has one dtype on all ranks, to which statements cast."""
+    kinds = np.unique(np.stack([target.key.astype(np.int64), target.dtype.astype(np.int64)], axis=1), axis=0)
+    found: dict[int, list[str]] = {}
+    for key, dtype in kinds.tolist():
+        found.setdefault(key, []).append(target.dtypes[dtype])
+    problems = [
+        Problem(
+            "ranks want a tensor that AOA statements make in different dtypes",
+            key=target.keys[key],
+            expected="one dtype",
+            got=sorted(dtypes),
+        )
+        for key, dtypes in found.items()
+        if len(dtypes) > 1 and target.keys[key] in mapping.tensors
+    ]
+    if problems:
+        raise ValidationError(problems)
+
+
+def config_digest(aoa_config: Any) -> str | None:
+    """Return a digest of a program, whatever its form; None if there is none."""
+    if aoa_config is None:
+        return None
+    config = asdict(read_config(aoa_config))
+    lenient = config.pop("is_lenient")
+    text = json.dumps({**config, **({"is_lenient": True} if lenient else {})})
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def tensor_infos(
+    source: Catalog, mapping: TensorMapping | None = None, extra_state: bool = False
+) -> dict[str, TensorInfo]:
+    """Return global shape and dtype of every key.
+
+    Args:
+        source: The shards of all sources.
+        mapping: The mapping that makes the keys, compiled without a target; None: they are the source's.
+        extra_state: Whether a run's extra state is wanted too.
+
+    Raises:
+        ValidationError: Statements keep values of targets, and there are no targets.
+    """
+    if mapping is not None:
+        return mapping.output_infos(extra_state)
+    keys, rows = np.unique(source.key, return_index=True)
+    return {
+        source.keys[key]: TensorInfo(source.unpadded(row, source.global_shape), source.dtype_name(row))
+        for key, row in zip(keys.tolist(), rows.tolist())
+        if extra_state or not source.keys[key].startswith(EXTRA_STATE)
+    }

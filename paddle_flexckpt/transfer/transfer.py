@@ -1,0 +1,301 @@
+"""Transfer: fill the targets of all ranks from a source, files or the ranks' own memory, in steps common to all.
+
+Tested in tests/transfer/test_transfer.py, tests/load/test_policies.py and tests/load/test_options.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat, validate_shards
+from paddle_flexckpt.catalog.collector import without_collector
+from paddle_flexckpt.catalog.texts import order_warning, replica_warning
+from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
+from paddle_flexckpt.report import LoadReport
+from paddle_flexckpt.transfer.agreement import BRIEF_LOAD, Ranks, Solo, check_coordinator, check_heads
+from paddle_flexckpt.transfer.kept_loads import KeptLoad, describe_load
+from paddle_flexckpt.transfer.kept_plans import KeptPlans, brief, fingerprint, recall
+from paddle_flexckpt.transfer.mapping import compile_mapping
+from paddle_flexckpt.transfer.names import check_across_ranks
+from paddle_flexckpt.transfer.options import TransferOptions
+from paddle_flexckpt.transfer.plan import plan_fill
+from paddle_flexckpt.transfer.powers import NOTHING, Facts
+from paddle_flexckpt.transfer.resolver import complete, resolve
+from paddle_flexckpt.transfer.source import Source, Task
+from paddle_flexckpt.transfer.targets import Targets
+from paddle_flexckpt.transfer.unexpected import check_unexpected, refuse_nothing
+
+logger = logging.getLogger("paddle_flexckpt")
+_report_level = contextvars.ContextVar("report_level", default=logging.INFO)
+
+
+class Transfer:
+    """The transfer of one call: it fills the targets of all ranks from a source.
+
+    Every rank of the group makes one and calls :meth:`run`. No target is touched before the data moves. An error in any
+    step is the same on every rank.
+    """
+
+    _task: Task
+    _unexpected: list[str]
+
+    def __init__(
+        self,
+        comm: Ranks,
+        source: Source,
+        describe_targets: Callable[[], Targets],
+        options: TransferOptions,
+        call: str = "",
+        context: str = "",
+        begin: float | None = None,
+        plans: KeptPlans | None = None,
+    ) -> None:
+        """Take no step yet.
+
+        Args:
+            comm: The ranks.
+            source: The source of the targets.
+            describe_targets: Returns this rank's targets, or raises.
+            options: The options of the call.
+            call: The name of the call, which ranks compare.
+            context: The context of errors.
+            begin: When the call began; by default now.
+            plans: The cached plans; by default no plan is cached.
+        """
+        self._comm, self._source, self._options = comm, source, options
+        self._describe_targets, self._call, self._context = describe_targets, call, context
+        self._all_targets: Catalog | None = None
+        self._keeps_plans = plans is not None and source.keeps_plans
+        self._plans = plans or KeptPlans()
+        self._own = b""
+        self._is_whole = False
+        self._begin = time.perf_counter() if begin is None else begin
+
+    def run(self) -> LoadReport:
+        """Take all steps; return the report.
+
+        Raises:
+            ValidationError: Source and targets do not fit (on every rank, with the same text); no target was changed.
+            CheckpointError: Something failed (likewise); once data moves, targets may be partly overwritten.
+        """
+        with self._source.closing:
+            self.prepare()
+            return self.again(self._begin)
+
+    def prepare(self) -> Task:
+        """Take the steps before the first target is touched, or use the plan that all have cached; return the task."""
+        comm, source, context = self._comm, self._source, self._context
+        # All send the options and the source's identity, with a short message, their targets, or their tasks.
+        kept, answers = recall(comm, self._plans, self, context)
+        if kept is not None:
+            source.meet(answers)
+            self._unexpected = [*kept.unexpected]
+            return self._task
+        if self._gathers_targets:
+            self._take_targets(answers)
+            _, answers = comm.together(self._tell_task, context)
+        told = check_heads(answers, context, comm.ranks)
+        statements = sorted({statement for texts in told[0] for statement in json.loads(texts)})
+        if statements and source.between_ranks:
+            # Fused parameters have to be reordered before they are sent: the sender needs the statements.
+            if self._all_targets is None:
+                self._take_targets(comm.together(self._tell_targets, context)[1])
+            _, answers = comm.together(functools.partial(self._tell_task, statements), context)
+            told = check_heads(answers, context, comm.ranks)
+        _, used, names, owns, *of_source = told
+        check_across_ranks([json.loads(each) for each in names], context)
+        # Unexpected keys may be an error.
+        keys, is_used = source.gather_used(used)
+        self._unexpected = check_unexpected(keys, is_used, self._task.mapping, self._options, context)
+        # The exchange between ranks; empty if each reads for itself.
+        source.plan(self._task, of_source)
+        if all(owns):
+            kept = KeptLoad.of(owns, self._task, source.keep(), self._unexpected, self._is_whole)
+            self._plans.keep(self._own, kept)
+        return self._task
+
+    def again(self, begin: float) -> LoadReport:
+        """Carry out the plan, a new or an earlier one, and report; ``begin``: when the call began."""
+        planned, task, source = time.perf_counter(), self._task, self._source
+        moved, answers = self._comm.together(self._move, self._context)
+        total_bytes, filled, asked = map(sum, zip(*(map(int, answer.split()) for answer in answers)))
+        if not filled:
+            refuse_nothing(asked, self._unexpected, self._context)
+        kept, moving = task.keys_of(task.plan.kept), "exchange" if source.between_ranks else "read"
+        task.memory.finish({*task.resolution.missing, *kept})
+        end = time.perf_counter()
+        report = LoadReport(
+            source=source.path,
+            unique_id=source.unique_id,
+            partial=source.partial,
+            unexpected=self._unexpected,
+            kept=kept,
+            computed=task.keys_of(task.plan.computed),
+            total_bytes=total_bytes,
+            seconds={"plan": planned - begin, moving: end - planned, "total": end - begin},
+            **task.resolution.report(),
+            **moved,
+        )
+        if report.maybe_fused:
+            logger.warning(f"rank {self._comm.rank}: {order_warning(report.source, report.maybe_fused)}")
+        if report.replicas_used:
+            logger.warning(f"rank {self._comm.rank}: {replica_warning(report.source, report.replicas_used)}")
+        if self._comm.position == self._options.coordinator_rank:
+            logger.log(_report_level.get(), report.summary())
+        return report
+
+    def describe(self) -> bytes:
+        """Open the source, and describe this rank's targets; return a fingerprint of the plan's inputs."""
+        source, options, call = self._source, self._options, self._call
+        self._said = source.open()
+        self._targets = self._describe_targets()
+        source.want(self._targets)
+        check_coordinator(self._comm, options.coordinator_rank)
+        self._head = options.encode(call, **self._said, context=self._context)
+        if self._keeps_plans:
+            lasting = options.encode(call, **{name: said for name, said in self._said.items() if name != "checkpoint"})
+            self._own = describe_load(lasting, self._comm.ranks, self._targets, source.describe())
+        return self._own
+
+    def in_brief(self, plan: KeptLoad) -> bytes:
+        """Use a cached plan; return the short message about it."""
+        if plan.whole:
+            self._complete()
+        self._task = plan.task(self._targets)
+        address = self._source.recall(self._task, plan.reads)
+        agreed = fingerprint((plan.origin, self._options.encode(self._call, **self._said)))
+        return brief(BRIEF_LOAD, agreed, address)
+
+    def in_full(self) -> bytes:
+        """Return this rank's first message if not all have cached a plan."""
+        return (self._tell_targets() if self._gathers_targets else self._tell_task())[1]
+
+    @property
+    def _gathers_targets(self) -> bool:
+        """Return whether ranks first gather their targets: statements have to mean the same on all of them."""
+        return self._options.aoa_config is not None
+
+    def _tell_targets(self) -> tuple[None, bytes]:
+        problems = validate_shards(self._targets.catalog)
+        if problems:
+            raise ValidationError(problems)
+        return None, join((self._head, encode_catalog(self._targets.catalog)))
+
+    def _take_targets(self, answers: list[bytes]) -> None:
+        (catalogs,) = check_heads(answers, self._context, self._comm.ranks)
+        self._all_targets = concat([decode_catalog(catalog) for catalog in catalogs])
+
+    @without_collector()
+    def _tell_task(self, statements: Sequence[str] = ()) -> tuple[None, bytes]:
+        """Resolve and plan this rank's targets; return its message to the others.
+
+        ``statements`` reorder fused parameters on some rank, if ranks send each other elements.
+        """
+        source = self._source
+        try:
+            self._task, needed = self._make_task(statements if source.between_ranks else None)
+        except ValidationError as error:
+            if not source.partial:
+                raise
+            raise type(error)([*error.problems, f"the checkpoint is partial: {source.partial}"]) from error
+        how = self._task.resolution
+        names, needs = json.dumps(how.raw_meanings()).encode(), json.dumps(needed).encode()
+        # The number of steps is not part of a cached plan's key.
+        own = b"" if how.by_key("completion") else self._own
+        return None, join((self._head, needs, source.used(self._task), names, own, *source.prepare(self._task)))
+
+    def _make_task(self, statements: Sequence[str] | None) -> tuple[Task, tuple[str, ...]]:
+        """Return the result of :func:`make_task`; if names of other keys matter, with all shards of the source."""
+        source = self._source
+        try:
+            made = make_task(self._targets, source.catalog, self._options, self._all_targets, statements, source)
+        except ValidationError:
+            # Errors list keys similar to the missing ones.
+            if not self._complete():
+                raise
+            return self._make_task(statements)
+        # Statements that reorder fused parameters are about their states too; scales are evidence of codes.
+        is_incomplete = bool(made[1]) or made[0].resolution.may_be_codes
+        return self._make_task(statements) if is_incomplete and self._complete() else made
+
+    def _complete(self) -> bool:
+        """Read all shards of the source; return whether some were not known before."""
+        completed = self._source.complete()
+        # A cached plan's key has the shards that are known at first.
+        self._is_whole = self._is_whole or completed
+        return completed
+
+    def _move(self) -> tuple[dict[str, Any], bytes]:
+        """Fill this rank's targets; return fields of the report, and this rank's message for the others' reports."""
+        # A single process writes files, complete or not at all: its errors are raised unchanged.
+        with contextlib.nullcontext() if isinstance(self._comm, Solo) else _errors_name_the_targets():
+            moved = self._source.move(self._task)
+        how = self._task.resolution
+        own = moved["bytes_needed"], len(how.filled), len(how.targets.catalog)
+        return moved, " ".join(map(str, own)).encode()
+
+
+@contextlib.contextmanager
+def _errors_name_the_targets() -> Iterator[None]:
+    """Add to an error of the storage or the device that the targets may be partly overwritten."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(
+            f"{type(error).__name__}: {str(error).strip()}. Targets may be partly overwritten. Remedy: put right what "
+            "failed, and make the same call again before they are used"
+        ) from error
+
+
+def make_task(
+    targets: Targets,
+    source: Catalog,
+    options: TransferOptions,
+    known: Catalog | None,
+    statements: Sequence[str] | None = None,
+    facts: Facts = NOTHING,
+) -> tuple[Task, tuple[str, ...]]:
+    """Resolve a rank's targets and plan the rows to fill; return also the statements that its fused parameters need.
+
+    Args:
+        targets: The rank's targets.
+        source: All source shards.
+        options: The options of the call.
+        known: The targets of all ranks; None: not known, and there are no AOA statements.
+        statements: The statements that reorder fused parameters on some rank; None: this rank's own.
+        facts: Facts about the source.
+
+    Raises:
+        ValidationError: Source and targets do not fit.
+    """
+    mapping = targets.mapping
+    if options.aoa_config is not None:
+        mapping = compile_mapping(options.aoa_config, source, known, options.master_weights)
+    resolution = resolve(targets, source, options, mapping, facts)
+    needed = resolution.statements(source)
+    if statements is None:
+        statements = needed
+    if statements:
+        everything = targets.catalog if known is None else known
+        mapping, resolution = complete(resolution, statements, source, options, everything, facts)
+    plan = plan_fill(resolution.catalog, resolution.filled, mapping, resolution.same_memory, targets.bands)
+    return Task(resolution, mapping, plan), needed
+
+
+@contextlib.contextmanager
+def quiet_loads() -> Iterator[None]:
+    """Let loads log their reports at the level DEBUG, for callers with reports of their own."""
+    token = _report_level.set(logging.DEBUG)
+    try:
+        yield
+    finally:
+        _report_level.reset(token)

@@ -1,1 +1,0 @@
-"""Tests of the runtime: tensors, states, policies, transports and communicators."""
