@@ -36,7 +36,7 @@ from .reports import WorldError, relevant_stacks, size_of, tail_of
 #: Environment variable with the address of a worker's controller, and the token.
 ADDRESS_VARIABLE = "PADDLE_FLEXCKPT_WORLD"
 
-_WORKER = Path(__file__).with_name("worker.py")
+_WORKER = Path(__file__).with_name("rank_worker.py")
 #: Seconds for a worker to dump its stacks, or to end, before it is killed.
 _DUMP_TIME = 5.0
 
