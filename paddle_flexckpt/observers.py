@@ -73,7 +73,7 @@ class Observation:
         with _LOCK:
             _OBSERVATIONS[:] = [each for each in _OBSERVATIONS if each is not self]
 
-    def tell(self, event: Event) -> None:
+    def notify(self, event: Event) -> None:
         """Call the observer. An error that it raises is only logged, as the observed call has ended already."""
         try:
             self._callback(event)
@@ -117,7 +117,7 @@ def observe(callback: Observer) -> Observation:
     return observation
 
 
-def tell(call: str, path: object, seconds: float, outcome: Report | BaseException) -> None:
+def notify(call: str, path: object, seconds: float, outcome: Report | BaseException) -> None:
     """Call all observers for a call that has ended."""
     with _LOCK:
         observations = list(_OBSERVATIONS)
@@ -130,7 +130,7 @@ def tell(call: str, path: object, seconds: float, outcome: Report | BaseExceptio
     else:
         event = Event(*what, error_type=type(outcome).__name__, error=str(outcome))
     for observation in observations:
-        observation.tell(event)
+        observation.notify(event)
 
 
 def observed(call: str, path: str = "") -> Callable[[Call], Call]:
@@ -162,12 +162,12 @@ def observed(call: str, path: str = "") -> Callable[[Call], Call]:
             try:
                 result = function(*arguments, **options)
             except Exception as error:
-                tell(call, where(), time.perf_counter() - begin, error)
+                notify(call, where(), time.perf_counter() - begin, error)
                 raise
             finally:
                 delattr(_UNDER_WAY, call)
             if isinstance(result, Report):
-                tell(call, where(), time.perf_counter() - begin, result)
+                notify(call, where(), time.perf_counter() - begin, result)
             return result
 
         return wrapper  # type: ignore[return-value]

@@ -186,14 +186,14 @@ def test_one_function_may_observe_twice_and_end_once(tmp_path):
 
 
 def test_observers_may_come_and_go_while_others_are_told():
-    from paddle_flexckpt.observers import tell
+    from paddle_flexckpt.observers import notify
 
     found, report = [], VerifyReport("a", 0)
 
     def work():
         for _ in range(200):
             with fc.observe(lambda event: None):
-                tell("verify", "a", 0.0, report)
+                notify("verify", "a", 0.0, report)
 
     with fc.observe(found.append):
         threads = [threading.Thread(target=work) for _ in range(4)]

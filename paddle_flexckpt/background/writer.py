@@ -33,7 +33,7 @@ from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.media.opening import reopen
-from paddle_flexckpt.observers import tell
+from paddle_flexckpt.observers import notify
 from paddle_flexckpt.progress import Progress
 from paddle_flexckpt.report import SaveReport
 
@@ -341,7 +341,7 @@ class BackgroundWriter:
             save.waves.close()
         try:
             if save.report is not None:  # otherwise the call fails, and reports it
-                tell("save", save.job.path, time.perf_counter() - save.begin, outcome)
+                notify("save", save.job.path, time.perf_counter() - save.begin, outcome)
         finally:
             self._saves.finish(number, outcome)
 

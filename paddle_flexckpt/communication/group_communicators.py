@@ -18,7 +18,7 @@ from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.ranks.host_channel import HostChannel
 from paddle_flexckpt.ranks.lost_ranks import announce, describe_lost_ranks
-from paddle_flexckpt.transfer.kept_plans import KeptPlans
+from paddle_flexckpt.transfer.plan_cache import PlanCache
 
 # Backends of Paddle whose collectives work on device memory.
 DEVICE_BACKENDS = frozenset(("nccl", "bkcl", "xccl", "flagcx"))
@@ -77,10 +77,10 @@ def device_group(comm: Communicator) -> Any:
     return None
 
 
-def plans_of(comm: Communicator) -> KeptPlans:
+def plans_of(comm: Communicator) -> PlanCache:
     """Return the plans that a communicator's ranks have cached."""
-    if not isinstance(comm.plans, KeptPlans):
-        comm.plans = KeptPlans()
+    if not isinstance(comm.plans, PlanCache):
+        comm.plans = PlanCache()
     return comm.plans
 
 
@@ -113,9 +113,9 @@ def _host_channel(group_id: int, ranks: tuple[int, ...], position: int) -> HostC
 
 
 @functools.cache
-def _group_plans(ranks: tuple[int, ...]) -> KeptPlans:
+def _group_plans(ranks: tuple[int, ...]) -> PlanCache:
     """Return the plans of these ranks' calls: they outlast a communicator, which serves one call."""
-    return KeptPlans()
+    return PlanCache()
 
 
 def communicator_for(process_group: Any = None) -> Communicator:

@@ -26,8 +26,8 @@ from paddle_flexckpt.native.save_names import save_of
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.transfer.agreement import check_coordinator, check_heads, check_same
 from paddle_flexckpt.transfer.files import Files
-from paddle_flexckpt.transfer.kept_plans import in_full
 from paddle_flexckpt.transfer.options import LoadOptions
+from paddle_flexckpt.transfer.plan_cache import gather_full
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -117,7 +117,7 @@ def find_checkpoint(
         raise ValidationError([f"{directory.path} has no checkpoint that was saved with storage='per_node'"])
 
     manifest, answers = comm.together(look, context)
-    answers = in_full(comm, answers, lambda: b"", context)  # others may load from a directory that all share
+    answers = gather_full(comm, answers, lambda: b"", context)  # others may load from a directory that all share
     directory = open_directory()
     abouts, flags, wrongs = check_heads(answers, context)
     said = [json.loads(about) for about in abouts]

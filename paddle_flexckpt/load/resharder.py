@@ -28,8 +28,8 @@ from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.transfer.agreement import BRIEF_RUN, check_calls, check_coordinator, check_heads
-from paddle_flexckpt.transfer.kept_plans import brief
 from paddle_flexckpt.transfer.options import GROUP, SHARDS, UNUSED, takes
+from paddle_flexckpt.transfer.plan_cache import encode_short
 from paddle_flexckpt.transfer.targets import Targets
 from paddle_flexckpt.transfer.transfer import Transfer
 
@@ -145,7 +145,7 @@ class ReshardPlan:
         def look() -> tuple[None, bytes]:
             unchanged = self._planned and self._layout == self._layout_now()
             address = peers.renew() if self._planned else b""
-            return None, brief(BRIEF_RUN, self._number, bytes([unchanged]) + address)
+            return None, encode_short(BRIEF_RUN, self._number, bytes([unchanged]) + address)
 
         with peers.closing:
             _, answers = self._comm.together(look, _CONTEXT)

@@ -31,7 +31,7 @@ from paddle_flexckpt.save.save_options import SaveOptions
 from paddle_flexckpt.save.save_plan import Share, Written
 from paddle_flexckpt.transfer.agreement import check_same
 from paddle_flexckpt.transfer.copies import CHUNK_BYTES
-from paddle_flexckpt.transfer.kept_plans import in_full
+from paddle_flexckpt.transfer.plan_cache import gather_full
 
 logger = logging.getLogger("paddle_flexckpt")
 # A file by which ranks find out whether they see the same directory.
@@ -260,7 +260,7 @@ def meet_nodes(
         return None, join((head, own.encode()))
 
     _, answers = comm.together(show, context)
-    answers = in_full(comm, answers, lambda: b"", context)  # others may save to a directory that all share
+    answers = gather_full(comm, answers, lambda: b"", context)  # others may save to a directory that all share
     check_same([split(answer)[0] for answer in answers], context)
     tokens = [split(answer)[1].decode() for answer in answers]
     _, answers = comm.together(lambda: _look(comm, open_directory(), tokens, options, locks), context)

@@ -29,7 +29,7 @@ from paddle_flexckpt.planning.write_plan import Items, WritePlan
 from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.save.replica_checks import Replicas
 from paddle_flexckpt.save.sliced_saves import Source
-from paddle_flexckpt.transfer.kept_plans import fingerprint
+from paddle_flexckpt.transfer.plan_cache import fingerprint
 
 _HEAD = struct.Struct("<II")
 _ITEM = np.dtype([("row", "<u4"), ("order", "<i2"), ("start", "<i8"), ("stop", "<i8")])

@@ -59,8 +59,8 @@ from paddle_flexckpt.save.save_plan import Deal, SavePlan, Share, encode_deals, 
 from paddle_flexckpt.save.shared_saves import BackgroundSave, SharedSave
 from paddle_flexckpt.save.sliced_saves import OpenSave, SlicedSave
 from paddle_flexckpt.transfer.agreement import BRIEF_SAVE, check_coordinator, check_heads
-from paddle_flexckpt.transfer.kept_plans import brief, fingerprint, recall
 from paddle_flexckpt.transfer.options import GROUP, PATH, SHARDS, UNUSED, takes
+from paddle_flexckpt.transfer.plan_cache import encode_short, find_common_plan, fingerprint
 
 logger = logging.getLogger("paddle_flexckpt")
 # A rank's message beside a cached plan: a digest of its place, and the names of the save, if it knows them.
@@ -191,7 +191,7 @@ class Save:
             try:
                 # All ranks send their options and their state, in brief if they have a cached plan: one collective, and
                 # one more where directories are not known to be the same.
-                plan, answers = recall(comm, plans_of(comm), self, context)
+                plan, answers = find_common_plan(comm, plans_of(comm), self, context)
                 said = self.agree(plan, answers)
             except LostRankError:
                 self._undo.pop_all()  # others may be writing already, so the marker has to stay for the next save
@@ -229,7 +229,7 @@ class Save:
         replicas = self._replicas(plan.shards, plan.groups, plan.first_row)
         differing, plan, told = self._compare(plan, replicas, digests, parts, rows)
         if plan.origin:
-            plans_of(comm).keep(self._own, plan)
+            plans_of(comm).put(self._own, plan)
         report = functools.partial(
             SaveReport,
             path=destination.directory.path,
@@ -303,16 +303,16 @@ class Save:
         )
         return self._own
 
-    def in_brief(self, plan: SavePlan) -> bytes:
+    def short_message(self, plan: SavePlan) -> bytes:
         """Return this rank's message if it has a cached plan; nothing if the names do not fit into it."""
         names = self._names or _NO_NAMES
         if names.unique_id >= 1 << 64 or len(names.token) != len(_NO_NAMES.token):
             return b""
         place = xxhash.xxh3_64_digest(self._summary.place)
         told = _BRIEF.pack(place, names.unique_id, bytes.fromhex(names.token))
-        return brief(BRIEF_SAVE, fingerprint((plan.origin, self._head)), told)
+        return encode_short(BRIEF_SAVE, fingerprint((plan.origin, self._head)), told)
 
-    def in_full(self) -> bytes:
+    def full_message(self) -> bytes:
         """Return this rank's first message where not all ranks have a cached plan."""
         shards = encode_shards(self.state.catalog, self._flags, self._comm.size)
         return self._summary._replace(shards=shards).encode(self._head)

@@ -19,7 +19,7 @@ from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationEr
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.memory.device_memory import DeviceMemory, current_device
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
-from paddle_flexckpt.observers import tell
+from paddle_flexckpt.observers import notify
 from paddle_flexckpt.undo import Undo
 
 # The place of an item's bytes, the first of them there, and their number; host memory is uint8.
@@ -203,7 +203,7 @@ class SlicedSave(SaveHandle):
         except CheckpointError as error:
             self.seen = True
             self.finish(error)
-            tell("save", self.path, time.perf_counter() - begin, error)
+            notify("save", self.path, time.perf_counter() - begin, error)
             raise
         return self
 

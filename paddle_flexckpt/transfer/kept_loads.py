@@ -17,8 +17,8 @@ import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog.wire import encode_catalog
-from paddle_flexckpt.transfer.kept_plans import fingerprint
 from paddle_flexckpt.transfer.plan import FillPlan
+from paddle_flexckpt.transfer.plan_cache import fingerprint
 from paddle_flexckpt.transfer.resolution import Resolution, Resolved
 from paddle_flexckpt.transfer.source import Task
 from paddle_flexckpt.transfer.targets import Targets

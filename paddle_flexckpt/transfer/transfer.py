@@ -21,11 +21,11 @@ from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.transfer.agreement import BRIEF_LOAD, Ranks, Solo, check_coordinator, check_heads
 from paddle_flexckpt.transfer.kept_loads import KeptLoad, describe_load
-from paddle_flexckpt.transfer.kept_plans import KeptPlans, brief, fingerprint, recall
 from paddle_flexckpt.transfer.mapping import compile_mapping
 from paddle_flexckpt.transfer.names import check_across_ranks
 from paddle_flexckpt.transfer.options import TransferOptions
 from paddle_flexckpt.transfer.plan import plan_fill
+from paddle_flexckpt.transfer.plan_cache import PlanCache, encode_short, find_common_plan, fingerprint
 from paddle_flexckpt.transfer.powers import NOTHING, Facts
 from paddle_flexckpt.transfer.resolver import complete, resolve
 from paddle_flexckpt.transfer.source import Source, Task
@@ -55,7 +55,7 @@ class Transfer:
         call: str = "",
         context: str = "",
         begin: float | None = None,
-        plans: KeptPlans | None = None,
+        plans: PlanCache | None = None,
     ) -> None:
         """Take no step yet.
 
@@ -73,7 +73,7 @@ class Transfer:
         self._describe_targets, self._call, self._context = describe_targets, call, context
         self._all_targets: Catalog | None = None
         self._keeps_plans = plans is not None and source.keeps_plans
-        self._plans = plans or KeptPlans()
+        self._plans = plans or PlanCache()
         self._own = b""
         self._is_whole = False
         self._begin = time.perf_counter() if begin is None else begin
@@ -93,7 +93,7 @@ class Transfer:
         """Take the steps before the first target is touched, or use the plan that all have cached; return the task."""
         comm, source, context = self._comm, self._source, self._context
         # All send the options and the source's identity, with a short message, their targets, or their tasks.
-        kept, answers = recall(comm, self._plans, self, context)
+        kept, answers = find_common_plan(comm, self._plans, self, context)
         if kept is not None:
             source.meet(answers)
             self._unexpected = [*kept.unexpected]
@@ -118,7 +118,7 @@ class Transfer:
         source.plan(self._task, of_source)
         if all(owns):
             kept = KeptLoad.of(owns, self._task, source.keep(), self._unexpected, self._is_whole)
-            self._plans.keep(self._own, kept)
+            self._plans.put(self._own, kept)
         return self._task
 
     def again(self, begin: float) -> LoadReport:
@@ -164,16 +164,16 @@ class Transfer:
             self._own = describe_load(lasting, self._comm.ranks, self._targets, source.describe())
         return self._own
 
-    def in_brief(self, plan: KeptLoad) -> bytes:
+    def short_message(self, plan: KeptLoad) -> bytes:
         """Use a cached plan; return the short message about it."""
         if plan.whole:
             self._complete()
         self._task = plan.task(self._targets)
         address = self._source.recall(self._task, plan.reads)
         agreed = fingerprint((plan.origin, self._options.encode(self._call, **self._said)))
-        return brief(BRIEF_LOAD, agreed, address)
+        return encode_short(BRIEF_LOAD, agreed, address)
 
-    def in_full(self) -> bytes:
+    def full_message(self) -> bytes:
         """Return this rank's first message if not all have cached a plan."""
         return (self._tell_targets() if self._gathers_targets else self._tell_task())[1]
 

@@ -11,7 +11,7 @@ pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.communication.group_communicators import communicator_for
-from paddle_flexckpt.transfer.kept_plans import KeptPlans
+from paddle_flexckpt.transfer.plan_cache import PlanCache
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import KINDS, LAYOUTS, Net
 from tests.distributed.test_tensor_parallel import adamw, wrong_names
@@ -29,7 +29,7 @@ def save_zoo(directory, layout):
 def load_zoo(directory, layout):
     """By each method, and by the second with a kept plan: the keys that are wrong, and what the report counts."""
     rank, size = common.here()
-    outcome, kept = {}, KeptPlans()
+    outcome, kept = {}, PlanCache()
     for name in ("direct", "cooperative", "kept"):
         state = common.zoo_state(layout, rank, size, salt="other")
         comm = communicator_for(None)

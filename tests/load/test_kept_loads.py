@@ -23,10 +23,10 @@ from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.transfer import transfer
 from paddle_flexckpt.transfer.files import Files
-from paddle_flexckpt.transfer.kept_plans import KeptPlans
 from paddle_flexckpt.transfer.options import LoadOptions
+from paddle_flexckpt.transfer.plan_cache import PlanCache
 from tests.ramdisk import memory_directory
-from tests.save.test_kept_plans import LAYOUTS, MOVED, VALUES, barrier, build, no_rule_of_a_state, sent_by
+from tests.save.test_plan_cache import LAYOUTS, MOVED, VALUES, barrier, build, no_rule_of_a_state, sent_by
 
 AOA = {"aoa_statements": ["w -> w, scale=2.0"]}
 OPTIONS = [
@@ -188,7 +188,7 @@ def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_load(resolve
             assert len(before[1]) == 3 + found
             assert before[1][-1] == 0
             with_plans, twice = loaded(number, change, kept), loaded(number, change, kept)
-            first = loaded(number, change, KeptPlans())
+            first = loaded(number, change, PlanCache())
             assert with_plans[0] == first[0] == twice[0], change
             if with_plans[1][-1] == 0 and isinstance(with_plans[0][0], dict):
                 reused.append(change)
@@ -220,7 +220,7 @@ def test_one_short_message_takes_the_place_of_gathering_and_planning(resolved, o
             outcome = outcome_of(state, path, comm, unique_id=seed, **options)
             found.append(([*sizes], outcome))
             barrier(comm)
-            kept, comm.plans = plans_of(comm), KeptPlans()
+            kept, comm.plans = plans_of(comm), PlanCache()
             again = build(comm.position, comm.size, 19 + seed)
             assert outcome_of(again, path, comm, unique_id=seed, **options) == outcome
             comm.plans = kept
@@ -255,7 +255,7 @@ def test_ranks_that_read_for_each_other_tell_where_they_are_and_move_data(resolv
             report = load_state_dict(state, path_of(path, comm, options), comm, **options)
             counts.append([*sizes])
             moved.append((report.bytes_read, report.bytes_received, report.bytes_sent, report.comm_method))
-            kept, comm.plans = plans_of(comm), KeptPlans()
+            kept, comm.plans = plans_of(comm), PlanCache()
             again = build(comm.position, size, 19 + seed)
             assert outcome_of(again, path_of(path, comm, options), comm, **options)[1] == [
                 getattr(value, "local_tensor", value).tobytes() for value in state.values()
@@ -375,7 +375,7 @@ def test_a_checkpoint_of_another_structure_is_planned_anew(resolved, change, opt
             before = resolved.count(comm.rank)
             outcome = outcome_of(build(comm.position, 2, 9), path, comm, unique_id=unique_id, **options)
             count = resolved.count(comm.rank) - before
-            kept, comm.plans = plans_of(comm), KeptPlans()
+            kept, comm.plans = plans_of(comm), PlanCache()
             first = outcome_of(build(comm.position, 2, 9), path, comm, unique_id=unique_id, **options)
             assert outcome == first
             comm.plans = kept
@@ -410,7 +410,7 @@ def test_a_damaged_file_is_told_as_in_a_first_load():
         barrier(comm)
         before = [getattr(value, "local_tensor", value).tobytes() for value in state.values()]
         outcomes = []
-        for plans in (plans_of(comm), KeptPlans()):
+        for plans in (plans_of(comm), PlanCache()):
             comm.plans = plans
             with pytest.raises(CorruptCheckpointError) as caught:
                 load_state_dict(state, path, comm)
@@ -483,7 +483,7 @@ def test_the_bytes_of_a_kept_load_are_those_of_its_columns(tmp_path, monkeypatch
     comm, kept = SoloCommunicator(), []
     state = {f"layer.{number}": np.zeros(2) for number in range(1000)}
     save_state_dict(state, tmp_path, comm)
-    monkeypatch.setattr(plans_of(comm), "keep", lambda *arguments: kept.append(arguments))
+    monkeypatch.setattr(plans_of(comm), "put", lambda *arguments: kept.append(arguments))
     for options in ({}, {"aoa_config": {"aoa_statements": [f"layer.{i} -> layer.{i}, scale=2.0" for i in range(9)]}}):
         load_state_dict(state, tmp_path, comm, **options)
     sizes = [plan.nbytes for _, plan in kept]

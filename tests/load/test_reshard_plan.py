@@ -16,7 +16,7 @@ from paddle_flexckpt.memory.state import layout_of
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.transfer.agreement import BRIEF_RUN
-from paddle_flexckpt.transfer.kept_plans import brief
+from paddle_flexckpt.transfer.plan_cache import encode_short
 
 SHAPE = (4, 6)
 
@@ -306,4 +306,4 @@ def test_ranks_that_run_different_plans_or_make_another_call_are_told(tmp_path):
 def test_an_address_leaves_room_for_an_agreement_of_64_bytes():
     with contextlib.closing(SocketTransport((0,), 0)) as transport:
         address = transport.address()
-        assert len(brief(BRIEF_RUN, bytes(resharder.PLAN_BYTES), bytes([True]) + address)) <= 64
+        assert len(encode_short(BRIEF_RUN, bytes(resharder.PLAN_BYTES), bytes([True]) + address)) <= 64

@@ -4,7 +4,7 @@ A plan is a function of the arguments of all ranks. Each rank looks its own argu
 cached plan is used if all ranks have found plans with the same origin, which they compare by a short message. So a
 change of the layout on any rank is noticed. Addresses and identities of objects play no part.
 
-Tested in tests/save/test_kept_plans.py and tests/load/test_kept_loads.py.
+Tested in tests/save/test_plan_cache.py and tests/load/test_kept_loads.py.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Call(Protocol):
     def describe(self) -> bytes:
         """Check this rank's arguments; return their fingerprint, or an empty one if the plan cannot be cached."""
 
-    def in_brief(self, plan: Any) -> bytes:
-        """Return this rank's short message (:func:`brief`) about a cached plan; empty if it does not use the plan."""
+    def short_message(self, plan: Any) -> bytes:
+        """Return this rank's short message about a cached plan; empty if it does not use the plan."""
 
-    def in_full(self) -> bytes:
+    def full_message(self) -> bytes:
         """Return this rank's full message."""
 
 
@@ -58,12 +58,12 @@ def fingerprint(parts: Iterable[bytes]) -> bytes:
     return xxhash.xxh3_128_digest(join(parts))
 
 
-def brief(call: bytes, agreed: bytes, more: bytes) -> bytes:
+def encode_short(call: bytes, agreed: bytes, more: bytes) -> bytes:
     """Return a short message: the call, the fingerprint that has to be equal on all ranks, and further data."""
     return join((call + agreed + more,))
 
 
-class KeptPlans:
+class PlanCache:
     """A group's plans, as a cache of the last used ones. Threads may share it."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class KeptPlans:
             self._plans.move_to_end(own)
             return self._plans[own][0]
 
-    def keep(self, own: bytes, plan: Plan) -> None:
+    def put(self, own: bytes, plan: Plan) -> None:
         """Cache a plan for a fingerprint of this rank's arguments, unless it is too large."""
         if self.find(own) is plan:
             return
@@ -93,7 +93,7 @@ class KeptPlans:
                 self._plans.popitem(last=False)
 
 
-def recall(comm: Ranks, plans: KeptPlans, call: Call, context: str) -> tuple[Any, list[bytes]]:
+def find_common_plan(comm: Ranks, plans: PlanCache, call: Call, context: str) -> tuple[Any, list[bytes]]:
     """Take the first step of a call on all ranks: one collective, and one more if only some have a cached plan.
 
     Args:
@@ -109,20 +109,20 @@ def recall(comm: Ranks, plans: KeptPlans, call: Call, context: str) -> tuple[Any
     Raises:
         CheckpointError: A rank's arguments are wrong, or ranks are in different calls.
     """
-    plan, answers = comm.together(functools.partial(_tell, plans, call), context)
+    plan, answers = comm.together(functools.partial(_first_message, plans, call), context)
     if plan is not None and len({answer[_AGREED] for answer in answers}) == 1:
         return plan, [answer[_AGREED.stop :] for answer in answers]
-    return None, in_full(comm, answers, call.in_full, context)
+    return None, gather_full(comm, answers, call.full_message, context)
 
 
-def _tell(plans: KeptPlans, call: Call) -> tuple[Any, bytes]:
+def _first_message(plans: PlanCache, call: Call) -> tuple[Any, bytes]:
     own = call.describe()
     plan = plans.find(own) if own else None
-    message = b"" if plan is None else call.in_brief(plan)
-    return (plan, message) if message else (None, call.in_full())
+    message = b"" if plan is None else call.short_message(plan)
+    return (plan, message) if message else (None, call.full_message())
 
 
-def in_full(comm: Ranks, answers: list[bytes], mine: Callable[[], bytes], context: str) -> list[bytes]:
+def gather_full(comm: Ranks, answers: list[bytes], mine: Callable[[], bytes], context: str) -> list[bytes]:
     """Return the full messages of all ranks. One collective if some messages were short.
 
     Args:
@@ -139,4 +139,4 @@ def in_full(comm: Ranks, answers: list[bytes], mine: Callable[[], bytes], contex
         return answers
     check_calls([split(answer)[0] if answer else b"" for answer in answers], context, comm.ranks)
     _, later = comm.together(lambda: (None, mine() if was_brief[comm.position] else b""), context)
-    return [said or answer for said, answer in zip(later, answers)]
+    return [full or answer for full, answer in zip(later, answers)]

@@ -28,8 +28,8 @@ from paddle_flexckpt.save.save_options import SaveOptions
 from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from paddle_flexckpt.transfer import kept_plans
-from paddle_flexckpt.transfer.kept_plans import KeptPlans
+from paddle_flexckpt.transfer import plan_cache
+from paddle_flexckpt.transfer.plan_cache import PlanCache
 from tests.ramdisk import memory_directory
 
 ROWS = 8  # of each rank
@@ -390,7 +390,7 @@ def test_every_change_is_noticed_and_the_outcome_is_that_of_a_first_save(one_tok
             assert before[2][0] <= 64
             assert before[2][-1] == 0
             with_plans, twice = saved(number, change, kept), saved(number, change, kept)
-            first = saved(number, change, KeptPlans())
+            first = saved(number, change, PlanCache())
             if change is replicas_differ and size > 2:  # which two ranks find it is another pair in each turn
                 with_plans, twice, first = ((each[0][0], *each[1:]) for each in (with_plans, twice, first))
             assert with_plans[:2] == first[:2] == twice[:2], change
@@ -462,7 +462,7 @@ def test_ranks_that_were_told_of_different_layouts_do_not_mix_their_plans(one_to
             if comm.rank == 1 and name == "b":
                 state["w"].replicas = "first"
             save_state_dict(state, path / "kept", comm, unique_id=version)
-            comm.plans, kept = KeptPlans(), plans_of(comm)
+            comm.plans, kept = PlanCache(), plans_of(comm)
             save_state_dict(state, path / "first", comm, unique_id=version)
             comm.plans = kept
             barrier(comm)
@@ -476,7 +476,7 @@ def test_ranks_that_were_told_of_different_layouts_do_not_mix_their_plans(one_to
 
 def test_other_ranks_and_groups_have_plans_of_their_own(planned):
     """The plans of one group, in the hands of another: of other ranks, of more, and of fewer."""
-    plans = [KeptPlans() for _ in range(4)]
+    plans = [PlanCache() for _ in range(4)]
 
     def job(comm, path):
         comm.plans = plans[comm.position]
@@ -561,24 +561,24 @@ def test_the_plans_that_are_kept_are_few_and_small():
     def plan(nbytes):
         return SimpleNamespace(origin=b"", nbytes=nbytes)
 
-    plans = KeptPlans()
+    plans = PlanCache()
     for number in range(10):
-        plans.keep(bytes([number]), plan(10))
+        plans.put(bytes([number]), plan(10))
     found = [number for number in range(10) if plans.find(bytes([number]))]
     assert found == [6, 7, 8, 9]
     plans.find(bytes([6]))
-    plans.keep(b"new", plan(10))
+    plans.put(b"new", plan(10))
     assert plans.find(bytes([6])) is not None
     assert plans.find(bytes([7])) is None
-    plans.keep(b"large", plan(kept_plans.MOST_BYTES - 15))
+    plans.put(b"large", plan(plan_cache.MOST_BYTES - 15))
     assert [plans.find(name) is not None for name in (bytes([6]), b"new", b"large")] == [True, False, True]
-    plans.keep(b"large", plan(kept_plans.MOST_BYTES + 1))
+    plans.put(b"large", plan(plan_cache.MOST_BYTES + 1))
     assert plans.find(b"large") is None
 
 
 def test_the_bytes_of_a_kept_plan_are_those_of_its_columns(monkeypatch):
     comm, kept = SoloCommunicator(), []
-    monkeypatch.setattr(plans_of(comm), "keep", lambda *arguments: kept.append(arguments))
+    monkeypatch.setattr(plans_of(comm), "put", lambda *arguments: kept.append(arguments))
     state = {f"layer.{number}": np.zeros(2) for number in range(1000)}
     with memory_directory() as directory:
         save_state_dict(state, directory, comm)
@@ -601,7 +601,7 @@ def test_a_tensor_more_costs_a_few_calls(tmp_path):
 
         sys.setprofile(profile)
         try:
-            plan, answers = kept_plans.recall(comm, plans_of(comm), save, "")
+            plan, answers = plan_cache.find_common_plan(comm, plans_of(comm), save, "")
             save.agree(plan, answers)
             save.share(plan)
         finally:
