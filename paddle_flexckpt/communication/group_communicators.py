@@ -10,15 +10,17 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paddle_flexckpt.catalog import LostRankError, ValidationError
-from paddle_flexckpt.communication.transport import SocketTransport, Transport
 from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
-from paddle_flexckpt.ranks.host_channel import HostChannel
-from paddle_flexckpt.ranks.lost_ranks import announce, describe_lost_ranks
 from paddle_flexckpt.transfer.plan_cache import PlanCache
+
+# A process without others needs none of these.
+if TYPE_CHECKING:
+    from paddle_flexckpt.communication.transport import Transport
+    from paddle_flexckpt.ranks.host_channel import HostChannel
 
 # Backends of Paddle whose collectives work on device memory.
 DEVICE_BACKENDS = frozenset(("nccl", "bkcl", "xccl", "flagcx"))
@@ -44,6 +46,8 @@ class PaddleCommunicator(Communicator):
         self._channel: HostChannel
         store = default_store()
         if store is not None:
+            from paddle_flexckpt.ranks.lost_ranks import announce, describe_lost_ranks
+
             try:
                 announce(store, rank)
             except Exception as error:
@@ -66,6 +70,8 @@ class PaddleCommunicator(Communicator):
 
 def open_transport(comm: Communicator) -> Transport:
     """Return a transport for tensor data between the members through host memory."""
+    from paddle_flexckpt.communication.transport import SocketTransport
+
     own: Callable[[], Transport] | None = getattr(comm, "open_transport", None)  # not all ranks are on a network
     return SocketTransport(comm.ranks, comm.position) if own is None else own()
 
@@ -108,6 +114,8 @@ def open_channel(group: Any, ranks: tuple[int, ...], position: int) -> HostChann
 
 @functools.cache
 def _host_channel(group_id: int, ranks: tuple[int, ...], position: int) -> HostChannel:
+    from paddle_flexckpt.ranks.host_channel import HostChannel
+
     name = hashlib.sha256(repr((group_id, ranks)).encode()).hexdigest()[:16]
     return HostChannel(default_store(), name, ranks, position)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -29,12 +28,9 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.communication.rounds import HeldRows, Rounds, RowsReadAhead
-from paddle_flexckpt.load.direct_files import DirectFiles
-from paddle_flexckpt.load.node_files import DamagedCopies, Found, find_nodes
+from paddle_flexckpt.load.node_files import Found
 from paddle_flexckpt.load.peers import Peers, plan_rank
-from paddle_flexckpt.load.transforms import TransformedFiles
-from paddle_flexckpt.media.backend import Location, reading
-from paddle_flexckpt.media.opening import is_remote
+from paddle_flexckpt.media.backend import reading
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning import ExchangePlan, Pieces, ReadPlan, ShardMatcher
 from paddle_flexckpt.planning.readers import (
@@ -52,7 +48,7 @@ from paddle_flexckpt.transfer.announcing import announce_reads
 from paddle_flexckpt.transfer.copies import Storage
 from paddle_flexckpt.transfer.files import Files, reads_of
 from paddle_flexckpt.transfer.options import LoadOptions
-from paddle_flexckpt.transfer.source import Source, Task
+from paddle_flexckpt.transfer.source import Task
 
 _MOST_KEYS = 5
 
@@ -348,38 +344,3 @@ def _places(ranks: Sequence[int]) -> np.ndarray:
     places = np.full(max(ranks) + 1, -1, dtype=np.int64)
     places[np.asarray(ranks)] = np.arange(len(ranks))
     return places
-
-
-def source_of(
-    comm: Communicator,
-    path: Location,
-    options: LoadOptions,
-    call: str,
-    context: str,
-    damaged: DamagedCopies = MappingProxyType({}),
-) -> Source:
-    """Return the files of a checkpoint as the source that its options ask for; none of the ``damaged`` copies is read.
-
-    Raises:
-        ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded; only where nodes
-            share no storage, which takes a collective, or more where nodes have different manifests.
-        CorruptCheckpointError: No rank can read its manifest; likewise.
-    """
-    if options.load_transform is not None:
-        return TransformedFiles(path, options)
-    if options.storage == "per_node":
-        found, locks = find_nodes(comm, path, options, call, context, damaged)
-        if not found.everywhere:
-            files = Files(path, options, found.manifest)
-            files.closing.push(locks)
-            return FilePeers(comm, files, options, context, found)
-        options = replace(options, unique_id=found.manifest.unique_id)
-        locks.close()
-    if comm.size == 1:
-        return DirectFiles(comm, path, options, context, "there is one rank")
-    if options.reads == "direct":
-        return DirectFiles(comm, path, options, context, "asked for")
-    if options.reads == "auto" and not is_remote(path):
-        reason = "auto: the host keeps what one rank has read of its file systems for the others"
-        return DirectFiles(comm, path, options, context, reason)
-    return FilePeers(comm, Files(path, options), options, context)

@@ -5,24 +5,29 @@ Tested in tests/load/test_loader.py and tests/load/test_policies.py.
 
 from __future__ import annotations
 
+import functools
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError
 from paddle_flexckpt.communication.group_communicators import communicator_for, plans_of
 from paddle_flexckpt.foreign.formats import shown
-from paddle_flexckpt.load.dequant_transforms import with_statements
-from paddle_flexckpt.load.file_peers import FilePeers, source_of
-from paddle_flexckpt.load.node_files import DamagedCopies, find_damaged_copies
+from paddle_flexckpt.load.direct_files import DirectFiles
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.media.opening import is_remote
 from paddle_flexckpt.memory.live_targets import describe_targets
 from paddle_flexckpt.observers import observed
+from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.transfer.files import Files
 from paddle_flexckpt.transfer.options import GROUP, PATH, SHARDS, UNUSED, CommMethod, LoadOptions, takes
+from paddle_flexckpt.transfer.source import Source
 from paddle_flexckpt.transfer.transfer import Transfer
+
+_CALL = "load_state_dict"
 
 
 @takes(
@@ -94,21 +99,66 @@ def load_state_dict(
     if asked.storage == "per_node":
         context = "cannot load from the nodes' directories"
     if asked.load_transform is not None:
+        from paddle_flexckpt.load.dequant_transforms import with_statements
+
         asked = with_statements(asked, path, comm, context)
-    describe = lambda: describe_targets(state_dict, comm.rank)  # noqa: E731
+    describe = functools.partial(describe_targets, state_dict, comm.rank)
+
+    def load_from(source: Source) -> LoadReport:
+        return Transfer(comm, source, describe, asked, _CALL, context, begin, plans_of(comm)).run()
+
+    if asked.storage == "per_node" and asked.load_transform is None:
+        return _load_from_nodes(comm, path, asked, context, load_from)
+    return load_from(_shared_source(comm, path, asked, context))
+
+
+def _shared_source(comm: Communicator, path: Location, options: LoadOptions, context: str) -> Source:
+    """Return the files of a checkpoint that all ranks see, as the source that the options ask for."""
+    if options.load_transform is not None:
+        from paddle_flexckpt.load.transforms import TransformedFiles
+
+        return TransformedFiles(path, options)
+    if comm.size == 1:
+        return DirectFiles(comm, path, options, context, "there is one rank")
+    if options.reads == "direct":
+        return DirectFiles(comm, path, options, context, "asked for")
+    if options.reads == "auto" and not is_remote(path):
+        reason = "auto: the host keeps what one rank has read of its file systems for the others"
+        return DirectFiles(comm, path, options, context, reason)
+    from paddle_flexckpt.load.file_peers import FilePeers
+
+    return FilePeers(comm, Files(path, options), options, context)
+
+
+def _load_from_nodes(
+    comm: Communicator, path: Location, options: LoadOptions, context: str, load_from: Callable[[Source], LoadReport]
+) -> LoadReport:
+    """Load from nodes that share no storage; where copies are damaged, try again with those of other nodes.
+
+    Raises:
+        ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
+        CorruptCheckpointError: No rank can read the manifest, or something of which no copy is undamaged.
+    """
+    from paddle_flexckpt.load.file_peers import FilePeers
+    from paddle_flexckpt.load.node_files import DamagedCopies, find_damaged_copies, find_nodes
+
     damaged: DamagedCopies = {}
     while True:
-        source = source_of(comm, path, asked, "load_state_dict", context, damaged)
+        found, locks = find_nodes(comm, path, options, _CALL, context, damaged)
+        if found.everywhere:
+            locks.close()
+            source = _shared_source(comm, path, replace(options, unique_id=found.manifest.unique_id), context)
+        else:
+            source = FilePeers(comm, Files(path, options, found.manifest), options, context, found)
+            source.closing.push(locks)
         try:
-            return Transfer(comm, source, describe, asked, "load_state_dict", context, begin, plans_of(comm)).run()
+            return load_from(source)
         except (CorruptCheckpointError, UnreadableCheckpointError):
             # Every rank has the same error. If another node has an undamaged copy, the next try reads that.
             files = source.files if isinstance(source, FilePeers) else source
-            if asked.storage != "per_node" or not asked.use_replicas or not isinstance(files, Files):
+            if not options.use_replicas or not isinstance(files, Files):
                 raise
-            known, found = damaged, find_damaged_copies(comm, files, context)
-            damaged = {
-                place: known.get(place, frozenset()) | found.get(place, frozenset()) for place in {*known, *found}
-            }
+            known, new = damaged, find_damaged_copies(comm, files, context)
+            damaged = {place: known.get(place, frozenset()) | new.get(place, frozenset()) for place in {*known, *new}}
             if damaged == known:
                 raise

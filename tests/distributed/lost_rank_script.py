@@ -11,11 +11,12 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.communication import group_communicators as communicator
-from paddle_flexckpt.ranks.host_channel import HostChannel
+from paddle_flexckpt.ranks import host_channel
 
 directory, transport, victim, point = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 if point == "before the first call":
-    communicator.HostChannel = functools.partial(HostChannel, patience=20.0)  # who has never come is not watched
+    # A rank that has never come is not watched.
+    host_channel.HostChannel = functools.partial(host_channel.HostChannel, patience=20.0)
 if transport == "mesh":
     from paddle_flexckpt.testing import cpu_world
 

