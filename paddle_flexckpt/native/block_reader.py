@@ -265,7 +265,9 @@ class BlockReader(ReadPlanner):
         expected = np.zeros(len(parts), dtype=object)
         number = parts.position[hashed] // self.block_bytes
         expected[hashed] = self._manifest.checksums.of_blocks(rows[hashed], number).tolist()
-        return Portions(parts, rows, quick, hashed, expected.tolist(), *self.divide(rows, parts))
+        edges, columns = self.divide(rows, parts)
+        runs = Runs(*(column.tolist() for column in columns))
+        return Portions(parts, rows, quick, hashed, expected.tolist(), edges, runs)
 
     def read_portion(self, portions: Portions, number: int, address: int = 0) -> None:
         """Fill memory with the stretches of a portion, and verify these. Threads may call this at the same time.

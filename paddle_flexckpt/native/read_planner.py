@@ -19,7 +19,6 @@ import numpy as np
 
 from paddle_flexckpt.algebra.rows import lexsort_packed
 from paddle_flexckpt.native import row_files
-from paddle_flexckpt.native.row_files import Runs
 from paddle_flexckpt.native.stretches import AlikeCopies, Stretches
 
 # A run at least this long is worth a system call of its own (a pread costs about as much as copying 16 KiB).
@@ -130,7 +129,7 @@ class ReadPlanner(ABC):
         blocks = Stretches(copies.item[new], first[new], length, np.cumsum(length) - length)
         self.copy_from_blocks(NeededBlocks(copies, first, np.cumsum(new) - 1, blocks))
 
-    def divide(self, rows: np.ndarray, parts: Stretches) -> tuple[list[int], Runs]:
+    def divide(self, rows: np.ndarray, parts: Stretches) -> tuple[list[int], tuple[np.ndarray, ...]]:
         """Divide stretches that are each of one block among portions, each of one file, which one thread reads.
 
         Args:
@@ -138,15 +137,15 @@ class ReadPlanner(ABC):
             parts: The stretches, in the order of the files.
 
         Returns:
-            The first stretch of each portion, and the number of stretches; and where the stretches are in files. A
-            portion is as many requests as it has runs.
+            The first stretch of each portion, and the number of stretches; and the columns of the stretches' ``Runs``.
+            A portion is as many requests as it has runs.
         """
         file, offset = self.file[rows], self.byte_offset[rows] + parts.position
         end, new_file = offset + parts.length, file[1:] != file[:-1]
-        first = np.flatnonzero(new_file | (offset[1:] != end[:-1])) + 1
-        runs = Runs([0, *first.tolist(), len(rows)], file.tolist(), offset.tolist(), end.tolist())
+        first = np.flatnonzero(np.concatenate([[True], new_file | (offset[1:] != end[:-1]), [True]]))
         files = np.flatnonzero(new_file) + 1
-        return portion_edges(parts.length, BLOCKS_AT_ONCE * self.block_bytes, STRETCHES_AT_ONCE, files), runs
+        edges = portion_edges(parts.length, BLOCKS_AT_ONCE * self.block_bytes, STRETCHES_AT_ONCE, files)
+        return edges, (first, file, offset, end)
 
     @abstractmethod
     def read_parts(self, parts: Stretches) -> None:

@@ -173,9 +173,11 @@ class _Counter(ReadPlanner):
 
     def read_parts(self, parts: Stretches) -> None:
         """Count the requests for stretches that are each of one block."""
-        edges, runs = self.divide(parts.item, parts)
-        self._add(parts.item[distinct(np.asarray(edges[:-1] + runs.first[:-1]))], 1, 0)
-        self._add(parts.item, 0, parts.length)
+        edges, (first, *_) = self.divide(parts.item, parts)
+        rank, is_first = self._rank[parts.item], np.zeros(len(parts), dtype=bool)
+        is_first[edges[:-1]] = is_first[first[:-1]] = True
+        self.reads += np.bincount(rank[is_first], minlength=len(self.reads))
+        np.add.at(self.nbytes, rank, parts.length)
 
     def copy_from_blocks(self, needed: NeededBlocks) -> None:
         """Count the requests for stretches inside blocks."""
