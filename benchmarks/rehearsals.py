@@ -19,12 +19,12 @@ import numpy as np
 from benchmarks.harness import arguments, finish, row, turns
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
-from paddle_flexckpt.planning import plan_write
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import Mesh, is_mesh, parse_mesh
 from paddle_flexckpt.planning.strategy import Strategy, parse_strategy
+from paddle_flexckpt.planning.write_plan import plan_write
 from paddle_flexckpt.tools.rehearsal import rehearse
 
 # What a job is, whether ranks read together too, and the bound in seconds.

@@ -228,7 +228,7 @@ def shares(job: str, planner: int):
 def plan_rows(messages, ranks: int, before):
     """What a planner does with what ranks tell it: check the shards of its keys, and plan who writes what."""
     from paddle_flexckpt.catalog import group_replicas, validate_coverage, validate_shards
-    from paddle_flexckpt.planning import plan_write
+    from paddle_flexckpt.planning.write_plan import plan_write
 
     catalog = decode_rows(messages, range(ranks), before).catalog
     groups = group_replicas(catalog)
@@ -488,7 +488,8 @@ def measure_load(job: str) -> dict[str, Any]:
 
     from paddle_flexckpt.catalog import concat
     from paddle_flexckpt.native.partitions import ROWS_PER_PARTITION, partition_of
-    from paddle_flexckpt.planning import ShardMatcher, plan_read, plan_write
+    from paddle_flexckpt.planning import ShardMatcher, plan_read
+    from paddle_flexckpt.planning.write_plan import plan_write
 
     saved, _, loads = job.partition(">")
     layout = layout_of(saved)

@@ -1,7 +1,7 @@
 """AOA: statements by which tensors of one model become tensors of another, compiled to box maps.
 
-Pure numpy. ``docs/aoa.md`` describes the language. The compiler is imported on first use: most loads have
-no statements.
+Pure numpy. ``docs/aoa.md`` describes the language. All that reads statements is imported on first use, as most loads
+have none.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
 from paddle_flexckpt.aoa.element_maps import Node, Region, Step, TensorInfo, TensorMapping
-from paddle_flexckpt.aoa.statement_errors import AoaError
+from paddle_flexckpt.catalog import AoaError
 
 if TYPE_CHECKING:
     from paddle_flexckpt.aoa.compile import compile_program
+    from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
     from paddle_flexckpt.aoa.explain import Expanded, expand_program, unused_sources
     from paddle_flexckpt.aoa.macros import fused_statement
 
@@ -35,10 +35,13 @@ __all__ = [
     "unused_sources",
 ]
 _HOME = {
+    "AoaConfig": "config",
     "Expanded": "explain",
+    "Statements": "config",
     "compile_program": "compile",
     "expand_program": "explain",
     "fused_statement": "macros",
+    "read_config": "config",
     "unused_sources": "explain",
 }
 

@@ -23,7 +23,6 @@ from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.media.backend import Backend, InputFile, Location, open_member
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, HashThread, hash_block
-from paddle_flexckpt.native.header import encode_header
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.progress import SILENT, Meter
@@ -60,6 +59,8 @@ def write_data_file(
         return Manifest.of_save(save, replace(items, files=()), (), {})
     backend, name = open_backend(directory), items.file_name(0) or ""
     path = backend.where(name)
+    from paddle_flexckpt.native.header import encode_header  # readers do not need it
+
     header = encode_header(items, save)
     if len(header) - 8 > MAX_HEADER_BYTES:
         raise ValueError(

@@ -5,15 +5,12 @@ Every rank that has the same catalogs computes the same plan, so a plan is never
 
 from paddle_flexckpt.planning.exchange_plan import ExchangePlan, ReadPlan, plan_exchange, plan_read
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
-from paddle_flexckpt.planning.write_plan import WritePlan, plan_write
 
 __all__ = [
     "ExchangePlan",
     "Pieces",
     "ReadPlan",
     "ShardMatcher",
-    "WritePlan",
     "plan_exchange",
     "plan_read",
-    "plan_write",
 ]

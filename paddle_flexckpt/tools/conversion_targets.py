@@ -20,7 +20,7 @@ from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.partitions import count_partitions
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES
 from paddle_flexckpt.native.save_names import SaveNames
-from paddle_flexckpt.planning import plan_write
+from paddle_flexckpt.planning.write_plan import plan_write
 from paddle_flexckpt.tools.conversion_content import (
     MOST_TENSORS,
     Content,

@@ -16,7 +16,7 @@ from paddle_flexckpt.foreign.paddle_files import DISTCP_DTYPES, StateFile, encod
 from paddle_flexckpt.foreign.paddle_metadata import misread_range
 from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES
 from paddle_flexckpt.media.backend import Backend
-from paddle_flexckpt.planning import plan_write
+from paddle_flexckpt.planning.write_plan import plan_write
 from paddle_flexckpt.tools.conversion_content import Content, PlannedFile, WholeFiles, parts_of, rows_of
 
 # Paddle looks for a rank's own file under this id alone.

@@ -1,4 +1,4 @@
-"""Announce later reads to a reader, in their order, if that makes its medium faster.
+"""Announce later reads to a reader, in their order, where that makes its medium faster.
 
 Tested in tests/media/test_object_store.py.
 """
@@ -33,8 +33,6 @@ def announce(reader: FileReader, pieces: Pieces, memory: Filling) -> None:
         CorruptCheckpointError: A file is not as it was.
         OSError: A file cannot be opened.
     """
-    if not reader.files.reads_ahead:
-        return
     found: list[Ranges] = []
     common = reader.catalog, memory.catalog, reader.block_bytes
     for first, last in memory.portions(pieces.target):

@@ -24,11 +24,8 @@ from paddle_flexckpt.native.checksums import verify_mode
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
-from paddle_flexckpt.native.verify import verify_files
 from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
-from paddle_flexckpt.transfer.announcing import announce
-from paddle_flexckpt.transfer.buffered_reads import read_through_buffers
 from paddle_flexckpt.transfer.filling import Filling
 from paddle_flexckpt.transfer.options import FileOptions
 from paddle_flexckpt.transfer.piece_columns import PieceColumns
@@ -158,6 +155,8 @@ class Files(Source):
 
     def damaged_shards(self, names: Collection[str]) -> list[tuple[str, int]]:
         """Check some files, as far as they are here; return file and first byte of all damaged shards."""
+        from paddle_flexckpt.native.verify import verify_files
+
         backend, catalog = self.directory.backend, self.manifest.catalog
         found = verify_files(backend, self.manifest, names={*names} & {*backend.names()})
         rows = {*found.lost_blocks, *np.flatnonzero(np.isin(catalog.file, list(found.lost_files))).tolist()}
@@ -167,8 +166,11 @@ class Files(Source):
         """Fill the targets; if memory holds one at a time, yield the row of each before the next begins."""
         task.memory.wait()
         self._filling = Filling(task.plan, task.memory, self._plan.pieces.target)
-        with self._reading():
-            announce(self.reader, self._plan.pieces, self._filling)
+        if self.reader.files.reads_ahead:
+            from paddle_flexckpt.transfer.announcing import announce
+
+            with self._reading():
+                announce(self.reader, self._plan.pieces, self._filling)
         if task.memory.one_at_a_time:
             yield from self._fill_one_by_one(task.plan)
         else:
@@ -241,6 +243,8 @@ def read_pieces(reader: FileReader, pieces: Pieces, memory: Filling, computes: b
         part = pieces.take(slice(first, last))
         on_device = memory.on_device[part.target]
         if on_device.any():
+            from paddle_flexckpt.transfer.buffered_reads import read_through_buffers
+
             read_through_buffers(reader, part.take(on_device), memory)
             part = part.take(~on_device)
         columns = PieceColumns.of(part, reader.catalog, memory.catalog, memory.addresses[part.target])

@@ -16,7 +16,7 @@ import re
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from paddle_flexckpt.aoa import fused_statement
+from paddle_flexckpt import aoa
 from paddle_flexckpt.catalog import Catalog, Order, Problem
 
 
@@ -60,10 +60,10 @@ class FusedMismatch:
         """
         remedy = (
             "no AOA statement is known for this parameter: load it under the degree of the save, or take it as it is "
-            f'stored, by the AOA statement "{fused_statement(self.found, self.key, "", ())}"'
+            f'stored, by the AOA statement "{aoa.fused_statement(self.found, self.key, "", ())}"'
         )
         if self.statement is not None:
-            text = fused_statement(self.found, self.key, self.statement, ())
+            text = aoa.fused_statement(self.found, self.key, self.statement, ())
             convert = "" if other_name else 'fused="convert", or with '
             remedy = f'load with {convert}the AOA statement "{text}"'
         return Problem(
@@ -107,7 +107,7 @@ def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -
     elif there.parts is not None or cuts == {extent}:
         parts = there.parts or 1
     else:
-        as_it_is, by_parts = (fused_statement(found, key, tags, ()) for tags in ("", rule.statement or "fused_ffn"))
+        as_it_is, by_parts = (aoa.fused_statement(found, key, tags, ()) for tags in ("", rule.statement or "fused_ffn"))
         return Problem(
             "a parameter is fused here, and the source has its shards without a rule that says how they lie",
             key,
@@ -164,4 +164,4 @@ def mending_statements(others: Iterable[FusedMismatch], keys: Collection[str]) -
         keys: The keys of both sides, by which states and parameters differ.
     """
     known = [(other.found, other.key, other.statement) for other in others if other.statement is not None]
-    return tuple(sorted({fused_statement(found, key, statement, keys) for found, key, statement in known}))
+    return tuple(sorted({aoa.fused_statement(found, key, statement, keys) for found, key, statement in known}))

@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt import aoa
-from paddle_flexckpt.aoa import TensorInfo, TensorMapping, fused_statement
-from paddle_flexckpt.aoa.config import read_config
+from paddle_flexckpt.aoa import TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Order, Problem, ValidationError
 
 
@@ -87,7 +86,7 @@ def _to_natural_order(mapping: TensorMapping, source: Catalog) -> tuple[str, ...
             key=key,
             expected="a FusedAxis with a statement at the save",
             got=order.describe(),
-            remedy=f'take it as it is stored, by the AOA statement "{fused_statement(key, key, "", ())}"',
+            remedy=f'take it as it is stored, by the AOA statement "{aoa.fused_statement(key, key, "", ())}"',
         )
         for key, order in left.items()
         if order.statement is None
@@ -95,7 +94,7 @@ def _to_natural_order(mapping: TensorMapping, source: Catalog) -> tuple[str, ...
     if problems:
         raise ValidationError(problems)
     keys = {*source.keys, *mapping.outputs}
-    return tuple(sorted({fused_statement(key, key, order.tags or "", keys) for key, order in left.items()}))
+    return tuple(sorted({aoa.fused_statement(key, key, order.tags or "", keys) for key, order in left.items()}))
 
 
 def _check_dtypes(mapping: TensorMapping, target: Catalog) -> None:
@@ -122,7 +121,7 @@ def config_digest(aoa_config: Any) -> str | None:
     """Return a digest of a program, whatever its form; None if there is none."""
     if aoa_config is None:
         return None
-    config = asdict(read_config(aoa_config))
+    config = asdict(aoa.read_config(aoa_config))
     lenient = config.pop("is_lenient")
     text = json.dumps({**config, **({"is_lenient": True} if lenient else {})})
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -25,15 +25,17 @@ import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Any, Literal, TypeVar, Union, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union, cast, get_args
 
 import numpy as np
 
-from paddle_flexckpt.aoa import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
 from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.transfer.mapping import config_digest
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.aoa import AoaConfig
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 Strict = Union[bool, Literal["missing", "unexpected"]]

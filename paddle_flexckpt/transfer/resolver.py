@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,7 +19,6 @@ from paddle_flexckpt.transfer.codes import Codes
 from paddle_flexckpt.transfer.fitting import Given, are_alike, are_ruled, fit
 from paddle_flexckpt.transfer.fused import FusedMismatch, find_mismatch
 from paddle_flexckpt.transfer.mapping import compile_mapping
-from paddle_flexckpt.transfer.missing import Missing
 from paddle_flexckpt.transfer.names import (
     CompatibleNames,
     Source,
@@ -28,8 +28,6 @@ from paddle_flexckpt.transfer.names import (
 )
 from paddle_flexckpt.transfer.options import TransferOptions
 from paddle_flexckpt.transfer.powers import NOTHING, Facts, Power
-from paddle_flexckpt.transfer.raw_names import find_guesses
-from paddle_flexckpt.transfer.remedies import reshaped
 from paddle_flexckpt.transfer.resolution import (
     ALIAS,
     MASTER,
@@ -43,6 +41,9 @@ from paddle_flexckpt.transfer.resolution import (
 )
 from paddle_flexckpt.transfer.shared_targets import share_memory
 from paddle_flexckpt.transfer.targets import Targets
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.transfer.missing import Missing
 
 _HALVES = frozenset({"float16", "bfloat16"})
 _MASTER_REMEDY = 'load with master_weights="convert", by which a float32 parameter comes from its master'
@@ -222,8 +223,11 @@ class _Resolver:
         shapes = {key: source.unpadded(row, source.global_shape) for key, row in rows.items()}
         there = Source(shapes, source.state_names)
         found = find_compatible(unresolved, there, claimed, exact)
-        trusted = self._options.raw_names == "trusted"
-        return found if trusted else replace(found, problems=found.problems + find_guesses(unresolved, there, found))
+        if self._options.raw_names == "trusted" or not unresolved:
+            return found
+        from paddle_flexckpt.transfer.raw_names import find_guesses
+
+        return replace(found, problems=found.problems + find_guesses(unresolved, there, found))
 
     def are_plain(self) -> np.ndarray:
         """Return bool per target: whether the source's tensor of its name fills it without a cast or a remark."""
@@ -364,6 +368,8 @@ class _Resolver:
 
     @cached_property
     def _missing(self) -> Missing:
+        from paddle_flexckpt.transfer.missing import Missing
+
         return Missing(self._catalog, self._source, self._mapping, self.compatible)
 
     def _stored(self, row: int, number: int) -> Given:
@@ -373,5 +379,7 @@ class _Resolver:
         given = Given(shape, source.dtype_name(source_row), "{} (source)", source.file_name(source_row))
         if shape == self._catalog.unpadded(row, self._catalog.global_shape):
             return given
+        from paddle_flexckpt.transfer.remedies import reshaped
+
         remedy = reshaped(self._catalog, row, source, source_row, self._missing.known)
         return replace(given, remedy=remedy) if remedy else given

@@ -34,7 +34,7 @@ from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.partition_files import encode_partition, split_rows
 from paddle_flexckpt.native.partitions import count_partitions, partition_of
 from paddle_flexckpt.native.save_names import rank_of
-from paddle_flexckpt.planning import plan_write
+from paddle_flexckpt.planning.write_plan import plan_write
 from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.tensor_reader import TensorReader

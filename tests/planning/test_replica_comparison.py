@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog.replicas import group_replicas
-from paddle_flexckpt.planning import plan_write
 from paddle_flexckpt.planning.replica_comparison import (
     SAMPLE_BYTES,
     compare_samples,
@@ -16,7 +15,7 @@ from paddle_flexckpt.planning.replica_comparison import (
     compare_written,
     ring_neighbour,
 )
-from paddle_flexckpt.planning.write_plan import Items
+from paddle_flexckpt.planning.write_plan import Items, plan_write
 from tests.property.layouts import Shard, catalog_of, layouts
 
 TURNS = st.integers(0, 2**32 - 1)

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import concat, validate_coverage, validate_shards
 from paddle_flexckpt.catalog.replicas import group_replicas
-from paddle_flexckpt.planning import plan_write
-from paddle_flexckpt.planning.write_plan import MIN_SPLIT_BYTES
+from paddle_flexckpt.planning.write_plan import MIN_SPLIT_BYTES, plan_write
 from tests.planning.simulate import file_storages, storages, write_files
 from tests.property import examples
 from tests.property.layouts import (

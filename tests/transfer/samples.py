@@ -12,7 +12,7 @@ import pytest
 
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Order, Problem, ValidationError, concat, dtype_of
 from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.planning import plan_write
+from paddle_flexckpt.planning.write_plan import plan_write
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.transfer.targets import Memory, Targets
 from tests.native.samples import whole
