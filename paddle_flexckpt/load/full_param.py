@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -89,36 +89,66 @@ def full_param(
     asked = FullOptions(aoa_config=aoa_config, **options)
     comm = communicator_for(process_group)
     state = GatheredState(comm, lambda: sharded_state_dict, lambda: (asked.encode("full_param"),), _CONTEXT)
-    mapping: TensorMapping | None = None
-    batches: list[dict[str, TensorInfo]] = []
-    owned = dict(zip(np.flatnonzero(state.catalog.rank == comm.rank).tolist(), state.tensors))
+    return _WholeTensors(comm, state, asked).move()
 
-    def look(rows: np.ndarray) -> np.ndarray:
+
+class _WholeTensors:
+    """The whole tensors that one rank requests of a live state, in batches that all ranks move together."""
+
+    _mapping: TensorMapping | None
+    _batches: list[dict[str, TensorInfo]]
+
+    def __init__(self, comm: Communicator, state: GatheredState, options: FullOptions) -> None:
+        """Divide the tensors into batches, as many on every rank. One collective.
+
+        Raises:
+            ValidationError: The statements do not fit, or Paddle cannot hold a tensor; the same on every rank.
+        """
+        self._comm, self._state, self._options = comm, state, options
+        self._owned = dict(zip(np.flatnonzero(state.catalog.rank == comm.rank).tolist(), state.tensors))
+        self._digests, counts = comm.together(self._divide, _CONTEXT)
+        most = max(map(int, counts))
+        self._batches += [{} for _ in range(most - len(self._batches))]
+
+    def _divide(self) -> tuple[np.ndarray, bytes]:
+        """Make this rank's batches; return the digests of its shards, and the number of batches."""
+        catalog = self._state.catalog
+        self._mapping = whole_mapping(self._options.aoa_config, catalog)
+        infos = tensor_infos(catalog, self._mapping)
+        check_axes({key: len(info.shape) for key, info in infos.items()})
+        self._batches = list(_batches_of(infos, self._options))
+        return self._digests_of(np.asarray([*self._owned], dtype=np.int64)), str(len(self._batches)).encode()
+
+    def _digests_of(self, rows: np.ndarray) -> np.ndarray:
         """Return the digests of some of this rank's shards, at their places in the catalog."""
-        some = rows[state.catalog.size[rows] > 0]
-        with Digests(owned, state.catalog, Lines(some, np.zeros_like(some), state.catalog.size[some])) as digests:
-            found = np.zeros(len(state.catalog), dtype=DIGEST)
+        catalog = self._state.catalog
+        some = rows[catalog.size[rows] > 0]
+        with Digests(self._owned, catalog, Lines(some, np.zeros_like(some), catalog.size[some])) as digests:
+            found = np.zeros(len(catalog), dtype=DIGEST)
             found[some] = np.frombuffer(digests.encode(), DIGEST)
             return found
 
-    def divide() -> tuple[np.ndarray, bytes]:
-        nonlocal mapping
-        mapping = whole_mapping(asked.aoa_config, state.catalog)
-        infos = tensor_infos(state.catalog, mapping)
-        check_axes({key: len(info.shape) for key, info in infos.items()})
-        batches.extend(_batches_of(infos, asked))
-        return look(np.asarray([*owned], dtype=np.int64)), str(len(batches)).encode()
-
-    then, counts = comm.together(divide, _CONTEXT)
-    steps = max(map(int, counts))
-    batches += [{}] * (steps - len(batches))
-
-    def check(rows: np.ndarray) -> None:
-        if (look(rows)[rows] != then[rows]).any():
+    def _check_unchanged(self, rows: np.ndarray) -> None:
+        if (self._digests_of(rows)[rows] != self._digests[rows]).any():
             text = "the state has changed since the call. Remedy: take all tensors before the next training step"
             raise ValidationError([text])
 
-    return _give(comm, state, mapping, batches, asked, check)
+    def move(self) -> Iterator[tuple[str, Any]]:
+        """Move batch by batch, as many on every rank, and yield the tensors that this rank receives."""
+        for step, batch in enumerate(self._batches):
+            tensors: dict[str, Any] = {}
+
+            def describe(batch: dict[str, TensorInfo] = batch, tensors: dict[str, Any] = tensors) -> Targets:
+                tensors.update({name: _empty(info) for name, info in batch.items()})
+                return replace(describe_targets(tensors, self._comm.rank), mapping=self._mapping)
+
+            compares = self._options.check_replicas and step == 0
+            options = ReshardOptions(check_replicas=compares, optimizer_states="ignore")
+            with quiet_loads():
+                self._state.fill(describe, options, "full_param", check=self._check_unchanged)
+            while tensors:
+                name = next(iter(tensors))
+                yield name, tensors.pop(name)
 
 
 def _batches_of(infos: Mapping[str, TensorInfo], asked: FullOptions) -> Iterator[dict[str, TensorInfo]]:
@@ -136,30 +166,6 @@ def _batches_of(infos: Mapping[str, TensorInfo], asked: FullOptions) -> Iterator
         left -= nbytes
     if batch:
         yield batch
-
-
-def _give(
-    comm: Communicator,
-    state: GatheredState,
-    mapping: TensorMapping | None,
-    batches: list[dict[str, TensorInfo]],
-    asked: FullOptions,
-    check: Callable[[np.ndarray], None],
-) -> Iterator[tuple[str, Any]]:
-    """Move batch by batch, as many on every rank, and yield the tensors that this rank receives."""
-    for step, batch in enumerate(batches):
-        tensors: dict[str, Any] = {}
-
-        def describe(batch: dict[str, TensorInfo] = batch, tensors: dict[str, Any] = tensors) -> Targets:
-            tensors.update({name: _empty(info) for name, info in batch.items()})
-            return replace(describe_targets(tensors, comm.rank), mapping=mapping)
-
-        options = ReshardOptions(check_replicas=asked.check_replicas and step == 0, optimizer_states="ignore")
-        with quiet_loads():
-            state.fill(describe, options, "full_param", check=check)
-        while tensors:
-            name = next(iter(tensors))
-            yield name, tensors.pop(name)
 
 
 def _empty(info: TensorInfo) -> Any:

@@ -7,6 +7,7 @@ Tested in tests/distributed/test_live_rehearsal.py.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -66,7 +67,8 @@ def rehearse(
         options: Of the load.
         model: The job's model, if the checkpoint holds another: a ``paddle.nn.Layer`` that was built on one rank, a
             checkpoint of it, or its ``config.json``.
-        optimizer: Of a live model, on one rank too. None: AdamW, with master weights for half precision.
+        optimizer: The live model's optimizer, built on one rank too. None: AdamW, with master weights for half
+            precision.
         states: Whether the job has an optimizer.
         cuts: Globs of names and the axis along which tensor parallelism cuts these, or None. The first match counts,
             and overrides the checkpoint and the model.
@@ -84,32 +86,42 @@ def rehearse(
         ValidationError: There is no such checkpoint, strategy or model, or the strategy cannot cut the model.
         CorruptCheckpointError: A manifest is damaged.
     """
-    found: list[str] = []
-    asked = options
     if isinstance(layout, str):
         if options is None and not states:
-            asked = LoadOptions(optimizer_states="ignore")
-        chosen = asked or LoadOptions()
-        if hasattr(model, "sharded_state_dict"):
-            layout, found = layout_of_model(
-                model, layout, optimizer=optimizer, states=states, cuts=cuts, seg_method=seg_method
-            )
-        else:
-            of_checkpoint: dict[str, Any] = {"unique_id": chosen.unique_id, "aoa_config": chosen.aoa_config}
-            of_checkpoint.update(model=model, cuts=cuts, states=states, variant=variant)
-            layout, found = layout_of(path, layout, **of_checkpoint)
+            options = LoadOptions(optimizer_states="ignore")
+        of_files = functools.partial(_layout_of_files, path, options or LoadOptions(), variant)
+        of_model = functools.partial(layout_of_model, optimizer=optimizer, seg_method=seg_method)
+        is_live = hasattr(model, "sharded_state_dict")
+        layout, found = (of_model if is_live else of_files)(model, layout, states=states, cuts=cuts)
+        notes = [*notes, *found]
     elif model is not None or optimizer is not None:
         raise ValidationError(["a layout has its own model. Remedy: give the strategy as a text beside model="])
     return rehearsal.rehearse(
         path,
         layout,
-        asked,
+        options,
         cooperative=cooperative,
         by_source=by_source,
         object_store=object_store,
         bytes_per_second=bytes_per_second,
         request_seconds=request_seconds,
-        notes=[*notes, *found],
+        notes=notes,
+    )
+
+
+def _layout_of_files(
+    path: Location, options: LoadOptions, variant: str, model: Any, strategy: str, *, states: bool, cuts: Cuts
+) -> tuple[JobLayout, list[str]]:
+    """Return the layout of a job whose model is that of a checkpoint or a ``config.json``, and its assumptions."""
+    return layout_of(
+        path,
+        strategy,
+        unique_id=options.unique_id,
+        aoa_config=options.aoa_config,
+        model=model,
+        cuts=cuts,
+        states=states,
+        variant=variant,
     )
 
 

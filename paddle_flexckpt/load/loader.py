@@ -93,23 +93,28 @@ def load_state_dict(
         comm_method=comm_method,
         **options,
     )
+    return _load(state_dict, path, process_group, asked)
+
+
+def _load(state_dict: Mapping[str, Any], path: Location, process_group: Any, options: LoadOptions) -> LoadReport:
+    """Load from files that all ranks see, or from those of nodes."""
     begin = time.perf_counter()
     comm = communicator_for(process_group)
     context = f"cannot load from {shown(path)}"
-    if asked.storage == "per_node":
+    if options.storage == "per_node":
         context = "cannot load from the nodes' directories"
-    if asked.load_transform is not None:
+    if options.load_transform is not None:
         from paddle_flexckpt.load.dequant_transforms import with_statements
 
-        asked = with_statements(asked, path, comm, context)
+        options = with_statements(options, path, comm, context)
     describe = functools.partial(describe_targets, state_dict, comm.rank)
 
     def load_from(source: Source) -> LoadReport:
-        return Transfer(comm, source, describe, asked, _CALL, context, begin, plans_of(comm)).run()
+        return Transfer(comm, source, describe, options, _CALL, context, begin, plans_of(comm)).run()
 
-    if asked.storage == "per_node" and asked.load_transform is None:
-        return _load_from_nodes(comm, path, asked, context, load_from)
-    return load_from(_shared_source(comm, path, asked, context))
+    if options.storage == "per_node" and options.load_transform is None:
+        return _load_from_nodes(comm, path, options, context, load_from)
+    return load_from(_shared_source(comm, path, options, context))
 
 
 def _shared_source(comm: Communicator, path: Location, options: LoadOptions, context: str) -> Source:

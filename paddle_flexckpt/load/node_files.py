@@ -85,13 +85,13 @@ def find_checkpoint(
     open_directory: Callable[[], CheckpointDirectory],
     unique_id: int | None,
     head: Callable[[], bytes],
-    held: contextlib.ExitStack,
+    locks: contextlib.ExitStack,
     context: str,
 ) -> Found:
     """Agree on a checkpoint: the one with the highest id that a node has published.
 
     It takes one collective if all ranks have the same manifest, else two more for each save of that id. ``head``
-    returns what ranks have to agree about, or raises; ``held`` receives the manifest's lock where there is one. If a
+    returns what ranks have to agree about, or raises; ``locks`` receives the manifest's lock where there is one. If a
     save died after some nodes had published it in place of an older one, the newer one is chosen if all of it is here,
     else the older.
 
@@ -99,64 +99,94 @@ def find_checkpoint(
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
         CorruptCheckpointError: No rank can read its manifest, or one cannot that may have a newer one.
     """
-    mine = contextlib.ExitStack()
-    held.push(mine)
+    own_lock = contextlib.ExitStack()
+    locks.push(own_lock)
 
     def look() -> tuple[Manifest | None, bytes]:
-        said = head()
+        own_head = head()
         directory = open_directory()
         ids = [each for each in directory.list_ids() if unique_id is None or each == unique_id]
         # Ranks with a lower id than another rank's highest are not considered, so only this id counts.
-        manifest, about = _read(directory, max(ids), mine) if ids else (None, {})
+        manifest, description = _read(directory, max(ids), own_lock) if ids else (None, {})
         flags, wrong = (b"", {}) if manifest is None else _flags(directory, manifest, True)
-        about["asked"] = unique_id
-        return manifest, join((said, json.dumps(about).encode(), flags, json.dumps(wrong).encode()))
-
-    def none_found() -> tuple[None, bytes]:
-        directory.read_manifest(unique_id)  # the error lists the checkpoints that are there
-        raise ValidationError([f"{directory.path} has no checkpoint that was saved with storage='per_node'"])
+        description["asked"] = unique_id
+        return manifest, join((own_head, json.dumps(description).encode(), flags, json.dumps(wrong).encode()))
 
     manifest, answers = comm.together(look, context)
     answers = gather_full(comm, answers, lambda: b"", context)  # others may load from a directory that all share
     directory = open_directory()
-    abouts, flags, wrongs = check_heads(answers, context)
-    said = [json.loads(about) for about in abouts]
-    ids = [each["id"] for each in said if "id" in each]
-    if not ids:
-        comm.together(none_found, context)
-    chosen = max(ids)
-    # As on shared storage, ranks agree about the checkpoint, whether it was named or found.
-    meant = [chosen if each["asked"] is None else each["asked"] for each in said]
-    check_same([json.dumps({"checkpoint": f"id {each}"}).encode() for each in meant], context)
-    said = [each if each.get("id") == chosen else {} for each in said]
-    if not said[comm.position]:
-        mine.close()
+    texts, flags, wrongs = check_heads(answers, context)
+    descriptions = [json.loads(text) for text in texts]
+    if not any("id" in each for each in descriptions):
+        _raise_nothing_found(comm, directory, unique_id, context)
+    chosen = _choose_id(descriptions, context)
+    descriptions = [each if each.get("id") == chosen else {} for each in descriptions]
+    if not descriptions[comm.position]:
+        own_lock.close()
         manifest = None
-    owners: dict[tuple[int, str], int] = {}
-    for position, each in enumerate(said):
-        if "save" in each:
-            owners.setdefault((each["save"][0], each["save"][1]), position)
-    problems = sorted({each["problem"] for each in said if "problem" in each})
-    if not owners:
-        raise CorruptCheckpointError(f"{context}: {'; '.join(problems)}")
-    # A rank whose manifest cannot be read may have the newest save, so an older one is not used instead.
-    unread = max((each["newest"] for each in said if "problem" in each), default=0)
-    if unread > max(owners)[0]:
-        raise CorruptCheckpointError(
-            f"{context}: it is not known which save of id {chosen} is the newest: {'; '.join(problems)}. Remedy: look "
-            "into the storage of that node, and load again; without that node an older one is loaded"
-        )
-    if problems and comm.position == 0:
-        logger.warning(f"manifests of id {chosen} that cannot be read, while others can: {'; '.join(problems)}")
-    if manifest is not None and len(owners) == 1 and all("save" in each for each in said):
+    owners = _find_saves(descriptions, chosen, context, warns=comm.position == 0)
+    if manifest is not None and len(owners) == 1 and all("save" in each for each in descriptions):
         return _found(manifest, flags, wrongs)
     found = []
-    for save, owner in sorted(owners.items(), reverse=True):
-        found.append(_look(comm, directory, manifest, save[1], owner, context))
+    for (_, token), owner in sorted(owners.items(), reverse=True):
+        found.append(_look(comm, directory, manifest, token, owner, context))
         # A file that exists and cannot be read is an error: an older save is not used instead.
         if not found[-1].lost.any() or found[-1].wrong:
             return found[-1]
     return found[0]
+
+
+def _raise_nothing_found(
+    comm: Communicator, directory: CheckpointDirectory, unique_id: int | None, context: str
+) -> None:
+    """Raise on all ranks that none sees such a checkpoint. One collective."""
+
+    def fail() -> tuple[None, bytes]:
+        directory.read_manifest(unique_id)  # the error lists the checkpoints that are there
+        raise ValidationError([f"{directory.path} has no checkpoint that was saved with storage='per_node'"])
+
+    comm.together(fail, context)
+
+
+def _choose_id(descriptions: Sequence[Mapping[str, Any]], context: str) -> int:
+    """Return the highest id that a rank sees; as on shared storage, ranks agree about it, named or found.
+
+    Raises:
+        ValidationError: They do not.
+    """
+    chosen = max(each["id"] for each in descriptions if "id" in each)
+    requested = [chosen if each["asked"] is None else each["asked"] for each in descriptions]
+    check_same([json.dumps({"checkpoint": f"id {each}"}).encode() for each in requested], context)
+    return int(chosen)
+
+
+def _find_saves(
+    descriptions: Sequence[Mapping[str, Any]], unique_id: int, context: str, warns: bool
+) -> dict[tuple[int, str], int]:
+    """Return the saves of an id whose manifests ranks have read, each with the position of one of these ranks.
+
+    Raises:
+        CorruptCheckpointError: No manifest can be read, or one cannot that may be of a newer save.
+    """
+    owners: dict[tuple[int, str], int] = {}
+    for position, each in enumerate(descriptions):
+        if "save" in each:
+            number, token = each["save"]
+            owners.setdefault((number, token), position)
+    problems = sorted({each["problem"] for each in descriptions if "problem" in each})
+    if not owners:
+        raise CorruptCheckpointError(f"{context}: {'; '.join(problems)}")
+    # A rank whose manifest cannot be read may have the newest save, so an older one is not used instead.
+    unread = max((each["newest"] for each in descriptions if "problem" in each), default=0)
+    if unread > max(owners)[0]:
+        raise CorruptCheckpointError(
+            f"{context}: it is not known which save of id {unique_id} is the newest: {'; '.join(problems)}. Remedy: "
+            "look into the storage of that node, and load again; without that node an older one is loaded"
+        )
+    if problems and warns:
+        text = "; ".join(problems)
+        logger.warning(f"manifests of id {unique_id} that cannot be read, while others can: {text}")
+    return owners
 
 
 def _look(
@@ -216,8 +246,8 @@ def find_damaged_copies(comm: Communicator, files: Files, context: str) -> Damag
     _, answers = comm.together(lambda: (None, json.dumps(files.damaged_files()).encode()), context)
     names = {name for answer in answers for name in json.loads(answer)}
     _, answers = comm.together(lambda: (None, json.dumps(files.damaged_shards(names)).encode()), context)
-    said = [frozenset((name, begin) for name, begin in json.loads(answer)) for answer in answers]
-    return {position: damaged for position, damaged in enumerate(said) if damaged}
+    found = [frozenset((name, begin) for name, begin in json.loads(answer)) for answer in answers]
+    return {position: damaged for position, damaged in enumerate(found) if damaged}
 
 
 def find_nodes(
