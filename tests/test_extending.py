@@ -70,7 +70,7 @@ else:
 OPTIMIZER = """
 import paddle
 import paddle_flexckpt as fc
-from paddle_flexckpt.aoa.states import STATES
+from paddle_flexckpt.optimizer_states import STATES
 
 class Trust(paddle.optimizer.Optimizer):
     def _create_accumulators(self, block, parameters):

@@ -13,9 +13,8 @@ from paddle_flexckpt.aoa.element_maps import Node, Region, Step, TensorInfo, Ten
 from paddle_flexckpt.catalog import AoaError
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.aoa.compile import compile_program
-    from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
-    from paddle_flexckpt.aoa.explain import Expanded, expand_program, unused_sources
+    from paddle_flexckpt.aoa.compile import Expanded, compile_program, expand_program, unused_sources
+    from paddle_flexckpt.aoa.statements import AoaConfig, Statements, read_config
     from paddle_flexckpt.aoa.macros import fused_statement
 
 __all__ = [
@@ -35,14 +34,14 @@ __all__ = [
     "unused_sources",
 ]
 _HOME = {
-    "AoaConfig": "config",
-    "Expanded": "explain",
-    "Statements": "config",
+    "AoaConfig": "statements",
+    "Expanded": "compile",
+    "Statements": "statements",
     "compile_program": "compile",
-    "expand_program": "explain",
+    "expand_program": "compile",
     "fused_statement": "macros",
-    "read_config": "config",
-    "unused_sources": "explain",
+    "read_config": "statements",
+    "unused_sources": "compile",
 }
 
 

@@ -1,32 +1,33 @@
-"""compile_program: from a configuration and two catalogs to a mapping. Tested in tests/aoa/test_compile_errors.py."""
+"""From a configuration and two catalogs to a mapping, to expanded statements, or to an explanation.
+
+``fleet.distributed_model(net)`` holds the model as ``_layers``, GroupSharded's stages as ``_layer``: ``_layers.w`` and
+``w`` are the same tensor. A program works on the names inside such wrappers, whichever form its source, its destination
+and its statements use.
+Tested in tests/aoa/test_compile_errors.py, tests/aoa/test_wrappers.py and tests/aoa/test_language.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
-from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
-from paddle_flexckpt.aoa.element_maps import TensorInfo, TensorMapping
-from paddle_flexckpt.aoa.emit import Emitter
+from paddle_flexckpt.aoa.element_maps import Region, TensorMapping
+from paddle_flexckpt.aoa.emit import Compilation
 from paddle_flexckpt.aoa.invert import inverse_texts, overwritten_names
-from paddle_flexckpt.aoa.operations import Value
-from paddle_flexckpt.aoa.parser import Statement, parse_program
+from paddle_flexckpt.aoa.macros import array_names, expand, expand_arrays
+from paddle_flexckpt.aoa.parser import Statement, parse, parse_program, tokenize
+from paddle_flexckpt.aoa.placeholders import KeyIndex, Template, parse_name
 from paddle_flexckpt.aoa.program import Program
 from paddle_flexckpt.aoa.reverse import Reversal
-from paddle_flexckpt.aoa.rule import Origin
-from paddle_flexckpt.aoa.sides import NotFed, Side, of_constants
-from paddle_flexckpt.aoa.statement_errors import AoaError
-from paddle_flexckpt.aoa.states import PARAMETER, state_key
-from paddle_flexckpt.aoa.steps import Same
-from paddle_flexckpt.aoa.structure_ops import computed
-from paddle_flexckpt.aoa.wrappers import go_inside
+from paddle_flexckpt.aoa.rule import instantiate
+from paddle_flexckpt.aoa.sides import Side
+from paddle_flexckpt.aoa.statements import AoaConfig, AoaError, StatementError, Statements, read_config
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.collector import without_collector
-from paddle_flexckpt.optimizer_states import MASTER
-
-_HALVES = frozenset({"float16", "bfloat16"})
+from paddle_flexckpt.optimizer_states import WRAPPED_HINT, unwrapped
 
 
 def compile_program(
@@ -57,9 +58,9 @@ def compile_program(
     with without_collector():
         inside = go_inside(read_config(aoa_config), completion, source, target)
         if inside is None:
-            return _Compilation(run_program(aoa_config, source, target, completion), master_weights).run()
+            return Compilation(run_program(aoa_config, source, target, completion), master_weights).run()
         program = run_program(inside.config, inside.source, inside.target, inside.completion)
-        return inside.outside(_Compilation(program, master_weights).run())
+        return inside.outside(Compilation(program, master_weights).run())
 
 
 def run_program(
@@ -116,189 +117,237 @@ def _carried_out(statements: Sequence[Statement], program: Program) -> Program |
     return program
 
 
-class _Provenance(Mapping[str, str]):
-    """Texts by key, each written when it is first asked for."""
+@dataclass(frozen=True)
+class Inside:
+    """A program with all names inside wrappers, and the names outside.
 
-    def __init__(self, origins: dict[str, Origin | str]) -> None:
-        self._origins = origins
+    Attributes:
+        config: The statements.
+        completion: Those that follow.
+        source: The source.
+        target: The destination, or None.
+        sources: Keys of the source by name, where the two differ.
+        targets: Keys of the destination likewise.
+        made: Names that are written with wrappers on the right, by the name inside, if there is no destination.
+    """
 
-    def __getitem__(self, key: str) -> str:
-        return str(self._origins[key])
+    config: Statements
+    completion: tuple[str, ...]
+    source: Catalog
+    target: Catalog | None
+    sources: Mapping[str, str]
+    targets: Mapping[str, str]
+    made: tuple[tuple[Template, Template], ...]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._origins)
-
-    def __len__(self) -> int:
-        return len(self._origins)
-
-
-class _Compilation:
-    def __init__(self, program: Program, master_weights: str) -> None:
-        self._program = program
-        self._converts = master_weights == "convert"
-        self._emitter = Emitter()
-        self._problems: list[str] = []
-        self._unfed: dict[str, str] = {}
-        self._masters: dict[str, str] = {}
-        self._origins: dict[str, Origin | str] = {}
-
-    def run(self) -> TensorMapping:
-        outputs: tuple[str, ...] = ()
-        if self._program.target is None:
-            outputs = self._derive()
-        else:
-            for base, states in self._program.target.states.items():
-                for state, info in states.items():
-                    self._feed(base, state, info)
-        if self._problems:
-            raise AoaError(self._problems)
-        emitter = self._emitter
-        removed = {
-            state_key(name, state)
-            for name in self._program.removed
-            for state in self._program.source.states.get(name, ())
-        } | {name for name in self._program.removed if name in self._program.source.infos}
-        return TensorMapping(
-            emitter.maps(),
-            emitter.regions,
-            tuple(emitter.nodes),
-            emitter.tensors,
-            frozenset(removed),
-            frozenset(self._unfed),
-            self._masters,
-            outputs,
-            _Provenance({**self._origins, **self._unfed}),
+    def outside(self, mapping: TensorMapping) -> TensorMapping:
+        """Return a compiled program with the keys of source and destination as they are."""
+        target = self._target_key(mapping)
+        maps = replace(
+            mapping.maps,
+            targets=tuple(map(target, mapping.maps.targets)),
+            sources=tuple(self.sources.get(name, name) for name in mapping.maps.sources),
+        )
+        return replace(
+            mapping,
+            maps=maps,
+            regions={target(name): regions for name, regions in mapping.regions.items()},
+            tensors={target(name): info for name, info in mapping.tensors.items()},
+            removed=frozenset(self.sources.get(name, name) for name in mapping.removed),
+            unfed=frozenset(map(target, mapping.unfed)),
+            masters={target(name): self.sources.get(key, key) for name, key in mapping.masters.items()},
+            outputs=tuple(sorted(map(target, mapping.outputs))),
+            provenance={target(name): text for name, text in mapping.provenance.items()},
         )
 
-    def _feed(self, base: str, state: str, info: TensorInfo) -> None:
-        """Emit one target key if the program assigns or removes it."""
-        program, key = self._program, state_key(base, state)
-        own = program.state_values.get(state, {}).get(base)
-        value = program.values.get(base)
-        if own is None and value is None:
-            if base in program.removed or key in program.removed:
-                self._unfed[key] = "a statement removes the source key of that name"
-            return
-        origin = program.origins.get(key if own is not None else base)
+    def _target_key(self, mapping: TensorMapping) -> Callable[[str], str]:
+        """Return the function from an assigned name to its key: the destination's, or as it was written."""
+        if self.target is not None:
+            return lambda name: self.targets.get(name, name)
+        keys = {}
+        for name in mapping.outputs:
+            if name not in mapping.provenance:
+                keys[name] = self.sources.get(name, name)
+                continue
+            for base in (name, name.rpartition(".")[0]):
+                for inner, outer in self.made:
+                    for ids in KeyIndex([base]).bindings(inner):
+                        keys[name] = outer.formatter(inner.placeholders)(ids) + name[len(base) :]
+        return lambda name: keys.get(name, name)
+
+
+def go_inside(config: Statements, completion: Sequence[str], source: Catalog, target: Catalog | None) -> Inside | None:
+    """Return a program with all names inside wrappers; None if there are no wrappers, or two names would become one."""
+    sides = [source] if target is None else [source, target]
+    texts = [*config.statements, *completion]
+    if not any(WRAPPED_HINT in name for names in (texts, *(side.keys for side in sides)) for name in names):
+        return None
+    inner = [tuple(map(unwrapped, side.keys)) for side in sides]
+    if any(len(set(keys)) < len(keys) for keys in inner):
+        return None
+    outer = [{name: key for name, key in zip(keys, side.keys) if name != key} for keys, side in zip(inner, sides)]
+    statements = tuple(map(_inner_text, texts))
+    if not any(outer) and [*statements] == texts:
+        return None
+    inside = [replace(side, keys=keys) for side, keys in zip(sides, inner)]
+    count = len(config.statements)
+    return Inside(
+        replace(config, statements=statements[:count]),
+        statements[count:],
+        inside[0],
+        None if target is None else inside[1],
+        outer[0],
+        {} if target is None else outer[1],
+        tuple(_made(texts)) if target is None else (),
+    )
+
+
+def _inner_text(text: str) -> str:
+    """Return a statement with the names inside; a malformed one unchanged."""
+    if WRAPPED_HINT not in text:
+        return text
+    try:
+        tokens = tokenize(text)
+    except StatementError:
+        return text
+    for token in reversed(tokens):
+        if token.kind in ("NAME", "STRING"):
+            first = token.column - 1 + (token.kind == "STRING")
+            text = f"{text[:first]}{unwrapped(text[first : token.end - 1])}{text[token.end - 1 :]}"
+    return text
+
+
+def _made(texts: Sequence[str]) -> Iterator[tuple[Template, Template]]:
+    """Yield the names that are written with wrappers on the right: the name inside, and as written."""
+    for text in texts:
         try:
-            found = own if own is not None else self._state_value(value, base, state, info)  # type: ignore[arg-type]
-        except NotFed as error:
-            self._unfed[key] = f"{origin}: {error}"
-            return
-        if found is None:
-            return
-        if found.structure.shape != info.shape:
-            self._problems.append(
-                f"{origin} gives {key!r} the shape {list(found.structure.shape)}; expected "
-                f"{list(info.shape)}, as in the destination. Remedy: correct the statement"
-            )
-            return
-        if origin is not None:
-            self._origins[key] = origin
-        self._emitter.add(key, found, info.dtype)
+            statements = parse(text) if WRAPPED_HINT in text else []
+            for name in [name for statement in statements for name in array_names(statement.right)]:
+                if unwrapped(name) != name:
+                    yield parse_name(unwrapped(name)), parse_name(name)
+        except StatementError:
+            continue  # the program is refused
 
-    def _state_value(self, value: Value, base: str, state: str, info: TensorInfo) -> Value | None:
-        """Return a target state's value from its parameter's; inputs are source keys."""
-        program = self._program
-        program.check_follows(base, state)
-        if not value.inputs:
-            return Value(of_constants(value.structure, state, info), ())
-        if state == PARAMETER:
-            found = program.states.value(value, state)
-            if self._converts and info.dtype == "float32" and self._halves_with_masters(value):
-                self._masters[base] = state_key(value.inputs[0], MASTER)
-                return program.states.value(value, MASTER)
-            return found
-        if int(np.prod(info.shape)) == 1 and (
-            info.shape != value.structure.shape or any(self._is_scalar(name, state) for name in value.inputs)
-        ):
-            return self._scalar(value, base, state)
-        try:
-            return program.states.value(value, state)
-        except NotFed:
-            if state != MASTER or not self._converts:
-                raise
-        self._masters[state_key(base, state)] = value.inputs[0]
-        return program.states.value(value, state, parameters_too=True)
 
-    def _is_scalar(self, base: str, state: str) -> bool:
-        """Return whether a source state is one number for its whole parameter."""
-        source = self._program.source
-        info = source.states[base].get(state)
-        return info is not None and int(np.prod(info.shape)) == 1 and info.shape != source.base_info(base).shape
+# Lines per target: of hundreds of heads, the first are shown.
+MAX_LINES = 8
 
-    def _halves_with_masters(self, value: Value) -> bool:
-        states = self._program.source.states
-        return all(i.dtype in _HALVES for i in value.structure.inputs) and all(
-            MASTER in states[base] for base in value.inputs
+
+@dataclass(frozen=True)
+class Expanded:
+    """A statement with one combination of ids: its number from 1, text, and the simple statements that macros made."""
+
+    number: int
+    text: str
+    texts: tuple[str, ...]
+
+
+def expand_program(
+    aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None
+) -> list[Expanded]:
+    """Write out all ids, stars, transposes and fused layouts of statements, as the in-tree engine does.
+
+    Raises:
+        AoaError: The statements are malformed or do not fit.
+    """
+    program = run_program(aoa_config, source, target, traced=True)
+    result = []
+    for rule, ids, parts in program.trace or ():
+        text = instantiate(expand_arrays(rule.statement), dict(zip(rule.placeholders, ids)))
+        (statement,) = parse(text)
+        result.append(Expanded(rule.place.number, text, expand(statement, *parts)))
+    return result
+
+
+def explain(
+    aoa_config: AoaConfig | Statements, source: Catalog, target: Catalog | None = None, keys: Iterable[str] = ()
+) -> str:
+    """Explain where each target comes from.
+
+    Args:
+        aoa_config: The statements.
+        source: All source shards.
+        target: All target shards; None derives the outputs.
+        keys: Only these targets; all by default.
+
+    Returns:
+        A few lines for each target; then the targets that nothing feeds, and the source keys that nothing uses.
+
+    Raises:
+        AoaError: The statements are malformed or do not fit, or there is no such target.
+    """
+    mapping = compile_program(aoa_config, source, target)
+    names = list(mapping.outputs) if target is None else _present(target)
+    wanted = set(keys)
+    unknown = sorted(wanted.difference(names))
+    if unknown:
+        raise AoaError([f"there is no target key {unknown[0]!r}; there are, for example, {names[:3]}"])
+    lines: list[str] = []
+    stored = set(_present(source))
+    missing = [name for name in names if name in mapping.unfed or (name not in mapping.tensors and name not in stored)]
+    rows = mapping.maps.rows_by_target
+    for name in sorted(wanted or names):
+        if name in missing:
+            continue
+        if name not in mapping.tensors:
+            lines += [name, f"  all <- {name}"]
+            continue
+        info = mapping.tensors[name]
+        lines.append(f"{name}  {info.dtype} {list(info.shape)}")
+        if name in mapping.provenance:
+            lines.append(f"  by {mapping.provenance[name]}")
+        made = list(_lines(mapping, rows, name, "  "))
+        lines += made[:MAX_LINES]
+        if len(made) > MAX_LINES:
+            lines.append(f"  ... and {len(made) - MAX_LINES} more")
+    if not wanted:
+        lines += [f"nothing feeds {name}: {mapping.provenance.get(name, 'no such source key')}" for name in missing]
+        lines += [f"nothing uses source key {name}" for name in unused_sources(mapping, _present(source), names)]
+    return "\n".join(lines)
+
+
+def _present(catalog: Catalog) -> list[str]:
+    """Return the keys that a catalog has rows of."""
+    return [catalog.keys[key] for key in np.unique(catalog.key)]
+
+
+def unused_sources(mapping: TensorMapping, source_keys: Iterable[str], target_keys: Iterable[str]) -> list[str]:
+    """Return the source keys that feed no target and that no statement removes."""
+    used = {*mapping.maps.sources, *mapping.removed}
+    used.update(name for name in target_keys if name not in mapping.tensors and name not in mapping.unfed)
+    return [name for name in source_keys if name not in used]
+
+
+def _lines(mapping: TensorMapping, rows: dict[str, slice], name: str, indent: str) -> Iterator[str]:
+    maps, rank = mapping.maps, len(mapping.tensors[name].shape)
+    first = maps.width - rank
+    span = rows.get(name, slice(0, 0))
+    for row in range(span.start, span.stop):
+        offset, shape = maps.target_offset[row, first:], maps.target_shape[row, first:]
+        axes = maps.target_axis[row] - first
+        used = np.flatnonzero(maps.target_axis[row] >= 0)
+        extent, origin = maps.source_shape[row], maps.source_offset[row]
+        # Padded axes of the source are those in front along which nothing runs.
+        begin = min([*used.tolist(), *np.flatnonzero(origin).tolist(), maps.width - rank])
+        order = [int(axes[a]) for a in used]
+        moved = f", axes {tuple(int(a) for a in np.argsort(order))}" if order != sorted(order) else ""
+        yield (
+            f"{indent}{_box(offset, shape)} <- {maps.sources[maps.source[row]]} "
+            f"{_box(origin[begin:], extent[begin:])}{moved}"
         )
+    for region in mapping.regions.get(name, ()):
+        yield from _region_lines(mapping, rows, region, indent)
 
-    def _scalar(self, value: Value, base: str, state: str) -> Value:
-        """Return a scalar state, which follows its parameter; those of joined parameters have to be equal."""
-        states = self._program.source.states
-        keys = [state_key(name, state) for name in dict.fromkeys(value.inputs) if state in states[name]]
-        keys = [key for key in keys if key not in self._program.removed]
-        if not keys:
-            raise NotFed(f"the source has no key {state_key(value.inputs[0], state)!r}")
-        infos = {self._program.source.infos[key] for key in keys}
-        if len(infos) > 1:
-            raise NotFed(f"{keys} differ in shape or dtype: {sorted(map(str, infos))}")
-        structure = self._program.source_structure(infos.pop())
-        if len(keys) == 1:
-            return Value(structure, (keys[0],))
-        return Value(computed(Same(tuple(keys)), None, [structure] * len(keys)).structure, tuple(keys))
 
-    def _derive(self) -> tuple[str, ...]:
-        """Return the outputs where there is no destination."""
-        program, outputs = self._program, []
-        names = [name for name in program.values if name not in program.read or self._is_source_s_own(name)]
-        names += [n for n in program.source.states if n not in program.values and n not in program.read]
-        for name in names:
-            if name in program.removed:
-                continue
-            value = program.values.get(name)
-            if value is None:
-                for state, info in program.source.states[name].items():
-                    key = state_key(name, state)
-                    if key not in program.removed:
-                        self._emitter.add(key, Value(program.source_structure(info), (key,)), info.dtype)
-                        outputs.append(key)
-                continue
-            outputs += self._derive_states(name, value)
-        for state, table in program.state_values.items():
-            for name, value in table.items():
-                key = state_key(name, state)
-                if key not in outputs:
-                    self._emitter.add(key, value, value.structure.dtype)
-                    self._origins[key] = program.origins[key]
-                    outputs.append(key)
-        return tuple(sorted(outputs))
+def _region_lines(mapping: TensorMapping, rows: dict[str, slice], region: Region, indent: str) -> Iterator[str]:
+    box = _box(np.asarray(region.offset), np.asarray(region.shape))
+    if region.node is None:
+        yield f"{indent}{box} keeps what it has"
+        return
+    node = mapping.nodes[region.node]
+    yield f"{indent}{box} <- {node.step}" + (" of" if node.operands else "")
+    for operand in node.operands:
+        yield from _lines(mapping, rows, operand, indent + "    ")
 
-    def _is_source_s_own(self, name: str) -> bool:
-        """Return whether a statement assigns a name its own source key, unchanged.
 
-        ``a -> a`` means that a stays an output, whatever else is made of it.
-        """
-        value, source = self._program.values[name], self._program.source
-        return name in source.states and value == Value(self._program.source_structure(source.base_info(name)), (name,))
-
-    def _derive_states(self, name: str, value: Value) -> list[str]:
-        program, outputs = self._program, []
-        states: dict[str, None] = {}
-        for base in value.inputs:
-            states.update(dict.fromkeys(program.source.states[base]))
-        for state in states:
-            key = state_key(name, state)
-            if name in program.state_values.get(state, {}):
-                continue
-            scalar = all(self._is_scalar(base, state) for base in value.inputs if state in program.source.states[base])
-            try:
-                program.check_follows(name, state)
-                found = self._scalar(value, name, state) if scalar else program.states.value(value, state)
-            except NotFed as error:
-                self._unfed[key] = f"{program.origins[name]}: {error}"
-                continue
-            self._emitter.add(key, found, found.structure.dtype)
-            self._origins[key] = program.origins[name]
-            outputs.append(key)
-        return outputs
+def _box(offset: np.ndarray, shape: np.ndarray) -> str:
+    return "[" + ", ".join(f"{o}:{o + s}" for o, s in zip(offset.tolist(), shape.tolist())) + "]"

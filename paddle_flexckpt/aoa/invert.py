@@ -2,23 +2,32 @@
 
 Each statement becomes one that reads its right names and undoes its attributes in reverse order. Where a destination is
 known, a load needs no such text: see :mod:`paddle_flexckpt.aoa.reverse`.
+
+A program is read backwards. :class:`Fates` has the values that its inverse has made so far.
+Tested in tests/aoa/test_invert.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from paddle_flexckpt.aoa.casts import COMPLEX, is_exact
-from paddle_flexckpt.aoa.config import AoaConfig, Statements, read_config
-from paddle_flexckpt.aoa.fates import Fates, NameTable
 from paddle_flexckpt.aoa.macros import FUSED, array_names, fused_tag
 from paddle_flexckpt.aoa.operations import MODIFIERS, joiner_of
 from paddle_flexckpt.aoa.parser import Attribute, Statement, parse_program, quoted, written
-from paddle_flexckpt.aoa.placeholders import Placeholder, parse_name
+from paddle_flexckpt.aoa.placeholders import NameTable, Placeholder, parse_name
 from paddle_flexckpt.aoa.rule import NOTHING
-from paddle_flexckpt.aoa.statement_errors import AoaError, StatementError, describe_problem
-from paddle_flexckpt.aoa.states import STATES
+from paddle_flexckpt.aoa.statements import (
+    AoaConfig,
+    AoaError,
+    Place,
+    StatementError,
+    Statements,
+    describe_problem,
+    read_config,
+)
+from paddle_flexckpt.optimizer_states import STATES
 
 _NEVER = {
     "slice": "a slice leaves elements out",
@@ -320,3 +329,61 @@ class _Inverse:
         if self._exact and not is_exact(before, after):
             raise _NotInvertible(f"a cast from {before} to {after} loses digits")
         return [f'src_dtype="{after}"', f'dst_dtype="{before}"']
+
+
+class _Fate(NamedTuple):
+    """When a fate was noted, why the value is lost (empty if it is not), and the place of the statement that reads it.
+
+    A value that is overwritten and that no statement reads has no place.
+    """
+
+    order: int
+    why: str = ""
+    place: Place | None = None
+
+
+class Fates:
+    """The fates of names before a statement. Other names have the values of the program's end."""
+
+    def __init__(self) -> None:
+        """Begin at the end of a program."""
+        self._table: NameTable[_Fate] = NameTable()
+        self._count = 0
+
+    def have(self, names: Iterable[str]) -> None:
+        """Note that the inverse has made these names' values."""
+        self._note(names, "", None)
+
+    def overwrite(self, names: Iterable[str], place: Place) -> None:
+        """Note that a statement assigns names again: their earlier values are lost."""
+        for name in names:
+            self._note([name], f"AOA statement {place.number} overwrites {name!r}", None)
+
+    def miss(self, names: Iterable[str], place: Place, why: str) -> None:
+        """Note that values which a statement reads are lost."""
+        self._note(names, why, place)
+
+    def is_had(self, name: str) -> bool:
+        """Return whether the inverse has made a name's value."""
+        own = self._table.get(name)
+        return own is not None and not own.why and not self.why_lost(name)
+
+    def why_lost(self, name: str) -> str:
+        """Return why a name's value is lost; an empty text if it is not."""
+        own = self._table.get(name)
+        since = own.order if own is not None and not own.why else -1
+        lost = (fate for fate in self._table.like(name) if fate.why and fate.order > since)
+        return max(lost, key=lambda fate: fate.order, default=_Fate(0)).why
+
+    def missed(self) -> dict[str, tuple[Place, str]]:
+        """Return the lost values that a statement reads: where, and why."""
+        return {name: (fate.place, fate.why) for name, fate in self._table.items() if fate.place is not None}
+
+    def overwritten(self) -> Iterator[str]:
+        """Yield the names that are assigned before they are read."""
+        return (name for name, fate in self._table.items() if fate.why and fate.place is None)
+
+    def _note(self, names: Iterable[str], why: str, place: Place | None) -> None:
+        for name in names:
+            self._table.put(name, _Fate(self._count, why, place))
+            self._count += 1

@@ -12,8 +12,8 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from paddle_flexckpt.aoa.parser import Statement, Variable, parse, quoted, written
-from paddle_flexckpt.aoa.statement_errors import StatementError
-from paddle_flexckpt.aoa.states import split_state
+from paddle_flexckpt.aoa.statements import StatementError
+from paddle_flexckpt.optimizer_states import split_state
 
 FUSED = ("fused_qkv", "fused_qkv_old", "fused_ffn")
 FUSED_ATTRIBUTES = frozenset({*FUSED, "axis", "num_heads", "num_key_value_groups", "optional", "states"})

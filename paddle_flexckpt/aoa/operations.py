@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from paddle_flexckpt.aoa import steps, structure_ops
 from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.parser import Attribute, Statement
-from paddle_flexckpt.aoa.statement_errors import StatementError
+from paddle_flexckpt.aoa.statements import StatementError
 from paddle_flexckpt.aoa.structure import Derived, Structure, StructureError
 
 Shape = tuple[int, ...]

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from paddle_flexckpt.aoa.statement_errors import AoaError, Place, StatementError, describe_problem, shorten
+from paddle_flexckpt.aoa.statements import AoaError, Place, StatementError, describe_problem, shorten
 
 # Attributes without a value: a tensor of such a name has to be quoted.
 TAGS = frozenset(

@@ -1,8 +1,9 @@
-"""Names with placeholders, and the index that finds their keys.
+"""Names with placeholders, the index that finds their keys, and a table of names.
 
 Matching every pattern against every key would take patterns times keys steps. Instead keys are grouped once by their
 *form*, the name with every run of digits replaced by ``#``. A pattern has a form too and is matched in one group only.
-Tested in tests/aoa/test_language.py.
+Two names may stand for the same key, as ``l.$L.w`` and ``l.0.w`` do; the table finds both.
+Tested in tests/aoa/test_language.py and tests/aoa/test_invert.py.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, NamedTuple, TypeVar
 
-from paddle_flexckpt.aoa.statement_errors import StatementError
+from paddle_flexckpt.aoa.statements import StatementError
 
 _PLACEHOLDER = re.compile(
     # The in-tree names come first, so that $LAYER_ID_x is $LAYER_ID followed by _x.
@@ -30,6 +33,7 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
     "%": operator.mod,
 }
 OFFSET = "LAYER_ID_OFFSET"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -302,3 +306,95 @@ def form_of(template: Template) -> tuple[str | None, list[str | Placeholder]]:
         form.append("#".join(pieces[::2]))
         slots += pieces[1::2]
     return "".join(form), slots
+
+
+_STAR = Placeholder("*")
+
+
+class _Name(NamedTuple):
+    """A name that can be compared whatever its placeholders are called: equal ``text`` means the same keys.
+
+    Attributes:
+        text: The name.
+        form: The name with every number and placeholder as ``#``.
+        slots: The content of each ``#``; empty where runs of digits do not separate placeholders.
+        is_pattern: Whether it may stand for several keys.
+    """
+
+    text: str
+    form: str
+    slots: tuple[str | Placeholder, ...]
+    is_pattern: bool
+
+    def may_be(self, other: _Name) -> bool:
+        """Return whether both names, which have the same form, may stand for one key."""
+        if not (self.is_pattern or other.is_pattern):
+            return self.text == other.text
+        if len(self.slots) != len(other.slots):
+            return True
+        return all(_may_be(a, b) for a, b in zip(self.slots, other.slots))
+
+
+def _may_be(one: str | Placeholder, other: str | Placeholder) -> bool:
+    if isinstance(one, str) and isinstance(other, str):
+        return one == other
+    number, slot = (one, other) if isinstance(one, str) else (other, one)
+    if isinstance(number, Placeholder) or isinstance(slot, str) or not slot.is_solvable:
+        return True
+    found = slot.solve(int(number))
+    return found is not None and found >= 0 and str(slot.value(found)) == number
+
+
+@lru_cache(maxsize=1 << 16)
+def _read(name: str) -> _Name:
+    parts: list[str | Placeholder] = []
+    for part in parse_name(name).parts:
+        pieces = re.split(r"(\*)", part) if isinstance(part, str) else [part]
+        parts += [_STAR if piece == "*" else piece for piece in pieces if piece]
+    ids: dict[str, int] = {}
+    texts, forms = [], []
+    for part in parts:
+        if isinstance(part, str):
+            texts.append(part)
+            forms.append(re.sub(r"\d+", "#", part))
+        else:
+            texts.append("*" if part == _STAR else f"${ids.setdefault(part.name, len(ids))}{part.terms or ''}")
+            forms.append("#")
+    form, slots = form_of(Template(name, tuple(parts), ()))
+    is_pattern = any(isinstance(part, Placeholder) for part in parts)
+    return _Name("".join(texts), re.sub("#+", "#", "".join(forms)), () if form is None else tuple(slots), is_pattern)
+
+
+class NameTable(Generic[T]):
+    """A map from names to values, in which any name that may stand for the same keys finds a value."""
+
+    def __init__(self) -> None:
+        """Begin empty."""
+        self._items: dict[str, tuple[str, T]] = {}
+        self._alike: dict[tuple[str, bool], dict[str, _Name]] = {}
+
+    def put(self, name: str, item: T) -> None:
+        """Set the item of a name."""
+        own = _read(name)
+        self._items[own.text] = name, item
+        self._alike.setdefault((own.form, own.is_pattern), {})[own.text] = own
+
+    def get(self, name: str) -> T | None:
+        """Return the item of a name, whatever its placeholders are called."""
+        found = self._items.get(_read(name).text)
+        return None if found is None else found[1]
+
+    def like(self, name: str) -> Iterator[T]:
+        """Yield the items of names that may stand for the same key as this one."""
+        own = _read(name)
+        if own.text in self._items:
+            yield self._items[own.text][1]
+        # Names without placeholders, of which there may be a million, are not compared with each other.
+        for is_pattern in (True, False) if own.is_pattern else (True,):
+            for text, other in self._alike.get((own.form, is_pattern), {}).items():
+                if text != own.text and own.may_be(other):
+                    yield self._items[text][1]
+
+    def items(self) -> Iterator[tuple[str, T]]:
+        """Yield names and their items."""
+        return iter(self._items.values())

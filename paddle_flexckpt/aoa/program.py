@@ -10,14 +10,24 @@ from typing import NamedTuple
 from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.operations import Operations, Shape, Value, filled
 from paddle_flexckpt.aoa.parser import Statement
-from paddle_flexckpt.aoa.partition import source_parts, target_parts
 from paddle_flexckpt.aoa.placeholders import KeyIndex, Template, parse_name
-from paddle_flexckpt.aoa.rule import NOTHING, ExpandedError, Ids, Origin, Rule, instantiate, make_rule, without_stars
+from paddle_flexckpt.aoa.rule import (
+    NOTHING,
+    ExpandedError,
+    Ids,
+    Origin,
+    Rule,
+    instantiate,
+    make_rule,
+    source_parts,
+    target_parts,
+    without_stars,
+)
 from paddle_flexckpt.aoa.sides import NotFed, Side, StateView
-from paddle_flexckpt.aoa.statement_errors import AoaError, Place, StatementError, describe_problem
-from paddle_flexckpt.aoa.states import PARAMETER, STATES, state_key
+from paddle_flexckpt.aoa.statements import AoaError, Place, StatementError, describe_problem
 from paddle_flexckpt.aoa.structure import Structure, StructureError
 from paddle_flexckpt.aoa.structure_ops import source as source_structure
+from paddle_flexckpt.optimizer_states import PARAMETER, STATES, state_key
 
 logger = logging.getLogger("paddle_flexckpt")
 # The most problems to list.

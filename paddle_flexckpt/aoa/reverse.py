@@ -17,10 +17,10 @@ from paddle_flexckpt.aoa.casts import COMPLEX, is_exact, simplify_chain
 from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.operations import Value
 from paddle_flexckpt.aoa.program import Program
-from paddle_flexckpt.aoa.statement_errors import AoaError, describe_problem
-from paddle_flexckpt.aoa.states import PARAMETER, state_key
+from paddle_flexckpt.aoa.statements import AoaError, describe_problem
 from paddle_flexckpt.aoa.structure import Fragments, Structure, assembled
 from paddle_flexckpt.aoa.structure_values import keep
+from paddle_flexckpt.optimizer_states import PARAMETER, state_key
 
 # The most cells of the grid of all edges of a tensor's boxes; more would take minutes.
 MAX_CELLS = 1 << 22

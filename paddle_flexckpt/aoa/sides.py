@@ -12,12 +12,11 @@ import numpy as np
 
 from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.operations import Value
-from paddle_flexckpt.aoa.states import PARAMETER, split_state, state_key
 from paddle_flexckpt.aoa.steps import Constant
 from paddle_flexckpt.aoa.structure import Structure, StructureError
 from paddle_flexckpt.aoa.structure_values import keep, uncast, with_inputs
 from paddle_flexckpt.catalog import Catalog
-from paddle_flexckpt.optimizer_states import MASTER
+from paddle_flexckpt.optimizer_states import MASTER, PARAMETER, split_state, state_key
 
 
 class Side:

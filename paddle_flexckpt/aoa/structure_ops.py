@@ -25,7 +25,6 @@ from paddle_flexckpt.aoa.structure import (
     assembled,
     unchanged,
 )
-from paddle_flexckpt.aoa.structure_reshape import reshape
 from paddle_flexckpt.aoa.structure_values import (
     boxes_of,
     cast,
@@ -33,6 +32,7 @@ from paddle_flexckpt.aoa.structure_values import (
     constant,
     fill_step,
     keep,
+    reshape,
     source,
     with_inputs,
 )

@@ -6,17 +6,13 @@ order that keeps that of each rank: statements are carried out from top to botto
 
 from __future__ import annotations
 
-import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
 
 from paddle_flexckpt.aoa.macros import array_names
 from paddle_flexckpt.aoa.parser import Statement, Variable, parse_program
-from paddle_flexckpt.aoa.statement_errors import AoaError, shorten
-
-# A placeholder, a star or a number.
-_VARYING = re.compile(r"\\?\$(?:\{[^}]*\}|[A-Z][A-Z0-9]*(?:_[A-Z][A-Z0-9]*)*)|\*|\d+")
+from paddle_flexckpt.aoa.placeholders import NameTable, parse_name
+from paddle_flexckpt.aoa.statements import AoaError, StatementError, describe_problem, shorten
 
 
 def united_statements(programs: Mapping[int, Sequence[str]]) -> list[str]:
@@ -73,29 +69,15 @@ class _Table:
                 statements = parse_program([text], position)
             except AoaError as error:
                 raise AoaError([f"[rank {rank}] {problem}" for problem in error.problems]) from error
+            for statement in statements:
+                for variable in (*statement.left, *statement.right):
+                    try:
+                        parse_name(variable.name, variable.column)
+                    except StatementError as error:
+                        problem = describe_problem(str(error), statement.place.at(error.column))
+                        raise AoaError([f"[rank {rank}] {problem}"]) from error
             self._parsed[text] = [(tuple(token.text for token in each.tokens), each) for each in statements]
         return self._parsed[text]
-
-
-class _Name(NamedTuple):
-    """A name and its variable parts: numbers, and None for each placeholder or star."""
-
-    text: str
-    form: str
-    slots: tuple[str | None, ...]
-
-    @property
-    def is_pattern(self) -> bool:
-        return None in self.slots
-
-    def meets(self, other: _Name) -> bool:
-        """Return whether both, which have the same form, may stand for one name."""
-        return all(one is None or two is None or one == two for one, two in zip(self.slots, other.slots))
-
-
-def _name(text: str) -> _Name:
-    slots = tuple(found if found.isdigit() else None for found in _VARYING.findall(text))
-    return _Name(text, _VARYING.sub("#", text), slots)
 
 
 class _Uses:
@@ -112,9 +94,10 @@ class _Uses:
                     self._assigned.setdefault(name, {}).setdefault(rank, []).append(number)
                 for name in _names(statements[number].left):
                     self._read.setdefault((name, number), set()).add(rank)
-        self._forms: dict[str, list[_Name]] = {}
-        for each in map(_name, self._assigned):
-            self._forms.setdefault(each.form, []).append(each)
+        # Names that differ in their placeholders' names alone have one item.
+        self._alike: NameTable[list[str]] = NameTable()
+        for name in self._assigned:
+            self._alike.put(name, [*(self._alike.get(name) or ()), name])
 
     def contradictions(self) -> Iterator[str]:
         """Return the contradictions between ranks."""
@@ -123,36 +106,33 @@ class _Uses:
             for rank, numbers in by_rank.items():
                 if numbers != by_rank[first]:
                     yield self._different(name, (first, by_rank[first]), (rank, numbers))
-        for names in self._forms.values():
-            for pattern in names:
-                if pattern.is_pattern:
-                    yield from self._beside(pattern, names)
-        for (text, number), ranks in self._read.items():
-            for made in self._made(_name(text)):
+        for name in self._assigned:
+            if "$" in name or "*" in name:
+                yield from self._beside(name)
+        for (name, number), ranks in self._read.items():
+            for made in self._made(name):
                 if ranks.isdisjoint(self._assigned[made]):
-                    yield self._unordered(text, number, min(ranks), made)
+                    yield self._unordered(name, number, min(ranks), made)
 
-    def _beside(self, pattern: _Name, names: Iterable[_Name]) -> Iterator[str]:
+    def _beside(self, pattern: str) -> Iterator[str]:
         """Return problems of names that other ranks assign and that a pattern stands for too."""
-        own = self._assigned[pattern.text]
-        for name in names:
-            others = self._assigned[name.text]
-            if name.text != pattern.text and own.keys() != others.keys() and pattern.meets(name):
+        own = self._assigned[pattern]
+        for name in self._made(pattern):
+            others = self._assigned[name]
+            if name != pattern and own.keys() != others.keys():
                 rank = next(iter(own.keys() - others.keys()), next(iter(own)))
                 other = next(iter(others.keys() - own.keys()), next(iter(others)))
-                yield self._different(name.text, (rank, own[rank]), (other, others[other]))
+                yield self._different(name, (rank, own[rank]), (other, others[other]))
 
-    def _made(self, name: _Name) -> list[str]:
-        """Return the assigned names for which a name that is read may stand."""
-        if not name.is_pattern and not any(each.is_pattern for each in self._forms.get(name.form, ())):
-            return [name.text] if name.text in self._assigned else []
-        return [each.text for each in self._forms.get(name.form, ()) if each.meets(name)]
+    def _made(self, name: str) -> list[str]:
+        """Return the assigned names that may stand for the same key as a name."""
+        return [made for names in self._alike.like(name) for made in names]
 
     def _different(self, name: str, one: tuple[int, list[int]], other: tuple[int, list[int]]) -> str:
-        said, instead = (", then ".join(self._text(number) for number in numbers) for _, numbers in (one, other))
+        first, second = (", then ".join(self._text(number) for number in numbers) for _, numbers in (one, other))
         return (
-            f"ranks {one[0]} and {other[0]} contradict each other about {name!r}: rank {one[0]} has {said}, rank "
-            f"{other[0]} has {instead}. Remedy: generate the same statements about a name on all ranks that have it"
+            f"ranks {one[0]} and {other[0]} contradict each other about {name!r}: rank {one[0]} has {first}, rank "
+            f"{other[0]} has {second}. Remedy: generate the same statements about a name on all ranks that have it"
         )
 
     def _unordered(self, name: str, number: int, rank: int, made: str) -> str:

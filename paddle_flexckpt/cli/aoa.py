@@ -9,7 +9,7 @@ import argparse
 import json
 from typing import Any
 
-from paddle_flexckpt.aoa.explain import expand_program, explain
+from paddle_flexckpt.aoa.compile import expand_program, explain
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
 from paddle_flexckpt.catalog import ValidationError

@@ -17,7 +17,7 @@ from paddle_flexckpt.catalog.texts import printable
 from paddle_flexckpt.foreign.formats import SourceDirectory
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.aoa.config import AoaConfig
+    from paddle_flexckpt.aoa.statements import AoaConfig
 
 
 class Outcome(NamedTuple):

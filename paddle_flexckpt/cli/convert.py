@@ -9,7 +9,7 @@ import argparse
 import json
 from typing import Any
 
-from paddle_flexckpt.aoa.config_rules import rules_of_config
+from paddle_flexckpt.aoa.model_rules import rules_of_config
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.cli.bars import progress_bar
 from paddle_flexckpt.cli.common import (

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.common import Outcome, add_checkpoint, table
@@ -20,7 +19,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
-from paddle_flexckpt.optimizer_states import MASTER
+from paddle_flexckpt.optimizer_states import MASTER, split_state
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.transfer.names import is_state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from paddle_flexckpt.aoa.config import AoaConfig
+from paddle_flexckpt.aoa.statements import AoaConfig
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from paddle_flexckpt.aoa import TensorInfo
-from paddle_flexckpt.aoa.config import read_config
+from paddle_flexckpt.aoa.statements import read_config
 from paddle_flexckpt.catalog.dtypes import is_float
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location, reading

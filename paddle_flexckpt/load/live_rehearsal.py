@@ -14,10 +14,10 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from paddle_flexckpt.aoa import TensorInfo
-from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Problem, ValidationError, dtype_of
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.planning.model_shapes import ADAMW, Model, ModelTensor

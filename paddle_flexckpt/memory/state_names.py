@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from paddle_flexckpt.aoa.states import ACCUMULATORS, split_state
 from paddle_flexckpt.catalog import CUT, NATURAL, Catalog, Order, Problem
 from paddle_flexckpt.dist_tensor import is_dist_tensor
+from paddle_flexckpt.optimizer_states import ACCUMULATORS, split_state
 from paddle_flexckpt.sharded_weight import FusedAxis, is_sharded_weight
 from paddle_flexckpt.transfer.names import bare, raw_parameter, split_raw
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Union
 
 from paddle_flexckpt.aoa import AoaConfig
-from paddle_flexckpt.aoa.explain import explain as explain_program
+from paddle_flexckpt.aoa.compile import explain as explain_program
 from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, without_extra_state
 from paddle_flexckpt.foreign.formats import SourceDirectory

@@ -21,7 +21,6 @@ import xxhash
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
-from paddle_flexckpt.aoa.states import is_counter
 from paddle_flexckpt.catalog import EXTRA_STATE, NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
 from paddle_flexckpt.catalog.dtypes import is_float
 from paddle_flexckpt.catalog.texts import format_bytes
@@ -30,6 +29,7 @@ from paddle_flexckpt.media.backend import Backend, Location, publish
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.observers import observed
+from paddle_flexckpt.optimizer_states import is_counter
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.progress import Meter
 from paddle_flexckpt.report import Report

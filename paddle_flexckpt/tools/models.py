@@ -18,12 +18,11 @@ import numpy as np
 
 from paddle_flexckpt.algebra.rows import group_rows
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo
-from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Problem, ValidationError, without_extra_state
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.optimizer_states import MASTER
+from paddle_flexckpt.optimizer_states import MASTER, split_state
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.mesh_layouts import TENSOR_AXES, MeshLayout

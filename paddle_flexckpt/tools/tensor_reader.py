@@ -15,7 +15,6 @@ import numpy as np
 
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
-from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Problem, ValidationError, dtype_of
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
@@ -24,6 +23,7 @@ from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.partition_files import read_partition, read_rows
 from paddle_flexckpt.native.partitions import partition_of
+from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.tools.whole_tensors import PartReader, WholeTensors
 from paddle_flexckpt.transfer.mapping import permuted, tensor_infos, whole_mapping
 from paddle_flexckpt.transfer.options import FileOptions

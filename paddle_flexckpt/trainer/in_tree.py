@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paddle_flexckpt.aoa.config import KEYS, read_config
+from paddle_flexckpt.aoa.statements import KEYS, read_config
 from paddle_flexckpt.catalog import AoaError, CheckpointError
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA

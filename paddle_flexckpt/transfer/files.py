@@ -16,7 +16,6 @@ import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.aoa.states import is_torch_state
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location, reading
@@ -24,6 +23,7 @@ from paddle_flexckpt.native.checksums import verify_mode
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.optimizer_states import is_torch_state
 from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
 from paddle_flexckpt.planning.matching import uncovered_targets
 from paddle_flexckpt.transfer.filling import Filling

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.aoa.states import is_counter
 from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.catalog.dtypes import castable, is_float
+from paddle_flexckpt.optimizer_states import is_counter
 
 
 @dataclass(frozen=True)

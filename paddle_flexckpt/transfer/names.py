@@ -33,9 +33,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from paddle_flexckpt.aoa.states import is_torch_state, split_state, unwrapped
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
-from paddle_flexckpt.optimizer_states import ACCUMULATORS
+from paddle_flexckpt.optimizer_states import ACCUMULATORS, is_torch_state, split_state, unwrapped
 from paddle_flexckpt.optimizer_states import MASTER as MASTER_STATE
 
 # Parts of a nested state dict that only one side may have.

@@ -9,8 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from paddle_flexckpt.aoa.states import state_key
-from paddle_flexckpt.optimizer_states import FIRST_MOMENTS
+from paddle_flexckpt.optimizer_states import FIRST_MOMENTS, state_key
 
 _POWER = re.compile(r"(.+)\.(beta([12])_pow_acc_0)", re.DOTALL)
 

@@ -12,9 +12,8 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from paddle_flexckpt.aoa.parser import quoted
-from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Catalog
-from paddle_flexckpt.optimizer_states import MASTER
+from paddle_flexckpt.optimizer_states import MASTER, split_state
 from paddle_flexckpt.transfer.names import bare, split_raw
 
 # The layer in the names of embeddings, and of the heads that models tie to them.

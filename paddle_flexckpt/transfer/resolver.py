@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.aoa.states import split_state
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, unordered, validate_shards
+from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.transfer.codes import Codes
 from paddle_flexckpt.transfer.fitting import Given, are_alike, are_ruled, fit
 from paddle_flexckpt.transfer.fused import FusedMismatch, find_mismatch

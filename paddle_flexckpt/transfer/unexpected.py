@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.aoa.states import is_counter, is_torch_state, split_state
 from paddle_flexckpt.catalog import EXTRA_STATE, ValidationError
+from paddle_flexckpt.optimizer_states import is_counter, is_torch_state, split_state
 from paddle_flexckpt.transfer.names import is_state, split_raw
 from paddle_flexckpt.transfer.options import TransferOptions
 

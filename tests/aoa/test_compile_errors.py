@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from paddle_flexckpt.aoa import AoaError, compile_program
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.parser import ATTRIBUTES, MAX_NAMES, TAGS, parse, quoted
-from paddle_flexckpt.aoa.statement_errors import MAX_LINE
+from paddle_flexckpt.aoa.statements import MAX_LINE
 from tests.aoa.small import catalog, compiled, numbered, room, run
 from tests.property import examples
 

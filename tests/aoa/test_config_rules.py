@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paddle_flexckpt.aoa import AoaError
-from paddle_flexckpt.aoa.config_rules import family_of, rules_of_config
-from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
+from paddle_flexckpt.aoa.model_rules import describe_model_rules, family_of, model_rules, rule_names, rules_of_config
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 KEYS = ["model.embed_tokens.weight", "lm_head.weight"]

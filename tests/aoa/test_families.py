@@ -14,9 +14,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddle_flexckpt.aoa.config_rules import rules_of_config
 from paddle_flexckpt.aoa.families import small_models
-from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules
+from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rules_of_config
 from paddle_flexckpt.catalog import CatalogBuilder
 from paddle_flexckpt.catalog.errors import CheckpointError
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping

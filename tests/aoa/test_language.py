@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.aoa import AoaError, compile_program, unused_sources
-from paddle_flexckpt.aoa.explain import explain
-from paddle_flexckpt.aoa.states import split_state
+from paddle_flexckpt.aoa.compile import explain
 from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.optimizer_states import split_state
 from tests.aoa.small import assert_equal, catalog, compiled, numbered, room, run
 
 bf16 = np.dtype("bfloat16")

@@ -15,7 +15,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.aoa import parser
 from paddle_flexckpt.aoa.families import small_models
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
-from paddle_flexckpt.aoa.statement_errors import AoaError
+from paddle_flexckpt.aoa.statements import AoaError
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.ramdisk import memory_directory
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_flexckpt.aoa.states import STATES, is_counter, is_torch_state
-from paddle_flexckpt.optimizer_states import ACCUMULATORS
+from paddle_flexckpt.optimizer_states import ACCUMULATORS, STATES, is_counter, is_torch_state
 
 OF_TORCH = (
     "optim.state.w.exp_avg",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.aoa import AoaError
-from paddle_flexckpt.aoa.states import unwrapped
+from paddle_flexckpt.optimizer_states import unwrapped
 from tests.aoa.small import assert_equal, compiled, numbered, room, run
 
 A, B = numbered(4, 4), numbered(4, 4, start=50)

@@ -10,8 +10,8 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.aoa import structure
-from paddle_flexckpt.aoa.config_rules import rules_of_config
 from paddle_flexckpt.aoa.invert import invert
+from paddle_flexckpt.aoa.model_rules import rules_of_config
 from tests.aoa.small import Arrays, assert_equal, compiled, numbered, room, run
 from tests.remedies.following import Advice, advised, provoked
 
@@ -131,21 +131,21 @@ SCENARIOS = [
         {"a^T -> x": {"x": A.T}},
     ),
     Followed(
-        Advice("aoa/partition.py", "apply the fused layout to the source key itself"),
+        Advice("aoa/rule.py", "apply the fused layout to the source key itself"),
         "a, b -> t, axis=1 ; t -> g, u, fused_ffn",
         {"a -> g, u, fused_ffn": {"g": GATE, "u": UP}},
         {"a": FUSED, "b": FUSED},
         cuts={"source_cuts": {"a": (1, 2), "b": (1, 2)}},
     ),
     Followed(
-        Advice("aoa/partition.py", "apply the fused layout last, to the destination key itself"),
+        Advice("aoa/rule.py", "apply the fused layout last, to the destination key itself"),
         'g, u -> t, fused_ffn ; t -> x, slice="[0:2, :]"',
         {'g -> i, slice="[0:2, :]" ; u -> j, slice="[0:2, :]" ; i, j -> x, fused_ffn': {"x": FUSED[:2]}},
         {"g": GATE, "u": UP},
         cuts={"target_cuts": {"x": (1, 2)}},
     ),
     Followed(
-        Advice("aoa/partition.py", "give axis= (a fused layout takes 1 by default)"),
+        Advice("aoa/rule.py", "give axis= (a fused layout takes 1 by default)"),
         "g, u -> b, fused_ffn",
         {"g, u -> b, fused_ffn, axis=0": {"b": np.float32([0, 1, 4, 5, 2, 3, 6, 7])}},
         {"g": numbered(4), "u": numbered(4, start=4)},
@@ -253,7 +253,7 @@ KEYS = ["model.embed_tokens.weight", "lm_head.weight"]
 
 
 def test_a_model_without_rules_takes_those_of_a_family_by_name():
-    with provoked("aoa/config_rules.py", "name a family whose tensors have the same names, or give AOA statements"):
+    with provoked("aoa/model_rules.py", "name a family whose tensors have the same names, or give AOA statements"):
         rules_of_config({"model_type": "my_llama", "num_attention_heads": 8}, "from_hf", KEYS)
     rules = rules_of_config({"model_type": "my_llama", "num_attention_heads": 8}, "from_hf", KEYS, "llama")
     assert rules == rules_of_config({"model_type": "llama", "num_attention_heads": 8}, "from_hf", KEYS)
@@ -261,10 +261,10 @@ def test_a_model_without_rules_takes_those_of_a_family_by_name():
 
 def test_quantized_weights_are_read_by_the_variant_that_dequantizes():
     config = {"model_type": "gpt_oss", "num_local_experts": 2, "quantization_config": {"quant_method": "mxfp4"}}
-    with provoked("aoa/config_rules.py", "take the variant "):
+    with provoked("aoa/model_rules.py", "take the variant "):
         rules_of_config(config, "from_hf", KEYS, None, "plain")
     assert any("dequant" in text for text in rules_of_config(config, "from_hf", KEYS, None, "mxfp4")["aoa_statements"])
-    with provoked("aoa/config_rules.py", "write them out dequantized first, by the library that quantized them"):
+    with provoked("aoa/model_rules.py", "write them out dequantized first, by the library that quantized them"):
         rules_of_config(QUANTIZED, "from_hf", KEYS)
     plain = {key: value for key, value in QUANTIZED.items() if key != "quantization_config"}
     assert rules_of_config(plain, "from_hf", KEYS) == rules_of_config(

@@ -18,10 +18,9 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from paddle_flexckpt.aoa.config import read_config
 from paddle_flexckpt.aoa.invert import inverse_texts
 from paddle_flexckpt.aoa.parser import parse_program
-from paddle_flexckpt.aoa.statement_errors import AoaError, shorten
+from paddle_flexckpt.aoa.statements import AoaError, read_config, shorten
 from paddle_flexckpt.aoa.union import united_statements
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.communication.group_communicators import communicator_for
