@@ -15,7 +15,6 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes, printable
-from paddle_flexckpt.cli.bars import progress_bar
 from paddle_flexckpt.cli.common import (
     Outcome,
     add_aoa,
@@ -25,6 +24,7 @@ from paddle_flexckpt.cli.common import (
     add_verify,
     aoa_config,
     byte_count,
+    progress_bar,
     table,
     written,
 )

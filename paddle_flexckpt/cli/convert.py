@@ -11,7 +11,6 @@ from typing import Any
 
 from paddle_flexckpt.aoa.model_rules import rules_of_config
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.cli.bars import progress_bar
 from paddle_flexckpt.cli.common import (
     add_aoa,
     add_cut,
@@ -22,6 +21,7 @@ from paddle_flexckpt.cli.common import (
     byte_count,
     cut_of,
     parameter_of,
+    progress_bar,
 )
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.tools.conversion import MEMORY_BYTES, convert_checkpoint

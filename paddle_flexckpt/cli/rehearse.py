@@ -1,14 +1,19 @@
-"""flexckpt rehearse: predict a load or a save of a job, without its ranks. Tested in tests/cli/test_rehearse.py."""
+"""flexckpt rehearse, map and bench: what a job would read, write and need, without its ranks.
+
+Tested in tests/cli/test_rehearse.py, tests/cli/test_map.py and tests/cli/test_bench.py.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
 from typing import Any
 
 from paddle_flexckpt.aoa.statements import AoaConfig
-from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
+from paddle_flexckpt.catalog.texts import format_bytes, format_ranks, printable
 from paddle_flexckpt.cli.common import (
     Outcome,
     add_aoa,
@@ -16,11 +21,14 @@ from paddle_flexckpt.cli.common import (
     add_cut,
     add_html,
     aoa_config,
+    byte_count,
     cut_of,
     table,
     written,
 )
+from paddle_flexckpt.pages.holder_pages import holders_page, holders_picture
 from paddle_flexckpt.planning.job_layout import JobLayout
+from paddle_flexckpt.tools.holders import HoldersReport, Part, find_holders
 from paddle_flexckpt.tools.models import layout_of
 from paddle_flexckpt.tools.probe import probe, read_probe
 from paddle_flexckpt.tools.rehearsal import rehearse
@@ -30,10 +38,12 @@ from paddle_flexckpt.transfer.options import LoadOptions
 
 # The most lines of the table, and keys of a list; all are in the JSON.
 _LINES, _KEYS = 16, 3
+# The most ranges of ranks, and files, in one line of the text; all are in the JSON.
+_RANGES = 4
 
 
 def add_command(commands: Any) -> None:
-    """Add the parser of the command."""
+    """Add the parsers of the commands."""
     parser = commands.add_parser(
         "rehearse",
         help="predict whether a checkpoint loads under another layout, and what each rank would read, or would save",
@@ -81,6 +91,8 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON, with all ranks")
     add_html(parser)
     parser.set_defaults(run=_rehearse)
+    _add_map(commands)
+    _add_bench(commands)
 
 
 def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -238,3 +250,105 @@ def _columns(each: RankReads) -> tuple[str, ...]:
     sizes = map(format_bytes, (each.bytes_needed, each.bytes_read))
     counts = (f"{each.amplification:.2f}", str(each.reads), str(each.files), format_bytes(each.memory_bytes))
     return (format_ranks(each.ranks, _KEYS), *sizes, *counts)
+
+
+def _add_map(commands: Any) -> None:
+    parser = commands.add_parser(
+        "map",
+        help="list the ranks that have each part of a tensor, and those that would need it under another layout",
+        description="Lists the rank and file of each part of each tensor, and with --to also the ranks of another job "
+        "that would need it. Only the manifest is read.",
+        epilog="example: flexckpt map run/step_100 'layers.0.*' --to tp=4,pp=2",
+    )
+    add_checkpoint(parser)
+    parser.add_argument("keys", metavar="KEY", nargs="*", help="a key, or a pattern with *; by default all keys")
+    add_layout(parser, required=False)
+    parser.add_argument("--json", action="store_true", help="print all as JSON")
+    add_html(parser)
+    parser.add_argument("--png", metavar="FILE", help="draw a picture too (needs the extra viz)")
+    parser.add_argument(
+        "--report",
+        metavar="FILE",
+        help="for --html and --png, seconds by rank: the report of a save as JSON, or a list of those of all ranks",
+    )
+    parser.set_defaults(run=_map)
+
+
+def _map(options: argparse.Namespace) -> str:
+    """Return a line for each part of each tensor, and a summary."""
+    for name in ("aoa", "model", "cut", "weights"):
+        if getattr(options, name) and options.to is None:
+            raise ValidationError([f"--{name} describes the job that --to names. Remedy: give --to STRATEGY"])
+    if options.report is not None and options.html is None and options.png is None:
+        raise ValidationError(["--report is for a page or a picture. Remedy: give --html FILE or --png FILE"])
+    seconds = seconds_of(options.report) if options.report is not None else {}
+    config = None if options.aoa is None else aoa_config(options.aoa)
+    layout, notes = (None, []) if options.to is None else layout_from(options, config)
+    report = find_holders(options.source, options.keys, unique_id=options.unique_id, layout=layout, notes=notes)
+    lines = [*_map_lines(report), *(f"note: {note}" for note in report.notes), report.summary()]
+    if options.html is not None:
+        lines.append(written(options.html, holders_page(report, seconds)))
+    if options.png is not None:
+        holders_picture(report, options.png, seconds)
+        lines.append(f"wrote {options.png}")
+    return report.to_json() if options.json else "\n".join(lines)
+
+
+def seconds_of(path: str) -> dict[str, list[float]]:
+    """Return seconds by phase and rank from the report of a save, or from the reports of all ranks.
+
+    Raises:
+        ValidationError: The file holds neither.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            found = json.load(file)
+        if isinstance(found, list):
+            phases = dict.fromkeys(name for each in found for name in each["seconds"])
+            return {name: [float(each["seconds"].get(name, 0)) for each in found] for name in phases}
+        return {str(name): [float(each) for each in values] for name, values in found["rank_seconds"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        expected = "a SaveReport as JSON, or a list of the reports of all ranks"
+        problem = Problem("this is no report with seconds", file=path, expected=expected, got=repr(error))
+        raise ValidationError([problem]) from error
+
+
+def _map_lines(report: HoldersReport) -> list[str]:
+    lines = []
+    for key, tensor in report.tensors.items():
+        lines.append(f"{printable(key)}: {tensor.dtype} {tensor.shape}")
+        rows = [_map_columns("stored", part) for part in tensor.stored]
+        rows += [_map_columns("needed", part) for part in tensor.needed]
+        lines += [f"  {line}" for line in table(rows, right=(3,))]
+    return lines
+
+
+def _map_columns(what: str, part: Part) -> Sequence[str]:
+    ranks = ("rank " if len(part.ranks) == 1 else "ranks ") + format_ranks(part.ranks, _RANGES)
+    files = ", ".join(part.files[:_RANGES]) + (" ..." if len(part.files) > _RANGES else "")
+    return what, part.where(), ranks, format_bytes(part.bytes), files
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure how fast a medium is written and read, and how long a small read takes",
+        description="Writes scratch files to a directory by several threads, reads them, and removes them. `flexckpt "
+        "rehearse --probe` reads a file with the output of --json.",
+        epilog="example: flexckpt bench run --json > run.json; flexckpt rehearse run/step_9 --to tp=4 --probe run.json",
+    )
+    parser.add_argument("path", metavar="PATH", help="a directory, or the URL of one")
+    parser.add_argument(
+        "--bytes", type=byte_count, default=256 << 20, metavar="SIZE", help="bytes of all scratch files (256MiB)"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=4, metavar="N", help="threads that write and read at the same time (4)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
+    parser.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> str:
+    """Return one line, or JSON."""
+    report = probe(options.path, options.bytes, options.threads)
+    return report.to_json() if options.json else report.summary()

@@ -18,8 +18,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.texts import format_bytes
-from paddle_flexckpt.pages.markup import Content, Markup, element, join, paragraph, table, text
-from paddle_flexckpt.pages.style import COLOURS, LEVELS
+from paddle_flexckpt.pages.markup import COLOURS, LEVELS, Content, Markup, element, join, paragraph, table, text
 
 #: Columns of a chart, and rows and columns of a heat map. With more ranks, several share one.
 MOST_COLUMNS, MOST_CELLS = 128, 64

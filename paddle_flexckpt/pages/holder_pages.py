@@ -1,22 +1,52 @@
 """Pages of who holds what: the bytes of ranks, the ranks of parts of tensors, and the report of a save.
 
-Tested in tests/pages/test_holder_pages.py.
+:func:`holders_picture` draws the same as a PNG file, with matplotlib.
+Tested in tests/pages/test_holder_pages.py and tests/pages/test_pictures.py.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from paddle_flexckpt.algebra.flat import flat_range_to_boxes
+from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
-from paddle_flexckpt.pages.charts import Area, Drawing, areas, by_rank, figure, of_bytes, of_seconds
-from paddle_flexckpt.pages.markup import Content, Markup, Section, bullets, element, facts, join, page, paragraph, table
+from paddle_flexckpt.pages.charts import (
+    Area,
+    Drawing,
+    Line,
+    Text,
+    areas,
+    by_rank,
+    columns,
+    figure,
+    of_bytes,
+    of_seconds,
+)
+from paddle_flexckpt.pages.markup import (
+    PALETTE,
+    Content,
+    Markup,
+    Section,
+    bullets,
+    element,
+    facts,
+    join,
+    page,
+    paragraph,
+    table,
+)
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.tools.holders import HoldersReport, Part, TensorHolders
 
 #: The most tensors to draw, rows of tables of parts, and parts of one drawing: so a page stays readable and small.
 MOST_DRAWN, MOST_ROWS, MOST_AREAS = 12, 1000, 300
+# The most tensors of a picture, and the colours of its light scheme.
+_MOST_PICTURED = 6
+_LIGHT = {name: colours[0] for name, colours in PALETTE.items()}
 _RANGES = 6
 
 
@@ -212,3 +242,86 @@ def save_page(
     found += [Section("Largest tensors", tensors_drawn(holders)), Section("Their parts", parts_table(holders))]
     title = "A save" if step is None else f"Checkpoint of step {step}"
     return page(title, report.summary(), found)
+
+
+def holders_picture(
+    report: HoldersReport, path: str | os.PathLike[str], seconds: Mapping[str, Sequence[float]] | None = None
+) -> None:
+    """Write a picture of the holders of tensors: bytes and seconds by rank, and the parts of the first tensors.
+
+    Args:
+        report: The holders.
+        path: The PNG file.
+        seconds: Seconds of a save or load by phase and rank.
+
+    Raises:
+        ValidationError: There is no matplotlib.
+        OSError: The file cannot be written.
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValidationError(
+            [
+                f"a PNG file is drawn by matplotlib, which is not there ({error}). Remedy: pip install "
+                "'paddle-flexckpt[viz]', or ask for --html, which needs nothing"
+            ]
+        ) from error
+    series = [of_seconds(f"Seconds: {name}", each) for name, each in (seconds or {}).items()]
+    series.append(of_bytes("Saved", report.stored_bytes))
+    if report.strategy:
+        series.append(of_bytes(f"Needed under {report.strategy}", report.needed_bytes))
+    tensors = largest(report, _MOST_PICTURED)
+    rows: list[list[tuple[str, Drawing | str]]] = [
+        [(f"{each.name}: {each.describe()}", columns(each))] for each in series
+    ]
+    for key, tensor in tensors:
+        drawings = sides(tensor, bool(report.strategy))
+        rows.append([(f"{key} {tensor.shape}. {getattr(drawn, 'title', drawn)}", drawn) for drawn in drawings])
+    inches = [max(_inches(drawing) for _, drawing in row) for row in rows]
+    figure = Figure(figsize=(11, sum(inches) + 0.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    # Names are not markup here either.
+    figure.suptitle(_plain(f"{report.source} (id {report.unique_id})"), fontsize=11, parse_math=False)
+    grid = figure.add_gridspec(len(rows), 1, height_ratios=inches)
+    for number, row in enumerate(rows):
+        cells = grid[number].subgridspec(1, len(row))
+        for column, (title, drawing) in enumerate(row):
+            axes = figure.add_subplot(cells[column])
+            axes.set_title(_plain(title), fontsize=8, loc="left", parse_math=False)
+            axes.set_axis_off()
+            if not isinstance(drawing, str):
+                _paint(axes, drawing)
+    figure.savefig(path, format="png", dpi=110)
+
+
+def _plain(text: str) -> str:
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def _inches(drawing: Drawing | str) -> float:
+    """Return the height of a drawing and its title."""
+    return 0.4 if isinstance(drawing, str) else 0.4 + drawing.height / 100
+
+
+def _paint(axes: Any, drawing: Drawing) -> None:
+    from matplotlib.patches import Rectangle
+
+    axes.set_xlim(0, drawing.width)
+    axes.set_ylim(drawing.height, 0)
+    for mark in drawing.marks:
+        words = mark.kind.split() or [""]
+        if isinstance(mark, Text):
+            across = "center" if "middle" in words else "right" if "end" in words else "left"
+            down = "center" if "centre" in words else "baseline"
+            colour = _LIGHT.get(f"{words[0]}-text", _LIGHT["text"])
+            axes.text(mark.x, mark.y, mark.text, ha=across, va=down, fontsize=7, color=colour, parse_math=False)
+        elif isinstance(mark, Line):
+            style = {"color": _LIGHT["text"], "linestyle": "--"} if "median" in words else {"color": _LIGHT["line"]}
+            axes.plot([mark.x1, mark.x2], [mark.y1, mark.y2], linewidth=0.8, **style)
+        else:
+            is_frame = "frame" in words
+            fill, edge = ("none", _LIGHT["line"]) if is_frame else (_LIGHT[words[0]], _LIGHT["ground"])
+            corner = (mark.x, mark.y)
+            axes.add_patch(Rectangle(corner, mark.width, mark.height, facecolor=fill, edgecolor=edge, linewidth=0.8))

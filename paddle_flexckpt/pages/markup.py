@@ -4,7 +4,7 @@ Keys and paths come from checkpoints that anybody may have made. :func:`text` is
 page's policy (Content-Security-Policy) also allows only its own style and its own script, by their digests: even if
 markup slipped through, it could not run or load anything.
 
-Tested in tests/pages/test_markup.py.
+Tested in tests/pages/test_markup.py and tests/pages/test_style.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,151 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Union
 
 from paddle_flexckpt._version import __version__
-from paddle_flexckpt.pages.style import SCRIPT, STYLE
+
+#: Shades of a heat map, least first: background and text.
+LEVELS = 6
+#: Colours that tell ranks apart.
+COLOURS = 8
+#: The colours in the light and in the dark scheme, by name. Text on a background ``x`` has the colour ``x-text``; all
+#: else is on ``ground``.
+PALETTE: Mapping[str, tuple[str, str]] = MappingProxyType(
+    {
+        "ground": ("#ffffff", "#14171c"),
+        "text": ("#1b1f24", "#e6e9ee"),
+        "quiet": ("#57606a", "#a3acb8"),
+        "link": ("#0a58ca", "#8ab8ff"),
+        "line": ("#8c959f", "#6b7683"),
+        "panel": ("#f3f5f8", "#1e232b"),
+        "panel-text": ("#1b1f24", "#e6e9ee"),
+        "bar": ("#2f6ca3", "#5b9bd5"),
+        "far": ("#b42318", "#ff8a75"),
+        "heat-1": ("#dbe9f6", "#1d2f44"),
+        "heat-1-text": ("#111111", "#ffffff"),
+        "heat-2": ("#b3d1ec", "#244b70"),
+        "heat-2-text": ("#111111", "#ffffff"),
+        "heat-3": ("#84b4de", "#2f6ca3"),
+        "heat-3-text": ("#111111", "#ffffff"),
+        "heat-4": ("#5594cf", "#5b9bd5"),
+        "heat-4-text": ("#111111", "#111111"),
+        "heat-5": ("#215f9c", "#93c1e8"),
+        "heat-5-text": ("#ffffff", "#111111"),
+        "heat-6": ("#0b3a69", "#d3e6f7"),
+        "heat-6-text": ("#ffffff", "#111111"),
+        "rank-1": ("#a6cee3", "#1f4e6b"),
+        "rank-1-text": ("#111111", "#ffffff"),
+        "rank-2": ("#fdd0a2", "#7a4a12"),
+        "rank-2-text": ("#111111", "#ffffff"),
+        "rank-3": ("#b7e0a5", "#2d5c22"),
+        "rank-3-text": ("#111111", "#ffffff"),
+        "rank-4": ("#f4b6c2", "#7c2f42"),
+        "rank-4-text": ("#111111", "#ffffff"),
+        "rank-5": ("#d5c4ec", "#4d3a78"),
+        "rank-5-text": ("#111111", "#ffffff"),
+        "rank-6": ("#fff2a8", "#5f5612"),
+        "rank-6-text": ("#111111", "#ffffff"),
+        "rank-7": ("#b8e6df", "#1b5a52"),
+        "rank-7-text": ("#111111", "#ffffff"),
+        "rank-8": ("#e0d6cc", "#55493d"),
+        "rank-8-text": ("#111111", "#ffffff"),
+    }
+)
+
+
+def _variables(scheme: int) -> str:
+    return "".join(f"--{name}:{colours[scheme]};" for name, colours in PALETTE.items())
+
+
+_SHADES = "".join(
+    f".{name}{{fill:var(--{name})}}text.{name}{{fill:var(--{name}-text)}}.key.{name}{{background:var(--{name})}}"
+    for name in (*(f"heat-{i + 1}" for i in range(LEVELS)), *(f"rank-{i + 1}" for i in range(COLOURS)))
+)
+
+STYLE = f""":root{{{_variables(0)}}}
+@media (prefers-color-scheme:dark){{:root{{{_variables(1)}}}}}
+*{{box-sizing:border-box}}
+body{{margin:0 auto;max-width:64rem;padding:1rem 1.25rem 3rem;background:var(--ground);color:var(--text);
+font:16px/1.5 system-ui,"Segoe UI",Roboto,"Helvetica Neue",Arial,sans-serif;overflow-wrap:anywhere}}
+h1{{font-size:1.6rem;line-height:1.25;margin:.5rem 0}}
+h2{{font-size:1.25rem;margin:2.25rem 0 .5rem;border-bottom:1px solid var(--line);padding-bottom:.25rem}}
+h3{{font-size:1rem;margin:1.5rem 0 .25rem}}
+a{{color:var(--link)}}
+.skip{{position:absolute;left:-99rem}}
+.skip:focus{{left:1rem;top:.5rem;background:var(--ground);padding:.5rem}}
+nav ul{{display:flex;flex-wrap:wrap;gap:.25rem 1.25rem;list-style:none;margin:0;padding:0}}
+.facts{{display:flex;flex-wrap:wrap;gap:.5rem;margin:1rem 0}}
+.facts div{{background:var(--panel);color:var(--panel-text);border-radius:.4rem;padding:.5rem .8rem}}
+dt{{font-size:.85rem}}dd{{margin:0;font-weight:600}}
+pre{{white-space:pre-wrap;background:var(--panel);color:var(--panel-text);padding:.75rem;border-radius:.4rem}}
+.scroll{{overflow:auto;max-height:28rem;margin:.75rem 0}}
+table{{border-collapse:collapse;min-width:min(26rem,100%);font-size:.9rem;font-variant-numeric:tabular-nums}}
+caption{{text-align:left;color:var(--quiet);padding-bottom:.25rem}}
+th,td{{text-align:left;padding:.2rem .9rem .2rem 0;vertical-align:top;
+border-bottom:1px solid var(--line);min-width:3.5rem}}
+thead th{{position:sticky;top:0;background:var(--ground)}}
+tbody th{{font-weight:400}}tbody th:not(.number){{min-width:15rem}}
+.number{{text-align:right;white-space:nowrap}}
+figure{{margin:1rem 0}}figcaption,.quiet{{color:var(--quiet);font-size:.9rem}}
+.charts{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(26rem,100%),1fr));gap:0 1.5rem}}
+.pair{{display:flex;flex-wrap:wrap;gap:.5rem 2rem;align-items:flex-start}}
+.pair figure{{margin:.25rem 0;flex:0 1 22rem}}
+svg{{display:block;width:100%;height:auto;max-width:56rem}}
+svg text{{pointer-events:none;font:12px system-ui,sans-serif;fill:var(--text)}}
+svg .middle{{text-anchor:middle}}svg .end{{text-anchor:end}}svg .centre{{dominant-baseline:central}}
+.bar{{fill:var(--bar)}}.far{{fill:var(--far)}}text.far{{fill:var(--far);font-weight:600}}
+.frame{{fill:none;stroke:var(--line)}}.median{{stroke:var(--text);stroke-dasharray:4 3}}
+.part{{stroke:var(--ground);stroke-width:1}}
+.at{{stroke:var(--far);stroke-width:3;paint-order:stroke}}
+.chart output{{display:block;min-height:1.5em;font-size:.9rem}}
+:focus-visible{{outline:3px solid var(--link);outline-offset:2px}}
+.legend{{display:flex;flex-wrap:wrap;gap:.25rem 1rem;list-style:none;margin:.25rem 0;padding:0;font-size:.85rem}}
+.key{{display:inline-block;width:1em;height:1em;margin-right:.35em;vertical-align:-.1em;border:1px solid var(--line)}}
+footer{{margin-top:3rem;color:var(--quiet);font-size:.85rem}}
+{_SHADES}
+@media print{{.skip,nav{{display:none}}body{{max-width:none}}.scroll{{max-height:none}}}}
+"""
+
+# Arrow keys go from mark to mark, and what a mark says is shown and read out; a pointer does the same. All text goes in
+# as text.
+SCRIPT = """
+for (const chart of document.querySelectorAll(".chart")) {
+  const rows = Number(chart.dataset.rows), columns = Number(chart.dataset.columns);
+  const marks = new Map([...chart.querySelectorAll("[data-i]")].map(mark => [Number(mark.dataset.i), mark]));
+  const shown = chart.querySelector("output"), across = chart.dataset.across.split("|");
+  const down = chart.dataset.down ? chart.dataset.down.split("|") : null;
+  let at = -1;
+  const show = next => {
+    if (at >= 0 && marks.has(at)) marks.get(at).classList.remove("at");
+    at = next;
+    const mark = marks.get(at);
+    if (mark) mark.classList.add("at");
+    shown.textContent = mark ? mark.querySelector("title").textContent
+      : (down ? down[Math.floor(at / columns)] + " to " : "") + across[at % columns] + ": nothing";
+  };
+  const step = {ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0]};
+  chart.addEventListener("keydown", event => {
+    let row = Math.max(0, Math.floor(at / columns)), column = at < 0 ? -1 : at % columns;
+    if (event.key in step) {
+      row += step[event.key][0];
+      column = Math.max(0, column + step[event.key][1]);
+      if (row < 0 || row >= rows || column >= columns) { event.preventDefault(); return; }
+    } else if (event.key === "Home") column = 0;
+    else if (event.key === "End") column = columns - 1;
+    else return;
+    event.preventDefault();
+    show(row * columns + column);
+  });
+  chart.addEventListener("pointerover", event => {
+    const mark = event.target.closest("[data-i]");
+    if (mark) show(Number(mark.dataset.i));
+  });
+}
+"""
 
 
 class Markup(str):

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.cli import bars
-from paddle_flexckpt.cli.bars import progress_bar
+from paddle_flexckpt.cli import common
+from paddle_flexckpt.cli.common import progress_bar
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.progress import Progress
 from tests.transfer.samples import save
@@ -106,6 +106,6 @@ def test_the_bar_does_not_import_tqdm_where_nobody_sees_it(monkeypatch):
     def never(stream):
         raise AssertionError
 
-    monkeypatch.setattr(bars, "_bar", never)
+    monkeypatch.setattr(common, "_bar", never)
     with progress_bar(stream=io.StringIO()) as show:
         assert show is None

@@ -11,8 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from paddle_flexckpt.cli.completion import SHELLS
-from paddle_flexckpt.cli.main import build_parser, main
+from paddle_flexckpt.cli.main import SHELLS, build_parser, main
 from tests.transfer.samples import save
 
 

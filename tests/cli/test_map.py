@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.cli.map import seconds_of
+from paddle_flexckpt.cli.rehearse import seconds_of
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.pages.samples import HOSTILE, check

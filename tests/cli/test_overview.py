@@ -14,7 +14,7 @@ from importlib import metadata
 import numpy as np
 import pytest
 
-from paddle_flexckpt.cli import doctor, overview, patch
+from paddle_flexckpt.cli import doctor, overview
 from paddle_flexckpt.cli import main as cli
 from paddle_flexckpt.cli.main import build_parser, main
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord
@@ -132,9 +132,8 @@ def test_doctor_tells_which_patches_fit(monkeypatch, capsys):
 
 def test_what_doctor_advises_patches_what_is_installed(monkeypatch, capsys, tmp_path):
     root, patches = install(tmp_path / "site"), write_patches(tmp_path / "patches", "later")
-    for module in (doctor, patch):
-        monkeypatch.setattr(module, "read_patches", lambda: patches)
-        monkeypatch.setattr(module, "find_root", lambda *_: root)
+    monkeypatch.setattr(doctor, "read_patches", lambda: patches)
+    monkeypatch.setattr(doctor, "find_root", lambda *_: root)
     (line,) = (line for line in printed(capsys, "doctor") if "defect" in line)
     advised("cli/doctor.py", "flexckpt patch --apply ", line)
     printed(capsys, *line.partition("Remedy: flexckpt ")[2].split())

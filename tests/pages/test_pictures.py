@@ -7,7 +7,7 @@ import builtins
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.pages.pictures import holders_picture
+from paddle_flexckpt.pages.holder_pages import holders_picture
 from tests.pages.samples import holders
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_flexckpt.pages.style import COLOURS, LEVELS, PALETTE, SCRIPT, STYLE
+from paddle_flexckpt.pages.markup import COLOURS, LEVELS, PALETTE, SCRIPT, STYLE
 
 
 def luminance(colour: str) -> float:

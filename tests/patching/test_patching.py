@@ -165,7 +165,7 @@ def test_a_patch_that_is_not_the_one_of_the_index_is_refused(root, tmp_path, pat
 
 
 def test_the_command(root, patches, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("paddle_flexckpt.cli.patch.read_patches", lambda: patches)
+    monkeypatch.setattr("paddle_flexckpt.cli.doctor.read_patches", lambda: patches)
 
     def run(*arguments, directory=root):
         code = main(["patch", *arguments, "--package-dir", str(directory)])
