@@ -29,6 +29,9 @@ from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.optimizer_states import WRAPPED_HINT, unwrapped
 
+# Lines per target: of hundreds of heads, the first are shown.
+MAX_LINES = 8
+
 
 def compile_program(
     aoa_config: AoaConfig | Statements,
@@ -226,10 +229,6 @@ def _made(texts: Sequence[str]) -> Iterator[tuple[Template, Template]]:
                     yield parse_name(unwrapped(name)), parse_name(name)
         except StatementError:
             continue  # the program is refused
-
-
-# Lines per target: of hundreds of heads, the first are shown.
-MAX_LINES = 8
 
 
 @dataclass(frozen=True)

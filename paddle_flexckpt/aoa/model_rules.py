@@ -39,8 +39,29 @@ _DIRECTIONS = ("from_hf", "to_hf")
 _PARAMETER = re.compile(r"\{([a-z_]+)\}")
 _REPEATED = re.compile(r"\{([a-z_]+)\*([^{}]*)\}")
 # Of more names only the nearest are listed.
-_TOLD = 12
+_LISTED = 12
 _NAME = re.compile(r"[A-Za-z0-9_.]*")
+# Families by their name in configurations, where that differs from the family's own.
+_MODEL_TYPES = MappingProxyType(
+    {
+        "mistral": "llama",
+        "internlm3": "llama",
+        "deepseek_v2": "deepseek_v3",
+        "ernie4_5_moe": "ernie4_5",
+        "chatglm": "chatglm2",
+    }
+)
+# Names of the rules' parameters in configurations; the first that is there counts.
+_ENTRIES = MappingProxyType(
+    {
+        "num_heads": ("num_attention_heads", "n_head"),
+        "num_key_value_groups": ("num_key_value_heads", "num_attention_heads"),
+        "num_experts": ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts"),
+        "num_layers": ("num_hidden_layers",),
+        "tied": ("tie_word_embeddings",),
+    }
+)
+_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 def rule_names() -> list[str]:
@@ -130,7 +151,7 @@ def _way_back(blocks: Mapping[str, Any], names: list[str]) -> tuple[list[str], l
 def _check_known(what: str, got: str, known: list[str]) -> None:
     if got in known:
         return
-    near = difflib.get_close_matches(got, known) if len(known) > _TOLD else []
+    near = difflib.get_close_matches(got, known) if len(known) > _LISTED else []
     remedy = f"use one of {', '.join(known)}"
     if near:
         remedy = f"use {' or '.join(map(repr, near))}, the nearest of {len(known)}; `flexckpt rules` lists all"
@@ -174,29 +195,6 @@ def _repeated(statement: str, texts: Mapping[str, str]) -> str:
         return ", ".join(found.group(2).replace("#", str(i)) for i in range(int(texts[found.group(1)])))
 
     return _REPEATED.sub(numbered, statement)
-
-
-# Families by their name in configurations, where that differs from the family's own.
-_MODEL_TYPES = MappingProxyType(
-    {
-        "mistral": "llama",
-        "internlm3": "llama",
-        "deepseek_v2": "deepseek_v3",
-        "ernie4_5_moe": "ernie4_5",
-        "chatglm": "chatglm2",
-    }
-)
-# Names of the rules' parameters in configurations; the first that is there counts.
-_ENTRIES = MappingProxyType(
-    {
-        "num_heads": ("num_attention_heads", "n_head"),
-        "num_key_value_groups": ("num_key_value_heads", "num_attention_heads"),
-        "num_experts": ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts"),
-        "num_layers": ("num_hidden_layers",),
-        "tied": ("tie_word_embeddings",),
-    }
-)
-_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 def family_of(config: Mapping[str, Any]) -> str:

@@ -22,6 +22,7 @@ from paddle_flexckpt.optimizer_states import PARAMETER, STATES
 
 NOTHING = "_"
 Ids = tuple[int, ...]
+_KEEPS_AXES = frozenset({"permute", "dtype", "src_dtype", "dst_dtype", "scale", "optional", "states", "axis"})
 
 
 @dataclass(frozen=True, eq=False)
@@ -292,9 +293,6 @@ def without_stars(rule: Rule, ids: Mapping[str, int], keys: Callable[[str, bool]
     (statement,) = parse(instantiate(rule.statement.place.text, ids))
     (statement,) = parse(expand_stars(statement, keys))
     return replace(make_rule(statement, rule.states or ()), place=rule.place)
-
-
-_KEEPS_AXES = frozenset({"permute", "dtype", "src_dtype", "dst_dtype", "scale", "optional", "states", "axis"})
 
 
 def source_parts(rule: Rule, value: Value, side: Side) -> int:

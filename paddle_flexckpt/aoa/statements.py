@@ -16,6 +16,8 @@ from paddle_flexckpt.catalog import AoaError
 
 AoaConfig = Union[Mapping[str, Any], Sequence[str], "os.PathLike[str]"]
 KEYS = ("aoa_statements", "aoa_config_reverse", "enable_traceback")
+# A macro may expand to hundreds of names; the two ends of a line identify it.
+MAX_LINE = 400
 
 
 @dataclass(frozen=True)
@@ -92,12 +94,6 @@ def _json(text: str, where: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise AoaError([f"{where} is not valid JSON: {error}"]) from error
-
-
-__all__ = ["AoaError", "Place", "StatementError", "describe_problem", "shorten"]
-
-# A macro may expand to hundreds of names; the two ends of a line identify it.
-MAX_LINE = 400
 
 
 @dataclass(frozen=True)

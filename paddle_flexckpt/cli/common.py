@@ -21,6 +21,7 @@ from paddle_flexckpt.progress import Progress, ProgressCallback
 
 if TYPE_CHECKING:
     from paddle_flexckpt.aoa.statements import AoaConfig
+_COLOUR = "green"
 
 
 class Outcome(NamedTuple):
@@ -182,9 +183,6 @@ def catalog_of(path: str | None) -> Catalog | None:
         CheckpointError: There is no checkpoint, or its manifest is damaged.
     """
     return None if path is None else without_extra_state(SourceDirectory(path).read_manifest(None).catalog)
-
-
-_COLOUR = "green"
 
 
 @contextlib.contextmanager

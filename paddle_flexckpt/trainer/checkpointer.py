@@ -35,8 +35,12 @@ from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.trainer.contents import (
+    EMA_PREFIX,
+    EMA_PREFIX_IN_DIRECTORY,
+    AverageState,
     collect_shards,
     export_weights,
+    has_averages,
     is_peft,
     is_semi_automatic,
     model_shards,
@@ -50,7 +54,6 @@ from paddle_flexckpt.trainer.directories import (
     mark_directory,
     step_of,
 )
-from paddle_flexckpt.trainer.ema import PREFIX, PREFIX_IN_DIRECTORY, AverageState, has_averages
 from paddle_flexckpt.trainer.flags import TrainerOptions, library_of, options_of
 from paddle_flexckpt.trainer.model_rules import aoa_config_of, export_config_of, install_model_rules
 from paddle_flexckpt.trainer.restoring import Restored, dequant_transform, restore_from
@@ -375,7 +378,7 @@ class TrainerCheckpointer:
         if restored is None or average is None or not self.restored_averages:
             return
         inside = os.path.join(restored.path, SUBDIRECTORY) if restored.native else restored.path
-        prefix = PREFIX if restored.native else PREFIX_IN_DIRECTORY
+        prefix = EMA_PREFIX if restored.native else EMA_PREFIX_IN_DIRECTORY
         if average.restore(inside, prefix, lambda: collect_shards(self._trainer, True), self._comm, self.options):
             return
         if self._comm.position == 0:

@@ -13,7 +13,7 @@ from typing import Any, get_type_hints
 from paddle_flexckpt.trainer.directories import is_flex, is_usable, latest_checkpoint
 from paddle_flexckpt.trainer.flags import SHARED, FlexTrainingArguments, options_of
 from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin, PaddleFleetMixin, PaddleFormersMixin
-from paddle_flexckpt.trainer.model_rules.install import check_library, install_model_rules, uninstall_model_rules
+from paddle_flexckpt.trainer.model_rules.library_models import check_library, install_model_rules, uninstall_model_rules
 from paddle_flexckpt.undo import Undo
 
 _MIXINS: dict[str, tuple[type, ...]] = {

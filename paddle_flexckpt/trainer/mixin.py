@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
-from paddle_flexckpt.trainer.contents import is_semi_automatic
+from paddle_flexckpt.trainer.contents import average_state, is_semi_automatic
 from paddle_flexckpt.trainer.directories import is_flex
-from paddle_flexckpt.trainer.ema import average_state
 from paddle_flexckpt.trainer.flags import FLEX
 
 KEPT = "_flexckpt_upstream_"

@@ -101,7 +101,7 @@ def test_and_dequantized_by_those_that_do():
 
 def test_every_count_of_the_rules_has_an_entry_in_configurations():
     """Of a parameter that is added to the rules, somebody has to say where configurations have it."""
-    from paddle_flexckpt.aoa import config_rules
+    from paddle_flexckpt.aoa import model_rules as rules
 
     counts = {
         name
@@ -109,4 +109,4 @@ def test_every_count_of_the_rules_has_an_entry_in_configurations():
         for name, spec in describe_model_rules(family)["parameters"].items()
         if spec["type"] == "integer"
     }
-    assert counts <= set(config_rules._ENTRIES)
+    assert counts <= set(rules._ENTRIES)

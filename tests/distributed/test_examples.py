@@ -300,7 +300,7 @@ def test_options_and_meters_as_their_modules_show_them():
 
 def test_rules_for_layers_of_somebody_else():
     from paddle_flexckpt.trainer.model_rules import unregister_model_rule
-    from paddle_flexckpt.trainer.model_rules.layers import registered_axes
+    from paddle_flexckpt.trainer.model_rules.axes import registered_axes
 
     class TheirHead(nn.Layer):
         transpose_y = True

@@ -26,7 +26,7 @@ from paddle_flexckpt.trainer import (
     uninstall,
 )
 from paddle_flexckpt.trainer.flags import LIBRARIES
-from paddle_flexckpt.trainer.model_rules import install as model_rules
+from paddle_flexckpt.trainer.model_rules import library_models as model_rules
 from paddle_flexckpt.trainer.restoring import dequant_transform
 from paddle_flexckpt.trainer.run import _LIBRARIES, InstallOnImport
 from tests.paddlefleet.library import INNER, INPUTS, OUTPUTS, everything, imitated, make_trainer, note_commits

@@ -16,7 +16,7 @@ from paddleformers.trainer.utils.zero_cost_checkpoint import EMABufferFcBased
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.trainer.ema import PREFIX, AverageState
+from paddle_flexckpt.trainer.contents import EMA_PREFIX, AverageState
 from tests.paddleformers.test_trainer import Run, installed  # noqa: F401
 
 EMA = {"zcc_save_ema_coef": 0.5}
@@ -43,7 +43,9 @@ def averages(run: Run) -> dict[str, np.ndarray]:
 
 
 def keys_of(directory: Path) -> list[str]:
-    return [key for key in SourceDirectory(directory / "flex_checkpoint").read_manifest().catalog.keys if PREFIX in key]
+    return [
+        key for key in SourceDirectory(directory / "flex_checkpoint").read_manifest().catalog.keys if EMA_PREFIX in key
+    ]
 
 
 def test_averages_go_on_where_they_were(tmp_path):

@@ -20,8 +20,8 @@ from paddle_flexckpt.trainer.model_rules import (
     register_shared_attribute,
     unregister_model_rule,
 )
-from paddle_flexckpt.trainer.model_rules.layers import complete_rules, qualified_name, vocabulary_axes
-from paddle_flexckpt.trainer.model_rules.pipeline import pipeline_names
+from paddle_flexckpt.trainer.model_rules.axes import complete_rules, qualified_name, vocabulary_axes
+from paddle_flexckpt.trainer.model_rules.library_models import pipeline_names
 from tests.parallel.conftest import installed  # noqa: F401 - each test runs with the mixins
 from tests.remedies.following import provoked
 from tests.trainer.test_live_rules import FIVE, HandWritten, Model, Rank, Root, context_module
@@ -153,7 +153,7 @@ def test_a_vocabulary_that_the_degree_does_not_divide(rule):
     head = Head()
     rule(qualified_name(Head), vocabulary_axes)
     head.config = SimpleNamespace(vocab_size=33, tensor_parallel_degree=2)
-    with provoked("trainer/model_rules/layers.py", "choose a vocab_size that is a multiple of the degree, or say what"):
+    with provoked("trainer/model_rules/axes.py", "choose a vocab_size that is a multiple of the degree, or say what"):
         complete_rules(head, {}, nn.Layer)
     head.config.vocab_size = 32
     assert complete_rules(head, {}, nn.Layer) == {"weight": 1}
@@ -165,7 +165,7 @@ def test_a_vocabulary_that_the_degree_does_not_divide(rule):
 def test_a_split_axis_that_is_none(rule):
     head = Head()
     head.weight.split_axis = 2
-    with provoked("trainer/model_rules/layers.py", "say what is split with register_model_rule()"):
+    with provoked("trainer/model_rules/axes.py", "say what is split with register_model_rule()"):
         complete_rules(head, {}, nn.Layer)
     rule(Head, {"weight": 0})
     assert complete_rules(head, {}, nn.Layer) == {"weight": 0}
@@ -179,7 +179,9 @@ def test_a_property_by_which_stages_share_a_weight():
 
     desc = SharedLayerDesc("emb", OwnEmbedding, shared_weight_attr="shared")
     pipeline = SimpleNamespace(_layers_desc=[desc], get_sequential_name_prefixes=lambda: {"0": "model"})
-    with provoked("trainer/model_rules/pipeline.py", "paddle_flexckpt.trainer.model_rules.register_shared_attribute("):
+    with provoked(
+        "trainer/model_rules/library_models.py", "paddle_flexckpt.trainer.model_rules.register_shared_attribute("
+    ):
         pipeline_names(pipeline)
     register_shared_attribute("OwnEmbedding", "shared", "table")
     assert pipeline_names(pipeline)["0.shared"] == "model.table"

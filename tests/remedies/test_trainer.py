@@ -17,9 +17,8 @@ from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.sharded_weight import make_replicated_sharded_weight
 from paddle_flexckpt.tools.conversion import convert_checkpoint
 from paddle_flexckpt.trainer import options_of
-from paddle_flexckpt.trainer.contents import model_shards
+from paddle_flexckpt.trainer.contents import EMA_PREFIX, AverageState, model_shards
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, TrainerDirectories, choose_checkpoint
-from paddle_flexckpt.trainer.ema import PREFIX, AverageState
 from paddle_flexckpt.trainer.restoring import dequant_transform
 from tests.remedies.following import Advice, provoked
 from tests.trainer.test_flags import FLEX, options
@@ -143,17 +142,19 @@ class Averages:
 def test_averages_of_a_checkpoint_that_statements_are_for(tmp_path):
     model = paddle.nn.Linear(2, 1, bias_attr=False)
     weights, averages = np.float32([[1], [2]]), np.float32([[3], [4]])
-    fc.save_state_dict({"old": weights, f"{PREFIX}weight": averages}, tmp_path)
+    fc.save_state_dict({"old": weights, f"{EMA_PREFIX}weight": averages}, tmp_path)
     buffer, comm = Averages(model), communicator_for("self")
 
     def describe():
         return {"weight": make_replicated_sharded_weight("weight", model.weight)}
 
     def restore(**flags):
-        return AverageState(buffer).restore(str(tmp_path), PREFIX, describe, comm, options(**FLEX, **flags))
+        return AverageState(buffer).restore(str(tmp_path), EMA_PREFIX, describe, comm, options(**FLEX, **flags))
 
     statements = ["old -> weight"]
-    with provoked("trainer/ema.py", "resume without --aoa_config; or without --zcc_save_ema_coef, which leaves them"):
+    with provoked(
+        "trainer/contents.py", "resume without --aoa_config; or without --zcc_save_ema_coef, which leaves them"
+    ):
         restore(aoa_config=json.dumps(statements))
     assert buffer.taken is None
     assert restore()
@@ -165,7 +166,7 @@ def test_averages_of_a_checkpoint_that_statements_are_for(tmp_path):
 
 
 def test_averages_of_an_unknown_kind():
-    with provoked("trainer/ema.py", "leave --zcc_save_ema_coef out, and train without averages"):
+    with provoked("trainer/contents.py", "leave --zcc_save_ema_coef out, and train without averages"):
         AverageState(object())
     assert AverageState(Averages(paddle.nn.Linear(2, 1))).shards({}) == {}
 

@@ -213,7 +213,7 @@ def unknown_heads():
 
     import paddlenlp.transformers as transformers
 
-    from paddle_flexckpt.trainer.model_rules.layers import registered_axes
+    from paddle_flexckpt.trainer.model_rules.axes import registered_axes
 
     unknown = []
     for module in pkgutil.walk_packages(transformers.__path__, "paddlenlp.transformers."):

@@ -14,10 +14,11 @@ from paddle import nn
 import paddle_flexckpt as fc
 from paddle_flexckpt.sharded_weight import make_replicated_sharded_weight
 from paddle_flexckpt.trainer.model_rules import register_model_rule, unregister_model_rule
-from paddle_flexckpt.trainer.model_rules.fused import fused_layers, mark_fused
-from paddle_flexckpt.trainer.model_rules.layers import (
+from paddle_flexckpt.trainer.model_rules.axes import (
     complete_rules,
+    fused_layers,
     gemma_axes,
+    mark_fused,
     qualified_name,
     registered_axes,
     vocabulary_axes,

@@ -19,8 +19,7 @@ from paddle_flexckpt.aoa.model_rules import model_rules
 from paddle_flexckpt.aoa.parser import Statement, parse_program
 from paddle_flexckpt.aoa.placeholders import parse_name
 from paddle_flexckpt.catalog import Problem, ValidationError
-from paddle_flexckpt.trainer.model_rules.fused import FusedLayer, fused_layers, layer_of
-from paddle_flexckpt.trainer.model_rules.layers import qualified_name
+from paddle_flexckpt.trainer.model_rules.axes import FusedLayer, fused_layers, layer_of, qualified_name
 
 AoaConfig = dict[str, list[str]]
 # Parameters that are computed, not trained: models have none of them, except under a prefix of their own.

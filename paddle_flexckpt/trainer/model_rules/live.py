@@ -25,8 +25,8 @@ from paddle_flexckpt.aoa.union import united_statements
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.trainer.model_rules.axes import qualified_name
 from paddle_flexckpt.trainer.model_rules.hf import hf_rules, with_optional_patterns, without_pipeline
-from paddle_flexckpt.trainer.model_rules.layers import qualified_name
 
 _HAND_WRITTEN = {"from_hf": "_gen_aoa_config", "to_hf": "_gen_inv_aoa_config"}
 _MODULAR = {"from_hf": "gen_aoa_statements", "to_hf": "gen_inv_aoa_statements"}
