@@ -14,8 +14,8 @@ from paddle_flexckpt.catalog import AoaError
 
 if TYPE_CHECKING:
     from paddle_flexckpt.aoa.compile import Expanded, compile_program, expand_program, unused_sources
-    from paddle_flexckpt.aoa.statements import AoaConfig, Statements, read_config
     from paddle_flexckpt.aoa.macros import fused_statement
+    from paddle_flexckpt.aoa.statements import AoaConfig, Statements, read_config
 
 __all__ = [
     "AoaConfig",
