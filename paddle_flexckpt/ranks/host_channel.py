@@ -213,7 +213,7 @@ class HostChannel:
         self._has_met = False
         self._broken = ""
         self._lock = threading.Lock()
-        close_in_forks(self, HostChannel.leave_to_parent)
+        close_in_forks(self, type(self).leave_to_parent)
 
     @property
     def rank(self) -> int:
