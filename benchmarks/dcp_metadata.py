@@ -73,8 +73,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chunks", type=int, default=100_000)
     parser.add_argument("--tensors", type=int, default=1000)
     options = parser.parse_args(argv)
-    from paddle_flexckpt.foreign.dcp_chunks import read_chunks
     from paddle_flexckpt.foreign.formats import SourceDirectory
+    from paddle_flexckpt.foreign.torch_dcp import read_chunks
 
     with tempfile.TemporaryDirectory(dir=options.directory) as place:
         text = write(Path(place), options.chunks, options.tensors)

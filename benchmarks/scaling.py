@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks.harness import Row, arguments, finish, row
 from benchmarks.spread_scale import measure_busiest
 from paddle_flexckpt.catalog.key_rows import decode_rows
-from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
+from paddle_flexckpt.foreign.paddle_files import PaddleMetadata
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 
 # The states of AdamW make four tensors of each weight, and two of one number.
@@ -327,7 +327,7 @@ def measure_manifest(rows: int, where: Path, tensors: int = 20) -> dict[str, Any
     """A manifest in one file and in partitions: its size, and what opening it takes, and one tensor, and all."""
     import statistics
 
-    from paddle_flexckpt.foreign.formats import open_to_save
+    from paddle_flexckpt.foreign.paddle_files import open_to_save
     from paddle_flexckpt.native.directory import CheckpointDirectory
     from paddle_flexckpt.native.manifest import Manifest
     from paddle_flexckpt.native.partition_files import read_rows
@@ -385,7 +385,7 @@ def measure_opening(case: tuple[int, int], where: Path, rows: int = 1_000_000) -
     """
     import numpy as np
 
-    from paddle_flexckpt.foreign.formats import open_to_save
+    from paddle_flexckpt.foreign.paddle_files import open_to_save
     from paddle_flexckpt.load.direct_files import DirectFiles
     from paddle_flexckpt.media.local import LocalBackend
     from paddle_flexckpt.native.save_names import SaveNames
@@ -440,7 +440,7 @@ def measure_writers(manifest: Any, path: Path, sample: int = 8) -> dict[str, Any
     import numpy as np
 
     from benchmarks.spread_scale import OneOfMany
-    from paddle_flexckpt.foreign.formats import open_to_save
+    from paddle_flexckpt.foreign.paddle_files import open_to_save
     from paddle_flexckpt.native.partitions import partitions_for
     from paddle_flexckpt.native.save_names import SaveNames
     from paddle_flexckpt.save.partition_writers import PartitionWriter

@@ -142,7 +142,7 @@ def test_the_storage_saves_and_loads(tmp_path):
 
 
 def test_the_format_is_detected_and_read(tmp_path):
-    run_with(diff_block("docs/extending.md", "read_flat_manifest"), FORMAT, tmp_path)
+    run_with(diff_block("docs/extending.md", "FLAT_FILES"), FORMAT, tmp_path)
 
 
 def test_the_states_of_the_optimizer_are_known(tmp_path):

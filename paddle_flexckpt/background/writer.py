@@ -31,7 +31,7 @@ from paddle_flexckpt.background.staging import StagingPool
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.errors import Failure
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.observers import notify
 from paddle_flexckpt.progress import Progress

@@ -28,7 +28,7 @@ from paddle_flexckpt.cli.common import (
     table,
     written,
 )
-from paddle_flexckpt.foreign.formats import ORIGINS, SourceDirectory
+from paddle_flexckpt.foreign.formats import FORMATS, SourceDirectory
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 
@@ -348,7 +348,7 @@ def _described(directory: CheckpointDirectory, manifest: Manifest, rows: Mapping
         unique_id=manifest.unique_id,
         step=manifest.step,
         world_size=manifest.world_size,
-        format=ORIGINS[manifest.origin] if manifest.foreign else "flexckpt",
+        format=FORMATS[manifest.origin].title if manifest.foreign else "flexckpt",
         tensors=tensors,
     )
 
@@ -359,7 +359,7 @@ def _head(directory: CheckpointDirectory, manifest: Manifest) -> str:
     return (
         f"{directory.path}, id {manifest.unique_id}: saved by {ranks}, step "
         f"{'unknown' if manifest.step is None else manifest.step}"
-        + (f"; {ORIGINS[manifest.origin]}, without checksums" if manifest.foreign else "")
+        + (f"; {FORMATS[manifest.origin].title}, without checksums" if manifest.foreign else "")
         + (f"; partial: {manifest.partial}" if manifest.partial else "")
         + (f"; other ids here: {others}" if others else "")
     )

@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import xxhash
@@ -33,11 +34,11 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.deepspeed_file import DeepSpeedFile, Progress, load_deepspeed_file
-from paddle_flexckpt.foreign.deepspeed_values import Fragment
+from paddle_flexckpt.foreign.deepspeed_file import DeepSpeedFile, Fragment, Progress, load_deepspeed_file
+from paddle_flexckpt.foreign.formats import Listing, Reader, Source
 from paddle_flexckpt.foreign.pickle_values import is_integer
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, row_major
-from paddle_flexckpt.foreign.torch_values import SavedTensor
+from paddle_flexckpt.foreign.torch_archive import SavedTensor
 from paddle_flexckpt.media.backend import Backend, inner, map_files
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.optimizer_states import MASTER, OF_TORCH
@@ -67,9 +68,18 @@ class _Row(NamedTuple):
     progress: Progress | None = None
 
 
-def is_deepspeed(names: Sequence[str]) -> bool:
-    """Return whether a directory has the files of one step of DeepSpeed."""
-    return any(map(_OPTIMIZER.fullmatch, names)) or any(map(_MODEL.fullmatch, names))
+def _detect(listing: Listing) -> Source | None:
+    if any(_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name) for name in listing.names):
+        return Source("deepspeed", partial(read_deepspeed_manifest, listing.backend))
+    return None
+
+
+def _explain(listing: Listing) -> str:
+    latest = [name for name in LATEST_FILES if name in listing.names]
+    if not latest or (latest == ["latest"] and "zero_to_fp32.py" not in listing.names):
+        return ""
+    steps = listed(sorted(listing.directories))
+    return f"{listing.no_checkpoint}, but {latest[0]} of DeepSpeed, and {steps}. Remedy: give the path of one of them"
 
 
 def read_deepspeed_manifest(backend: Backend) -> Manifest:
@@ -375,3 +385,6 @@ def _contradiction(backend: Backend, file: DeepSpeedFile, what: str) -> CorruptC
     return CorruptCheckpointError(
         f"{backend.where(file.name)} is not as DeepSpeed writes it: {what}. Remedy: restore it, or {_CONVERT}"
     )
+
+
+DEEPSPEED = Reader(_detect, _explain)

@@ -2,12 +2,19 @@
 
 A Hugging Face style index is JSON: ``weight_map`` has the file of every tensor. Index and files have to agree; a file
 that an index names is in the same directory.
+
+torch.distributed.checkpoint (``HuggingFaceStorageWriter``) writes a file for each rank,
+``shard-00001-model-00001-of-00002.safetensors``, without an index. ``DCP_SHARDING_INFO`` in its header has the begin of
+each chunk. A tensor reaches as far as its chunks do, as for torch itself.
+
+Tested in tests/foreign/test_huggingface.py and tests/foreign/test_dcp_safetensors.py.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import xxhash
@@ -19,11 +26,13 @@ from paddle_flexckpt.catalog import (
     Problem,
     ValidationError,
     concat,
+    group_replicas,
+    validate_coverage,
     validate_shards,
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.marks import INDEX_FILE, TENSOR_FILE
+from paddle_flexckpt.foreign.formats import INDEX_FILE, TENSOR_FILE, Listing, Reader, Source, more_than_one
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.json_cursor import JsonCursor
@@ -44,6 +53,10 @@ _MAX_NAME_BYTES = 6 * 255
 _FORMAT = "format"
 _EXPERT = re.compile(r"\bexperts?\b")
 PADDLE_FORMAT = "np"
+# A rank's file of torch's HuggingFaceStorageWriter, and the entry of its header with the begin of each chunk.
+_SHARD_FILE = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors", re.ASCII)
+_INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+_MOST_OFFSET = 1 << 60
 
 
 class TensorFile(NamedTuple):
@@ -235,7 +248,21 @@ def _several_sets(path: str, choices: Sequence[str], why: str = "") -> Validatio
     )
 
 
-def manifest_of_weights(backend: Backend, weights: Weights, origin: str) -> Manifest:
+def _detect(listing: Listing) -> Source | None:
+    backend = listing.backend
+    shards = sorted(filter(_SHARD_FILE.fullmatch, listing.names))
+    sources = [listing.file] if listing.file else find_weights(backend.path, sorted(set(listing.names) - set(shards)))
+    if shards and sources and not listing.file:  # the consolidated copy of what ranks have written, for example
+        raise more_than_one(backend.path, [shards[0], sources[0]])
+    if not sources:
+        return Source("torch_dcp", partial(_read_shards_manifest, backend, shards)) if shards else None
+    weights = read_weights(backend, *sources)
+    of_paddle = any(file.is_of_paddle for file in weights.files.values())
+    origin = "unified_checkpoint" if of_paddle else "huggingface"
+    return Source(origin, partial(_manifest_of_weights, backend, weights, origin))
+
+
+def _manifest_of_weights(backend: Backend, weights: Weights, origin: str) -> Manifest:
     """Make the manifest of whole tensors under their stored names."""
     shards = [StoredShard(tensor, tensor, weights.files[name]) for tensor, name in weights.where.items()]
     return manifest_of_files(backend, shards, weights.files.values(), [weights.digest], origin)
@@ -275,3 +302,64 @@ def manifest_of_files(
     for digest in [*digests, *(file.digest for file in files)]:
         seen.update(digest)
     return Manifest.of_foreign(origin, catalog, sizes, seen.hexdigest(), 0, world_size)
+
+
+def _read_shards_manifest(backend: Backend, names: Sequence[str]) -> Manifest:
+    """Read the files of ranks as a manifest without checksums.
+
+    Raises:
+        CorruptCheckpointError: A file is damaged or has no places, or the chunks leave holes or overlap.
+    """
+    files = map_files(backend, lambda name: read_tensor_file(backend, name), names)
+    offsets = [_read_offsets(file, backend.where(file.name)) for file in files]
+    wholes: dict[str, list[int]] = {}
+    for file, places in zip(files, offsets):
+        for key, offset in places.items():
+            shape = file.tensors[key].shape
+            whole = wholes.setdefault(key, [0] * len(shape))
+            if len(whole) != len(shape):
+                where = backend.where(file.name)
+                raise CorruptCheckpointError(
+                    f"{where}: key {key[:80]!r} has {len(shape)} axes here, and {len(whole)} in another file. "
+                    "Remedy: restore the files of one save"
+                )
+            whole[:] = (max(size, begin + extent) for size, begin, extent in zip(whole, offset, shape))
+    shards = []
+    for file, places in zip(files, offsets):
+        match = _SHARD_FILE.fullmatch(file.name)
+        rank = int(match[1]) - 1 if match else 0
+        shards += [StoredShard(key, key, file, wholes[key], offset, max(rank, 0)) for key, offset in places.items()]
+    size = 1 + max((shard.rank for shard in shards), default=0)
+    manifest = manifest_of_files(backend, shards, files, [], "torch_dcp", size)
+    problems = validate_coverage(manifest.catalog, group_replicas(manifest.catalog)).problems
+    if problems:
+        error = ValidationError(problems, f"{backend.path} lacks the files of some ranks, or has those of two saves")
+        raise CorruptCheckpointError(f"{error}. Remedy: restore the files of one save")
+    return manifest
+
+
+def _read_offsets(file: TensorFile, where: str) -> Mapping[str, Sequence[int]]:
+    """Return where each chunk of a file begins."""
+    places: dict[str, Sequence[int]] = {}
+    cursor = JsonCursor(file.info.get(_INFO, "").encode())
+    try:
+        for key in cursor.entries():
+            entry = cursor.value()
+            offset = entry.get(_OFFSETS) if type(entry) is dict else None
+            if type(offset) is not list or not all(type(n) is int and 0 <= n < _MOST_OFFSET for n in offset):
+                raise ValueError(f"{key[:80]!r} has no {_OFFSETS}")
+            if key not in file.tensors or len(offset) != len(file.tensors[key].shape):
+                raise ValueError(f"{key[:80]!r} is no tensor of the file with {len(offset)} axes")
+            places[key] = offset
+        cursor.end()
+        missing = sorted(set(file.tensors) - set(places))
+        if missing:
+            raise ValueError(f"{missing[0][:80]!r} has no place")
+    except ValueError as error:
+        raise CorruptCheckpointError(
+            f"{where}: {_INFO} in its header does not place the chunks: {error}. Remedy: restore the file"
+        ) from error
+    return places
+
+
+HUGGING_FACE = Reader(_detect)

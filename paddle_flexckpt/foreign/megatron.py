@@ -11,11 +11,12 @@ Tested in tests/foreign/test_megatron.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.foreign.formats import Listing, Reader, Source
 from paddle_flexckpt.foreign.torch_dcp import read_dcp_manifest
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.json_cursor import JsonCursor
@@ -33,13 +34,19 @@ _NAMES = {**OF_TORCH, "param": MASTER, "fp32_param": MASTER}
 _FLAT = re.compile(r"(?:.*\.)?optimizer\.distributed\.dp_group_idx_\d+\..+", re.DOTALL)
 
 
-def is_megatron(backend: Backend, names: Sequence[str]) -> bool:
-    """Return whether a directory has Megatron-Core's files beside DCP's, or in their place.
+def _detect(listing: Listing) -> Source | None:
+    # Beside DCP's files, or in their place.
+    if MEGATRON_FILE not in listing.names or _backend_of(listing.backend) is None:
+        return None
+    return Source("megatron", partial(read_megatron_manifest, listing.backend))
 
-    Raises:
-        CorruptCheckpointError: ``metadata.json`` is Megatron-Core's, and damaged.
-    """
-    return MEGATRON_FILE in names and _backend_of(backend) is not None
+
+def _explain(listing: Listing) -> str:
+    if LATEST_FILE not in listing.names:
+        return ""
+    steps = sorted(name for name in listing.directories if name.startswith("iter_"))
+    found = listed(steps) or "none"
+    return f"{listing.no_checkpoint}, but those of Megatron in {found}. Remedy: give the path of one of them"
 
 
 def read_megatron_manifest(backend: Backend) -> Manifest:
@@ -100,3 +107,6 @@ def _backend_of(backend: Backend) -> str | None:
             return None
         raise CorruptCheckpointError(f"{where} is damaged: {error}. Remedy: restore it") from error
     return found
+
+
+MEGATRON = Reader(_detect, _explain)

@@ -8,17 +8,20 @@ from __future__ import annotations
 import math
 import re
 import struct
+from functools import partial
 
 import xxhash
 
 from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.foreign.formats import Listing, Reader, Source
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, row_major
 from paddle_flexckpt.foreign.zip_directory import STORED, ZipMember, damaged, find_bytes, read_directory
 from paddle_flexckpt.media.backend import Backend, InputFile
 from paddle_flexckpt.native.manifest import Manifest
 
-_ARRAY = ".npy"
+_ARCHIVE, _ARRAY = ".npz", ".npy"
 # numpy's own limit for a header is 10,000.
 _MOST_HEADER_BYTES = 10_000
 _MAX_AXES = 32
@@ -31,6 +34,17 @@ _TYPES = {f"'{dtype.numpy.str}'": name for name, dtype in DTYPES.items() if dtyp
 # The only one of numpy's types without a name that has two bytes.
 _TYPES.update({"'<V2'": "bfloat16", "'|V2'": "bfloat16"})
 _REMEDY = "Remedy: save arrays of numbers in this machine's byte order, by numpy.savez or as safetensors"
+
+
+def _detect(listing: Listing) -> Source | None:
+    archives = [listing.file] if listing.file else sorted(name for name in listing.names if name.endswith(_ARCHIVE))
+    if len(archives) > 1:
+        path = listing.backend.path
+        raise ValidationError(
+            f"{path} has several files of arrays: {listed(archives)}. Remedy: give the path of the one that is meant, "
+            f"such as {path}/{archives[0]}"
+        )
+    return Source("npz", partial(read_npz_manifest, listing.backend, archives[0])) if archives else None
 
 
 def read_npz_manifest(backend: Backend, name: str) -> Manifest:
@@ -101,3 +115,6 @@ def _add_array(
     for box in boxes_of(shape, strides):
         builder.add(key, dtype, shape, box.offset, box.shape, byte_offset=begin + skipped + box.begin * itemsize)
     return text, None
+
+
+NPZ = Reader(_detect)

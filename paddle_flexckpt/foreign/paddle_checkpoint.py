@@ -12,8 +12,9 @@ Tested in tests/foreign/test_paddle_checkpoint.py and tests/foreign/test_paddlef
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,9 +32,9 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata
-from paddle_flexckpt.foreign.marks import STATE_DIRECTORIES, paddle_ids
-from paddle_flexckpt.foreign.paddle_files import STAND_INS
-from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES, load_mapped, locate
+from paddle_flexckpt.foreign.formats import STATE_DIRECTORIES, Listing, Reader, Source
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, PARAMETER_NAMES, STAND_INS
+from paddle_flexckpt.foreign.paddle_pickles import load_mapped, locate
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.media.backend import Backend, Location, inner
 from paddle_flexckpt.media.file_names import check_file_name
@@ -42,6 +43,7 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import read_header
 
 _DATA = re.compile(r"(\d{1,9})_\d+\.(distcp|safetensors)", re.ASCII)
+_METADATA = re.compile(r"(\d+)\.metadata", re.ASCII)
 EMA_DIRECTORY = "ema_state"
 
 
@@ -51,6 +53,29 @@ class _Stretch(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     begin: int
+
+
+def paddle_ids(location: Location) -> list[int]:
+    """Return the ids of Paddle's own checkpoints in a directory, in rising order."""
+    return _ids(open_backend(location).names())
+
+
+def _ids(names: Iterable[str]) -> list[int]:
+    return sorted(int(match[1]) for match in map(_METADATA.fullmatch, names) if match)
+
+
+def _detect(listing: Listing) -> Source | None:
+    ids = _ids(listing.names)
+    return Source("paddle", partial(read_paddle_manifest, listing.backend), ids) if ids else None
+
+
+def _explain(listing: Listing) -> str:
+    if not any(name.endswith(".metadata") and name != PADDLE_METADATA for name in listing.names):
+        return ""
+    return (
+        f"{listing.backend.path} is no checkpoint of Paddle's own save_state_dict that can be read: its .metadata "
+        f"files have the ids {_ids(listing.names) or 'none'}. Remedy: give the path and id of a complete save"
+    )
 
 
 def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manifest:
@@ -177,18 +202,22 @@ def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], backe
     return offsets
 
 
-def paddleformers_directories(backend: Backend, directories: Sequence[str]) -> list[str]:
-    """Return the inner directories of a FlexCheckpoint of PaddleFormers; none if it is not one."""
-    there = [name for name in STATE_DIRECTORIES if name in directories]
-    if not any(paddle_ids(inner(backend, name)) for name in there):
-        return []
+def _detect_paddleformers(listing: Listing) -> Source | None:
+    backend = listing.backend
+    ids = {name: paddle_ids(inner(backend, name)) for name in STATE_DIRECTORIES if name in listing.directories}
+    if not any(ids.values()):
+        return None
     # Averages without metadata are parts whose places only the run that wrote them knows.
-    averages = EMA_DIRECTORY in directories and paddle_ids(inner(backend, EMA_DIRECTORY))
-    return [*there, EMA_DIRECTORY] if averages else there
+    averages = paddle_ids(inner(backend, EMA_DIRECTORY)) if EMA_DIRECTORY in listing.directories else []
+    if averages:
+        ids[EMA_DIRECTORY] = averages
+    return Source(
+        "paddleformers", partial(_read_paddleformers, backend, ids), {i for found in ids.values() for i in found}
+    )
 
 
-def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], unique_id: int | None = None) -> Manifest:
-    """Read several directories as one manifest without checksums; its files have their directory in front.
+def _read_paddleformers(backend: Backend, ids: Mapping[str, Sequence[int]], unique_id: int | None) -> Manifest:
+    """Read several directories, each with its ids, as one manifest; its files have their directory in front.
 
     None as an id takes the highest of the first directory.
 
@@ -197,13 +226,12 @@ def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], un
         CorruptCheckpointError: One of the directories has no such checkpoint, a file is damaged, missing, or not what
             the metadata says, or two directories have the same key; UnsafePickleError where a pickle is more than data.
     """
-    ids = {name: paddle_ids(inner(backend, name)) for name in directories}
     if unique_id is not None and not any(unique_id in found for found in ids.values()):
         raise ValidationError(f"{backend.path} has no checkpoint with id {unique_id}; ids by directory: {ids}")
     chosen = max(next(found for found in ids.values() if found)) if unique_id is None else unique_id
     manifests = []
-    for name in directories:
-        if chosen not in ids[name]:
+    for name, there in ids.items():
+        if chosen not in there:
             raise CorruptCheckpointError(
                 f"{backend.where(name)} has no {chosen}.metadata, which the other directories have: the save was not "
                 "finished. Remedy: load another checkpoint"
@@ -211,7 +239,7 @@ def read_paddleformers_manifest(backend: Backend, directories: Sequence[str], un
         manifests.append(_renamed(read_paddle_manifest(inner(backend, name), chosen), name))
     seen: dict[str, str] = {}
     problems = []
-    for name, manifest in zip(directories, manifests):
+    for name, manifest in zip(ids, manifests):
         for key in manifest.catalog.keys:
             if seen.setdefault(key, name) != name:
                 problems.append(Problem("two directories have the same key", key, got=f"{seen[key]} and {name}"))
@@ -257,3 +285,7 @@ def read_plain_file(path: Location, name: str) -> Any:
         if not isinstance(names, dict):
             raise CorruptCheckpointError(f"{backend.where(name)} is not what paddle.save writes. Remedy: restore it")
     return data
+
+
+PADDLE = Reader(_detect, _explain)
+PADDLEFORMERS = Reader(_detect_paddleformers)

@@ -11,6 +11,7 @@ import logging
 import mmap
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,8 @@ import xxhash
 
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CorruptCheckpointError, Problem, ValidationError, concat
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.marks import OPTIMIZER_FILE, PARAMETERS_FILE
+from paddle_flexckpt.foreign.formats import OPTIMIZER_FILE, PARAMETERS_FILE, Listing, Reader, Source
+from paddle_flexckpt.foreign.paddle_files import PARAMETER_NAMES
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of
 from paddle_flexckpt.media.backend import Backend, map_files
@@ -28,8 +30,6 @@ logger = logging.getLogger("paddle_flexckpt")
 
 # PaddleNLP's names for files of numbers.
 _PLAIN_FILES = ("scheduler.pdparams", "scaler.pdparams")
-# An entry that paddle.save puts into every dict of arrays: names of tensors to names of parameters.
-PARAMETER_NAMES = "StructuredToParameterName@@"
 # An entry of protocols 2 and 3 about parameters of more than 2**30 bytes, which it cuts.
 _CUT_PARAMETERS = "UnpackBigParamInfor@@"
 # A file without a memory map is read as a whole, by every rank, to find out where its tensors are.
@@ -91,15 +91,11 @@ def locate(array: np.ndarray, mapped: mmap.mmap | bytes) -> Stretch | None:
     return Stretch(array.dtype.name, array.shape, begin, strides)
 
 
-def find_paddle_pickles(path: str, names: Sequence[str]) -> list[str]:
-    """Return the files of a directory's state dicts, the model's first; none if there are none.
-
-    Raises:
-        ValidationError: There is more than one candidate.
-    """
-    found = []
-    for ending in (PARAMETERS_FILE, OPTIMIZER_FILE):
-        files = sorted(name for name in names if name.endswith(ending) and name not in _PLAIN_FILES)
+def _detect(listing: Listing) -> Source | None:
+    path = listing.backend.path
+    found = [listing.file] if listing.file else []
+    for ending in () if listing.file else (PARAMETERS_FILE, OPTIMIZER_FILE):
+        files = sorted(name for name in listing.names if name.endswith(ending) and name not in _PLAIN_FILES)
         if len(files) > 1:
             raise ValidationError(
                 f"{path} has several {ending} files: {listed(files)}. Where each of them belongs is not known. Remedy: "
@@ -107,7 +103,7 @@ def find_paddle_pickles(path: str, names: Sequence[str]) -> list[str]:
                 "writer merge them"
             )
         found += files
-    return found
+    return Source("paddle_pickle", partial(read_pickles_manifest, listing.backend, found)) if found else None
 
 
 def read_pickles_manifest(backend: Backend, files: Sequence[str]) -> Manifest:
@@ -212,3 +208,6 @@ def _structured_key(key: str, structured: Mapping[str, str]) -> str:
             return f"{structured[raw]}.{state[1:]}"
         end = key.rfind("_", 0, end)
     return key
+
+
+PADDLE_PICKLES = Reader(_detect)

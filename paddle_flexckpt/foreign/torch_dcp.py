@@ -4,15 +4,17 @@
 ``torch.save``: ``data.pkl`` has the strides, and the member ``data/0`` is the plain elements. So each chunk is a shard
 that is read by byte ranges, which torch itself does not do. A chunk that is not in row-major order is several shards.
 
-Tested in tests/foreign/test_torch_dcp.py.
+Tested in tests/foreign/test_torch_dcp.py and tests/foreign/test_dcp_chunks.py.
 """
 
 from __future__ import annotations
 
 import logging
 import mmap
+import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,12 +34,22 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.dcp_chunks import rank_of, read_chunks
+from paddle_flexckpt.foreign.formats import Listing, Reader, Source
+from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, count_boxes, row_major
-from paddle_flexckpt.foreign.torch_archive import open_archive, place_elements
-from paddle_flexckpt.foreign.torch_values import DCP_TENSOR, SavedTensor
+from paddle_flexckpt.foreign.torch_archive import (
+    DCP_METADATA,
+    DCP_TENSOR,
+    BytesEntry,
+    DcpMetadata,
+    SavedTensor,
+    TensorEntry,
+    open_archive,
+    place_elements,
+)
 from paddle_flexckpt.foreign.zip_directory import Layout, Read, damaged
 from paddle_flexckpt.media.backend import Backend, InputFile, map_files
+from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.manifest import Manifest
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -48,6 +60,8 @@ _MOST_PICKLE_BYTES = 1 << 16
 _HEAD_BYTES = 1024
 # The most layouts of archives that chunks are compared with.
 _MOST_LAYOUTS = 256
+_DATA = re.compile(r"__(\d{1,9})_\d+\.distcp", re.ASCII)
+_UNMADE = "load it in torch and save it by torch.distributed.checkpoint without that"
 
 
 class _Item(NamedTuple):
@@ -265,3 +279,114 @@ def _locate(read: Read, item: _Item, pickles: dict[bytes, Any], where: str, agai
     strides = row_major(tensor.size) if 0 in tensor.size else tensor.stride
     layout = Layout(read, item.length, where, [*archive.texts, member], archive.texts) if again else None
     return _Located(begin, strides, count_boxes(item.shape, strides) == 1, layout)
+
+
+class PlacedChunks(NamedTuple):
+    """The places of chunks' archives, file by file and in the order of their bytes.
+
+    Attributes:
+        catalog: A row for each chunk; ``byte_offset`` is where its archive begins, not its elements.
+        lengths: int64 ``[n]``, bytes of the archives.
+        others: Keys that are no tensors.
+    """
+
+    catalog: Catalog
+    lengths: np.ndarray
+    others: tuple[str, ...]
+
+
+def read_chunks(data: bytes, where: str) -> PlacedChunks:
+    """Read the chunks of ``.metadata``, whose text this is; ``where`` names it in errors.
+
+    Raises:
+        CorruptCheckpointError: It is damaged, or contradicts itself; UnsafePickleError if it is more than data.
+        ValidationError: Chunks are transformed (compressed), or of a type that no catalog has.
+    """
+    metadata = load_pickle(data, where, DCP_METADATA)
+    if type(metadata) is not DcpMetadata:
+        raise CorruptCheckpointError(f"{where} has no metadata in it. Remedy: restore it")
+    items = _items_by_file(metadata, where)
+    others = tuple(key for key, entry in metadata.state_dict_metadata.items() if type(entry) is BytesEntry)
+    tables, lengths = list[Catalog](), list[int]()
+    for name, of_file in items.items():
+        of_file.sort(key=lambda item: item.begin)
+        builder = CatalogBuilder(rank_of(name), name)
+        for item in of_file:
+            builder.add(item.key, item.entry.dtype, item.entry.size, item.offset, item.shape)
+        begins = np.asarray([item.begin for item in of_file], dtype=np.int64)
+        tables.append(replace(builder.build(), byte_offset=begins))
+        lengths += [item.length for item in of_file]
+    return PlacedChunks(concat(tables), np.asarray(lengths, dtype=np.int64), others)
+
+
+def rank_of(name: str) -> int:
+    """Return the rank that wrote a file, by its name."""
+    match = _DATA.fullmatch(name)
+    return int(match[1]) if match else 0
+
+
+class _StoredItem(NamedTuple):
+    """A chunk: its tensor's name and entry, where it begins and its shape, and its stretch of the file."""
+
+    key: str
+    entry: TensorEntry
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    begin: int
+    length: int
+
+
+def _items_by_file(metadata: DcpMetadata, where: str) -> dict[str, list[_StoredItem]]:
+    """Return the chunks of each file."""
+    if metadata.mcore_data:
+        raise ValidationError(
+            f"{where}: Megatron-Core has stored {listed(sorted(metadata.mcore_data))} in another shape than they have "
+            "(mcore_data), which is not read here. Remedy: save fully_reshardable optimizer states, or weights alone"
+        )
+    entries = metadata.state_dict_metadata
+    shapes = {
+        (key, chunk.offsets): chunk.sizes
+        for key, entry in entries.items()
+        if type(entry) is TensorEntry
+        for chunk in entry.chunks
+    }
+    items: dict[str, list[_StoredItem]] = {}
+    problems: list[Problem | str] = []
+    found = 0
+    for index, place in metadata.storage_data.items():
+        entry = entries.get(index.fqn)
+        if isinstance(entry, BytesEntry):
+            continue
+        shape = None if index.offset is None else shapes.get((index.fqn, index.offset))
+        if not isinstance(entry, TensorEntry) or shape is None:
+            problems.append(Problem("the metadata has a chunk of no tensor", index.fqn, file=where, got=index.offset))
+            continue
+        found += 1
+        if place.transform_descriptors:
+            what = f"chunks have been transformed ({', '.join(place.transform_descriptors)[:80]}), which is not read"
+            raise ValidationError(Problem(what, index.fqn, file=where, remedy=_UNMADE))
+        if entry.dtype not in DTYPES:
+            what, remedy = "an element type is not supported", "cast the tensor, and save it in torch"
+            raise ValidationError(
+                Problem(what, index.fqn, file=where, expected=", ".join(DTYPES), got=entry.dtype, remedy=remedy)
+            )
+        of_file = items.setdefault(place.relative_path, [])
+        of_file.append(_StoredItem(index.fqn, entry, index.offset or (), shape, place.offset, place.length))
+    if found != len(shapes):
+        problems.append(f"the metadata describes {len(shapes)} chunks and places {found}")
+    for name in items:
+        try:
+            check_file_name(name)
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise CorruptCheckpointError(str(ValidationError(problems, f"{where} is damaged")) + ". Remedy: restore it")
+    return items
+
+
+def _detect(listing: Listing) -> Source | None:
+    found = DCP_METADATA_FILE in listing.names
+    return Source("torch_dcp", partial(read_dcp_manifest, listing.backend)) if found else None
+
+
+TORCH_DCP = Reader(_detect)

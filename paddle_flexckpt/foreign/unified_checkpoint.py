@@ -22,6 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError, group_replicas, validate_coverage
+from paddle_flexckpt.foreign.formats import INDEX_FILE, Listing, Reader, Source
 from paddle_flexckpt.foreign.huggingface import (
     MODEL_FILE,
     StoredShard,
@@ -34,7 +35,6 @@ from paddle_flexckpt.foreign.huggingface import (
     read_tensor_index,
     read_weights,
 )
-from paddle_flexckpt.foreign.marks import INDEX_FILE
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.native.manifest import Manifest
 
@@ -59,10 +59,12 @@ class _RankFile(NamedTuple):
     rank: int
 
 
-def is_unified_checkpoint(names: Sequence[str]) -> bool:
-    """Return whether files of these names are optimizer states, master weights or adapters of PaddleNLP's."""
+def _detect(listing: Listing) -> Source | None:
+    # Weights alone are found by the reader of Hugging Face's directories.
     indices = {OPTIMIZER + INDEX_FILE, MASTERS + INDEX_FILE, PEFT_INDEX}
-    return any(name in indices or _MERGED.fullmatch(name) or _SPLIT.fullmatch(name) for name in names)
+    if any(name in indices or _MERGED.fullmatch(name) or _SPLIT.fullmatch(name) for name in listing.names):
+        return Source("unified_checkpoint", partial(read_unified_manifest, listing.backend))
+    return None
 
 
 def read_unified_manifest(backend: Backend) -> Manifest:
@@ -253,3 +255,6 @@ def _placed(
 def _misfit(problem: Callable[..., Problem], whole: Sequence[int], part: Sequence[int], degree: int) -> Problem:
     expected = f"one of {degree} equal parts of {list(whole)}" if degree > 1 else list(whole)
     return problem("a rank's state does not fit its parameter", expected=expected, got=list(part))
+
+
+UNIFIED_CHECKPOINT = Reader(_detect)

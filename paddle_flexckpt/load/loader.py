@@ -14,10 +14,9 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError
 from paddle_flexckpt.communication.group_communicators import communicator_for, plans_of
-from paddle_flexckpt.foreign.formats import shown
 from paddle_flexckpt.load.direct_files import DirectFiles
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.media.opening import is_remote
+from paddle_flexckpt.media.opening import is_remote, shown
 from paddle_flexckpt.memory.live_targets import describe_targets
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.ranks.communicator import Communicator

@@ -21,10 +21,10 @@ from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.communication.group_communicators import communicator_for
-from paddle_flexckpt.foreign.formats import shown
 from paddle_flexckpt.load.live_model import ModelState
 from paddle_flexckpt.load.publishing import ModelOptions, Publication
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.media.opening import shown
 from paddle_flexckpt.memory.live_targets import describe_targets
 from paddle_flexckpt.memory.tensor_memory import empty_on_host
 from paddle_flexckpt.observers import observed

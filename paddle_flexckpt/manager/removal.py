@@ -18,7 +18,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Backend, exists, map_files, write_file
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.save_names import is_message, marked_by

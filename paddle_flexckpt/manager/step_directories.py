@@ -19,12 +19,13 @@ from paddle_flexckpt.catalog import (
     UnreadableCheckpointError,
     ValidationError,
 )
-from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination, open_to_save
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, best_first, steps_to_remove
 from paddle_flexckpt.manager.removal import MANIFEST, UNIQUE_ID, Removal, interrupted, name_of, page_of, report_of
 from paddle_flexckpt.media.backend import Backend, Location, map_files, write_file
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.media.opening import reopen
+from paddle_flexckpt.media.opening import open_destination, reopen
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token

@@ -17,6 +17,8 @@ from paddle_flexckpt.media.urls import URL, path_of, redacted
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::")
 # The form that pathlib gives a URL.
 _FOLDED = re.compile(r"([a-z][a-z0-9]*):/(?!/)")
+# No save makes a directory of such a name: a load treats such a path as a file.
+_FILE_NAMES = (".safetensors", ".index.json")
 _LOCAL = frozenset({"file", "local"})
 # The options of open_storage() itself; all others are fsspec's.
 _LOCAL_OPTIONS = frozenset({"lock", "lease_seconds"})
@@ -30,6 +32,28 @@ def open_backend(location: Location) -> Backend:
         ValidationError: It is none of these, or no installed package knows the URL's scheme.
     """
     return location if isinstance(location, Backend) else open_storage(location)
+
+
+def open_destination(location: Location) -> Backend:
+    """Return the directory of a location that is to be written to.
+
+    Raises:
+        ValidationError: It is not a location, or has the name of a file and is not a directory.
+    """
+    backend = open_backend(location)
+    if backend.path.rstrip("/").endswith(_FILE_NAMES) and not os.path.isdir(backend.path):
+        raise ValidationError(
+            f"{backend.path} names a file, and a checkpoint is a directory. Remedy: give the path of a directory"
+        )
+    return backend
+
+
+def shown(location: object) -> str:
+    """Return the text for a location in errors, valid or not: as the caller names it, without secrets."""
+    if isinstance(location, Backend):
+        return repr(location.path)
+    text = os.fspath(location) if isinstance(location, os.PathLike) else location
+    return repr(redacted(text) if isinstance(text, str) else text)
 
 
 def open_storage(path: str | os.PathLike[str], **options: Any) -> Backend:

@@ -34,6 +34,7 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.media.backend import Location, Lock, SaveLock, publish, write_file
+from paddle_flexckpt.media.opening import open_destination
 from paddle_flexckpt.media.retrying import is_unanswered
 from paddle_flexckpt.native.cleaner import Cleaner
 from paddle_flexckpt.native.companion import Companion, CompanionFile
@@ -65,8 +66,8 @@ class SaveDirectory(CheckpointDirectory):
     """
 
     def __init__(self, location: Location, companion: Companion) -> None:
-        """Open nothing yet: the directory need not exist."""
-        super().__init__(location)
+        """Open nothing yet: the directory need not exist. ValidationError if it has the name of a file."""
+        super().__init__(open_destination(location))
         self.companion = CompanionFile(self, companion)
         self.cleaner = Cleaner(self, self.companion)
 

@@ -24,8 +24,9 @@ from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import EXTRA_STATE, NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
 from paddle_flexckpt.catalog.dtypes import is_float
 from paddle_flexckpt.catalog.texts import format_bytes
-from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Backend, Location, publish
+from paddle_flexckpt.media.opening import open_destination
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.observers import observed
@@ -117,7 +118,7 @@ class ConvertReport(Report):
 
     Attributes:
         source: The checkpoint that was read.
-        origin: Its format, a key of :data:`~paddle_flexckpt.foreign.formats.ORIGINS`.
+        origin: Its format: ``native``, or a key of :data:`~paddle_flexckpt.foreign.formats.FORMATS`.
         unique_id: Its id.
         output: The directory written to.
         format: The format written.

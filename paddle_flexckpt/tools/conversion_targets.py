@@ -11,7 +11,7 @@ from types import MappingProxyType
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Backend, InputFile
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
 from paddle_flexckpt.native.data_file import check_data_file

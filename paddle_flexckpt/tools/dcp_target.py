@@ -12,9 +12,16 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from paddle_flexckpt.algebra import Box
-from paddle_flexckpt.foreign.dcp_metadata import DcpChunk, DcpTensor, encode_dcp_metadata
 from paddle_flexckpt.foreign.torch_dcp import DCP_METADATA_FILE
-from paddle_flexckpt.foreign.torch_saving import TensorArchive, head_of, plan_archive, tail_of
+from paddle_flexckpt.foreign.torch_saving import (
+    DcpChunk,
+    DcpTensor,
+    TensorArchive,
+    encode_dcp_metadata,
+    head_of,
+    plan_archive,
+    tail_of,
+)
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.planning.write_plan import plan_write
 from paddle_flexckpt.tools.conversion_content import Content, PlannedFile, WholeFiles, parts_of, rows_of

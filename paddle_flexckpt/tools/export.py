@@ -7,8 +7,9 @@ import time
 from typing import Any
 
 from paddle_flexckpt.aoa import AoaConfig
-from paddle_flexckpt.foreign.formats import SourceDirectory, open_destination
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.media.opening import open_destination
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import ExportReport

@@ -12,9 +12,13 @@ import numpy as np
 
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError, group_replicas
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.paddle_files import DISTCP_DTYPES, StateFile, encode_metadata
-from paddle_flexckpt.foreign.paddle_metadata import misread_range
-from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES
+from paddle_flexckpt.foreign.paddle_files import (
+    DISTCP_DTYPES,
+    PARAMETER_NAMES,
+    StateFile,
+    encode_metadata,
+    misread_range,
+)
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.planning.write_plan import plan_write
 from paddle_flexckpt.tools.conversion_content import Content, PlannedFile, WholeFiles, parts_of, rows_of

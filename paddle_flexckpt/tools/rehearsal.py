@@ -16,8 +16,9 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, concat, group_replicas, validate_coverage
 from paddle_flexckpt.catalog.errors import Failure, combine
-from paddle_flexckpt.foreign.formats import SourceDirectory, shown
+from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location, reading
+from paddle_flexckpt.media.opening import shown
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader

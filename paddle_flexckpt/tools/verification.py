@@ -17,7 +17,8 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.errors import without_remedy
-from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest

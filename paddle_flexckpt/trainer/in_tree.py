@@ -25,7 +25,7 @@ from typing import Any
 from paddle_flexckpt.aoa.statements import KEYS, read_config
 from paddle_flexckpt.catalog import AoaError, CheckpointError
 from paddle_flexckpt.communication.group_communicators import communicator_for
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.load.full_param import full_param as whole_tensors
 from paddle_flexckpt.load.loader import load_state_dict as load
 from paddle_flexckpt.load.merged import load_merged_state_dict as load_merged

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 from safetensors import numpy as safetensors_numpy
 
-from paddle_flexckpt.foreign.dcp_metadata import DcpChunk, DcpTensor, encode_dcp_metadata
 from paddle_flexckpt.foreign.paddle_files import StateFile, encode_metadata
+from paddle_flexckpt.foreign.torch_saving import DcpChunk, DcpTensor, encode_dcp_metadata
 from paddle_flexckpt.native.manifest import _digest
 from tests.attacks.opcodes import DTYPE, array, named, short
 from tests.foreign.writers import NEW, OLD, metadata_pickle

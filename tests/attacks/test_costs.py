@@ -11,7 +11,8 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError, validate
-from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.load.merged import load_merged_state_dict
 from paddle_flexckpt.native.listing import list_checkpoints

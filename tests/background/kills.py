@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.ranks.communicator import Communicator

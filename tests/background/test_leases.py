@@ -9,7 +9,7 @@ import os
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_storage
 from tests.background.helpers import PATIENCE_SECONDS, Watch, kill, load, save, stopped

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld

@@ -20,7 +20,7 @@ from paddle_flexckpt.background import worker
 from paddle_flexckpt.background.outcome import Outcome, save_together
 from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import data_file
 from paddle_flexckpt.ranks.group_listener import GroupListener

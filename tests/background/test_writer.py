@@ -14,8 +14,7 @@ import pytest
 
 from paddle_flexckpt.background import BackgroundWriter, SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, open_to_save
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_backend

@@ -20,7 +20,7 @@ READERS = (
 # The readers of other programs' formats, what only saves or other commands do, and what is for programs.
 UNUSED = {
     *(f"foreign.{name}" for name in READERS),
-    *("foreign.paddle_metadata", "native.save_directory", "media.remote", "patching", "cli.doctor", "cli.rehearse"),
+    *("foreign.paddle_files", "native.save_directory", "media.remote", "patching", "cli.doctor", "cli.rehearse"),
     *("tools.export", "tools.verification", "tools.rehearsal", "tools.conversion", "aoa.compile", "aoa.invert"),
 }
 WORKING = {

@@ -19,7 +19,7 @@ from paddle_flexckpt.background.outcome import look_for_manifest, save_together
 from paddle_flexckpt.background.worker import write_share
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.catalog.errors import Failure
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.ranks.communicator import Communicator, failed, raise_failures

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.ranks.communicator import Communicator
 from tests.crash.file_system import Call, Fault, FileSystem

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator

@@ -21,7 +21,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from tests.distributed import jobs_bad_input
 from tests.distributed import jobs_common as common
 from tests.saved import data_file

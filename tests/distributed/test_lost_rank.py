@@ -16,7 +16,7 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.foreign.dcp_chunks import PlacedChunks, read_chunks
+from paddle_flexckpt.foreign.torch_dcp import PlacedChunks, read_chunks
 
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _NAMES = {

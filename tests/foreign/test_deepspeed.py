@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, UnsafePickleError, ValidationError
-from paddle_flexckpt.foreign.deepspeed_values import DEEPSPEED, Fragment
+from paddle_flexckpt.foreign.deepspeed_file import DEEPSPEED, Fragment
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.tools.tensor_reader import TensorReader

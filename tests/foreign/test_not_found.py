@@ -8,7 +8,8 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.native.save_names import lost_ids
 from tests.native.test_directory import save
 from tests.remedies.following import provoked

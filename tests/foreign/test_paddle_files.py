@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CatalogBuilder, LocalTensorIndex, LocalTensorMetadata, concat
-from paddle_flexckpt.foreign.paddle_files import StateFile, encode_metadata
-from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES
+from paddle_flexckpt.foreign.paddle_files import PARAMETER_NAMES, StateFile, encode_metadata
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 
 DTYPES = (

@@ -19,7 +19,7 @@ import pytest
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError, ValidationError, dtype_of
 from paddle_flexckpt.foreign.formats import SourceDirectory, detect_format
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
-from paddle_flexckpt.foreign.torch_values import DCP_METADATA, DCP_TENSOR
+from paddle_flexckpt.foreign.torch_archive import DCP_METADATA, DCP_TENSOR
 from paddle_flexckpt.tools.tensor_reader import TensorReader
 from tests.attacks.opcodes import call, named, named_by_line, program, short
 from tests.foreign import make_torch_dcp

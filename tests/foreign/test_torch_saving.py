@@ -14,12 +14,17 @@ import pytest
 from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.foreign import torch_saving
-from paddle_flexckpt.foreign.dcp_chunks import read_chunks
-from paddle_flexckpt.foreign.dcp_metadata import DcpChunk, DcpTensor, encode_dcp_metadata
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
-from paddle_flexckpt.foreign.torch_archive import open_archive, place_elements
-from paddle_flexckpt.foreign.torch_saving import head_of, plan_archive, tail_of
-from paddle_flexckpt.foreign.torch_values import DCP_TENSOR
+from paddle_flexckpt.foreign.torch_archive import DCP_TENSOR, open_archive, place_elements
+from paddle_flexckpt.foreign.torch_dcp import read_chunks
+from paddle_flexckpt.foreign.torch_saving import (
+    DcpChunk,
+    DcpTensor,
+    encode_dcp_metadata,
+    head_of,
+    plan_archive,
+    tail_of,
+)
 from tests.foreign import make_torch_dcp
 
 DATA = Path(__file__).parent / "data" / "torch_dcp"

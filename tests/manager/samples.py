@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.manager import RestoreReport
 from tests.native.samples import flip
 from tests.saved import data_file, short_names

@@ -20,7 +20,7 @@ import paddle_flexckpt.manager.manager as manager_module
 import paddle_flexckpt.manager.restore as restore_module
 import paddle_flexckpt.manager.step_directories as steps_module
 from paddle_flexckpt.catalog import CheckpointError, NotDurableError, ValidationError
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.manager import KeepBest, KeepLatest
 from paddle_flexckpt.manager import step_contents as contents_module
 from paddle_flexckpt.manager.pending_steps import PendingSteps

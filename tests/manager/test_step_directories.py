@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.manager import KeepBest, KeepEvery, KeepLatest
 from paddle_flexckpt.manager import step_contents as contents_module
 from paddle_flexckpt.manager.step_directories import StepDirectories

@@ -13,8 +13,7 @@ from dataclasses import asdict
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
-from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, open_to_save
 from paddle_flexckpt.media import lease
 from paddle_flexckpt.media.backend import publish
 from paddle_flexckpt.media.lease import Claim, Conditions, LeaseLock, LeaseLocks

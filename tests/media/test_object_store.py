@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("s3fs")
 
 from paddle_flexckpt.catalog import CheckpointError, UnreadableCheckpointError
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media import remote, retrying
 from paddle_flexckpt.media.opening import open_storage

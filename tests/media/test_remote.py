@@ -20,7 +20,7 @@ pytest.importorskip("fsspec")
 import fsspec
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media import lease, retrying
 from paddle_flexckpt.media.backend import exists, fill, publish, write_file
 from paddle_flexckpt.media.local import LocalBackend
@@ -99,7 +99,7 @@ def test_paths_never_need_fsspec(tmp_path):
     program = f"""
 import sys
 import numpy as np
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.native.listing import list_checkpoints
 from paddle_flexckpt.cli.main import main

@@ -19,7 +19,7 @@ pytest.importorskip("flask_cors")
 from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media import lease, remote, retrying
 from paddle_flexckpt.media.backend import exists, map_files, publish, write_file

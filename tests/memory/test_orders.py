@@ -10,7 +10,7 @@ import pytest
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CorruptCheckpointError, LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.load.resharder import _load_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest

@@ -21,8 +21,7 @@ from paddle_flexckpt.catalog import (
     ValidationError,
 )
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
+from paddle_flexckpt.foreign.paddle_files import PaddleMetadata, open_to_save
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.local import LocalBackend

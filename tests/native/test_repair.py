@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import Catalog, ValidationError
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import partitions as partitions_module
 from paddle_flexckpt.native.data_file import write_data_file

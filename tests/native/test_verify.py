@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.report import VerifyReport
 from paddle_flexckpt.tools.verification import verify_checkpoint

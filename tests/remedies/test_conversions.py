@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES
+from paddle_flexckpt.foreign.paddle_files import PARAMETER_NAMES
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.meshes import parse_placements
 from paddle_flexckpt.planning.model_shapes import Model, ModelTensor

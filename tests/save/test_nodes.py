@@ -13,8 +13,7 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.communication.transport import Transport
-from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, open_to_save
 from paddle_flexckpt.load import node_files
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.load.merged import load_merged_state_dict

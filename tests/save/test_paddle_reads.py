@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import Catalog, LocalTensorIndex, UnsafePickleError
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
 from paddle_flexckpt.native.directory import CheckpointDirectory
@@ -217,7 +217,7 @@ def test_what_paddle_would_read_wrong_is_refused(tmp_path, name):
 
 
 def test_several_shards_of_a_tensor_in_one_file_are_refused(tmp_path):
-    from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
+    from paddle_flexckpt.foreign.paddle_files import PaddleMetadata
 
     pieces = [Shard("w", "float32", (4, 3), (row, 0), (2, 3), None, 0) for row in (0, 2)]
     metadata = load_pickle(PaddleMetadata().encode(store(tmp_path, pieces).manifest), "m")
@@ -226,7 +226,7 @@ def test_several_shards_of_a_tensor_in_one_file_are_refused(tmp_path):
 
 def test_the_file_is_plain_data_and_small(tmp_path):
     """No class but the three of Paddle's is named in it, and 10,000 tensors take a megabyte or two."""
-    from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
+    from paddle_flexckpt.foreign.paddle_files import PaddleMetadata
 
     save(tmp_path, 1)
     content = (tmp_path / PADDLE_METADATA).read_bytes()

@@ -11,7 +11,7 @@ import pytest
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.foreign.paddle_metadata import PaddleMetadata
+from paddle_flexckpt.foreign.paddle_files import PaddleMetadata
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import partitions

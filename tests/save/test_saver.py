@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.foreign.formats import open_to_save
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, open_to_save
 from paddle_flexckpt.media.remote import FsspecBackend
 from paddle_flexckpt.memory import state as live_state
 from paddle_flexckpt.ranks.communicator import SoloCommunicator

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media.lease import LEASE_FILE
 from paddle_flexckpt.save.saver import save_state_dict

@@ -37,7 +37,7 @@ _MOVED = {
     "tests.simulated": _HERE,
     **{f"{_PACKAGE}.{name[:-3].replace('/', '.')}": f"{_HERE}.own_{Path(name).stem}" for name in _BROUGHT},
     f"from {_PACKAGE}.ranks import lost_ranks": f"from {_HERE} import own_lost_ranks as lost_ranks",
-    f"from {_PACKAGE}.foreign.paddle_metadata import PADDLE_METADATA": 'PADDLE_METADATA = "0.metadata"',
+    f"from {_PACKAGE}.foreign.paddle_files import PADDLE_METADATA": 'PADDLE_METADATA = "0.metadata"',
     f"from {_PACKAGE}.tools.step_record import RECORD, StepRecord": (
         f"from {_PACKAGE}.manager.contents import RECORD, decode_record\n"
         f"from {_PACKAGE}.manager.policies import StepRecord"

@@ -17,7 +17,7 @@ from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.background import process as process_module
 from paddle_flexckpt.background.worker import lower_priority
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.save import shared_saves
 from paddle_flexckpt.save.saver import save_state_dict

@@ -25,7 +25,7 @@ from paddle_flexckpt.catalog import (
     UnreadableCheckpointError,
     ValidationError,
 )
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.manager import (
     CheckpointManager,
     KeepBest,

@@ -8,7 +8,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.errors import Failure
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Lock, SaveLock, write_file
 from paddle_flexckpt.media.lease import LEASE_FILE
 from paddle_flexckpt.native.save_names import save_of

@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 
 from paddle_flexckpt.catalog import concat, dtype_of
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.write_plan import plan_write
 from paddle_flexckpt.ranks.communicator import SoloCommunicator

@@ -9,7 +9,7 @@ import pytest
 
 from paddle_flexckpt.catalog import NATURAL, Order, ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.foreign.paddle_pickles import PARAMETER_NAMES
+from paddle_flexckpt.foreign.paddle_files import PARAMETER_NAMES
 from paddle_flexckpt.tools.comparison import diff
 from paddle_flexckpt.tools.conversion import convert_checkpoint
 from paddle_flexckpt.tools.models import layout_of

@@ -14,7 +14,8 @@ import pytest
 from safetensors import numpy as safetensors_numpy
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError, validate_shards
-from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.report import RepairReport, VerifyReport
 from paddle_flexckpt.tools import verification
 from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.foreign.formats import SourceDirectory, open_to_save
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.save.saver import save_state_dict

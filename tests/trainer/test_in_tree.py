@@ -15,7 +15,7 @@ import pytest
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.foreign.paddle_metadata import PADDLE_METADATA
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.trainer import in_tree, is_in_tree_replaced, replace_in_tree, restore_in_tree
 from tests.saved import data_file

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, Order, Problem, ValidationError, concat, dtype_of
-from paddle_flexckpt.foreign.formats import open_to_save
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.planning.write_plan import plan_write
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.transfer.targets import Memory, Targets
