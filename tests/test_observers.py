@@ -15,7 +15,7 @@ import pytest
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.load import owned_pieces
+from paddle_flexckpt.load import live_model
 from paddle_flexckpt.observers import Event, PrometheusObserver, ScalarObserver
 from paddle_flexckpt.report import Report, SaveReport, VerifyReport
 from paddle_flexckpt.testing.simulated import SimulatedWorld
@@ -281,7 +281,7 @@ def test_prometheus_reads_counts_and_the_last_numbers():
 @pytest.mark.parametrize("call", ["publish", "convert", "merge", "export", "full_param", "digest", "diff"])
 def test_what_a_call_reads_inside_is_logged_at_debug_only(call, tmp_path, caplog, monkeypatch):
     """Who calls reports; the loads and reshards beneath do not."""
-    monkeypatch.setattr(owned_pieces, "FEW_RUNS", -1 << 20)  # else nothing is resharded to publish it
+    monkeypatch.setattr(live_model, "FEW_RUNS", -1 << 20)  # else nothing is resharded to publish it
     if call == "full_param":
         pytest.importorskip("paddle")
     path, output = str(tmp_path / "run"), tmp_path / "out"

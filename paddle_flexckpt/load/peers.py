@@ -26,7 +26,7 @@ from paddle_flexckpt.communication.rounds import HeldRows, Rounds
 from paddle_flexckpt.communication.transport import Transport
 from paddle_flexckpt.memory.device_memory import devices_of, has_views, wait_for_devices
 from paddle_flexckpt.memory.replica_digests import Digests
-from paddle_flexckpt.memory.tensor_memory import refuse_shared_memory
+from paddle_flexckpt.memory.sources import refuse_shared_memory
 from paddle_flexckpt.memory.tensors import open_storage
 from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
 from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets

@@ -22,9 +22,8 @@ from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CheckpointError, LostRankError, ValidationError, dtype_of
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.communication.group_communicators import communicator_for
-from paddle_flexckpt.load.live_model import LiveModel, ModelState
+from paddle_flexckpt.load.live_model import LiveModel, ModelState, number_machines
 from paddle_flexckpt.load.model_files import ModelFiles
-from paddle_flexckpt.load.owned_pieces import number_machines
 from paddle_flexckpt.load.peers import ReshardOptions
 from paddle_flexckpt.media.backend import Location, exists, place_of
 from paddle_flexckpt.media.opening import open_destination, shown

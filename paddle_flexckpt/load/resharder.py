@@ -20,9 +20,8 @@ from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, s
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.load.peers import MemoryPeers, ReshardOptions
 from paddle_flexckpt.memory.live_targets import describe_targets
-from paddle_flexckpt.memory.sources import check_sources
+from paddle_flexckpt.memory.sources import check_sources, gather_virtual_files, owned_tensors
 from paddle_flexckpt.memory.state import LocalState, layout_of, open_state
-from paddle_flexckpt.memory.virtual_files import gather_virtual_files, owned_tensors
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.ranks.communicator import Communicator

@@ -19,7 +19,6 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Problem, ValidationError, dtype_of
 from paddle_flexckpt.memory.device_memory import DeviceMemory, devices_of, wait_for_devices
-from paddle_flexckpt.memory.page_lock import lock_pages
 from paddle_flexckpt.memory.state import LocalState, open_state
 from paddle_flexckpt.memory.state_names import tensor_name
 from paddle_flexckpt.memory.tensor_memory import address_range, device_of, dtype_name, is_contiguous, odd_strides
@@ -247,6 +246,8 @@ class TargetTensors(Memory):
     @contextlib.contextmanager
     def host_buffers(self, count: int, nbytes: int) -> Iterator[list[np.ndarray]]:
         """Lend buffers, page-locked if the backend can lock memory."""
+        from paddle_flexckpt.memory.device_bytes import lock_pages
+
         memory = np.empty((count, nbytes), dtype=np.uint8)
         unlock = lock_pages(memory, self._devices[0])
         try:

@@ -15,13 +15,13 @@ from paddle_flexckpt.catalog import CUT, NATURAL, Catalog, CatalogBuilder, Order
 from paddle_flexckpt.catalog.collector import without_collector
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.dist_tensor import is_dist_tensor
-from paddle_flexckpt.memory.stale import refuse_stale
 from paddle_flexckpt.memory.state_names import StateNames, order_of, state_names, with_orders_of_states
 from paddle_flexckpt.memory.tensor_memory import (
     dtype_name,
     element_count,
     is_contiguous,
     is_initialized,
+    refuse_stale,
     unusable_tensor,
 )
 from paddle_flexckpt.sharded_weight import MasterSlice, ShardedWeight, is_sharded_weight, make_replicated_sharded_weight

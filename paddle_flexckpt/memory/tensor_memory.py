@@ -1,6 +1,6 @@
-"""Properties and memory of a tensor, and the check that no target shares memory with a source.
+"""Properties and memory of a tensor, and the check that no parameter is stale.
 
-Tested in tests/memory/test_tensors.py, tests/memory/test_odd_tensors.py and tests/memory/test_shared_memory.py.
+Tested in tests/memory/test_tensors.py, tests/memory/test_odd_tensors.py and tests/distributed/test_overlaps.py.
 """
 
 from __future__ import annotations
@@ -8,16 +8,15 @@ from __future__ import annotations
 import ctypes
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of
+from paddle_flexckpt.catalog import Problem, ValidationError, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS
-from paddle_flexckpt.transfer.targets import Targets
+from paddle_flexckpt.overlaps import stale_parameters
 
 # "Place(gpu:0)" is a device; "Place(cpu)" and "Place(gpu_pinned)" are memory of the host.
 _DEVICE = re.compile(r"Place\((\w+:\d+)\)")
@@ -166,56 +165,31 @@ def strided_memory(tensor: Any) -> np.ndarray:
     return np.ndarray(shape, dtype=dtype, buffer=buffer, strides=strides)
 
 
-@dataclass(frozen=True)
-class _Span:
-    """The memory of one shard: addresses ``[begin, end)``, its layout there, and its target (None: a source)."""
-
-    begin: int
-    end: int
-    place: tuple[str, tuple[int, ...]]
-    target: int | None
-
-
-def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targets, names: Sequence[str]) -> None:
-    """Check that no target shares memory with a source, unless both are the very same shard.
-
-    ``names`` has the targets' names, so that only a target that may be a source shard passes for it.
+def refuse_stale(keys: Sequence[str], tensors: Sequence[Any], rank: int) -> None:
+    """Raise if one of these tensors is a parameter that other ranks' steps have changed, without their values.
 
     Raises:
-        ValidationError: A target would overwrite a source that is still being read.
+        ValidationError: There are such parameters; the text has their keys, and the ranks that have to gather them.
     """
-    spans = [
-        _Span(*addresses, (f"{source.key_name(row)} {source.describe(row)}", odd_strides(tensor)), None)
-        for row, tensor in held.items()
-        if (addresses := address_range(tensor)) is not None
+    stale = {_address(parameter): ranks for parameter, ranks in stale_parameters()}
+    stale.pop(None, None)  # some have no memory
+    if not stale:
+        return
+    found = [(key, ranks) for key, ranks in zip(keys, (stale.get(_address(tensor)) for tensor in tensors)) if ranks]
+    problems = [
+        Problem(
+            "with its overlap Paddle leaves the parameter stale after step(), until the next forward",
+            key=key,
+            rank=rank,
+            expected=f"a call of ranks {[int(each) for each in ranks]} together, who have parts of the new values",
+            remedy="call the model's sharded_state_dict() on all of these ranks first",
+        )
+        for key, ranks in found
     ]
-    spans += [
-        _Span(*place[0], (f"{names[row]} {place[2]}", place[3]), row)
-        for row in range(len(targets.catalog))
-        if (place := targets.place(row)) is not None
-    ]
-    spans.sort(key=lambda span: (span.begin, span.end))
-    problems = []
-    reaching: list[_Span] = []
-    for span in spans:
-        reaching = [other for other in reaching if other.end > span.begin]
-        for other in reaching:
-            if (span.target is None) == (other.target is None):
-                continue
-            if span.begin == other.begin and span.end == other.end and span.place == other.place:
-                continue
-            target, origin = (span, other) if span.target is not None else (other, span)
-            row = target.target or 0
-            problems.append(
-                Problem(
-                    "a target shares memory with a source that it would overwrite",
-                    key=names[row],
-                    rank=int(targets.catalog.rank[row]),
-                    expected="memory of its own",
-                    got=f"memory of source {origin.place[0]}",
-                    remedy="clone one of the two",
-                )
-            )
-        reaching.append(span)
     if problems:
         raise ValidationError(problems)
+
+
+def _address(tensor: Any) -> int | None:
+    local = tensor._local_value() if hasattr(tensor, "is_dist") and tensor.is_dist() else tensor
+    return int(local.data_ptr()) if hasattr(local, "_is_initialized") and local._is_initialized() else None

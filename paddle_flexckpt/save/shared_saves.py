@@ -15,7 +15,7 @@ from paddle_flexckpt.background import SaveHandle, SaveSlot, WriteJob
 from paddle_flexckpt.background.staging import LockPages
 from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.media.backend import SaveLock
-from paddle_flexckpt.memory.page_lock import lock_pages
+from paddle_flexckpt.memory.device_bytes import lock_pages
 from paddle_flexckpt.native.checksums import Checksums, hash_block
 from paddle_flexckpt.native.group_save import GroupSave
 from paddle_flexckpt.native.save_directory import SaveDirectory

@@ -19,7 +19,7 @@ import paddle
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.media.local import LocalOutputFile
-from paddle_flexckpt.memory import device_bytes, page_lock
+from paddle_flexckpt.memory import device_bytes
 from paddle_flexckpt.memory.device_memory import DeviceMemory
 from paddle_flexckpt.native import checksums
 from paddle_flexckpt.testing.device_check_record import (
@@ -70,7 +70,7 @@ class LinkChecks:
         memory, whole = DeviceMemory(tensor), np.empty(nbytes, dtype=np.uint8)
         whole.fill(0)  # allocates its pages
         bare = {"pageable": _best(lambda: memory.read_into(0, whole))}
-        unlock = page_lock.lock_pages(whole, self._device)
+        unlock = device_bytes.lock_pages(whole, self._device)
         if unlock is not None:
             try:
                 bare["page_locked"] = _best(lambda: memory.read_into(0, whole))
@@ -149,7 +149,7 @@ class LinkChecks:
         """Check the streams of the copies of a save in slices, by the device's trace."""
         device, state = counters(), state_of(self._measured)
         nbytes = bytes_of(state)
-        if not page_lock.can_lock(self._device):
+        if not device_bytes.can_lock(self._device):
             raise NotHere("slices are begun beside other work where memory is page-locked, which it is not here")
         current = self._stream_of_a_copy(state["0"])
         path, slice_bytes = self._folder / "slices", max(nbytes // 16, MIB)
@@ -180,7 +180,7 @@ class LinkChecks:
     def _stream_of_a_copy(self, tensor: Any) -> int:
         """Return the stream of an ordinary copy."""
         device, host = counters(), np.empty(MIB, dtype=np.uint8)
-        unlock = page_lock.lock_pages(host, self._device)
+        unlock = device_bytes.lock_pages(host, self._device)
         paddle.device.synchronize()
         device.reset()
         try:

@@ -20,7 +20,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.memory import device_bytes, live_targets, page_lock
+from paddle_flexckpt.memory import device_bytes
 from paddle_flexckpt.memory.device_memory import DeviceMemory
 from paddle_flexckpt.save import shared_saves
 from paddle_flexckpt.testing.device_check_record import (
@@ -226,9 +226,10 @@ class Lock:
 def _watched_locks() -> Iterator[list[Lock]]:
     """Record all memory that the library asks to be page-locked."""
     locks: list[Lock] = []
+    real_lock_pages = device_bytes.lock_pages
 
     def lock_pages(memory: np.ndarray, device: str) -> Callable[[], None] | None:
-        unlock = page_lock.lock_pages(memory, device)
+        unlock = real_lock_pages(memory, device)
         lock = Lock(memory.nbytes, unlock is not None)
         locks.append(lock)
         if unlock is None:
@@ -241,7 +242,7 @@ def _watched_locks() -> Iterator[list[Lock]]:
         return release
 
     with contextlib.ExitStack() as patches:
-        for module in (device_bytes, shared_saves, live_targets):
+        for module in (device_bytes, shared_saves):
             patches.enter_context(mock.patch.object(module, "lock_pages", lock_pages))
         yield locks
 
@@ -259,7 +260,7 @@ class PageChecks:
         yield "cudaHostRegister", self._cuda_host_register
 
     def _page_locked(self) -> Found:
-        if not page_lock.can_lock(self._device):
+        if not device_bytes.can_lock(self._device):
             raise NotHere(f"for {self._device} no function that page-locks memory is known, or its library not loaded")
         state = state_of(self._measured)
         nbytes = bytes_of(state)
@@ -306,12 +307,12 @@ class PageChecks:
 
     def _cuda_host_register(self) -> Found:
         """Run the library's code for CUDA, whatever the device."""
-        library = page_lock.loaded_library("libcudart.so")
+        library = device_bytes.loaded_library("libcudart.so")
         if library is None:
             raise NotHere("no libcudart is loaded in this process")
         tensor = paddle.arange(2 * MIB, dtype="int32")
         memory = np.zeros(8 * MIB, dtype=np.uint8)
-        unlock = page_lock.lock_pages(memory, "gpu:0")
+        unlock = device_bytes.lock_pages(memory, "gpu:0")
         require(unlock is not None, "cudaHostRegister has refused; the log has its status")
         DeviceMemory(tensor).read_into(0, memory)
         address, nbytes = ctypes.c_void_p(memory.ctypes.data), ctypes.c_size_t(memory.nbytes)

@@ -34,7 +34,7 @@ from unittest import mock
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
-from paddle_flexckpt.load import owned_pieces, publishing
+from paddle_flexckpt.load import live_model, publishing
 from paddle_flexckpt.load.publishing import publish
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
@@ -212,7 +212,7 @@ def _publish(job: Job, comm: Communicator, output: Path) -> str:
     gather = Sockets._all_gather
     with mock.patch.multiple(os, **patches), mock.patch.object(Sockets, "_all_gather", dying(gather)):
         if job.exchanged:
-            owned_pieces.RUN_BYTES, owned_pieces.FEW_RUNS = 1 << 40, -1
+            live_model.RUN_BYTES, live_model.FEW_RUNS = 1 << 40, -1
             publishing.BATCH_BYTES = 16 << 10
         try:
             publish(job.state(comm.rank), output, comm, max_file_bytes=job.max_file_bytes, config={"layers": 2})

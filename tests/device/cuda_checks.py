@@ -170,7 +170,7 @@ def check_an_event_that_is_not_there_yet_harms_no_later_call() -> None:
 
 
 def check_host_memory_is_page_locked() -> None:
-    from paddle_flexckpt.memory.page_lock import lock_pages
+    from paddle_flexckpt.memory.device_bytes import lock_pages
 
     memory = np.zeros(1 << 20, "uint8")
     unlock = lock_pages(memory, "rehearsal:0")

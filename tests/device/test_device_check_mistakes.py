@@ -22,7 +22,7 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.communication import device_exchange
-from paddle_flexckpt.memory import page_lock
+from paddle_flexckpt.memory import device_bytes
 from paddle_flexckpt.memory.device_bytes import DeviceBytes
 from paddle_flexckpt.memory.device_memory import DeviceMemory
 from paddle_flexckpt.save import sliced_saves
@@ -138,7 +138,7 @@ def missing_memory_is_passed_over():
 
 
 def pages_are_not_locked():
-    return mock.patch.object(page_lock, "lock_pages", lambda memory, device: None)
+    return mock.patch.object(device_bytes, "lock_pages", lambda memory, device: None)
 
 
 @contextlib.contextmanager
@@ -195,7 +195,7 @@ class Cudart(dict):
 def cudart(**mistakes):
     def patch():
         library = Cudart(**mistakes)
-        return mock.patch.object(page_lock, "loaded_library", lambda name: library)
+        return mock.patch.object(device_bytes, "loaded_library", lambda name: library)
 
     return patch
 

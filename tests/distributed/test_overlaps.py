@@ -19,7 +19,7 @@ import paddle.distributed as dist
 from paddle.base import core
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.memory import stale
+from paddle_flexckpt.memory import tensor_memory
 from paddle_flexckpt.testing import cpu_world
 from tests.distributed import test_pipeline as pipelines
 from tests.distributed import test_sharding as sharding
@@ -276,7 +276,7 @@ def test_a_rank_alone_cannot_gather(world2, tmp_path):
     digests = world2.run(numbers, kind="v2colors")[0][0]
     text, found = world2.run(alone, directory=str(tmp_path))[0]
     assert "key 'cube.weight'" in text and "a call of ranks [0, 1] together" in text
-    advised("memory/stale.py", "call the model's sharded_state_dict() on all of these ranks first", text)
+    advised("memory/tensor_memory.py", "call the model's sharded_state_dict() on all of these ranks first", text)
     assert found == {key: digests[key] for key in found} and found
 
 
@@ -289,8 +289,8 @@ def test_the_library_comes_late(world2, tmp_path):
 def test_a_stale_parameter_without_memory_stands_for_no_other_tensor(monkeypatch):
     empty = paddle.create_parameter([2], "float32")
     empty._clear_data()
-    monkeypatch.setattr(stale, "stale_parameters", lambda: [(empty, (0, 1))])
-    stale.refuse_stale(["array", "none"], [np.ones(3), paddle.empty([0])], 0)
+    monkeypatch.setattr(tensor_memory, "stale_parameters", lambda: [(empty, (0, 1))])
+    tensor_memory.refuse_stale(["array", "none"], [np.ones(3), paddle.empty([0])], 0)
 
 
 def test_parameters_without_memory_are_refused(world2):

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.algebra import StridedCopy
-from paddle_flexckpt.load import owned_pieces
-from paddle_flexckpt.load.owned_pieces import number_machines, write_piece
+from paddle_flexckpt.load import live_model
+from paddle_flexckpt.load.live_model import number_machines, write_piece
 from paddle_flexckpt.load.publishing import publish
 from paddle_flexckpt.media.local import OutputParts
 from paddle_flexckpt.planning import Pieces
@@ -50,11 +50,11 @@ def test_each_element_is_written_once_in_its_place(cut, chunk):
         requests.append((offset, len(data)))
         found.view(np.uint8)[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
 
-    before, owned_pieces.CHUNK_BYTES = owned_pieces.CHUNK_BYTES, chunk
+    before, live_model.CHUNK_BYTES = live_model.CHUNK_BYTES, chunk
     try:
         write_piece(copy.simplified(), source, write, counted.append)
     finally:
-        owned_pieces.CHUNK_BYTES = before
+        live_model.CHUNK_BYTES = before
     assert np.array_equal(found, expected)
     assert sum(counted) == sum(length for _, length in requests) == 2 * copy.size
     assert requests == sorted(requests)

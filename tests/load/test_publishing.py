@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 import paddle_flexckpt as fc
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
-from paddle_flexckpt.load import owned_pieces, publishing
+from paddle_flexckpt.load import live_model, publishing
 from paddle_flexckpt.load.publishing import publish
 from paddle_flexckpt.media.local import LocalBackend, OutputParts
 from paddle_flexckpt.testing.simulated import SimulatedCommunicator, SimulatedWorld
@@ -63,8 +63,8 @@ def equal(found, expected) -> bool:
 
 def send(monkeypatch, few_runs: int = -1) -> None:
     """Let ranks write nothing from their own memory but tensors of so few runs."""
-    monkeypatch.setattr(owned_pieces, "FEW_RUNS", few_runs)
-    monkeypatch.setattr(owned_pieces, "RUN_BYTES", 1 << 60)
+    monkeypatch.setattr(live_model, "FEW_RUNS", few_runs)
+    monkeypatch.setattr(live_model, "RUN_BYTES", 1 << 60)
 
 
 @pytest.mark.parametrize(("cuts", "replicas"), [(1, 1), (1, 3), (2, 1), (3, 2), (4, 1)])

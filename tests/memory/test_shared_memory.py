@@ -82,7 +82,7 @@ def test_the_very_same_shard_is_allowed_and_stays_what_it_is():
 
 def test_the_very_same_memory_in_another_order_is_another_shard():
     memory = np.arange(9.0).reshape(3, 3)
-    with provoked("memory/tensor_memory.py", "clone one of the two"):
+    with provoked("memory/sources.py", "clone one of the two"):
         SimulatedWorld(1).run(lambda comm: reshard_sharded_state_dict({"w": memory}, {"w": memory.T}, comm))
     assert memory.ravel().tolist() == list(range(9))
     into = memory.T.copy()
