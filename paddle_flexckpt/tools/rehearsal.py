@@ -29,14 +29,13 @@ from paddle_flexckpt.tools.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.tools.shared_reads import count_shared_reads
 from paddle_flexckpt.transfer.files import Files, plan_reads
 from paddle_flexckpt.transfer.filling import Filling
-from paddle_flexckpt.transfer.object_reads import count_requests
 from paddle_flexckpt.transfer.options import FileOptions, LoadOptions
 from paddle_flexckpt.transfer.plan import Tile, plan_fill
-from paddle_flexckpt.transfer.read_counts import bytes_by_source, count_reads, sums_of
+from paddle_flexckpt.transfer.read_counts import bytes_by_source, count_reads, count_requests, sums_of
+from paddle_flexckpt.transfer.resolution import check_unexpected
 from paddle_flexckpt.transfer.source import Task
 from paddle_flexckpt.transfer.targets import Memory, Targets
 from paddle_flexckpt.transfer.transfer import make_task
-from paddle_flexckpt.transfer.unexpected import check_unexpected
 
 # Rows of targets to match at once: bounds memory.
 ROWS_AT_ONCE = 1 << 19

@@ -14,8 +14,7 @@ from paddle_flexckpt.algebra.rows import group_rows
 from paddle_flexckpt.catalog import Catalog, group_replicas
 from paddle_flexckpt.planning import Pieces, ShardMatcher
 from paddle_flexckpt.planning.readers import choose_readers, find_wanted, match_sections, reads_of_rows
-from paddle_flexckpt.transfer.object_reads import count_announced
-from paddle_flexckpt.transfer.read_counts import count_reads, sums_of
+from paddle_flexckpt.transfer.read_counts import count_announced, count_reads, sums_of
 
 
 @dataclass(frozen=True, eq=False)

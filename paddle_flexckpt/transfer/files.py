@@ -52,6 +52,7 @@ class Files(Source):
     keeps_plans = True
     # The keys whose rows ``open`` reads of a manifest in partitions; None: all.
     _first_keys: Sequence[str] | None = None
+    _is_prepared = False
 
     def __init__(
         self,
@@ -129,6 +130,7 @@ class Files(Source):
             verify = "full"  # a block across two bands is never read whole, and would not be verified
         reader = FileReader(self.directory.backend, self.manifest, verify, self._options.use_replicas)
         self.reader = self.closing.enter_context(reader)
+        self._is_prepared = True
         with self._reading():
             self.reader.check_files(self._plan.pieces.source)
         return b""
@@ -151,7 +153,7 @@ class Files(Source):
 
     def damaged_files(self) -> list[str]:
         """Return the names of files in which a read found damage."""
-        return self.reader.damaged_files if "reader" in vars(self) else []
+        return self.reader.damaged_files if self._is_prepared else []
 
     def damaged_shards(self, names: Collection[str]) -> list[tuple[str, int]]:
         """Check some files, as far as they are here; return file and first byte of all damaged shards."""

@@ -18,7 +18,7 @@ counts by layer, in one of several ways. With ``linear_0.w_0`` for the parameter
 3. a key of the source fills one target, unless two targets are one tensor;
 4. raw names count layers, so another process may mean another layer by one. A state whose structured name is known, as
    a save records it and a live model tells it, is found by that alone. Where one of both sides does not know it, a raw
-   name is believed if parameters of other names have other shapes (:mod:`~paddle_flexckpt.transfer.raw_names`), and
+   name is believed if parameters of other names have other shapes (:mod:`~paddle_flexckpt.transfer.problems`), and
    what leads to a key of the source has to mean one parameter on all ranks. Raw names of structured targets are used
    only if they lead to *every* state that was not found otherwise.
 

@@ -1,10 +1,15 @@
 """Resolution: the sources of one rank's targets, the result of :mod:`paddle_flexckpt.transfer.resolver`.
 
-Tested in tests/transfer/test_resolution.py.
+A source fits a target if it has its global shape, and its dtype or one that can be cast. Keys of a source that no rank
+asks for are unexpected, which may be an error.
+
+Tested in tests/transfer/test_resolution.py, tests/transfer/test_unexpected.py and tests/load/test_policies.py.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -12,10 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.catalog import Catalog, Problem
+from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
+from paddle_flexckpt.catalog.dtypes import castable, is_float
+from paddle_flexckpt.optimizer_states import is_counter, is_torch_state, split_state
 from paddle_flexckpt.transfer.codes import CODE_DTYPES
 from paddle_flexckpt.transfer.fused import FusedMismatch, mending_statements
-from paddle_flexckpt.transfer.names import raw_meanings
+from paddle_flexckpt.transfer.names import is_state, raw_meanings, split_raw
+from paddle_flexckpt.transfer.options import TransferOptions
 from paddle_flexckpt.transfer.targets import Targets
 
 MASTER_END = ".w_0"
@@ -146,3 +154,143 @@ class Resolution:
             "fused": {one.key: one.summary() for one in self.mismatches},
             "maybe_fused": sorted({*self.by_key("maybe_fused").values()}),
         }
+
+
+def check_unexpected(
+    keys: Sequence[str], used: np.ndarray, mapping: TensorMapping | None, options: TransferOptions, context: str
+) -> list[str]:
+    """Return the keys of a source that no rank uses, sorted; ``used`` has bool for each key.
+
+    Extra state, and keys that AOA statements remove, do not count.
+
+    Raises:
+        ValidationError: They are not allowed; the same on every rank.
+    """
+    removed = frozenset() if mapping is None else mapping.removed
+    unused = [keys[i] for i in np.flatnonzero(~used).tolist()]
+    unexpected = sorted(key for key in unused if not key.startswith(EXTRA_STATE) and key not in removed)
+    loaded = {keys[i] for i in np.flatnonzero(used).tolist() if not keys[i].startswith(EXTRA_STATE)}
+    states = _states_of_loaded(unexpected, keys, loaded)
+    if states and options.optimizer_states == "raise":
+        masters = states if all(key.endswith(".w_0") for key in states) else []
+        # If some states are asked for, there is an optimizer, which does not train the other parameters.
+        everything = {*keys}
+        frozen = any(is_state(key, everything) for key in loaded)
+        raise ValidationError(
+            f"no rank asks for {len(states)} optimizer states that the source has of parameters that are loaded, "
+            f"such as {', '.join(map(repr, states[:3]))}. Remedy: "
+            + (
+                "if their parameters were frozen since, load before that (stop_gradient=False), and freeze them then: "
+                "the optimizer keeps their states; "
+                if frozen and not masters
+                else "give the optimizer's too: before its first step it has states only after "
+                "paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
+            )
+            + ("to take float32 parameters from their masters, give master_weights='convert'; " if masters else "")
+            + ("to go on without these states" if frozen and not masters else "to load weights alone")
+            + ", give optimizer_states='ignore'",
+            context,
+        )
+    if options.unexpected_is_an_error:
+        ignored = frozenset(states)
+        problems = [
+            f"no rank asks for key {key!r}, which the source has. Remedy: load it too, or allow it with "
+            "strict='missing'"
+            for key in unexpected
+            if key not in ignored
+        ]
+        if problems:
+            raise ValidationError(problems, context)
+    return unexpected
+
+
+def refuse_nothing(asked: int, unexpected: Sequence[str], context: str) -> None:
+    """Raise ValidationError for a transfer that fills none of its targets.
+
+    ``asked`` is the number of all ranks' targets, ``unexpected`` has the keys that no rank asks for.
+    """
+    if asked:
+        there = f"{len(unexpected)} keys, such as {', '.join(map(repr, unexpected[:3]))}" if unexpected else "no key"
+        raise ValidationError(
+            f"nothing was filled: none of the {asked} targets has a name that the source knows, which has {there}. "
+            "Remedy: correct the targets' names, or give the source's keys these names by AOA statements",
+            context,
+        )
+
+
+def _states_of_loaded(unused: list[str], keys: Sequence[str], used: set[str]) -> list[str]:
+    """Return the keys, of some, that are optimizer states of used ones.
+
+    Raw names (of a plain ``optimizer.state_dict()``) and torch's do not contain the parameter: they count as states of
+    loaded parameters, if any parameter is loaded.
+    """
+    # Steps and settings of torch's optimizers have no tensors in Paddle's.
+    torch = {key for key in unused if is_torch_state(key) and not is_counter(key) and "param_groups." not in key}
+    candidates = [key for key in unused if key[-1:].isdigit() or key in torch]
+    if not candidates or not used:
+        return []
+    everything = set(keys)
+    # If only an optimizer is loaded, no raw name counts as a state of a loaded parameter.
+    parameters = any(not is_state(key, everything) for key in used)
+
+    def is_one(key: str) -> bool:
+        is_other = split_raw(key) is not None or key in torch
+        return split_state(key, everything)[0] in used or (parameters and is_other)
+
+    return [key for key in candidates if is_one(key)]
+
+
+@dataclass(frozen=True)
+class Given:
+    """The source of a target: its shape and dtype, its place and name for errors, and the remedy."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    text: str
+    file: str | None = None
+    remedy: str = "load into a model of the saved size, or leave this key out"
+
+
+def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Problem | None]:
+    """Return the cast from a source to its target, and the problem if they do not fit."""
+    where: dict[str, Any] = {"key": target.key_name(row), "rank": int(target.rank[row]), "file": given.file}
+    shape, dtype = target.unpadded(row, target.global_shape), target.dtype_name(row)
+    if shape != given.shape:
+        where.update(expected=f"{list(shape)} (target)", got=given.text.format(list(given.shape)))
+        return "", Problem("global shapes differ", **where, remedy=given.remedy)
+    if dtype == given.dtype:
+        return "", None
+    where.update(expected=f"{dtype} (target)", got=given.text.format(given.dtype))
+    # Floats are a count only if there is a single one: a parameter may be called log_step.
+    counts = is_counter(target.key_name(row)) and (math.prod(shape) == 1 or not is_float(given.dtype))
+    if not castable(given.dtype, dtype) or (counts and not _is_exact(given.dtype, dtype)):
+        remedy = "load into a target of the saved dtype"
+        what = "a cast would lose what the values mean" if casts else "dtypes differ"
+        return "", Problem(what, **where, remedy=remedy)
+    if not casts:
+        return "", Problem("dtypes differ", **where, remedy='load with dtype="cast" to convert the values')
+    return f"{given.dtype} -> {dtype}", None
+
+
+def _is_exact(before: str, after: str) -> bool:
+    from paddle_flexckpt.aoa.casts import is_exact  # with the compiler, which most loads do not need
+
+    return is_exact(before, after)
+
+
+def are_alike(target: Catalog, rows: np.ndarray, source: Catalog, stored: np.ndarray) -> np.ndarray:
+    """Return bool per pair of a target and a stored row: whether they have the same global shape and dtype."""
+    if not len(rows):
+        return np.zeros(0, dtype=bool)
+    width = max(target.width, source.width)
+    shape, whole = source.widened(width).global_shape[stored], target.widened(width).global_shape[rows]
+    names = {name: i for i, name in enumerate(source.dtypes)}
+    dtype = np.asarray([names.get(name, -1) for name in target.dtypes], dtype=np.int64)[target.dtype[rows]]
+    same = (shape == whole).all(axis=1) & (source.ndim[stored] == target.ndim[rows])
+    return same & (source.dtype[stored] == dtype)
+
+
+def are_ruled(catalog: Catalog) -> np.ndarray:
+    """Return bool per key: whether the tensor is fused by a rule."""
+    ruled = np.asarray([*(order.axis is not None for order in catalog.orders), False])
+    return ruled[catalog.key_order] if len(catalog.key_order) else np.zeros(len(catalog.keys), dtype=bool)

@@ -16,7 +16,6 @@ from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, unordered, validate_shards
 from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.transfer.codes import Codes
-from paddle_flexckpt.transfer.fitting import Given, are_alike, are_ruled, fit
 from paddle_flexckpt.transfer.fused import FusedMismatch, find_mismatch
 from paddle_flexckpt.transfer.mapping import compile_mapping
 from paddle_flexckpt.transfer.names import (
@@ -36,14 +35,17 @@ from paddle_flexckpt.transfer.resolution import (
     OWN,
     RAW_NAME,
     STATEMENT,
+    Given,
     Resolution,
     Resolved,
+    are_alike,
+    are_ruled,
+    fit,
 )
-from paddle_flexckpt.transfer.shared_targets import share_memory
-from paddle_flexckpt.transfer.targets import Targets
+from paddle_flexckpt.transfer.targets import Targets, share_memory
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.transfer.missing import Missing
+    from paddle_flexckpt.transfer.problems import Missing
 
 _HALVES = frozenset({"float16", "bfloat16"})
 _MASTER_REMEDY = 'load with master_weights="convert", by which a float32 parameter comes from its master'
@@ -225,7 +227,7 @@ class _Resolver:
         found = find_compatible(unresolved, there, claimed, exact)
         if self._options.raw_names == "trusted" or not unresolved:
             return found
-        from paddle_flexckpt.transfer.raw_names import find_guesses
+        from paddle_flexckpt.transfer.problems import find_guesses
 
         return replace(found, problems=found.problems + find_guesses(unresolved, there, found))
 
@@ -368,7 +370,7 @@ class _Resolver:
 
     @cached_property
     def _missing(self) -> Missing:
-        from paddle_flexckpt.transfer.missing import Missing
+        from paddle_flexckpt.transfer.problems import Missing
 
         return Missing(self._catalog, self._source, self._mapping, self.compatible)
 
@@ -379,7 +381,7 @@ class _Resolver:
         given = Given(shape, source.dtype_name(source_row), "{} (source)", source.file_name(source_row))
         if shape == self._catalog.unpadded(row, self._catalog.global_shape):
             return given
-        from paddle_flexckpt.transfer.remedies import reshaped
+        from paddle_flexckpt.transfer.problems import reshaped
 
         remedy = reshaped(self._catalog, row, source, source_row, self._missing.known)
         return replace(given, remedy=remedy) if remedy else given

@@ -20,17 +20,16 @@ from paddle_flexckpt.catalog.texts import order_warning, replica_warning
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.transfer.agreement import BRIEF_LOAD, Ranks, Solo, check_coordinator, check_heads
-from paddle_flexckpt.transfer.kept_loads import KeptLoad, describe_load
 from paddle_flexckpt.transfer.mapping import compile_mapping
 from paddle_flexckpt.transfer.names import check_across_ranks
 from paddle_flexckpt.transfer.options import TransferOptions
 from paddle_flexckpt.transfer.plan import plan_fill
 from paddle_flexckpt.transfer.plan_cache import PlanCache, encode_short, find_common_plan, fingerprint
 from paddle_flexckpt.transfer.powers import NOTHING, Facts
+from paddle_flexckpt.transfer.resolution import check_unexpected, refuse_nothing
 from paddle_flexckpt.transfer.resolver import complete, resolve
-from paddle_flexckpt.transfer.source import Source, Task
+from paddle_flexckpt.transfer.source import KeptLoad, Source, Task, describe_load
 from paddle_flexckpt.transfer.targets import Targets
-from paddle_flexckpt.transfer.unexpected import check_unexpected, refuse_nothing
 
 logger = logging.getLogger("paddle_flexckpt")
 _report_level = contextvars.ContextVar("report_level", default=logging.INFO)

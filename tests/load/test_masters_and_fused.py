@@ -25,7 +25,7 @@ def save(path, **tensors):
 def test_masters_start_from_the_parameters_where_the_checkpoint_has_none(tmp_path):
     save(tmp_path, w=VALUES.astype(BF16))
     target = {"w": np.zeros((3, 4), BF16), "w.w_0": np.zeros((3, 4), np.float32)}
-    with provoked("transfer/missing.py", "by which a master that is missing starts from its parameter") as caught:
+    with provoked("transfer/problems.py", "by which a master that is missing starts from its parameter") as caught:
         fc.load_state_dict(target, tmp_path, solo())
     assert "the source has no such key (key 'w.w_0'" in str(caught.value)
     assert "strict" not in str(caught.value), "a master that is left as it is undoes the load of its parameter"
@@ -55,10 +55,10 @@ def test_single_precision_goes_into_halves_with_masters_as_the_errors_say(move, 
     target = {name: np.zeros((3, 4), half), f"{name}.w_0": np.zeros((3, 4), np.float32)}
     options = {"optimizer_states": "ignore"}
     options |= {} if statements is None else {"aoa_config": {"aoa_statements": statements}}
-    with provoked("transfer/fitting.py", 'load with dtype="cast" to convert the values'):
+    with provoked("transfer/resolution.py", 'load with dtype="cast" to convert the values'):
         move(source, target, **options)
     options["dtype"] = "cast"
-    with provoked("transfer/missing.py", 'load with master_weights="convert", by which a master') as caught:
+    with provoked("transfer/problems.py", 'load with master_weights="convert", by which a master') as caught:
         move(source, target, **options)
     assert "strict" not in str(caught.value)
     move(source, target, **options, master_weights="convert")

@@ -21,7 +21,7 @@ SOURCE = {"model.w": np.arange(6.0), "model.b": np.ones(2)}
 
 def test_targets_of_which_the_source_knows_none_are_an_error(move):
     target = {"other": np.full(6, -1.0), "v": np.ones(1)}
-    with provoked("transfer/unexpected.py", "or give the source's keys these names by AOA statements") as caught:
+    with provoked("transfer/resolution.py", "or give the source's keys these names by AOA statements") as caught:
         move(SOURCE, target, strict=False)
     for words in ("none of the 2 targets", "2 keys, such as 'model.b', 'model.w'"):
         assert words in str(caught.value)

@@ -130,14 +130,14 @@ def test_an_unknown_policy_is_refused(options):
 
 def test_another_dtype_is_an_error_by_default(move):
     source, target = {"w": np.ones(3, dtype=np.float32)}, {"w": np.zeros(3, dtype=ml_dtypes.bfloat16)}
-    with provoked("transfer/fitting.py", 'load with dtype="cast"') as caught:
+    with provoked("transfer/resolution.py", 'load with dtype="cast"') as caught:
         move(source, target)
     for words in ("dtypes differ", "'w'", "bfloat16 (target)", "float32 (source)"):
         assert words in str(caught.value)
     assert not target["w"].any()
     move(source, target, dtype="cast")
     assert target["w"].tolist() == [1, 1, 1]
-    with provoked("transfer/fitting.py", "load into a target of the saved dtype"):
+    with provoked("transfer/resolution.py", "load into a target of the saved dtype"):
         move(source, {"w": np.zeros(3, dtype=np.int8)})
     target = {"w": np.zeros(3, dtype=np.float32)}
     move(source, target)
@@ -308,7 +308,7 @@ def test_another_vocabulary_is_mended_by_the_statement_that_the_error_names(move
     names = ("embed.weight", "embed.weight.moment1_0", "embed.weight.w_0")
     source = {name: np.arange(8, dtype=np.float32).reshape(4, 2) + 100 * i for i, name in enumerate(names)}
     target = {name: np.full((rows, 2), -1, dtype=np.float32) for name in names}
-    with provoked("transfer/remedies.py", "in a vocabulary, cut or extend it by the AOA statement") as caught:
+    with provoked("transfer/problems.py", "in a vocabulary, cut or extend it by the AOA statement") as caught:
         move(source, target)
     statements = set(re.findall("AOA statement '(.*?)'", str(caught.value)))
     fill = ', fill="keep"' if rows > 4 else ""
@@ -319,8 +319,8 @@ def test_another_vocabulary_is_mended_by_the_statement_that_the_error_names(move
         assert (target[name][4:] == -1).all()
 
 
-ORDER = Advice("transfer/remedies.py", "if the source has its axes in another order")
-ROW_MAJOR = Advice("transfer/remedies.py", "if the values are the same in row-major order, add the AOA statement")
+ORDER = Advice("transfer/problems.py", "if the source has its axes in another order")
+ROW_MAJOR = Advice("transfer/problems.py", "if the values are the same in row-major order, add the AOA statement")
 
 
 @pytest.mark.parametrize(("advice", "old", "new", "statement"), [
@@ -503,7 +503,7 @@ def test_counters_are_not_rounded(move):
         given, target = {key: source[key]}, {key: np.zeros(source[key].shape, kind)}
         with pytest.raises(ValidationError, match="a cast would lose what the values mean"):
             move(given, target, dtype="cast")
-        with provoked("transfer/fitting.py", "load into a target of the saved dtype"):
+        with provoked("transfer/resolution.py", "load into a target of the saved dtype"):
             move(given, target)
         exact = {key: np.zeros(source[key].shape, np.float64 if key.endswith("step") else np.int64)}
         move(given, exact, dtype="cast")

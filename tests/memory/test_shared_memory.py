@@ -143,7 +143,7 @@ def test_two_views_of_one_memory_in_another_order_are_refused(move, view, values
     if values == "same":
         source["b"] = source["a"]
     targets = {"a": memory, "b": view(memory)}
-    with provoked("transfer/shared_targets.py", "load into a clone of one of the two, and use that in its place"):
+    with provoked("transfer/targets.py", "load into a clone of one of the two, and use that in its place"):
         move(source, targets)
     assert not memory.any()
     targets["b"] = targets["b"].copy()
@@ -161,7 +161,7 @@ def test_a_target_whose_elements_share_memory_is_refused(move, view, of_paddle):
         paddle = pytest.importorskip("paddle")
         memory = paddle.zeros([12])
         target = memory.as_strided(shape, steps)
-    with provoked("transfer/shared_targets.py", "load into a contiguous copy of it, and use that in its place"):
+    with provoked("transfer/targets.py", "load into a contiguous copy of it, and use that in its place"):
         move(source, {"w": target})
     assert not np.asarray(memory).any()
     copy = target.contiguous() if of_paddle else np.ascontiguousarray(target)

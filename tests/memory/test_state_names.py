@@ -154,7 +154,7 @@ def test_what_no_record_tells_is_refused_and_may_be_trusted(move, nesting, kind)
     elif kind == "optimizer alone":
         target = {key: value for key, value in flatten_state_dict(target)[0].items() if "linear_" in key}
     with provoked(
-        "transfer/raw_names.py", "load with raw_names='trusted' if this process makes the same networks"
+        "transfer/problems.py", "load with raw_names='trusted' if this process makes the same networks"
     ) as caught:
         move(source, target, optimizer_states="ignore")
     text = str(caught.value)
@@ -177,7 +177,7 @@ def test_what_no_record_tells_is_told_by_statements(move):
 def test_an_optimizer_alone_is_told_to_bring_its_model(move):
     there, here = job(seed=3), job(("critic", "actor"))
     source = NESTINGS["two parts"](*there)
-    with provoked("transfer/raw_names.py", "load the model's state in the same state dict"):
+    with provoked("transfer/problems.py", "load the model's state in the same state dict"):
         move(source, {"optimizer": here[1].state_dict()}, optimizer_states="ignore")
     move(source, NESTINGS["two parts"](*here))
     assert states_of(*here) == states_of(*there)

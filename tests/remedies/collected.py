@@ -11,7 +11,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "paddle_flexckpt"
 # Its functions return remedies, or parts of them.
-_TEXTS = "transfer/remedies.py"
+_TEXTS = "transfer/problems.py"
 _MARK = "Remedy: "
 _HOLE = "{}"
 

@@ -10,7 +10,7 @@ import pytest
 from paddle import nn
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.transfer.remedies import first_value
+from paddle_flexckpt.transfer.problems import first_value
 from tests.remedies.following import advised, provoked
 
 
@@ -65,7 +65,7 @@ def test_a_parameter_that_is_frozen_since_keeps_its_states(tmp_path):
     saved = state(*job(steps=3))
     fc.save_state_dict(saved, tmp_path)
     model, optimizer = job(frozen=True)
-    with provoked("transfer/unexpected.py", "load before that (stop_gradient=False), and freeze them then") as caught:
+    with provoked("transfer/resolution.py", "load before that (stop_gradient=False), and freeze them then") as caught:
         fc.load_state_dict(state(model, optimizer), tmp_path)
     assert "'body.bias.beta1_pow_acc_0'" in str(caught.value)
     freeze(model, False)
@@ -79,7 +79,7 @@ def test_a_parameter_that_is_frozen_since_keeps_its_states(tmp_path):
     equal(values(state(*again)), values(saved))
     # Or without them: what is loaded is right, and what is not begins anew.
     model, optimizer = job(frozen=True)
-    with provoked("transfer/unexpected.py", "to go on without these states, give optimizer_states='ignore'"):
+    with provoked("transfer/resolution.py", "to go on without these states, give optimizer_states='ignore'"):
         fc.load_state_dict(state(model, optimizer), tmp_path)
     loaded = state(model, optimizer)
     fc.load_state_dict(loaded, tmp_path, optimizer_states="ignore")
@@ -93,9 +93,9 @@ def test_a_parameter_that_is_trained_since_begins_with_the_values_of_a_fresh_opt
     fc.save_state_dict(saved, tmp_path)
     model, optimizer = job(steps=steps)
     target = state(model, optimizer)
-    with provoked("transfer/missing.py", "correct the state's name") as caught:
+    with provoked("transfer/problems.py", "correct the state's name") as caught:
         fc.load_state_dict(target, tmp_path)
-    advised("transfer/remedies.py", "give it the value that an optimizer begins with", str(caught.value))
+    advised("transfer/problems.py", "give it the value that an optimizer begins with", str(caught.value))
     assert "load with strict=False" not in str(caught.value)
     statements = re.findall(r"AOA statement '(_ -> .*?)'", str(caught.value))
     assert len(statements) == 8
@@ -110,7 +110,7 @@ def test_a_state_that_a_statement_removes_is_filled_likewise(tmp_path):
     fc.save_state_dict({"a": np.ones(2, np.float32), "a.moment1_0": np.ones(2, np.float32)}, tmp_path)
     target = {"a": np.zeros(2, np.float32), "a.moment1_0": np.full(2, 9, np.float32)}
     statements = ["a.moment1_0 -> _"]
-    with provoked("transfer/missing.py", "add a statement that makes the state") as caught:
+    with provoked("transfer/problems.py", "add a statement that makes the state") as caught:
         fc.load_state_dict(target, tmp_path, aoa_config={"aoa_statements": statements})
     statements += re.findall(r"AOA statement '(_ -> .*?)'", str(caught.value))
     fc.load_state_dict(target, tmp_path, aoa_config={"aoa_statements": statements})
@@ -120,7 +120,7 @@ def test_a_state_that_a_statement_removes_is_filled_likewise(tmp_path):
 def test_what_the_checkpoint_has_under_another_count_is_not_filled_with_zeros(tmp_path):
     fc.save_state_dict({"w": np.ones(2, np.float32), "linear_4.w_0_moment1_0": np.ones(2, np.float32)}, tmp_path)
     target = {"w": np.zeros(2, np.float32), "linear_0.w_0_moment1_0": np.full(2, 9, np.float32)}
-    with provoked("transfer/missing.py", "give its name by an AOA statement") as caught:
+    with provoked("transfer/problems.py", "give its name by an AOA statement") as caught:
         fc.load_state_dict(target, tmp_path)
     assert "fill=" not in str(caught.value) and "strict=False" not in str(caught.value)
     statements = ["linear_4.w_0_moment1_0 -> linear_0.w_0_moment1_0"]
@@ -136,10 +136,10 @@ def test_a_master_begins_with_its_parameter_and_never_with_zeros(tmp_path, key):
     saved = paddle.to_tensor([1.0, 2.0]).astype("bfloat16")
     fc.save_state_dict({"model.fc.weight": saved}, tmp_path)
     target = {"fc.weight": paddle.zeros([2], "bfloat16"), key: paddle.full([2], 9.0)}
-    with provoked("transfer/missing.py", "correct the state's name") as caught:
+    with provoked("transfer/problems.py", "correct the state's name") as caught:
         fc.load_state_dict(target, tmp_path)
     text = str(caught.value)
-    advised("transfer/remedies.py", "start it from its parameter, whose name in the source is to stand for", text)
+    advised("transfer/problems.py", "start it from its parameter, whose name in the source is to stand for", text)
     assert "fill=" not in text
     (statement,) = re.findall(r"AOA statement '(PARAMETER -> .*?)'", text)
     more = {"master_weights": "convert"} if "master_weights='convert'" in text else {}

@@ -37,7 +37,7 @@ def lists(arrays) -> dict:
 def test_a_name_is_corrected_or_its_target_left_as_it_is(path):
     fc.save_state_dict({"v": A, "w": B}, path)
     targets = rooms("v", "x")
-    with provoked("transfer/missing.py", "correct the name, or load with strict=False to leave this target as it is"):
+    with provoked("transfer/problems.py", "correct the name, or load with strict=False to leave this target as it is"):
         load(path, targets)
     assert lists(targets) == lists(rooms("v", "x"))
     assert load(path, rooms("v", "w")) == lists({"v": A, "w": B})
@@ -47,7 +47,7 @@ def test_a_name_is_corrected_or_its_target_left_as_it_is(path):
 def test_a_target_that_a_statement_takes_away(path):
     fc.save_state_dict({"v": A, "w": B}, path)
     targets = rooms("v", "w")
-    with provoked("transfer/missing.py", "add a statement that makes it, or load with strict=False to leave this"):
+    with provoked("transfer/problems.py", "add a statement that makes it, or load with strict=False to leave this"):
         load(path, targets, "v -> _")
     assert load(path, targets, "v -> _", strict=False) == lists({"v": OLD, "w": B})
     assert load(path, targets, "v -> _", "w -> v") == lists({"v": B, "w": B})
@@ -59,7 +59,7 @@ def test_a_head_that_was_tied_is_made_of_the_embedding(path, transposed):
     expected = A.T if transposed else A
     targets = {**rooms("embed.weight"), "lm_head.weight": np.full(expected.shape, -7, np.float32)}
     before = targets["lm_head.weight"].tolist()
-    with provoked("transfer/remedies.py", "if the saved model tied it to ") as caught:
+    with provoked("transfer/problems.py", "if the saved model tied it to ") as caught:
         load(path, targets)
     statement = f"embed.weight{transposed} -> lm_head.weight"
     assert f"add the AOA statement '{statement}'; or correct the name, or load with strict=False" in str(caught.value)

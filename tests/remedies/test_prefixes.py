@@ -21,7 +21,7 @@ def numbers(prefix: str, start: int = 1) -> dict[str, np.ndarray]:
 def test_a_prefix_of_the_source_is_taken_off(tmp_path, prefix):
     fc.save_state_dict(numbers(prefix), tmp_path)
     state_dict = {name: np.zeros(2, np.float32) for name in NAMES}
-    with provoked("transfer/remedies.py", " keys begin with ") as error:
+    with provoked("transfer/problems.py", " keys begin with ") as error:
         fc.load_state_dict(state_dict, tmp_path)
     follow(str(error.value), state_dict, tmp_path)
     assert all((state_dict[name] == number).all() for name, number in numbers("").items())
@@ -31,7 +31,7 @@ def test_a_prefix_of_the_source_is_taken_off(tmp_path, prefix):
 def test_a_prefix_of_the_targets_is_left_out(tmp_path, prefix):
     fc.save_state_dict(numbers(""), tmp_path)
     state_dict = {f"{prefix}{name}": np.zeros(2, np.float32) for name in NAMES}
-    with provoked("transfer/remedies.py", " keys begin with ") as error:
+    with provoked("transfer/problems.py", " keys begin with ") as error:
         fc.load_state_dict(state_dict, tmp_path)
     follow(str(error.value), state_dict, tmp_path)
     assert all((state_dict[name] == number).all() for name, number in numbers(prefix).items())

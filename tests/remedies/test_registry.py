@@ -69,4 +69,4 @@ def f(x, key):
 
 
 def test_the_package_is_where_it_is_looked_for() -> None:
-    assert (PACKAGE / "transfer" / "remedies.py").is_file()
+    assert (PACKAGE / "transfer" / "problems.py").is_file()

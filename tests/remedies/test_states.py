@@ -171,7 +171,7 @@ def test_padding_is_stripped_from_a_flattened_shard(tmp_path):
 
 def test_what_nobody_asks_for_is_loaded_or_allowed(tmp_path):
     fc.save_state_dict({"w": WHOLE, "v": WHOLE + 1}, tmp_path)
-    with provoked("transfer/unexpected.py", "load it too, or allow it with strict='missing'"):
+    with provoked("transfer/resolution.py", "load it too, or allow it with strict='missing'"):
         loaded(tmp_path, strict=True)
     both = {"w": np.zeros_like(WHOLE), "v": np.zeros_like(WHOLE)}
     fc.load_state_dict(both, tmp_path, strict=True)
@@ -183,13 +183,13 @@ def test_states_that_nobody_asks_for_are_loaded_or_left_out_by_name(tmp_path):
     masters = {"w": WHOLE.astype("float16"), "w.w_0": WHOLE + 0.0001}
     fc.save_state_dict(masters, tmp_path / "masters")
     fc.save_state_dict({"w": WHOLE, "w.moment1_0": WHOLE + 1}, tmp_path / "moments")
-    with provoked("transfer/unexpected.py", "to load weights alone, give optimizer_states='ignore'"):
+    with provoked("transfer/resolution.py", "to load weights alone, give optimizer_states='ignore'"):
         loaded(tmp_path / "moments")
     assert loaded(tmp_path / "moments", optimizer_states="ignore").tobytes() == WHOLE.tobytes()
     both = {"w": np.zeros_like(WHOLE), "w.moment1_0": np.zeros_like(WHOLE)}
     fc.load_state_dict(both, tmp_path / "moments")
     assert both["w.moment1_0"].tobytes() == (WHOLE + 1).tobytes()
-    with provoked("transfer/unexpected.py", "to take float32 parameters from their masters, give master_weights='co"):
+    with provoked("transfer/resolution.py", "to take float32 parameters from their masters, give master_weights='co"):
         loaded(tmp_path / "masters", dtype="cast")
     assert loaded(tmp_path / "masters", master_weights="convert").tobytes() == masters["w.w_0"].tobytes()
 

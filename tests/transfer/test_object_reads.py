@@ -14,7 +14,7 @@ from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.rehearsal import rehearse
 from paddle_flexckpt.tools.save_rehearsal import rehearse_save
-from paddle_flexckpt.transfer import object_reads
+from paddle_flexckpt.transfer import read_counts
 from tests.media.test_object_store import open_run
 from tests.object_store import running_store
 from tests.saved import data_file
@@ -127,8 +127,8 @@ def test_requests_of_a_save_are_those_that_send_its_data_files(store, text):
 def test_all_ranks_are_planned_at_once(tmp_path, monkeypatch):
     save(tmp_path, layout("tp=2", states=()))
     calls = []
-    plan = object_reads.plan_for_readers
-    monkeypatch.setattr(object_reads, "plan_for_readers", lambda *given: calls.append(given) or plan(*given))
+    plan = read_counts.plan_for_readers
+    monkeypatch.setattr(read_counts, "plan_for_readers", lambda *given: calls.append(given) or plan(*given))
     report = rehearse(str(tmp_path), layout("tp=4,sharding=v2:8", states=()), object_store=True, cooperative=True)
     assert report.world_size == 32
     assert len(calls) == 2  # of direct reads, and of those together

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_flexckpt.transfer import raw_names
+from paddle_flexckpt.transfer import problems
 from paddle_flexckpt.transfer.names import Source, Unresolved, find_compatible
-from paddle_flexckpt.transfer.raw_names import find_guesses
+from paddle_flexckpt.transfer.problems import find_guesses
 
 
 def guesses(targets, source, known=None):
@@ -83,8 +83,8 @@ def test_structured_targets_are_named_and_many_are_counted():
 
 
 def test_each_parameter_is_looked_at_a_few_times_however_many_there_are(monkeypatch):
-    split, calls = raw_names.split_raw, []
-    monkeypatch.setattr(raw_names, "split_raw", lambda *given: calls.append(given) or split(*given))
+    split, calls = problems.split_raw, []
+    monkeypatch.setattr(problems, "split_raw", lambda *given: calls.append(given) or split(*given))
     many = [each for number in range(50) for each in states(number, (4, 4 + number))]
     assert guesses(many, table(many)) == []
     assert len(calls) <= 4 * len(many)

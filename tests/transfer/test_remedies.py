@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_flexckpt.transfer.remedies import reshaped, untied
+from paddle_flexckpt.transfer.problems import reshaped, untied
 from tests.transfer.samples import Part, catalog
 
 

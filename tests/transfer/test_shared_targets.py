@@ -9,7 +9,7 @@ import pytest
 
 from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import Problem
-from paddle_flexckpt.transfer.shared_targets import share_memory
+from paddle_flexckpt.transfer.targets import share_memory
 from tests.transfer.samples import Part, catalog, refusal, targets, the_refusal
 
 WHOLE = (2, 3)

@@ -10,7 +10,7 @@ import pytest
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import CatalogBuilder, ValidationError
 from paddle_flexckpt.transfer.options import LoadOptions
-from paddle_flexckpt.transfer.unexpected import check_unexpected
+from paddle_flexckpt.transfer.resolution import check_unexpected
 from tests.property.mappings import box_maps
 
 CONTEXT = "cannot load"
