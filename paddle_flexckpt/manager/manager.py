@@ -14,13 +14,19 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Not
 from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.communication.group_communicators import communicator_for
-from paddle_flexckpt.manager.follow_up import FollowUp
 from paddle_flexckpt.manager.manager_options import ManagerOptions, StepArguments, StepOptions
-from paddle_flexckpt.manager.pending_steps import PendingSteps
-from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, Mode, SavePolicy, check_policies
+from paddle_flexckpt.manager.pending_steps import FollowUp, PendingSteps
+from paddle_flexckpt.manager.policies import (
+    KeepBest,
+    KeepPolicy,
+    Mode,
+    PreemptionSignals,
+    SavePolicy,
+    SaveSchedule,
+    check_policies,
+)
 from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
-from paddle_flexckpt.manager.schedule import PreemptionSignals, SaveSchedule
 from paddle_flexckpt.manager.step_contents import (
     OWN_OBJECTS,
     RunObjects,

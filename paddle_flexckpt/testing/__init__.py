@@ -8,6 +8,6 @@ a second each). :mod:`~paddle_flexckpt.testing.device_check` proves the library 
 Nothing else in ``paddle_flexckpt`` imports this package. Importing it neither imports Paddle nor patches anything.
 """
 
-from .world import World, WorldError
+from paddle_flexckpt.testing.world import World, WorldError
 
 __all__ = ["World", "WorldError"]

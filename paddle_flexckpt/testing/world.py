@@ -30,8 +30,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from . import frames
-from .reports import WorldError, relevant_stacks, size_of, tail_of
+from paddle_flexckpt.testing import frames
+from paddle_flexckpt.testing.reports import WorldError, relevant_stacks, size_of, tail_of
 
 #: Environment variable with the address of a worker's controller, and the token.
 ADDRESS_VARIABLE = "PADDLE_FLEXCKPT_WORLD"

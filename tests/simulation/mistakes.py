@@ -260,7 +260,7 @@ MISTAKES = {
         Mistake(
             "periodic-counts",
             "any earlier save counts as the one that a signal asks for",
-            {"manager.schedule:SaveSchedule.note": wrong.periodic_save_counts},
+            {"manager.policies:SaveSchedule.note": wrong.periodic_save_counts},
         ),
         Mistake(
             "restore-by-rank",
@@ -309,7 +309,7 @@ MISTAKES = {
         Mistake(
             "rank-stops-alone",
             "a rank that got a signal stops, the others are not told",
-            {"manager.schedule:SaveSchedule.should_save": wrong.stops_alone},
+            {"manager.policies:SaveSchedule.should_save": wrong.stops_alone},
         ),
         Mistake(
             "segment-lost",

@@ -37,10 +37,17 @@ The comments in this package name the upstream defects that they work around:
 - S15: groups of static graphs want a GPU to connect.
 """
 
-from .install import init_fleet, install, mesh, reset_fleet, tensor_cuda_stays, uninstall
-from .mesh import Mesh, MeshError
-from .process_group import MeshProcessGroup
-from .semi_auto import reset_semi_auto
+from paddle_flexckpt.testing.cpu_world.install import (
+    init_fleet,
+    install,
+    mesh,
+    reset_fleet,
+    tensor_cuda_stays,
+    uninstall,
+)
+from paddle_flexckpt.testing.cpu_world.mesh import Mesh, MeshError
+from paddle_flexckpt.testing.cpu_world.process_group import MeshProcessGroup
+from paddle_flexckpt.testing.cpu_world.semi_auto import reset_semi_auto
 
 __all__ = [
     "Mesh",

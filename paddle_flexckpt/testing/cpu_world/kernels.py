@@ -18,10 +18,9 @@ from paddle.distributed import collective
 from paddle.distributed.communication.reduce import _get_reduce_op
 from paddle.distributed.fleet.layers.mpu import mp_ops
 
+from paddle_flexckpt.testing.cpu_world.arrays import to_array
+from paddle_flexckpt.testing.cpu_world.process_group import empty_like
 from paddle_flexckpt.undo import Undo
-
-from .arrays import to_array
-from .process_group import empty_like
 
 
 def group_of(ring_id: int) -> Any:

@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from .. import frames
+from paddle_flexckpt.testing import frames
 
 Epoch = tuple[int, int]
 Payload = np.ndarray

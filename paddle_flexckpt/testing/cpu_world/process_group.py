@@ -24,9 +24,8 @@ from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
 from paddle_flexckpt.communication.group_communicators import default_store
 from paddle_flexckpt.ranks.lost_ranks import describe_lost_ranks, find_missing_ranks
-
-from .arrays import copy_into, put_array, reduce_arrays, to_array
-from .mesh import Mesh
+from paddle_flexckpt.testing.cpu_world.arrays import copy_into, put_array, reduce_arrays, to_array
+from paddle_flexckpt.testing.cpu_world.mesh import Mesh
 
 Op = core.ReduceOp
 Array = np.ndarray

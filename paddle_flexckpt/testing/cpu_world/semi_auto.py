@@ -24,10 +24,9 @@ from paddle.distributed import fleet
 from paddle.distributed.auto_parallel import api
 from paddle.distributed.auto_parallel.process_mesh import ProcessMesh
 
+from paddle_flexckpt.testing.cpu_world.arrays import HALF
+from paddle_flexckpt.testing.cpu_world.static_graphs import reset_static_graphs
 from paddle_flexckpt.undo import Undo
-
-from .arrays import HALF
-from .static_graphs import reset_static_graphs
 
 # Module globals of Paddle that outlive a job, with what they are at the start. Not every version has each module.
 _LEFT_BEHIND = (

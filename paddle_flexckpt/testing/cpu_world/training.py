@@ -15,10 +15,9 @@ from paddle.base import core
 from paddle.distributed.auto_parallel import api
 from paddle.distributed.fleet.meta_optimizers.dygraph_optimizer import dygraph_sharding_optimizer
 
+from paddle_flexckpt.testing.cpu_world.arrays import HALF, copy_into
+from paddle_flexckpt.testing.cpu_world.process_group import MeshProcessGroup
 from paddle_flexckpt.undo import Undo
-
-from .arrays import HALF, copy_into
-from .process_group import MeshProcessGroup
 
 # Place of `multi_precision` after `found_inf`: beta1, beta2, epsilon, lr_ratio, coeff, with_decay, lazy_mode,
 # min_row_size, *it*.
