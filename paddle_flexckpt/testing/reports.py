@@ -11,7 +11,9 @@ from typing import Any
 
 _LOG_TAIL = 4000
 #: Frames that mark, in a dump of stacks, a thread of this package that only waits for messages.
-_IDLE = re.compile(r'(cpu_world.mesh|testing.worker)\.py", line \d+ in (_accept|_recv_loop|_send_loop|_read)$', re.M)
+_IDLE = re.compile(
+    r'(cpu_world.mesh|testing.rank_worker)\.py", line \d+ in (_accept|_recv_loop|_send_loop|_read)$', re.M
+)
 
 
 class WorldError(RuntimeError):

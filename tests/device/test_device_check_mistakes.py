@@ -29,11 +29,11 @@ from paddle_flexckpt.save import sliced_saves
 from paddle_flexckpt.save.shared_saves import SharedSave
 from paddle_flexckpt.testing import device_check_link, device_check_memory
 from paddle_flexckpt.testing.device_check_counts import count_alone, count_ranks
-from paddle_flexckpt.testing.device_check_dtypes import DtypeChecks
 from paddle_flexckpt.testing.device_check_link import LinkChecks
 from paddle_flexckpt.testing.device_check_memory import MemoryChecks, PageChecks, reshard_of_ranks
 from paddle_flexckpt.testing.device_check_ranks import RankChecks
 from paddle_flexckpt.testing.device_check_record import COUNTERS_VARIABLE, SIMULATED_VARIABLE, Record, read_record
+from paddle_flexckpt.testing.device_check_single import DtypeChecks
 from paddle_flexckpt.transfer import transfer
 from tests.device import plugin
 
@@ -69,7 +69,7 @@ def check(directory, name, mistake="", simulated="1"):
     plugin.configure(memory_gib=0.0625)
     with contextlib.ExitStack() as patches:
         patches.callback(plugin.configure, memory_gib=4)
-        for module in ("dtypes", "memory", "link", "counts"):
+        for module in ("single", "memory", "link", "counts"):
             owner = importlib.import_module(f"paddle_flexckpt.testing.device_check_{module}")
             patches.enter_context(mock.patch.object(owner, "fc", Alone()))
         patches.enter_context(mock.patch.dict(os.environ, {SIMULATED_VARIABLE: simulated}))

@@ -37,7 +37,8 @@ The comments in this package name the upstream defects that they work around:
 - S15: groups of static graphs want a GPU to connect.
 """
 
-from paddle_flexckpt.testing.cpu_world.install import (
+from paddle_flexckpt.testing.cpu_world.auto_parallel import reset_semi_auto
+from paddle_flexckpt.testing.cpu_world.lifecycle import (
     init_fleet,
     install,
     mesh,
@@ -47,7 +48,6 @@ from paddle_flexckpt.testing.cpu_world.install import (
 )
 from paddle_flexckpt.testing.cpu_world.mesh import Mesh, MeshError
 from paddle_flexckpt.testing.cpu_world.process_group import MeshProcessGroup
-from paddle_flexckpt.testing.cpu_world.semi_auto import reset_semi_auto
 
 __all__ = [
     "Mesh",

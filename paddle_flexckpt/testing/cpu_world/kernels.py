@@ -18,8 +18,7 @@ from paddle.distributed import collective
 from paddle.distributed.communication.reduce import _get_reduce_op
 from paddle.distributed.fleet.layers.mpu import mp_ops
 
-from paddle_flexckpt.testing.cpu_world.arrays import to_array
-from paddle_flexckpt.testing.cpu_world.process_group import empty_like
+from paddle_flexckpt.testing.cpu_world.process_group import empty_like, to_array
 from paddle_flexckpt.undo import Undo
 
 

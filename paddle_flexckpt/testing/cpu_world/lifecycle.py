@@ -15,13 +15,17 @@ from paddle.distributed import collective, fleet, parallel
 
 from paddle_flexckpt.communication import group_communicators as communicator
 from paddle_flexckpt.overlaps import forget_overlaps
-from paddle_flexckpt.testing.cpu_world.group_sharded import patch_devices, patch_group_sharded
+from paddle_flexckpt.testing.cpu_world.auto_parallel import patch_semi_auto, patch_static_graphs, reset_semi_auto
 from paddle_flexckpt.testing.cpu_world.kernels import patch_kernels, patch_moe
 from paddle_flexckpt.testing.cpu_world.mesh import Mesh
 from paddle_flexckpt.testing.cpu_world.process_group import MeshChannel, MeshProcessGroup
-from paddle_flexckpt.testing.cpu_world.semi_auto import patch_semi_auto, reset_semi_auto
-from paddle_flexckpt.testing.cpu_world.static_graphs import patch_static_graphs
-from paddle_flexckpt.testing.cpu_world.training import patch_adamw, patch_data_parallel, patch_sharding_v2
+from paddle_flexckpt.testing.cpu_world.training import (
+    patch_adamw,
+    patch_data_parallel,
+    patch_devices,
+    patch_group_sharded,
+    patch_sharding_v2,
+)
 from paddle_flexckpt.undo import Undo
 
 # More than a job makes on a device; group ids are C integers.
