@@ -68,7 +68,7 @@ class Meter:
         self._step = max(1, min(bytes_total // STEPS, MOST_STEP_BYTES))
         self._lock = threading.RLock()
         if callback is not None:
-            self._tell()
+            self._report()
 
     @property
     def is_heard(self) -> bool:
@@ -89,17 +89,17 @@ class Meter:
             self._bytes_done = min(max(self._bytes_done, bytes_done), self._bytes_total)
             self._items_done = min(max(self._items_done, items_done), self._items_total)
             if self._bytes_done - self._last >= self._step and self._bytes_done < self._bytes_total:
-                self._tell()
+                self._report()
 
     def finish(self) -> None:
         """Set all as done; a second call does nothing."""
         if self._callback is not None:
             with self._lock:
                 self._bytes_done, self._items_done = self._bytes_total, self._items_total
-                self._tell()
+                self._report()
                 self._callback = None
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         callback = self._callback
         if callback is None:  # it raised in another thread
             return

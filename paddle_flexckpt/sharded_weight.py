@@ -184,11 +184,11 @@ def _place_of(
     """
     whole = tuple(int(n) for n in tensor.shape)
     part = local_part(key, tensor)
-    said = tuple(tuple(int(n) for n in values) for values in (local_shape, global_offset))
+    given = tuple(tuple(int(n) for n in values) for values in (local_shape, global_offset))
     known = [(whole, (0,) * len(whole)), (part.shape, part.offset)]
-    if tuple(int(n) for n in global_shape) != whole or said not in known or flattened_range is not None:
+    if tuple(int(n) for n in global_shape) != whole or given not in known or flattened_range is not None:
         raise ValueError(
-            f"key {key!r}: global_shape {tuple(global_shape)}, local_shape {said[0]}, global_offset {said[1]} and "
+            f"key {key!r}: global_shape {tuple(global_shape)}, local_shape {given[0]}, global_offset {given[1]} and "
             f"flattened_range {flattened_range} are given for a DistTensor of shape {whole}, of which this rank holds "
             f"shape {part.shape} at {part.offset}. Remedy: make_replicated_sharded_weight(key, tensor) takes them from "
             "its placements; for a flattened range pass the local value"

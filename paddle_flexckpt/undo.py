@@ -47,7 +47,7 @@ class Undo:
             if not package or module.__name__.partition(".")[0] == package:
                 self.set(module, name, value)
 
-    def keep_all(self, owner: Any) -> None:
+    def record_all(self, owner: Any) -> None:
         """Record all attributes of a class, to restore them whatever happens to them."""
         before = dict(vars(owner))
 

@@ -33,7 +33,7 @@ def test_everything_is_put_back_the_last_first():
 
 def test_a_class_is_kept_whatever_happens_to_it():
     before, undo = dict(vars(Sample)), Undo()
-    undo.keep_all(Sample)
+    undo.record_all(Sample)
     Sample.own, Sample.more = None, 1
     undo.put_back()
     assert dict(vars(Sample)) == before

@@ -214,7 +214,7 @@ class _Parser:
         position = self._position + ahead
         return self._tokens[position].kind if position < len(self._tokens) else "END"
 
-    def _take(self, kind: str, what: str) -> Token:
+    def _expect(self, kind: str, what: str) -> Token:
         if self._kind() != kind:
             got = "the end of the text" if self.at_end() else repr(self._tokens[self._position].text)
             column = len(self._text) + 1 if self.at_end() else self._tokens[self._position].column
@@ -230,7 +230,7 @@ class _Parser:
             left.append(self._variable())
         if self._kind() != "RARROW":
             self._check_commas(start)
-        self._take("RARROW", "',' or '->'")
+        self._expect("RARROW", "',' or '->'")
         right = [self._variable()]
         while self._kind() == "COMMA" and not self._attribute_follows():
             self._position += 1
@@ -301,20 +301,20 @@ class _Parser:
 
     def _variable(self) -> Variable:
         if self._kind() == "STRING":
-            token = self._take("STRING", "a name")
+            token = self._expect("STRING", "a name")
             name = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), token.text[1:-1])
             if not name:
                 raise StatementError("a name cannot be empty", token.column)
         else:
-            token = self._take("NAME", "a name")
+            token = self._expect("NAME", "a name")
             name = token.text
         items = None
         if self._kind() == "LBRACKET":
             self._position += 1
             start = self._whole_number()
-            self._take("COLON", "':' (NAME[START:STOP])")
+            self._expect("COLON", "':' (NAME[START:STOP])")
             stop = self._whole_number()
-            self._take("RBRACKET", "']'")
+            self._expect("RBRACKET", "']'")
             if not 0 < stop - start <= MAX_NAMES:
                 count = "nothing" if start >= stop else f"{stop - start:,} tensors; at most {MAX_NAMES:,} are supported"
                 raise StatementError(f"{name}[{start}:{stop}] names {count}", token.column)
@@ -325,13 +325,13 @@ class _Parser:
         return Variable(name, transposed, items, token.column)
 
     def _whole_number(self) -> int:
-        token = self._take("NUMBER", "a number")
+        token = self._expect("NUMBER", "a number")
         if not token.text.isdigit() or len(token.text) > len(str(MAX_NUMBER)):
             raise StatementError(f"expected a whole number of at most 15 digits; got {token.text!r}", token.column)
         return int(token.text)
 
     def _attribute(self) -> Attribute:
-        token = self._take("NAME", "an attribute")
+        token = self._expect("NAME", "an attribute")
         key = token.text
         if self._kind() != "EQUAL":
             if key not in TAGS:
@@ -346,7 +346,7 @@ class _Parser:
             known = ", ".join(sorted(ATTRIBUTES))
             raise StatementError(f"unknown attribute {key!r}; attributes are {known}", token.column)
         if self._kind() not in ("NUMBER", "STRING"):
-            self._take("STRING", f"a number or a quoted text after {key}=")
+            self._expect("STRING", f"a number or a quoted text after {key}=")
         value = self._tokens[self._position]
         self._position += 1
         text = value.text[1:-1] if value.kind == "STRING" else value.text

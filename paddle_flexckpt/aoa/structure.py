@@ -219,37 +219,37 @@ def assembled(
     if len(filled) < len(fragments):
         fragments = fragments.take(filled)
     leaves = distinct(fragments.leaf)
-    kept = sorted(-1 - leaf for leaf in leaves if leaf < 0)
+    needed = sorted(-1 - leaf for leaf in leaves if leaf < 0)
     used = {leaf for leaf in leaves if leaf >= 0}
-    for index in kept:
+    for index in needed:
         used.update(slot + (shifts[index] if shifts else 0) for slot in nodes[index].slots)
     slots = tuple(sorted(used))
-    kept_inputs = inputs if len(slots) == len(inputs) else tuple(inputs[slot] for slot in slots)
-    if len(slots) != len(inputs) or len(kept) != len(nodes):
+    needed_inputs = inputs if len(slots) == len(inputs) else tuple(inputs[slot] for slot in slots)
+    if len(slots) != len(inputs) or len(needed) != len(nodes):
         # A node's leaf number is negative and so counts from the end of the table, where the nodes are.
         table = np.zeros(len(inputs) + len(nodes), np.int64)
         table[list(slots)] = np.arange(len(slots))
-        table[[-1 - index for index in kept]] = -1 - np.arange(len(kept))
+        table[[-1 - index for index in needed]] = -1 - np.arange(len(needed))
         fragments = replace(fragments, leaf=table[fragments.leaf])
-    kept_nodes = []
+    needed_nodes = []
     slot_table = np.zeros(len(inputs), np.int64)
     slot_table[list(slots)] = np.arange(len(slots))
     memo: dict[tuple[int, int], Structure] = {}
-    for index in kept:
+    for index in needed:
         node, shift = nodes[index], shifts[index] if shifts else 0
-        operands = tuple(renumbered(o, slot_table, shift, kept_inputs, memo) for o in node.operands)
+        operands = tuple(renumbered(o, slot_table, shift, needed_inputs, memo) for o in node.operands)
         same = all(new is old for new, old in zip(operands, node.operands))
-        kept_nodes.append(node if same else StructureNode(node.step, node.info, operands))
-    kept_chains, column = _kept_chains(fragments.chain, chains)
-    ranks = [len(kept_inputs[leaf].shape) for leaf in distinct(fragments.leaf) if leaf >= 0]
-    fragments = fragments.of_width(max(ranks + [len(node.info.shape) for node in kept_nodes], default=0))
+        needed_nodes.append(node if same else StructureNode(node.step, node.info, operands))
+    needed_chains, column = _needed_chains(fragments.chain, chains)
+    ranks = [len(needed_inputs[leaf].shape) for leaf in distinct(fragments.leaf) if leaf >= 0]
+    fragments = fragments.of_width(max(ranks + [len(node.info.shape) for node in needed_nodes], default=0))
     if column is not fragments.chain:
         fragments = replace(fragments, chain=column)
-    structure = Structure(shape, dtype, kept_inputs, fragments, kept_chains, tuple(kept_nodes))
+    structure = Structure(shape, dtype, needed_inputs, fragments, needed_chains, tuple(needed_nodes))
     return Derived(structure, slots)
 
 
-def _kept_chains(
+def _needed_chains(
     column: np.ndarray, chains: Sequence[tuple[str, ...]]
 ) -> tuple[tuple[tuple[str, ...], ...], np.ndarray]:
     if len(chains) == 1:

@@ -83,13 +83,13 @@ def cast(structure: Structure, dtype: str) -> Derived:
     column = np.zeros(len(structure), np.int64)
     nodes = list(structure.nodes)
     for leaf in distinct(structure.fragments.leaf):
-        kept = leaf < 0 and nodes[-1 - leaf].step is None
-        if kept:
+        keeps = leaf < 0 and nodes[-1 - leaf].step is None
+        if keeps:
             # The target's own values have its dtype: there is nothing to cast.
             nodes[-1 - leaf] = StructureNode(None, TensorInfo(nodes[-1 - leaf].info.shape, dtype))
         rows = np.flatnonzero(structure.fragments.leaf == leaf) if len(structure) > 1 else np.zeros(1, np.int64)
         for old in distinct(structure.fragments.chain[rows]):
-            casts = () if kept else (*structure.chains[old], dtype)
+            casts = () if keeps else (*structure.chains[old], dtype)
             chain = simplify_chain(structure.leaf_info(leaf).dtype, casts)
             number = numbers.setdefault(chain, len(numbers))
             column[rows[structure.fragments.chain[rows] == old]] = number

@@ -85,23 +85,7 @@ def gen_aoa_statements(
         raise ValueError(f"direction is 'from_hf' or 'to_hf'; got {direction!r}")
     if not callable(getattr(model, "sharded_state_dict", None)):
         raise ValueError(f"{type(model).__name__} has no sharded_state_dict(). Remedy: call paddle_flexckpt.install()")
-    known = _known_rules()
-    spoken = _spoken(model, direction, rules or {}, known)
-    owners = _owners(model)
-    weights = model.sharded_state_dict()
-    places = {key: _owner_of(key, weight, owners) for key, weight in weights.items()}
-    treatments = {key: spoken.get(f"{place.path}{place.name}") for key, place in places.items()}
-    first: dict[int, str] = {}  # of the names of one tensor, the first that a rule is about, or else the first
-    for key, place in places.items():
-        if place.identity not in first or (treatments[first[place.identity]] is None and treatments[key] is not None):
-            first[place.identity] = key
-    found = []
-    for key, weight in weights.items():
-        main = first[places[key].identity]
-        treatment = treatments[main]
-        if treatment is None and len(weight.global_shape) > 1:
-            raise ValueError(_without_rule(main, places[main], weight))
-        found.append(_rename(key, main, treatment or "copy", direction, hf_names))
+    found = _renames(model, direction, _treatments(model, direction, rules or {}), hf_names)
     return _fold(found if process_group is None else _of_all_ranks(found, process_group))
 
 
@@ -128,17 +112,18 @@ def _known_rules() -> dict[type, Rule]:
     return {**{cls: {"weight": "transpose"} for cls in linear}, **{cls: {"weight": "copy"} for cls in as_is}}
 
 
-def _spoken(model: Any, direction: str, given: Mapping[type, Rule], known: Mapping[type, Rule]) -> dict[str, str]:
+def _treatments(model: Any, direction: str, given: Mapping[type, Rule]) -> dict[str, str]:
     """Return treatments by the parameter's dotted name in the tree; the outermost layer's counts."""
-    spoken: dict[str, str] = {}
+    known = _known_rules()
+    treatments: dict[str, str] = {}
     for path, layer in model.named_sublayers(include_self=True):
-        rule, checked = _rule_of(layer, given, known)
+        rule, is_users = _rule_of(layer, given, known)
         prefix = f"{path}." if path else ""
         for name, treatment in (rule(layer, direction) if callable(rule) else rule or {}).items():
-            if checked:
+            if is_users:
                 _check_rule(layer, name, treatment)
-            spoken.setdefault(prefix + name, treatment)
-    return spoken
+            treatments.setdefault(prefix + name, treatment)
+    return treatments
 
 
 def _rule_of(layer: Any, given: Mapping[type, Rule], known: Mapping[type, Rule]) -> tuple[Rule | None, bool]:
@@ -226,6 +211,24 @@ def _common_end(one: str, other: str) -> int:
 
 
 # -- statements --------------------------------------------------------------------------------------------------------
+
+
+def _renames(model: Any, direction: str, treatments: Mapping[str, str], hf_names: Any) -> list[_Rename]:
+    """Return the statement of each parameter that this rank describes."""
+    owners, weights = _owners(model), model.sharded_state_dict()
+    places = {key: _owner_of(key, weight, owners) for key, weight in weights.items()}
+    own = {key: treatments.get(f"{place.path}{place.name}") for key, place in places.items()}
+    first: dict[int, str] = {}  # of the names of one tensor, the first that a rule is about, or else the first
+    for key, place in places.items():
+        if place.identity not in first or (own[first[place.identity]] is None and own[key] is not None):
+            first[place.identity] = key
+    found = []
+    for key, weight in weights.items():
+        main = first[places[key].identity]
+        if own[main] is None and len(weight.global_shape) > 1:
+            raise ValueError(_without_rule(main, places[main], weight))
+        found.append(_rename(key, main, own[main] or "copy", direction, hf_names))
+    return found
 
 
 def _rename(key: str, main: str, treatment: str, direction: str, hf_names: Any) -> _Rename:

@@ -100,7 +100,7 @@ class DeviceCheck:
         code, output = self._process(command)
         outcomes, facts = read_record(record)
         self.facts.update(facts)
-        self._take(outcomes, code, output, "one process")
+        self._collect(outcomes, code, output, "one process")
 
     def _job(self, measured: int) -> None:
         """Run the checks of several ranks; in their last one, the last rank is killed."""
@@ -113,9 +113,9 @@ class DeviceCheck:
             outcomes, _ = read_record(self._path / f"rank.{rank}")
             log = logs / f"workerlog.{rank}"
             tail = log.read_text(errors="replace")[-3000:] if log.exists() else output
-            self._take(outcomes, 0 if outcomes else 1, tail, f"rank {rank}")
+            self._collect(outcomes, 0 if outcomes else 1, tail, f"rank {rank}")
 
-    def _take(self, outcomes: Sequence[Outcome], code: int, output: str, who: str) -> None:
+    def _collect(self, outcomes: Sequence[Outcome], code: int, output: str, who: str) -> None:
         unfinished = [outcome for outcome in outcomes if outcome.result == "begun"]
         for outcome in unfinished:
             outcome.result, outcome.detail = "WRONG", f"the process ended during this check. {output[-2000:]}"

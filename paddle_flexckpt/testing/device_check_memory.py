@@ -137,10 +137,10 @@ class MemoryChecks:
         return {"nbytes": 2 * items["whole"].nbytes, "detail": f"went well, with {hoard.nbytes >> 20} MiB held"}
 
 
-def reshard_of_ranks(meet: Callable[[], object]) -> Found:
+def reshard_of_ranks(barrier: Callable[[], object]) -> Found:
     """Reshard rows to columns while the last rank has no device memory; all ranks have to raise the error.
 
-    ``meet`` waits for the other ranks, without device memory.
+    ``barrier`` waits for the other ranks, without device memory.
     """
     rank, size = dist.get_rank(), dist.get_world_size()
     rows, columns = 320, 512 * size
@@ -158,13 +158,13 @@ def reshard_of_ranks(meet: Callable[[], object]) -> Found:
 
     text = ""
     with Hoard() if rank == size - 1 else contextlib.nullcontext():
-        meet()
+        barrier()
         try:
             move()
         except Exception as error:  # any that says what it is will do
             text = _text_of(error)
-        meet()
-    meet()  # ranks may share a device
+        barrier()
+    barrier()  # ranks may share a device
     require(bool(text), f"a reshard went well for which rank {size - 1} had no device memory")
     require("memory" in text.lower(), f"an error that does not name memory: {text}")
     require(f"rank {size - 1}" in text, f"an error that does not name the rank without memory: {text}")

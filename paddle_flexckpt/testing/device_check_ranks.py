@@ -54,7 +54,7 @@ class RankChecks:
         yield "reshard from rows to columns", self._reshard
         yield "reshard one way", lambda: self._uneven("one way", 100_003, 0)
         yield "reshard of unequal amounts", lambda: self._uneven("unequal", 1_000_003, 1000)
-        yield "no device memory left, reshard of ranks", lambda: reshard_of_ranks(self._meet)
+        yield "no device memory left, reshard of ranks", lambda: reshard_of_ranks(self._barrier)
         yield "what crosses the link of a rank", lambda: count_ranks(self._folder, self._measured)
         yield "reshard, speed", self._speed
 
@@ -69,7 +69,7 @@ class RankChecks:
     def _part(self, whole: np.ndarray, axis: int) -> np.ndarray:
         return np.ascontiguousarray(np.split(whole, self._size, axis)[self._rank])
 
-    def _meet(self) -> None:
+    def _barrier(self) -> None:
         """Wait for the other ranks through host sockets: a barrier of the backend needs device memory."""
         here, there = np.zeros(1), np.ones(1)
         fc.reshard_sharded_state_dict({"meet": here}, {"meet": there})

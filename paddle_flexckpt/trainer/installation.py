@@ -147,7 +147,7 @@ def _with_derived(cls: type) -> Iterator[type]:
 
 def _remake(cls: Any, undo: Undo) -> None:
     """Make a dataclass anew, with the present fields of its bases."""
-    undo.keep_all(cls)
+    undo.record_all(cls)
     parameters = cls.__dataclass_params__
     own = vars(cls).get("__annotations__", {})
     # Class attributes that were fields are the fields' defaults since the class was made.

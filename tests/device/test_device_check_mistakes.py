@@ -86,13 +86,13 @@ def check(directory, name, mistake="", simulated="1"):
 def check_ranks(directory, name, mistake=""):
     """The same of a check that all ranks make."""
     folder, rank = Path(directory), dist.get_rank()
-    meet = RankChecks(folder, MIB)._meet
+    barrier = RankChecks(folder, MIB)._barrier
     plugin.configure(memory_gib=0.25)
     with contextlib.ExitStack() as patches:
         patches.callback(plugin.configure, memory_gib=4)
         if mistake:
             patches.enter_context(MISTAKES[mistake]())
-        works = {"memory": lambda: reshard_of_ranks(meet), "counts": lambda: count_ranks(folder, 20 * MIB)}
+        works = {"memory": lambda: reshard_of_ranks(barrier), "counts": lambda: count_ranks(folder, 20 * MIB)}
         Record(folder / f"record.{rank}", rank).check(name, works[name])
     outcome = read_record(folder / f"record.{rank}")[0][0]
     return outcome.result, outcome.detail

@@ -116,28 +116,28 @@ class Mesh:
 
     def recv(self, peer: int, channel: str) -> Payload:
         """Wait for the next message of ``peer`` on ``channel``."""
-        return self.take(peer, channel, self.post(peer, channel))
+        return self.wait_for(peer, channel, self.post(peer, channel))
 
     def post(self, peer: int, channel: str) -> int:
-        """Reserve the next message of ``peer`` on ``channel``; hand the returned sequence number to :meth:`take`."""
+        """Reserve the next message of ``peer`` on ``channel``; its sequence number is for :meth:`wait_for`."""
         with self._news:
             key = (self._epoch, peer, channel)
             sequence = self._posted[key]
             self._posted[key] = sequence + 1
             return sequence
 
-    def take(self, peer: int, channel: str, sequence: int) -> Payload:
-        """Wait for the message that ``sequence`` reserved. Sequence numbers may be taken in any order."""
-        return self._take([(peer, sequence)], channel)[0]
+    def wait_for(self, peer: int, channel: str, sequence: int) -> Payload:
+        """Wait for the message that ``sequence`` reserved. They may be waited for in any order."""
+        return self._wait_for([(peer, sequence)], channel)[0]
 
     def recv_all(self, peers: Sequence[int], channel: str) -> list[Payload]:
         """Wait for the next message of each of ``peers`` on ``channel``, until one that is missing has left.
 
         Who waits for one after the other may wait for a peer that gave up because of another one that has left.
         """
-        return self._take([(peer, self.post(peer, channel)) for peer in peers], channel)
+        return self._wait_for([(peer, self.post(peer, channel)) for peer in peers], channel)
 
-    def _take(self, wanted: Sequence[tuple[int, int]], channel: str) -> list[Payload]:
+    def _wait_for(self, wanted: Sequence[tuple[int, int]], channel: str) -> list[Payload]:
         with self._news:
             boxes = [self._inbox[(self._epoch, peer, channel)] for peer, _ in wanted]
 
@@ -161,7 +161,7 @@ class Mesh:
             raise MeshError(f"{where}: nothing came within {self.timeout} s")
 
     def is_here(self, peer: int, channel: str, sequence: int) -> bool:
-        """Return whether :meth:`take` would return at once."""
+        """Return whether :meth:`wait_for` would return at once."""
         with self._news:
             return sequence in self._inbox[(self._epoch, peer, channel)]
 

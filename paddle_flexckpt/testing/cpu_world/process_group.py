@@ -125,7 +125,7 @@ class Receive(Done):
 
     def wait(self, *_: Any) -> bool:
         if not self._done:
-            self._store(self._mesh.take(self._peer, self._channel, self._sequence))
+            self._store(self._mesh.wait_for(self._peer, self._channel, self._sequence))
             self._done = True
         return True
 

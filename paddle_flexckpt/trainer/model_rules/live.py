@@ -157,10 +157,8 @@ def _check_equal(chosen: list[bytes], comm: Communicator) -> None:
 def _of_all_ranks(own: list[str], is_reverse: bool, comm: Communicator) -> list[str]:
     """Return the statements of all ranks, each once."""
 
-    def tell() -> tuple[None, bytes]:
-        return None, zlib.compress(json.dumps([own, is_reverse]).encode(), 1)
-
-    _, answers = comm.together(tell, _CONTEXT)
+    described = zlib.compress(json.dumps([own, is_reverse]).encode(), 1)
+    _, answers = comm.together(lambda: (None, described), _CONTEXT)
     gathered = {rank: json.loads(zlib.decompress(answer)) for rank, answer in zip(comm.ranks, answers)}
     directions = {rank: reverse for rank, (_, reverse) in gathered.items()}
     different = next((rank for rank, reverse in directions.items() if reverse != directions[comm.ranks[0]]), None)
