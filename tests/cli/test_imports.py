@@ -22,12 +22,12 @@ UNUSED = {
     *(f"foreign.{name}" for name in READERS),
     *("foreign.paddle_files", "native.save_directory", "media.remote", "patching", "cli.doctor", "cli.rehearse"),
     *("tools.export", "tools.verification", "tools.rehearsal", "tools.conversion", "aoa.compile", "aoa.invert"),
+    "aoa.parser",
 }
 WORKING = {
     "transfer.transfer",
     "transfer.options",
     "aoa.element_maps",
-    "aoa.parser",
     "planning.matching",
     "native.reader",
 }
