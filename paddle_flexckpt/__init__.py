@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.memory.state import flatten_state_dict, unflatten_state_dict
     from paddle_flexckpt.memory.state_statements import explain, plain_state_statements
     from paddle_flexckpt.memory.tensors import assign_sharded_slice
-    from paddle_flexckpt.native.listing import latest, list_checkpoints
+    from paddle_flexckpt.native.directory import latest, list_checkpoints
     from paddle_flexckpt.observers import observe
     from paddle_flexckpt.parallel import (
         ExpertParallelMixin,
@@ -123,7 +123,7 @@ _MODULES = {
         "merge_shard_info_list",
         "shard_weight",
     ),
-    "native.listing": ("latest", "list_checkpoints"),
+    "native.directory": ("latest", "list_checkpoints"),
     "observers": ("observe",),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
@@ -142,7 +142,7 @@ _MOVED = {
     "catalog": ("UnsafePickleError",),
     "manager": ("KeepBest", "KeepEvery", "KeepInterval", "KeepLatest", "RestoreReport", "SaveEvery", "SaveInterval"),
     "media.opening": ("open_storage",),
-    "native.listing": ("CheckpointInfo", "is_complete"),
+    "native.directory": ("CheckpointInfo", "is_complete"),
     "parallel": ("is_installed",),
     "report": ("ExportReport", "LoadReport", "RepairReport", "SaveReport", "VerifyReport"),
     "run_state": ("ExtraStateReport", "collect_extra_state", "load_extra_state", "restore_extra_state"),

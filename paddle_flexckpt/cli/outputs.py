@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_flexckpt.native.listing import CheckpointInfo
+from paddle_flexckpt.native.directory import CheckpointInfo
 from paddle_flexckpt.report import Report
 
 

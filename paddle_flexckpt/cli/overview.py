@@ -17,8 +17,7 @@ from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.common import Outcome, add_checkpoint, table
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.opening import open_backend
-from paddle_flexckpt.native.directory import LockedManifest
-from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
+from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
 from paddle_flexckpt.optimizer_states import MASTER, split_state
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.transfer.names import is_state

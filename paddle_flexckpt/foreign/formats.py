@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.media.backend import Backend, Location, exists, map_files
+from paddle_flexckpt.media.file_names import path_of
 from paddle_flexckpt.media.opening import open_backend
-from paddle_flexckpt.media.urls import path_of
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_names import MANIFEST, lost_ids, save_of

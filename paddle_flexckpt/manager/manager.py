@@ -39,7 +39,7 @@ from paddle_flexckpt.manager.step_contents import (
 )
 from paddle_flexckpt.manager.step_directories import StepDirectories, Which, is_full
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.native.listing import CheckpointInfo
+from paddle_flexckpt.native.directory import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.save.saver import save_state_dict

@@ -26,8 +26,7 @@ from paddle_flexckpt.manager.removal import MANIFEST, UNIQUE_ID, Removal, interr
 from paddle_flexckpt.media.backend import Backend, Location, map_files, write_file
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_destination, reopen
-from paddle_flexckpt.native.directory import LockedManifest
-from paddle_flexckpt.native.listing import CheckpointInfo, list_checkpoints
+from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord, read_record

@@ -13,9 +13,9 @@ import threading
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+from paddle_flexckpt.media.file_names import Secrets
 from paddle_flexckpt.media.read_ahead import Budget
 from paddle_flexckpt.media.retrying import Retrier, is_unanswered
-from paddle_flexckpt.media.urls import Secrets
 
 
 class Listing(NamedTuple):

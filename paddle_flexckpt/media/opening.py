@@ -11,8 +11,8 @@ from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.media.backend import Backend, Location
+from paddle_flexckpt.media.file_names import URL, path_of, redacted
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.media.urls import URL, path_of, redacted
 
 _CHAIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*::")
 # The form that pathlib gives a URL.

@@ -14,7 +14,7 @@ import numpy as np
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.media.backend import REPLACING, Backend, InputFile, Kind, Locks, Mode, OutputFile, map_files
-from paddle_flexckpt.media.file_names import check_member
+from paddle_flexckpt.media.file_names import Secrets, check_member, has_password, redacted
 from paddle_flexckpt.media.lease import LEASE_FILE, LEASE_SECONDS, Conditions, LeaseLocks, check_lease_seconds
 from paddle_flexckpt.media.medium import Medium
 from paddle_flexckpt.media.protocols import COMMITS, Commit, commit_of, protocol_of
@@ -22,7 +22,6 @@ from paddle_flexckpt.media.read_ahead import LEAST_REQUEST, Budget
 from paddle_flexckpt.media.remote_files import RemoteInputFile, RemoteOutputFile, Windows
 from paddle_flexckpt.media.retrying import DEFAULT_RETRIES, Retrier
 from paddle_flexckpt.media.s3 import LEAST_PART_BYTES, MOST_PARTS
-from paddle_flexckpt.media.urls import Secrets, has_password, redacted
 
 # The bytes of a long file that are sent at a time.
 PART_BYTES = 8 << 20

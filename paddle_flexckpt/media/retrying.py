@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.media.urls import Secrets
+from paddle_flexckpt.media.file_names import Secrets
 
 Result = TypeVar("Result")
 

@@ -22,8 +22,7 @@ from paddle_flexckpt.catalog.texts import printable
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.checksums import ALGORITHM, BLOCK_BYTES, Checksums
-from paddle_flexckpt.native.column_checks import check_columns
-from paddle_flexckpt.native.partitions import Partition
+from paddle_flexckpt.native.partitions import Partition, check_columns
 from paddle_flexckpt.native.partitions import from_arrays as partitions_from_arrays
 from paddle_flexckpt.native.partitions import to_arrays as partitions_to_arrays
 from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header, read_header

@@ -16,7 +16,6 @@ from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, concat
 from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.native.checksums import Checksums
-from paddle_flexckpt.native.column_checks import check_columns
 from paddle_flexckpt.native.manifest import (
     CATALOG,
     PARTITIONED,
@@ -27,7 +26,7 @@ from paddle_flexckpt.native.manifest import (
     encode_container,
     read_container,
 )
-from paddle_flexckpt.native.partitions import Partition, partition_of
+from paddle_flexckpt.native.partitions import Partition, check_columns, partition_of
 
 _FILES = (f"{CATALOG}file", f"{CATALOG}files")
 _REMEDY = "restore the file from a copy, rebuild the manifest with repair_manifest(overwrite=True), or load another one"

@@ -7,16 +7,21 @@ If the file side of a copy is contiguous, it is read block by block, straight in
 Short scattered runs (a column cut) are copied out of a memory map: one numpy call instead of a system call per run.
 Many reads are made in portions: neighbours in a file are one request.
 
-Tested in tests/native/test_stretches.py and tests/transfer/test_read_counts.py.
+:func:`wanted_bytes` computes the byte ranges that strided copies will read. They are announced where a request takes
+long.
+
+Tested in tests/native/test_stretches.py, tests/transfer/test_read_counts.py and tests/media/test_object_store.py.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import numpy as np
 
+from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.algebra.rows import lexsort_packed
 from paddle_flexckpt.native import row_files
 from paddle_flexckpt.native.stretches import AlikeCopies, Stretches
@@ -187,3 +192,42 @@ def portion_edges(length: np.ndarray, most_bytes: int, most: int, breaks: np.nda
     while edges[-1] < count:
         edges.append(after[edges[-1]])
     return edges
+
+
+def wanted_bytes(
+    copy: StridedCopy, itemsize: int, base: np.ndarray, length: np.ndarray, block_bytes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the first bytes of the ranges that copies of one form read, in their order, and the first ones beyond.
+
+    Runs that are shorter than a block are read in whole blocks. Copies that go back in the file are not announced.
+
+    Args:
+        copy: The form of each copy, from its base on; not empty.
+        itemsize: Bytes of an element.
+        base: int64 per copy, the first element in its item.
+        length: int64 per copy, bytes of its item.
+        block_bytes: Bytes of an item's blocks, of which the last may be shorter.
+
+    Returns:
+        int64 ``[copies, ranges of each]``, twice.
+    """
+    outer = len(copy.extents) - copy.source_tail()
+    width = math.prod(copy.extents[outer:]) * itemsize
+    in_blocks = bool(outer) and width < block_bytes
+    starts = np.zeros(1, dtype=np.int64)
+    if not copy.is_ascending():
+        nothing = np.zeros((len(base), 0), dtype=np.int64)
+        return nothing, nothing
+    for extent, stride in zip(copy.extents[:outer][::-1], copy.source_strides[:outer][::-1]):
+        step = stride * itemsize
+        if len(starts) == 1 and step <= width + (block_bytes if in_blocks else 0):
+            # All bytes between them belong to blocks that are read.
+            width += (extent - 1) * step
+        else:
+            starts = (np.arange(extent)[:, None] * step + starts).reshape(-1)
+    begin = starts + base[:, None] * itemsize
+    end = begin + width
+    if in_blocks:
+        begin = begin // block_bytes * block_bytes
+        end = np.minimum(-(-end // block_bytes) * block_bytes, length[:, None])
+    return begin, end

@@ -23,9 +23,8 @@ from paddle_flexckpt.native.block_reader import BlockReader
 from paddle_flexckpt.native.checksums import VerifyMode
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.read_planner import BLOCKS_AT_ONCE, NeededBlocks
-from paddle_flexckpt.native.read_threads import SpareMemory
-from paddle_flexckpt.native.spread_copies import SpreadCopies
-from paddle_flexckpt.native.stretches import AlikeCopies, Stretches, reach
+from paddle_flexckpt.native.row_files import SpareMemory
+from paddle_flexckpt.native.stretches import AlikeCopies, SpreadCopies, Stretches, reach
 from paddle_flexckpt.progress import SILENT, Meter
 
 

@@ -31,9 +31,8 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.media.backend import fill
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
-from paddle_flexckpt.native.data_file import TOKEN_WINDOW
+from paddle_flexckpt.native.data_file import TOKEN_WINDOW, DataFileHeader, read_header
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.header import DataFileHeader, read_header
 from paddle_flexckpt.native.manifest import FORMAT_VERSIONS, Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.partition_files import merge_rows, read_partition
 from paddle_flexckpt.native.save_directory import SaveDirectory

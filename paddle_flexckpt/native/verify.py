@@ -17,8 +17,7 @@ from paddle_flexckpt.media.backend import InputFile, Location, fill
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.read_ahead import Wanted
 from paddle_flexckpt.native.checksums import hash_block
-from paddle_flexckpt.native.data_file import TOKEN_WINDOW
-from paddle_flexckpt.native.header import DataFileHeader, encode_header, read_header
+from paddle_flexckpt.native.data_file import TOKEN_WINDOW, DataFileHeader, encode_header, read_header
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.replica_items import StoredReplicas, remedy_of_copies
 from paddle_flexckpt.progress import SILENT, Meter

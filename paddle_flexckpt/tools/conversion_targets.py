@@ -14,8 +14,7 @@ from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationE
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Backend, InputFile
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
-from paddle_flexckpt.native.data_file import check_data_file
-from paddle_flexckpt.native.header import encode_header
+from paddle_flexckpt.native.data_file import check_data_file, encode_header
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.partitions import count_partitions
 from paddle_flexckpt.native.safetensors_header import MAX_HEADER_BYTES

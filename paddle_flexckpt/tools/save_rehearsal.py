@@ -19,8 +19,7 @@ from paddle_flexckpt.catalog.findings import inspect, raise_findings
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.media.remote import count_sends
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
-from paddle_flexckpt.native.data_file import BATCH_BLOCKS, BATCH_BYTES
-from paddle_flexckpt.native.header import encode_header
+from paddle_flexckpt.native.data_file import BATCH_BLOCKS, BATCH_BYTES, encode_header
 from paddle_flexckpt.native.manifest import SaveInfo
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.replica_comparison import compare_samples, compare_whole, compare_written

@@ -25,7 +25,7 @@ from paddle_flexckpt.manager.removal import try_lock
 from paddle_flexckpt.media.backend import exists, map_files
 from paddle_flexckpt.media.local import sync_path
 from paddle_flexckpt.media.opening import open_backend
-from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.native.directory import is_complete
 
 logger = logging.getLogger("paddle_flexckpt")
 

@@ -17,8 +17,7 @@ from paddle_flexckpt.algebra.rows import distinct
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.media.read_ahead import Wanted, plan_for_readers
 from paddle_flexckpt.native.read_planner import BLOCKS_AT_ONCE, NeededBlocks, ReadPlanner, portion_edges
-from paddle_flexckpt.native.read_threads import MOST_THREADS
-from paddle_flexckpt.native.row_files import map_step
+from paddle_flexckpt.native.row_files import MOST_THREADS, map_step
 from paddle_flexckpt.native.stretches import RUNS_AT_ONCE, AlikeCopies, Stretches
 from paddle_flexckpt.planning import Pieces
 from paddle_flexckpt.transfer.announcing import ranges_of

@@ -15,7 +15,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.load.merged import load_merged_state_dict
-from paddle_flexckpt.native.listing import list_checkpoints
+from paddle_flexckpt.native.directory import list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, _digest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.tools.verification import verify_checkpoint

@@ -14,7 +14,7 @@ import pytest
 from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.native.checksums import Checksums
-from paddle_flexckpt.native.header import DataFileHeader
+from paddle_flexckpt.native.data_file import DataFileHeader
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
 from tests.attacks.opcodes import program

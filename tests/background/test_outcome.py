@@ -23,8 +23,7 @@ from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.background.worker import join_group, write_share
 from paddle_flexckpt.catalog import NotDurableError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, open_to_save
-from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
-from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, is_complete
 from paddle_flexckpt.native.partition_files import split_rows
 from paddle_flexckpt.native.save_directory import CleanUpError, SaveDirectory
 from paddle_flexckpt.ranks import lost_ranks, writer_group

@@ -17,7 +17,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from random import Random
 
-from paddle_flexckpt.native.listing import latest, list_checkpoints
+from paddle_flexckpt.native.directory import latest, list_checkpoints
 from tests.crash.harness import Reader, Violation
 from tests.crash.scenarios import find
 from tests.filesystems import linux

@@ -12,8 +12,7 @@ import pytest
 
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, open_to_save
 from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.listing import list_checkpoints
+from paddle_flexckpt.native.directory import CheckpointDirectory, list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight

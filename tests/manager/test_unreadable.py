@@ -14,8 +14,7 @@ from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.manager import CheckpointManager
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.local_locks import LocalLocks
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
+from paddle_flexckpt.native.directory import CheckpointDirectory, is_complete, latest, list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from tests.manager.samples import directory_of
 from tests.saved import data_file

@@ -19,7 +19,7 @@ from paddle_flexckpt.media.backend import publish
 from paddle_flexckpt.media.lease import Claim, Conditions, LeaseLock, LeaseLocks
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.local_locks import DirectoryLock
-from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.native.directory import is_complete
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from tests.native.two_ranks import RANKS, load, save
 from tests.saved import short_names

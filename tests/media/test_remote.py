@@ -23,14 +23,14 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Val
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media import lease, retrying
 from paddle_flexckpt.media.backend import exists, fill, publish, write_file
+from paddle_flexckpt.media.file_names import Secrets, redacted
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.medium import Medium
 from paddle_flexckpt.media.opening import open_backend, open_storage, reopen
 from paddle_flexckpt.media.read_ahead import Budget
 from paddle_flexckpt.media.remote import FsspecBackend
 from paddle_flexckpt.media.remote_files import RemoteInputFile, Windows
-from paddle_flexckpt.media.urls import Secrets, redacted
-from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
+from paddle_flexckpt.native.directory import is_complete, latest, list_checkpoints
 from paddle_flexckpt.tools.export import export_safetensors
 from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 from tests.media.stores import KINDS, Disk
@@ -101,7 +101,7 @@ import sys
 import numpy as np
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.native.save_names import SaveNames
-from paddle_flexckpt.native.listing import list_checkpoints
+from paddle_flexckpt.native.directory import list_checkpoints
 from paddle_flexckpt.cli.main import main
 open_to_save({str(tmp_path / "d")!r}).lock().release()
 assert list_checkpoints({str(tmp_path)!r}) == []

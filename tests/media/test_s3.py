@@ -24,7 +24,7 @@ from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media import lease, remote, retrying
 from paddle_flexckpt.media.backend import exists, map_files, publish, write_file
 from paddle_flexckpt.media.opening import open_storage, reopen
-from paddle_flexckpt.native.listing import latest, list_checkpoints
+from paddle_flexckpt.native.directory import latest, list_checkpoints
 from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld

@@ -15,8 +15,7 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, open_to_save
 from paddle_flexckpt.media.lease import LeaseLocks
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
-from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, is_complete, latest, list_checkpoints
 from paddle_flexckpt.native.save_names import SaveNames, token_after
 from tests.native.samples import items_of, values_of, whole
 from tests.native.test_directory import names, save

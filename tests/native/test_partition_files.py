@@ -27,8 +27,7 @@ from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import manifest as manifest_module
 from paddle_flexckpt.native import partitions as partitions_module
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.listing import list_checkpoints
+from paddle_flexckpt.native.directory import CheckpointDirectory, list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.partition_files import encode_partition, split_rows
 from paddle_flexckpt.native.partitions import count_partitions, partition_of

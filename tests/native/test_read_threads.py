@@ -13,8 +13,8 @@ from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.native import block_reader
 from paddle_flexckpt.native.read_planner import BLOCKS_AT_ONCE
-from paddle_flexckpt.native.read_threads import ReadThreads, SpareMemory
 from paddle_flexckpt.native.reader import FileReader
+from paddle_flexckpt.native.row_files import ReadThreads, SpareMemory
 from tests.native.samples import flip, store, whole
 
 BLOCK = 256

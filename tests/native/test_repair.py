@@ -13,10 +13,8 @@ from paddle_flexckpt.catalog import Catalog, ValidationError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import partitions as partitions_module
-from paddle_flexckpt.native.data_file import write_data_file
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.header import DataFileHeader
-from paddle_flexckpt.native.listing import is_complete, latest, list_checkpoints
+from paddle_flexckpt.native.data_file import DataFileHeader, write_data_file
+from paddle_flexckpt.native.directory import CheckpointDirectory, is_complete, latest, list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
 from paddle_flexckpt.native.partition_files import read_partition
 from paddle_flexckpt.native.save_names import rank_of, token_after

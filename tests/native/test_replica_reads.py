@@ -11,7 +11,7 @@ import pytest
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.native import read_planner, read_threads
+from paddle_flexckpt.native import read_planner, row_files
 from paddle_flexckpt.native.reader import FileReader
 from tests.native.samples import TOKEN, Stored, flip, store, whole
 from tests.property.layouts import Shard
@@ -22,9 +22,9 @@ SIZE = ROWS * COLUMNS
 
 @pytest.fixture(autouse=True)
 def block_by_block(monkeypatch):
-    """So that what is read in vain is known to the byte; test_read_threads has the other way."""
+    """So that what is read in vain is known to the byte; test_row_files has the other way."""
     monkeypatch.setattr(read_planner, "BLOCKS_AT_ONCE", 1)
-    monkeypatch.setattr(read_threads, "MOST_THREADS", 1)
+    monkeypatch.setattr(row_files, "MOST_THREADS", 1)
 
 
 @pytest.fixture

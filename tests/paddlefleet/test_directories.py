@@ -19,7 +19,7 @@ from paddle.distributed import fleet
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.native.directory import is_complete
 from paddle_flexckpt.testing import cpu_world
 from paddle_flexckpt.trainer import replace_in_tree, restore_in_tree
 from paddle_flexckpt.trainer.contents import collect_shards, model_shards

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.native.directory import is_complete
 from paddle_flexckpt.trainer import (
     FlexTrainingArguments,
     PaddleFleetMixin,

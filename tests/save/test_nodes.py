@@ -18,8 +18,7 @@ from paddle_flexckpt.load import node_files
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.load.merged import load_merged_state_dict
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.listing import list_checkpoints
+from paddle_flexckpt.native.directory import CheckpointDirectory, list_checkpoints
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.save.node_saves import NodeSave

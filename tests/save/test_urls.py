@@ -16,7 +16,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt import run_state
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.media.opening import open_storage
-from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.native.directory import is_complete
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.native.directory import is_complete
 from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 from tests.simulated.tasks import Process
 

@@ -21,7 +21,7 @@ from tests.simulated.stored import MANIFEST, STEP, Attempt, Committed, StoredChe
 from tests.simulated.training import policies_of
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.native.listing import CheckpointInfo
+    from paddle_flexckpt.native.directory import CheckpointInfo
     from tests.simulated.scenario import Scenario
     from tests.simulated.scheduler import Scheduler
     from tests.simulated.tasks import Process

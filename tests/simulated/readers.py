@@ -9,7 +9,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
 from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.native.listing import latest, list_checkpoints
+from paddle_flexckpt.native.directory import latest, list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from tests.simulated.tasks import Process
 from tests.simulated.training import shapes_of, shards, versions_in

@@ -235,7 +235,7 @@ MISTAKES = {
         Mistake(
             "newest-is-latest",
             "latest() gives the highest step, whole or not",
-            {"native.listing:latest": wrong.newest_is_latest},
+            {"native.directory:latest": wrong.newest_is_latest},
             can_show=_has("person", "care"),
         ),
         Mistake(

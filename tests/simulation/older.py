@@ -48,7 +48,7 @@ _MOVED = {
     f"{_PACKAGE}.load.loader": f"{_PACKAGE}.runtime.loader",
     # Saves of several jobs or with readers alone need these, and files had other names.
     f"from {_PACKAGE}.native.save_names import save_of": "def save_of(name):\n    return None",
-    f"{_PACKAGE}.native.listing": f"{_PACKAGE}.storage.listing",
+    f"{_PACKAGE}.native.directory": f"{_PACKAGE}.storage.listing",
     f"{_PACKAGE}.native.manifest": f"{_PACKAGE}.storage.manifest",
     f"from {_PACKAGE}.native.partition_files import decode_partition, merge_rows": (
         "def merge_rows(manifest, read):\n    return manifest"

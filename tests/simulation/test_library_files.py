@@ -21,7 +21,7 @@ from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
 from paddle_flexckpt.media import local
 from paddle_flexckpt.media.local import LocalBackend
-from paddle_flexckpt.native.listing import latest, list_checkpoints
+from paddle_flexckpt.native.directory import latest, list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight

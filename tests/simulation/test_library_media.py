@@ -21,7 +21,7 @@ from paddle_flexckpt.media.local import OutputParts
 from paddle_flexckpt.media.opening import is_remote, open_storage
 from paddle_flexckpt.media.ring import BufferRing
 from paddle_flexckpt.native import row_files
-from paddle_flexckpt.native.listing import latest, list_checkpoints
+from paddle_flexckpt.native.directory import latest, list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight

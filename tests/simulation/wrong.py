@@ -289,7 +289,7 @@ def reads_without_a_lock(right: Any) -> Any:
 
 def newest_is_latest(right: Any) -> Any:
     def latest(path: Any) -> Any:
-        from paddle_flexckpt.native.listing import list_checkpoints
+        from paddle_flexckpt.native.directory import list_checkpoints
 
         found = list_checkpoints(path)
         return found[-1] if found else None

@@ -21,7 +21,7 @@ from paddlenlp.trainer import (
     trainer_utils,
 )
 
-from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.native.directory import is_complete
 from paddle_flexckpt.trainer import FlexTrainerMixin, FlexTrainingArguments, install, is_installed, uninstall
 from tests.trainer.models import Sequences, build
 from tests.trainer.test_trainer import FLAGS

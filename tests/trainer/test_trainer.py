@@ -15,7 +15,7 @@ pytest.importorskip("paddlenlp")
 import paddle
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.native.listing import is_complete
+from paddle_flexckpt.native.directory import is_complete
 from paddle_flexckpt.trainer import install, latest_checkpoint
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
 from paddle_flexckpt.trainer.restoring import _other_padding, _other_samples
