@@ -17,13 +17,11 @@ if TYPE_CHECKING:
     from paddle_flexckpt.catalog import (
         CheckpointError,
         CorruptCheckpointError,
-        LocalTensorIndex,
-        LocalTensorMetadata,
         LostRankError,
-        Metadata,
         UnreadableCheckpointError,
         ValidationError,
     )
+    from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
     from paddle_flexckpt.load.full_param import full_param
     from paddle_flexckpt.load.live_rehearsal import rehearse
@@ -74,13 +72,11 @@ _MODULES = {
     "catalog": (
         "CheckpointError",
         "CorruptCheckpointError",
-        "LocalTensorIndex",
-        "LocalTensorMetadata",
         "LostRankError",
-        "Metadata",
         "UnreadableCheckpointError",
         "ValidationError",
     ),
+    "catalog.metadata": ("LocalTensorIndex", "LocalTensorMetadata", "Metadata"),
     "dist_tensor": ("compute_local_shape_and_global_offset",),
     "tools.comparison": ("diff",),
     "tools.export": ("export_safetensors",),
@@ -129,8 +125,8 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 # Names that were public here once, and where they are now.
 _MOVED = {
+    "algebra.mesh_split": ("balanced_split",),
     "algebra": (
-        "balanced_split",
         "flat_range_in_min_slice",
         "get_overlap_region",
         "minimal_nd_slice",

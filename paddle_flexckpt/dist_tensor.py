@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_flexckpt.algebra import nested_piece
-
 # Two mesh axes that split the same tensor axis come back as a bare Placement without accessors: only its text says
 # which of them splits first.
 _ORDER = re.compile(r"shard_order=(\d+)")
@@ -66,6 +64,8 @@ def compute_local_shape_and_global_offset(
     place, coordinate = ranks.index(rank), [0] * len(mesh_shape)
     for axis in reversed(range(len(mesh_shape))):
         place, coordinate[axis] = divmod(place, mesh_shape[axis])
+    from paddle_flexckpt.algebra.mesh_split import nested_piece  # most states have no DistTensor
+
     pieces = [
         nested_piece(int(extent), [(mesh_shape[axis], coordinate[axis]) for axis in axes])
         for extent, axes in zip(global_shape, splits)

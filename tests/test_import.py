@@ -76,6 +76,25 @@ def test_collecting_the_tests_of_the_floor_does_not_import_paddle():
 
 
 @pytest.mark.paddle
+def test_a_plain_load_imports_at_most_100_modules_of_the_package(tmp_path):
+    pytest.importorskip("paddle")
+    code = (
+        "import sys, numpy, paddle_flexckpt as fc\n"
+        "target = {'w': numpy.zeros(3, 'f4')}\n"
+        "fc.{call}\n"
+        "print(sum(name.split('.')[0] == 'paddle_flexckpt' for name in sys.modules), int(target['w'].sum()))"
+    )
+    path = str(tmp_path / "checkpoint")
+    calls = f"save_state_dict({{'w': numpy.ones(3, 'f4')}}, {path!r})", f"load_state_dict(target, {path!r})"
+    for call in calls:
+        command = [sys.executable, "-c", code.replace("{call}", call)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    count, loaded = map(int, done.stdout.split())
+    assert loaded == 3
+    assert count <= 100
+
+
+@pytest.mark.paddle
 def test_every_public_name_resolves():
     pytest.importorskip("paddle")
     assert len(set(paddle_flexckpt.__all__)) == len(paddle_flexckpt.__all__)

@@ -17,7 +17,6 @@ from paddle_flexckpt.algebra.flat import (
     strides_of_shape,
     unravel_index,
 )
-from paddle_flexckpt.algebra.mesh_split import balanced_split, nested_piece
 from paddle_flexckpt.algebra.strided import StridedCopy, array_axes
 
 __all__ = [
@@ -26,14 +25,12 @@ __all__ = [
     "Columns",
     "StridedCopy",
     "array_axes",
-    "balanced_split",
     "flat_range_in_min_slice",
     "flat_range_to_boxes",
     "flat_ranges_to_boxes",
     "get_overlap_region",
     "intersect_boxes",
     "minimal_nd_slice",
-    "nested_piece",
     "ravel_index",
     "row_major_strides",
     "strides_of_shape",

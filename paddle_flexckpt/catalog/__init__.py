@@ -17,7 +17,6 @@ from paddle_flexckpt.catalog.errors import (
     UnsafePickleError,
     ValidationError,
 )
-from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.catalog.orders import CUT, NATURAL, Order
 from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
 from paddle_flexckpt.catalog.table import (
@@ -40,9 +39,6 @@ __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "DType",
-    "LocalTensorIndex",
-    "LocalTensorMetadata",
-    "Metadata",
     "Order",
     "Problem",
     "ReplicaGroups",

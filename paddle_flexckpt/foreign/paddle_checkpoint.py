@@ -23,15 +23,13 @@ import xxhash
 from paddle_flexckpt.catalog import (
     Catalog,
     CorruptCheckpointError,
-    LocalTensorMetadata,
-    Metadata,
     Problem,
     ValidationError,
     concat,
     dtype_of,
     validate_shards,
 )
-from paddle_flexckpt.catalog.metadata import catalog_from_metadata
+from paddle_flexckpt.catalog.metadata import LocalTensorMetadata, Metadata, catalog_from_metadata
 from paddle_flexckpt.foreign.formats import STATE_DIRECTORIES, Listing, Reader, Source
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, PARAMETER_NAMES, STAND_INS
 from paddle_flexckpt.foreign.paddle_pickles import load_mapped, locate

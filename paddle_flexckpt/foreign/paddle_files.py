@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, Metadata, group_replicas
+from paddle_flexckpt.catalog import Catalog, group_replicas
+from paddle_flexckpt.catalog.metadata import Metadata
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.companion import Companion

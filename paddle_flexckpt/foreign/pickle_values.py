@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import LocalTensorIndex, LocalTensorMetadata, Metadata, UnsafePickleError
+from paddle_flexckpt.catalog import UnsafePickleError
+from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 
 # Elements of such types are plain bytes: no objects, no text, no records, no other byte order than the machine's.
 ELEMENT_TYPES = frozenset("b1 i1 u1 i2 u2 i4 u4 i8 u8 f2 f4 f8 c8 c16".split())

@@ -23,7 +23,6 @@ from paddle_flexckpt.catalog import EXTRA_STATE
 from paddle_flexckpt.catalog.wire import encode_catalog, join, split
 from paddle_flexckpt.media.backend import Location, map_files
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.partition_files import merge_rows, read_partition, read_rows
 from paddle_flexckpt.native.partitions import partition_of
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.transfer.files import Files
@@ -80,6 +79,8 @@ class DirectFiles(Files):
         """Read the partitions of the keys that targets may be filled from, and those that are this rank's own."""
         if self.manifest.has_rows:
             return
+        from paddle_flexckpt.native.partition_files import merge_rows  # most checkpoints have no partitions
+
         self._shared = self.manifest
         counts = [each.keys for each in self.manifest.partitions]
         self._first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -109,6 +110,8 @@ class DirectFiles(Files):
 
     def _read_parts(self, manifest: Manifest, wanted: frozenset[str]) -> dict[int, _Part]:
         """Return this rank's part of each partition that it reads, by number in rising order; errors as of one."""
+        from paddle_flexckpt.native.partition_files import read_partition
+
         backend, count, first = self.directory.backend, len(manifest.partitions), self._first
         own = range(self._comm.position, count, self._comm.size)
 
@@ -135,6 +138,8 @@ class DirectFiles(Files):
         """Read all rows, if there are others; return whether there are."""
         if self._shared is None or self.manifest.has_rows:
             return False
+        from paddle_flexckpt.native.partition_files import read_rows
+
         with self._reading():
             manifest = read_rows(self.directory.backend, self._shared)
         self._take(manifest, [np.arange(len(manifest.catalog.keys))])

@@ -23,16 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import (
-    Catalog,
-    CatalogBuilder,
-    CheckpointError,
-    LocalTensorMetadata,
-    Problem,
-    ValidationError,
-    concat,
-    dtype_of,
-)
+from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CheckpointError, Problem, ValidationError, concat, dtype_of
+from paddle_flexckpt.catalog.metadata import LocalTensorMetadata
 from paddle_flexckpt.load.merged import empty_tensors
 from paddle_flexckpt.media.backend import Backend, InputFile, Kind, Location, Mode, OutputFile
 from paddle_flexckpt.memory.live_targets import describe_targets

@@ -22,7 +22,6 @@ from paddle_flexckpt.media.backend import Backend, Location, Lock, map_files, re
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.data_file import check_data_file
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.partition_files import check_partition, read_rows
 from paddle_flexckpt.native.save_names import MANIFEST, SaveNames, marked_by, rank_of, save_of
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -70,6 +69,10 @@ class CheckpointDirectory:
         del data  # it may be large, and partitions are still to be read
         if manifest.unique_id != unique_id:
             raise CorruptCheckpointError(f"{file} is the manifest of id {manifest.unique_id}: it has been renamed")
+        if not manifest.partitions:
+            return manifest
+        from paddle_flexckpt.native.partition_files import read_rows
+
         return read_rows(self.backend, manifest, keys)
 
     def save_token(self, unique_id: int) -> str | None:
@@ -138,8 +141,11 @@ class CheckpointDirectory:
             check_data_file(self.backend, manifest, name, sizes[name]).close()
 
         files = [partial(check, name) for name in (sizes if names is None else names)]
-        partitions = [partial(check_partition, self.backend, each) for each in manifest.partitions]
-        run_beside(self.backend, *files, *partitions)
+        if manifest.partitions:
+            from paddle_flexckpt.native.partition_files import check_partition
+
+            files += [partial(check_partition, self.backend, each) for each in manifest.partitions]
+        run_beside(self.backend, *files)
 
     def usable_files(self, manifest: Manifest) -> tuple[list[bool], dict[str, str]]:
         """Find out which data files of a checkpoint are here and unchanged.

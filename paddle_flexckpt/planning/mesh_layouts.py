@@ -229,8 +229,9 @@ class MeshLayout(JobLayout):
     def _boxes(self, which: int, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return offset and shape of each tensor's part at places, and whether the part is empty.
 
-        Each mesh axis cuts the part that the axis before it has left, as in ``algebra.nested_piece``, here in columns.
-        An empty part has the box of the whole tensor. The columns are ``[p, t, d]``, ``[p, t, d]`` and ``[p, t]``.
+        Each mesh axis cuts the part that the axis before it has left, as in ``nested_piece`` of
+        ``algebra.mesh_split``, here in columns. An empty part has the box of the whole tensor. The columns are
+        ``[p, t, d]``, ``[p, t, d]`` and ``[p, t]``.
         """
         # Ranks along a mesh axis have equal parts of a tensor that it does not cut.
         places, of = np.unique(np.where(self._axes_of[which], places, 0), axis=0, return_inverse=True)

@@ -22,15 +22,8 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt import foreign
-from paddle_flexckpt.catalog import (
-    CheckpointError,
-    LocalTensorIndex,
-    LocalTensorMetadata,
-    Metadata,
-    group_replicas,
-    validate_coverage,
-    validate_shards,
-)
+from paddle_flexckpt.catalog import CheckpointError, group_replicas, validate_coverage, validate_shards
+from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_checkpoint import read_paddle_manifest
 from paddle_flexckpt.foreign.pickle_reader import load_pickle

@@ -8,8 +8,14 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 
-from paddle_flexckpt.catalog import LocalTensorIndex, LocalTensorMetadata, Metadata, ValidationError
-from paddle_flexckpt.catalog.metadata import catalog_from_metadata, lacks_global_shapes
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.metadata import (
+    LocalTensorIndex,
+    LocalTensorMetadata,
+    Metadata,
+    catalog_from_metadata,
+    lacks_global_shapes,
+)
 from tests.property import examples
 from tests.property.layouts import layouts, shard_of_row
 

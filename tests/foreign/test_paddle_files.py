@@ -8,7 +8,8 @@ import pickletools
 import numpy as np
 import pytest
 
-from paddle_flexckpt.catalog import CatalogBuilder, LocalTensorIndex, LocalTensorMetadata, concat
+from paddle_flexckpt.catalog import CatalogBuilder, concat
+from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata
 from paddle_flexckpt.foreign.paddle_files import PARAMETER_NAMES, StateFile, encode_metadata
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 

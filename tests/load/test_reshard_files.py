@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.catalog import LocalTensorIndex, LocalTensorMetadata, Metadata, ValidationError
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.load import resharder
 from paddle_flexckpt.load.resharder import _load_state_dict, reshard_sharded_state_dict, virtual_file
 from paddle_flexckpt.sharded_weight import ShardedWeight

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.catalog import CorruptCheckpointError, LocalTensorIndex, LocalTensorMetadata, Metadata
+from paddle_flexckpt.catalog import CorruptCheckpointError
+from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.load.resharder import _load_state_dict

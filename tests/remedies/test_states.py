@@ -6,7 +6,7 @@ import numpy as np
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.catalog import LocalTensorIndex, LocalTensorMetadata, Metadata
+from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from paddle_flexckpt.catalog import Catalog, LocalTensorIndex, UnsafePickleError
+from paddle_flexckpt.catalog import Catalog, UnsafePickleError
+from paddle_flexckpt.catalog.metadata import LocalTensorIndex
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.manager import CheckpointManager, KeepLatest
