@@ -28,9 +28,8 @@ from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.memory.replica_digests import DIGEST
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo
-from paddle_flexckpt.planning.holder_sets import HolderSets, share_out
+from paddle_flexckpt.planning.holder_sets import HolderSets, SharedLines, share_out
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
-from paddle_flexckpt.planning.shared_lines import SharedLines
 from paddle_flexckpt.planning.strategy import Strategy
 from paddle_flexckpt.planning.write_plan import lay_lines
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator

@@ -18,7 +18,6 @@ from paddle_flexckpt.catalog.errors import (
     ValidationError,
 )
 from paddle_flexckpt.catalog.orders import CUT, NATURAL, Order
-from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
 from paddle_flexckpt.catalog.table import (
     EXTRA_STATE,
     Catalog,
@@ -27,7 +26,7 @@ from paddle_flexckpt.catalog.table import (
     unordered,
     without_extra_state,
 )
-from paddle_flexckpt.catalog.validate import validate_coverage, validate_shards
+from paddle_flexckpt.catalog.validate import ReplicaGroups, group_replicas, validate_coverage, validate_shards
 
 __all__ = [
     "CUT",

@@ -11,9 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from paddle_flexckpt.catalog.errors import Problem, ValidationError
-from paddle_flexckpt.catalog.replicas import ReplicaGroups, group_replicas
 from paddle_flexckpt.catalog.table import Catalog
-from paddle_flexckpt.catalog.validate import MAX_ROWS, Coverage, find_shard_problems, validate_coverage
+from paddle_flexckpt.catalog.validate import (
+    MAX_ROWS,
+    Coverage,
+    ReplicaGroups,
+    find_shard_problems,
+    group_replicas,
+    validate_coverage,
+)
 
 
 class Finding(NamedTuple):

@@ -25,7 +25,7 @@ from paddle_flexckpt.cli.common import (
 )
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.tools.conversion import MEMORY_BYTES, convert_checkpoint
-from paddle_flexckpt.tools.conversion_config import read_config
+from paddle_flexckpt.tools.conversion_content import read_config
 from paddle_flexckpt.tools.conversion_targets import TARGETS
 
 # Formats of programs on torch, whose models have Hugging Face's names.

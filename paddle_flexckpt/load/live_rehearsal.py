@@ -18,9 +18,8 @@ from paddle_flexckpt.catalog import Problem, ValidationError, dtype_of
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.optimizer_states import split_state
-from paddle_flexckpt.planning.job_layout import JobLayout
+from paddle_flexckpt.planning.job_layout import ADAMW, JobLayout, Model, ModelTensor
 from paddle_flexckpt.planning.meshes import Mesh
-from paddle_flexckpt.planning.model_shapes import ADAMW, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import Strategy
 from paddle_flexckpt.tools import rehearsal
 from paddle_flexckpt.tools.models import (

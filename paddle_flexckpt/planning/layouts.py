@@ -14,8 +14,16 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of
 from paddle_flexckpt.catalog.table import NOT_FLATTENED
-from paddle_flexckpt.planning.job_layout import JobLayout, Lines, Shares, share_buffers
-from paddle_flexckpt.planning.model_shapes import ADAMW, Model, ModelTensor, State
+from paddle_flexckpt.planning.job_layout import (
+    ADAMW,
+    JobLayout,
+    Lines,
+    Model,
+    ModelTensor,
+    Shares,
+    State,
+    share_buffers,
+)
 from paddle_flexckpt.planning.strategy import Strategy, aligned, stage_layers
 
 __all__ = ["ADAMW", "JobLayout", "Layout", "Model", "ModelTensor", "State"]

@@ -15,9 +15,8 @@ import numpy as np
 from paddle_flexckpt.algebra.rows import all_axes, any_axis
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.catalog.table import NOT_FLATTENED
-from paddle_flexckpt.planning.job_layout import JobLayout, Lines, share_buffers
+from paddle_flexckpt.planning.job_layout import JobLayout, Lines, Model, ModelTensor, share_buffers
 from paddle_flexckpt.planning.meshes import Mesh, Placement, Placements
-from paddle_flexckpt.planning.model_shapes import Model, ModelTensor
 
 TENSOR_AXES = ("tp", "mp")
 _NO_AXIS = -1

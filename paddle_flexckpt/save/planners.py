@@ -23,9 +23,8 @@ from paddle_flexckpt.catalog.findings import Finding, Layout, inspect, raise_fin
 from paddle_flexckpt.catalog.key_rows import KeyRows, decode_rows, encode_rows, rows_of
 from paddle_flexckpt.catalog.wire import join, join_by_position, split, split_by_position
 from paddle_flexckpt.native.partitions import partitions_for
-from paddle_flexckpt.planning.holder_sets import share_out
+from paddle_flexckpt.planning.holder_sets import SPREAD_ROWS, SharedLines, share_out
 from paddle_flexckpt.planning.replica_comparison import Comparison
-from paddle_flexckpt.planning.shared_lines import SPREAD_ROWS, SharedLines
 from paddle_flexckpt.planning.write_plan import Items, every_replica, lay_lines, lay_out
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.save.replica_checks import Replicas

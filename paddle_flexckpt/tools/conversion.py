@@ -34,8 +34,7 @@ from paddle_flexckpt.optimizer_states import is_counter
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.progress import Meter
 from paddle_flexckpt.report import Report
-from paddle_flexckpt.tools.conversion_config import notes_of, read_config
-from paddle_flexckpt.tools.conversion_content import Content, ConversionTarget
+from paddle_flexckpt.tools.conversion_content import Content, ConversionTarget, notes_of, read_config
 from paddle_flexckpt.tools.conversion_notes import ConversionNotes
 from paddle_flexckpt.tools.conversion_targets import TARGETS
 from paddle_flexckpt.tools.models import read_strategy

@@ -23,11 +23,10 @@ from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.optimizer_states import MASTER, split_state
-from paddle_flexckpt.planning.job_layout import JobLayout
+from paddle_flexckpt.planning.job_layout import ADAMW, JobLayout, Model, ModelTensor, State
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.mesh_layouts import TENSOR_AXES, MeshLayout
 from paddle_flexckpt.planning.meshes import Mesh, is_mesh, mesh_of, parse_mesh
-from paddle_flexckpt.planning.model_shapes import ADAMW, Model, ModelTensor, State
 from paddle_flexckpt.planning.strategy import Strategy, parse_strategy
 from paddle_flexckpt.tools.config_models import ConfigModel, is_config, read_config_model
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping

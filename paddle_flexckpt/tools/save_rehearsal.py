@@ -21,9 +21,9 @@ from paddle_flexckpt.media.remote import count_sends
 from paddle_flexckpt.native.checksums import BLOCK_BYTES
 from paddle_flexckpt.native.data_file import BATCH_BLOCKS, BATCH_BYTES, encode_header
 from paddle_flexckpt.native.manifest import SaveInfo
+from paddle_flexckpt.planning.holder_sets import SPREAD_ROWS
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.planning.replica_comparison import compare_samples, compare_whole, compare_written
-from paddle_flexckpt.planning.shared_lines import SPREAD_ROWS
 from paddle_flexckpt.planning.write_plan import Items, WritePlan, plan_write
 from paddle_flexckpt.report import Report
 from paddle_flexckpt.transfer.read_counts import sums_of

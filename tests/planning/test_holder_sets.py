@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import concat
-from paddle_flexckpt.catalog.replicas import group_replicas
+from paddle_flexckpt.catalog.validate import group_replicas
 from paddle_flexckpt.planning import holder_sets
 from paddle_flexckpt.planning.holder_sets import HolderSets, find_sets, least_peak, pour, share_out
 from tests.property import examples

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import ValidationError, concat
-from paddle_flexckpt.catalog.replicas import group_replicas
-from paddle_flexckpt.catalog.validate import validate_coverage, validate_shards
+from paddle_flexckpt.catalog.validate import group_replicas, validate_coverage, validate_shards
 from paddle_flexckpt.planning.holder_sets import least_peak
 from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import SHARDING_KINDS, Strategy, parse_strategy

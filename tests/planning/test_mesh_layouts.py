@@ -8,11 +8,10 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.algebra.mesh_split import nested_piece
 from paddle_flexckpt.catalog import ValidationError, concat
-from paddle_flexckpt.catalog.replicas import group_replicas
-from paddle_flexckpt.catalog.validate import validate_coverage, validate_shards
+from paddle_flexckpt.catalog.validate import group_replicas, validate_coverage, validate_shards
+from paddle_flexckpt.planning.job_layout import Model, ModelTensor
 from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import Mesh, Placement, parse_mesh
-from paddle_flexckpt.planning.model_shapes import Model, ModelTensor
 from tests.planning.test_layouts import check_many_at_once
 
 SHAPES = {"wide": (4, 12), "bias": (12,), "cube": (5, 3, 4), "one": (1, 8), "number": ()}

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.catalog.replicas import group_replicas
+from paddle_flexckpt.catalog.validate import group_replicas
 from paddle_flexckpt.planning.replica_comparison import (
     SAMPLE_BYTES,
     compare_samples,

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import group_replicas
-from paddle_flexckpt.planning.holder_sets import HolderSets
-from paddle_flexckpt.planning.shared_lines import SharedLines
+from paddle_flexckpt.planning.holder_sets import HolderSets, SharedLines
 from paddle_flexckpt.planning.write_plan import lay_lines
 from tests.property import examples
 from tests.property.layouts import Shard, catalog_of, elements, layouts, shard_of_row

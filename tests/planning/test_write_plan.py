@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import concat, validate_coverage, validate_shards
-from paddle_flexckpt.catalog.replicas import group_replicas
+from paddle_flexckpt.catalog.validate import group_replicas
 from paddle_flexckpt.planning.write_plan import MIN_SPLIT_BYTES, plan_write
 from tests.planning.simulate import file_storages, storages, write_files
 from tests.property import examples

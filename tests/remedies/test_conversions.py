@@ -13,9 +13,9 @@ from safetensors.numpy import load_file
 import paddle_flexckpt as fc
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.paddle_files import PARAMETER_NAMES
+from paddle_flexckpt.planning.job_layout import Model, ModelTensor
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.meshes import parse_placements
-from paddle_flexckpt.planning.model_shapes import Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools import conversion_content, conversion_targets, tensor_files
@@ -56,7 +56,7 @@ def test_a_configuration_is_corrected_or_another_is_given(source, tmp_path):
     bad, good = tmp_path / "bad.json", tmp_path / "good.json"
     bad.write_text('{"model_type":')
     good.write_text('{"model_type": "llama"}')
-    with provoked("tools/conversion_config.py", "correct it, or give another (config)"):
+    with provoked("tools/conversion_content.py", "correct it, or give another (config)"):
         convert_checkpoint(source, tmp_path / "x", format="huggingface", config=bad)
     convert_checkpoint(source, tmp_path / "out", format="huggingface", config=good)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "llama"
@@ -142,13 +142,13 @@ def test_a_dtype_that_the_files_do_not_know(tmp_path):
 def test_what_paddle_has_no_place_for(tmp_path):
     source, out = tmp_path / "source", tmp_path / "out"
     fc.save_state_dict({"a": A, "small": A.astype("float8_e5m2")}, source)
-    with provoked("tools/paddle_target.py", "cast it, or leave it out, with an AOA statement"):
+    with provoked("tools/conversion_targets.py", "cast it, or leave it out, with an AOA statement"):
         convert_checkpoint(source, out, format="paddle")
     for number, text in enumerate(('small -> small, dtype="float32"', "small -> _")):
         convert_checkpoint(source, out / str(number), {"aoa_statements": [text]}, format="paddle")
         assert values(out / str(number))["a"] == A.tolist()
     fc.save_state_dict({"a": A, PARAMETER_NAMES: A}, source)
-    with provoked("tools/paddle_target.py", "rename it with an AOA statement"):
+    with provoked("tools/conversion_targets.py", "rename it with an AOA statement"):
         convert_checkpoint(source, out, format="paddle")
     renamed = {"aoa_statements": [f'"{PARAMETER_NAMES}" -> names']}
     convert_checkpoint(source, out / "renamed", renamed, format="paddle")
@@ -255,7 +255,9 @@ def test_a_fused_parameter_that_paddle_would_take_for_another(tmp_path):
     gate, up = np.split(np.arange(48, dtype=np.float32).reshape(4, 12), 2, axis=1)
     SimulatedWorld(2).run(save)
     convert = functools.partial(convert_checkpoint, tmp_path / "source", format="paddle")
-    words = Advice("tools/paddle_target.py", "convert to whole tensors or for tp=1, or split it with an AOA statement")
+    words = Advice(
+        "tools/conversion_targets.py", "convert to whole tensors or for tp=1, or split it with an AOA statement"
+    )
     with provoked(*words):
         convert(tmp_path / "x", strategy="tp=2", cuts=[("w", 1)])
     convert(tmp_path / "whole")

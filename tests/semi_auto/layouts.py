@@ -10,11 +10,10 @@ import paddle.distributed as dist
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.memory.state import open_state
-from paddle_flexckpt.planning.job_layout import JobLayout
+from paddle_flexckpt.planning.job_layout import JobLayout, Model, ModelTensor
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import Mesh, Placement, parse_mesh
-from paddle_flexckpt.planning.model_shapes import Model, ModelTensor
 from paddle_flexckpt.tools.models import read_strategy
 from tests.semi_auto.strategies import HALF, SIZES, STRATEGIES, Strategy
 from tests.semi_auto.training import CUT, build

@@ -21,7 +21,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.torch_saving import plan_archive
 from paddle_flexckpt.tools.comparison import diff
 from paddle_flexckpt.tools.conversion import convert_checkpoint
-from paddle_flexckpt.tools.dcp_target import _with_archives
+from paddle_flexckpt.tools.conversion_targets import _with_archives
 from paddle_flexckpt.tools.models import layout_of
 from paddle_flexckpt.tools.tensor_reader import TensorReader
 from tests.foreign import load_torch_dcp, test_torch_dcp

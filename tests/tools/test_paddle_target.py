@@ -12,8 +12,8 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import PARAMETER_NAMES
 from paddle_flexckpt.tools.comparison import diff
 from paddle_flexckpt.tools.conversion import convert_checkpoint
+from paddle_flexckpt.tools.conversion_targets import _paddle_order_problems
 from paddle_flexckpt.tools.models import layout_of
-from paddle_flexckpt.tools.paddle_target import _order_problems
 from paddle_flexckpt.tools.verification import verify_checkpoint
 from tests.remedies.following import provoked
 from tests.transfer.samples import Part, catalog, save, values_of
@@ -123,7 +123,9 @@ def test_what_paddle_cannot_hold_is_refused_by_name(tmp_path, name):
 def test_with_replicas_ranges_are_right_under_the_same_layout(tmp_path):
     kinds, options, _ = REFUSED["a range"]
     save(tmp_path / "in", values_of(kinds), world=1)
-    with provoked("tools/paddle_target.py", "give save_replicas (--save-replicas), by which a rank's file has all"):
+    with provoked(
+        "tools/conversion_targets.py", "give save_replicas (--save-replicas), by which a rank's file has all"
+    ):
         convert_checkpoint(tmp_path / "in", tmp_path / "out", format="paddle", **options)
     report = convert_checkpoint(tmp_path / "in", tmp_path / "out", format="paddle", save_replicas=True, **options)
     assert any("right under the same layout alone" in note for note in report.notes)
@@ -138,8 +140,8 @@ def test_fused_parameters_that_paddle_would_take_for_others_are_refused():
     halves = [{"shape": (4, 6), "offset": (0, begin), "rank": rank} for rank, begin in enumerate((0, 6))]
     for order, fits in ((Order(2, 1, "fused_ffn"), True), (Order(1, 1, "fused_ffn"), False), (NATURAL, True)):
         table = catalog(*(Part("w", (4, 12), order=order, **half) for half in halves), Part("v", (4, 12)))
-        problems = [str(problem) for problem in _order_problems(table)]
+        problems = [str(problem) for problem in _paddle_order_problems(table)]
         assert fits == (not problems)
         assert fits or "another order than the ranks that load it expect" in problems[0]
     whole = catalog(Part("w", (4, 12), order=Order(1, 1, "fused_ffn")))
-    assert not list(_order_problems(whole))
+    assert not list(_paddle_order_problems(whole))
