@@ -1,7 +1,7 @@
 """From a configuration and two catalogs to a mapping, to expanded statements, or to an explanation.
 
 ``fleet.distributed_model(net)`` holds the model as ``_layers``, GroupSharded's stages as ``_layer``: ``_layers.w`` and
-``w`` are the same tensor. A program works on the names inside such wrappers, whichever form its source, its destination
+``w`` are the same tensor. A program works on names without such wrappers, whichever form its source, its destination
 and its statements use.
 Tested in tests/aoa/test_compile_errors.py, tests/aoa/test_wrappers.py and tests/aoa/test_language.py.
 """
@@ -59,11 +59,13 @@ def compile_program(
         AoaError: The statements are malformed or do not fit the tensors; all problems are listed.
     """
     with without_collector():
-        inside = go_inside(read_config(aoa_config), completion, source, target)
-        if inside is None:
+        unwrapped_program = strip_wrappers(read_config(aoa_config), completion, source, target)
+        if unwrapped_program is None:
             return Compilation(run_program(aoa_config, source, target, completion), master_weights).run()
-        program = run_program(inside.config, inside.source, inside.target, inside.completion)
-        return inside.outside(Compilation(program, master_weights).run())
+        program = run_program(
+            unwrapped_program.config, unwrapped_program.source, unwrapped_program.target, unwrapped_program.completion
+        )
+        return unwrapped_program.with_wrappers(Compilation(program, master_weights).run())
 
 
 def run_program(
@@ -121,8 +123,8 @@ def _carried_out(statements: Sequence[Statement], program: Program) -> Program |
 
 
 @dataclass(frozen=True)
-class Inside:
-    """A program with all names inside wrappers, and the names outside.
+class Unwrapped:
+    """A program with all names stripped of fleet's wrappers, and the names as they are.
 
     Attributes:
         config: The statements.
@@ -131,7 +133,7 @@ class Inside:
         target: The destination, or None.
         sources: Keys of the source by name, where the two differ.
         targets: Keys of the destination likewise.
-        made: Names that are written with wrappers on the right, by the name inside, if there is no destination.
+        made: Names that are written with wrappers on the right, by the stripped name, if there is no destination.
     """
 
     config: Statements
@@ -142,7 +144,7 @@ class Inside:
     targets: Mapping[str, str]
     made: tuple[tuple[Template, Template], ...]
 
-    def outside(self, mapping: TensorMapping) -> TensorMapping:
+    def with_wrappers(self, mapping: TensorMapping) -> TensorMapping:
         """Return a compiled program with the keys of source and destination as they are."""
         target = self._target_key(mapping)
         maps = replace(
@@ -178,8 +180,10 @@ class Inside:
         return lambda name: keys.get(name, name)
 
 
-def go_inside(config: Statements, completion: Sequence[str], source: Catalog, target: Catalog | None) -> Inside | None:
-    """Return a program with all names inside wrappers; None if there are no wrappers, or two names would become one."""
+def strip_wrappers(
+    config: Statements, completion: Sequence[str], source: Catalog, target: Catalog | None
+) -> Unwrapped | None:
+    """Return a program with all names stripped of wrappers; None without any, or if two names would become one."""
     sides = [source] if target is None else [source, target]
     texts = [*config.statements, *completion]
     if not any(WRAPPED_HINT in name for names in (texts, *(side.keys for side in sides)) for name in names):
@@ -188,12 +192,12 @@ def go_inside(config: Statements, completion: Sequence[str], source: Catalog, ta
     if any(len(set(keys)) < len(keys) for keys in inner):
         return None
     outer = [{name: key for name, key in zip(keys, side.keys) if name != key} for keys, side in zip(inner, sides)]
-    statements = tuple(map(_inner_text, texts))
+    statements = tuple(map(_stripped_text, texts))
     if not any(outer) and [*statements] == texts:
         return None
     inside = [replace(side, keys=keys) for side, keys in zip(sides, inner)]
     count = len(config.statements)
-    return Inside(
+    return Unwrapped(
         replace(config, statements=statements[:count]),
         statements[count:],
         inside[0],
@@ -204,8 +208,8 @@ def go_inside(config: Statements, completion: Sequence[str], source: Catalog, ta
     )
 
 
-def _inner_text(text: str) -> str:
-    """Return a statement with the names inside; a malformed one unchanged."""
+def _stripped_text(text: str) -> str:
+    """Return a statement with stripped names; a malformed one unchanged."""
     if WRAPPED_HINT not in text:
         return text
     try:
@@ -220,7 +224,7 @@ def _inner_text(text: str) -> str:
 
 
 def _made(texts: Sequence[str]) -> Iterator[tuple[Template, Template]]:
-    """Yield the names that are written with wrappers on the right: the name inside, and as written."""
+    """Yield the names that are written with wrappers on the right: stripped, and as written."""
     for text in texts:
         try:
             statements = parse(text) if WRAPPED_HINT in text else []

@@ -86,7 +86,8 @@ class TensorMapping:
         nodes: Computed tensors; an operand's regions refer to nodes with smaller indices only.
         tensors: Shape and dtype of every target key that the program defines, and of every operand.
         removed: Source keys that statements declare unused.
-        unfed: Target keys that are fed by nothing, though the source has a key of the same name (it was removed).
+        unfed: Target keys that get no values, although the source has a key of that name: a statement removed it, or
+            its value does not determine the state.
         masters: The source key by target key, where ``master_weights="convert"`` feeds a master weight by its
             parameter, or a parameter by its master weight.
         outputs: Where the program was compiled without a destination: all keys of the result, each in ``tensors``.

@@ -121,7 +121,7 @@ class Compilation:
     def _state_value(self, value: Value, base: str, state: str, info: TensorInfo) -> Value | None:
         """Return a target state's value from its parameter's; inputs are source keys."""
         program = self._program
-        program.check_follows(base, state)
+        program.check_determined(base, state)
         if not value.inputs:
             return Value(of_constants(value.structure, state, info), ())
         if state == PARAMETER:
@@ -172,7 +172,7 @@ class Compilation:
     def _derive(self) -> tuple[str, ...]:
         """Return the outputs where there is no destination."""
         program, outputs = self._program, []
-        names = [name for name in program.values if name not in program.read or self._is_source_s_own(name)]
+        names = [name for name in program.values if name not in program.read or self._assigns_itself(name)]
         names += [n for n in program.source.states if n not in program.values and n not in program.read]
         for name in names:
             if name in program.removed:
@@ -195,8 +195,8 @@ class Compilation:
                     outputs.append(key)
         return tuple(sorted(outputs))
 
-    def _is_source_s_own(self, name: str) -> bool:
-        """Return whether a statement assigns a name its own source key, unchanged.
+    def _assigns_itself(self, name: str) -> bool:
+        """Return whether a statement assigns a name its own source tensor, unchanged.
 
         ``a -> a`` means that a stays an output, whatever else is made of it.
         """
@@ -214,7 +214,7 @@ class Compilation:
                 continue
             scalar = all(self._is_scalar(base, state) for base in value.inputs if state in program.source.states[base])
             try:
-                program.check_follows(name, state)
+                program.check_determined(name, state)
                 found = self._scalar(value, name, state) if scalar else program.states.value(value, state)
             except NotFed as error:
                 self._unfed[key] = f"{program.origins[name]}: {error}"
@@ -340,7 +340,7 @@ def _padded(column: np.ndarray, width: int, fill: int) -> np.ndarray:
 
 
 def _lower(structure: Structure, dtype: str) -> _Lowered:
-    """Return moves with at most one plain cast, and everything else as nodes."""
+    """Return a structure as moves, each with at most one cast that numpy makes, and nodes for all other elements."""
     fragments = structure.fragments
     for axis in range(len(structure.shape) - 1, -1, -1):
         if len(fragments) > 1:
@@ -356,6 +356,7 @@ def _lower(structure: Structure, dtype: str) -> _Lowered:
             continue
         operand = _leaf_alone(structure, old)
         nodes.append(StructureNode(Convert(chain), TensorInfo(held.shape, chain[-1]), (operand,)))
+        # The node is the last one: its leaf number is -1 - (len(nodes) - 1).
         leaf[(fragments.leaf == old) & (fragments.chain == number)] = -len(nodes)
     fragments = replace(fragments, leaf=leaf)
     moved = leaf >= 0

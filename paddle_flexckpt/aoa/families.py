@@ -47,7 +47,7 @@ _PARAMETERS: Mapping[str, dict[str, Any]] = {
         "texts": {"linear": "^T", "embedding": ""},
         "default": "linear",
     },
-    "dtype": {"description": "What dequantised weights are rounded to.", "type": "text", "default": "bfloat16"},
+    "dtype": {"description": "What dequantized weights are rounded to.", "type": "text", "default": "bfloat16"},
 }
 # Names in a family's files, and what transformers calls them.
 _ALSO_CALLED = {"ernie4_5_vl_moe": ("vision_model.", "model.vision_model.")}

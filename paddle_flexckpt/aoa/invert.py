@@ -3,7 +3,9 @@
 Each statement becomes one that reads its right names and undoes its attributes in reverse order. Where a destination is
 known, a load needs no such text: see :mod:`paddle_flexckpt.aoa.reverse`.
 
-A program is read backwards. :class:`Fates` has the values that its inverse has made so far.
+A program is read backwards. :class:`Fates` tracks which names its inverse has restored so far.
+It is for callers that know no destination: :func:`invert`, rules to Hugging Face, and a reverse load that wants a part
+of the tensors.
 Tested in tests/aoa/test_invert.py.
 """
 
@@ -35,7 +37,7 @@ _NEVER = {
     "sum": "a sum does not tell its terms",
     "average": "a mean does not tell its terms",
     "lora_merge": "a merged weight does not tell its factors",
-    "dequant": "what is dequantised does not tell its scales",
+    "dequant": "what is dequantized does not tell its scales",
 }
 _TRANSPOSE = 'permute="[]"'
 
@@ -90,8 +92,8 @@ def _undo(statements: Sequence[Statement], exact: bool) -> tuple[list[str], Fate
             texts += _undo_one(statement, number, exact, fates)
         except StatementError as error:
             problems.append(describe_problem(str(error), statement.place.at(error.column)))
-    for name, (place, why) in fates.missed().items():
-        problems.append(describe_problem(f"has no exact inverse: {name!r} cannot be had back, as {why}", place))
+    for name, (place, why) in fates.lost().items():
+        problems.append(describe_problem(f"has no exact inverse: {name!r} cannot be restored, as {why}", place))
     if problems:
         raise AoaError(problems)
     return texts, fates
@@ -106,14 +108,14 @@ def _undo_one(statement: Statement, number: int, exact: bool, fates: Fates) -> l
         if why:
             lost[name] = why
     is_same = left == right and not statement.attributes and not any(v.transposed for v in statement.left)
-    if is_same and all(map(fates.is_had, left)):
+    if is_same and all(map(fates.is_restored, left)):
         return []  # every name stays as it is
     for name in right:
         if name != NOTHING:
             fates.overwrite(_keys(statement, name), statement.place)
     if left == [NOTHING]:
         return [] if lost or right == left else _Inverse(statement, left, right, number, exact).texts()
-    wanted = [key for name in left for key in _keys(statement, name) if not fates.is_had(key)]
+    wanted = [key for name in left for key in _keys(statement, name) if not fates.is_restored(key)]
     if not wanted:
         return []
     try:
@@ -124,9 +126,9 @@ def _undo_one(statement: Statement, number: int, exact: bool, fates: Fates) -> l
             raise _NotInvertible(f"AOA statement {statement.place.number} makes a name twice, which has the last value")
         texts = _Inverse(statement, left, there, number, exact).texts()
     except _NotInvertible as error:
-        fates.miss(wanted, statement.place, str(error))
+        fates.lose(wanted, statement.place, str(error))
         return []
-    fates.have([key for name in left for key in _keys(statement, name)])
+    fates.restore([key for name in left for key in _keys(statement, name)])
     return texts
 
 
@@ -196,7 +198,10 @@ class _Inverse:
         self._pending: list[str] = []
 
     def texts(self) -> list[str]:
-        """Return the texts."""
+        """Return the texts: attributes are undone in reverse order.
+
+        A transpose of all operands is moved in front of the cut that undoes a join.
+        """
         statement = self._statement
         if [v.name for v in statement.right] == [NOTHING]:
             if self._exact:
@@ -343,14 +348,17 @@ class _Fate(NamedTuple):
 
 
 class Fates:
-    """The fates of names before a statement. Other names have the values of the program's end."""
+    """The names whose values the inverse has restored, and those whose values are lost, before a statement.
+
+    Other names have the values of the program's end.
+    """
 
     def __init__(self) -> None:
         """Begin at the end of a program."""
         self._table: NameTable[_Fate] = NameTable()
         self._count = 0
 
-    def have(self, names: Iterable[str]) -> None:
+    def restore(self, names: Iterable[str]) -> None:
         """Note that the inverse has made these names' values."""
         self._note(names, "", None)
 
@@ -359,11 +367,11 @@ class Fates:
         for name in names:
             self._note([name], f"AOA statement {place.number} overwrites {name!r}", None)
 
-    def miss(self, names: Iterable[str], place: Place, why: str) -> None:
+    def lose(self, names: Iterable[str], place: Place, why: str) -> None:
         """Note that values which a statement reads are lost."""
         self._note(names, why, place)
 
-    def is_had(self, name: str) -> bool:
+    def is_restored(self, name: str) -> bool:
         """Return whether the inverse has made a name's value."""
         own = self._table.get(name)
         return own is not None and not own.why and not self.why_lost(name)
@@ -375,7 +383,7 @@ class Fates:
         lost = (fate for fate in self._table.like(name) if fate.why and fate.order > since)
         return max(lost, key=lambda fate: fate.order, default=_Fate(0)).why
 
-    def missed(self) -> dict[str, tuple[Place, str]]:
+    def lost(self) -> dict[str, tuple[Place, str]]:
         """Return the lost values that a statement reads: where, and why."""
         return {name: (fate.place, fate.why) for name, fate in self._table.items() if fate.place is not None}
 

@@ -385,7 +385,7 @@ class NameTable(Generic[T]):
         return None if found is None else found[1]
 
     def like(self, name: str) -> Iterator[T]:
-        """Yield the items of names that may stand for the same key as this one."""
+        """Yield the items of all names that can match a common key with this one."""
         own = _read(name)
         if own.text in self._items:
             yield self._items[own.text][1]

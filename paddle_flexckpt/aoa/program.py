@@ -72,10 +72,12 @@ class Program:
         self.states = StateView(source, self.removed)
         self.read: set[str] = set()
         self.trace: dict[tuple[Rule, Ids, tuple[int, int]], None] | None = None
-        self._poisoned: set[str] = set()
-        # States that do not follow from a name's value: a statement assigned them alone for one of its operands.
-        self._apart: dict[str, frozenset[str]] = {}
-        self._made_of: list[tuple[Sequence[str], Sequence[str]]] = []
+        # Names whose statement failed. Statements that read them are left out, so that one mistake is one problem.
+        self._failed: set[str] = set()
+        # By name, the states that its value does not determine: a statement assigned the state alone for an operand.
+        self._undetermined: dict[str, frozenset[str]] = {}
+        # Left and right names of the statement that is being carried out.
+        self._assigned_from: list[tuple[Sequence[str], Sequence[str]]] = []
         # By identity, as hashing shapes takes longer: a side has one object for equal shapes and dtypes.
         self._sources: dict[int, Structure] = {}
         self._index = KeyIndex(source.states)
@@ -124,22 +126,24 @@ class Program:
                 self.values.pop(name, None)
                 self.removed.add(name)
 
-    def check_follows(self, name: str, state: str) -> None:
+    def check_determined(self, name: str, state: str) -> None:
         """Raise NotFed if a statement assigned this state alone for an operand of ``name``."""
-        if state in self._apart.get(name, ()):
+        if state in self._undetermined.get(name, ()):
             what = state or "the parameter"
             raise NotFed(
                 f"a statement before made {what} alone of a name that it reads. Remedy: give the statement about "
                 f"{what} last, with the name of the target on its right"
             )
 
-    def _set_apart(self) -> None:
+    def _note_undetermined(self) -> None:
         """Note which states do not follow from the names that a statement has assigned."""
         apart = {}
-        for left, right in self._made_of:
+        for left, right in self._assigned_from:
             states = {state for state, table in self.state_values.items() if any(name in table for name in left)}
-            apart.update(dict.fromkeys(right, frozenset(states.union(*(self._apart.get(name, ()) for name in left)))))
-        self._apart.update(apart)
+            apart.update(
+                dict.fromkeys(right, frozenset(states.union(*(self._undetermined.get(name, ()) for name in left))))
+            )
+        self._undetermined.update(apart)
 
     def _is_parameter(self, template: Template) -> bool:
         """Return whether a parameter of one of the sides has that name."""
@@ -160,10 +164,10 @@ class Program:
         """Carry a rule out for all ids: all left names are read before any right name is assigned."""
         before = len(self._problems)
         bindings = self.bindings(rule)
-        self._made_of = []
+        self._assigned_from = []
         left = [template.formatter(rule.placeholders) for template in rule.left]
         right = [template.formatter(rule.placeholders) for template in rule.right]
-        if rule.is_plain and not self._poisoned and self.trace is None and self._run_plain(rule, bindings):
+        if rule.is_plain and not self._failed and self.trace is None and self._run_plain(rule, bindings):
             return
         assigned: list[_Assignment] = []
         for ids in bindings:
@@ -175,7 +179,7 @@ class Program:
                     assigned += self._assignments(rule, Origin(rule, ids), *names)
             except StatementError as error:
                 lost = [format_name(ids) for format_name in right]
-                self._poisoned.update(lost)
+                self._failed.update(lost)
                 # Later statements that read these names are left out.
                 for name, template in zip(lost, rule.right):
                     self._index.add([name], template)
@@ -183,8 +187,8 @@ class Program:
                 if len(self._problems) == before:
                     text = instantiate(rule.place.text, dict(zip(rule.placeholders, ids)))
                     self._note(error, rule.place, [text])
-        if rule.states is None and (self.state_values or self._apart):
-            self._set_apart()
+        if rule.states is None and (self.state_values or self._undetermined):
+            self._note_undetermined()
         self._commit(rule, assigned)
         is_left_out = not bindings or not (assigned or rule.right[0].text == NOTHING or self._problems)
         if is_left_out and rule.is_lenient and not rule.statement.has("optional"):
@@ -203,7 +207,7 @@ class Program:
         try:
             left = [list(map(template.formatter(rule.placeholders), bindings)) for template in rule.left]
             right = [list(map(template.formatter(rule.placeholders), bindings)) for template in rule.right]
-            found = [list(map(self._find, column)) for column in left]
+            found = [list(map(self._parameter_value, column)) for column in left]
             if any(None in column for column in found):
                 return False
             columns: list[list[Value]] = [[] for _ in right]
@@ -213,9 +217,9 @@ class Program:
                     column.append(value)
         except StatementError:
             return False
-        if self.state_values or self._apart:
-            self._made_of = list(zip(zip(*left), zip(*right)))
-            self._set_apart()
+        if self.state_values or self._undetermined:
+            self._assigned_from = list(zip(zip(*left), zip(*right)))
+            self._note_undetermined()
         for names in left:
             self.read.update(names)
         origins = [Origin(rule, ids) for ids in bindings]
@@ -262,7 +266,7 @@ class Program:
         try:
             return self._assignments(concrete, Origin(rule, ids), *names)
         except StatementError as error:
-            self._poisoned.update(names[1])
+            self._failed.update(names[1])
             raise ExpandedError(str(error), concrete.statement.place.text) from error
 
     def star_keys(self, name: str, is_left: bool) -> list[str]:
@@ -311,13 +315,13 @@ class Program:
 
     def _assignments(self, rule: Rule, origin: Origin, left: list[str], right: list[str]) -> list[_Assignment]:
         """Return what a rule assigns for one combination of ids."""
-        if self._poisoned and not self._poisoned.isdisjoint(left):
-            self._poisoned.update(right)
+        if self._failed and not self._failed.isdisjoint(left):
+            self._failed.update(right)
             return []
         states: tuple[str | None, ...] = (None,) if rule.states is None else rule.states
         found = [(state, self._evaluated(rule, origin.ids, left, right, state)) for state in states]
         if any(values is not None for _, values in found):
-            self._made_of.append((left, right))
+            self._assigned_from.append((left, right))
         return [_Assignment(right, values, origin, state) for state, values in found if values is not None]
 
     def _evaluated(
@@ -330,9 +334,9 @@ class Program:
         known = []
         for name in left:
             if rule.source_state is not None:
-                value = self._moved(name, rule.source_state)
+                value = self._value_as(name, rule.source_state)
             else:
-                value = self._lookup(name, state, not rule.statement.has("states"))
+                value = self._value_of(name, state, not rule.statement.has("states"))
             if value is None:
                 if rule.is_optional:
                     return None
@@ -352,8 +356,8 @@ class Program:
         if self.trace is not None:
             self.trace[rule, ids if rule.placeholders else (), parts] = None
 
-    def _lookup(self, name: str, state: str | None, by_key: bool) -> Value | None:
-        """Return the value of a name; ``by_key``: the statement names the state itself."""
+    def _value_of(self, name: str, state: str | None, by_key: bool) -> Value | None:
+        """Return the value of a name as a parameter or a state; ``by_key``: the statement names the state itself."""
         if state is not None:
             value = self.state_values.get(state, {}).get(name)
             if value is not None:
@@ -367,14 +371,14 @@ class Program:
                 return self.states.value(self.values[name], state)
             except NotFed:
                 return None
-        return self._find(name)
+        return self._parameter_value(name)
 
-    def _moved(self, name: str, state: str) -> Value | None:
+    def _value_as(self, name: str, state: str) -> Value | None:
         """Return the value of a name as a state; for PARAMETER, as a parameter."""
-        value = self._lookup(name, state, True) if state != PARAMETER else self.state_values.get(state, {}).get(name)
-        return value if value is not None else self._find(state_key(name, state))
+        value = self._value_of(name, state, True) if state != PARAMETER else self.state_values.get(state, {}).get(name)
+        return value if value is not None else self._parameter_value(state_key(name, state))
 
-    def _find(self, name: str) -> Value | None:
+    def _parameter_value(self, name: str) -> Value | None:
         """Return the value of a name as a parameter: the last one assigned, else the source key."""
         value = self.values.get(name)
         if value is None and name in self.source.states:

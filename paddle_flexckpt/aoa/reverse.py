@@ -120,7 +120,7 @@ class Reversal:
         origin = forward.origins[next(readers)]
         # The result of an optional statement need not be in the source.
         if is_there or not origin.rule.is_optional:
-            message = f"has no exact inverse: {used!r} cannot be had back, as {why}"
+            message = f"has no exact inverse: {used!r} cannot be restored, as {why}"
             self._problems.append(describe_problem(message, origin.rule.place))
 
     def _keep(self, name: str) -> None:

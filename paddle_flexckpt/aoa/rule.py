@@ -222,9 +222,9 @@ def _states(
 
 def _is_rename(statement: Statement) -> bool:
     """Return whether a statement only renames one tensor."""
-    (*left, first), (*right, last) = statement.left, statement.right
-    more = left or right or statement.attributes or first.transposed or last.transposed
-    return not more and NOTHING not in (first.name, last.name)
+    (*more_left, left), (*more_right, right) = statement.left, statement.right
+    more = more_left or more_right or statement.attributes or left.transposed or right.transposed
+    return not more and NOTHING not in (left.name, right.name)
 
 
 def _ends(
@@ -234,9 +234,9 @@ def _ends(
     is_parameter: Callable[[Template], bool],
     sides: Sequence[Side],
 ) -> tuple[str, str] | None:
-    """Return the states of both names of a rename between a state and a name that is neither a state nor has one.
+    """Return which state each name of a rename stands for, if exactly one of the names is a state.
 
-    A plain ``optimizer.state_dict()`` has such keys: its states are not named as states.
+    A plain ``optimizer.state_dict()`` has such other names: its states are not named as states.
 
     Returns:
         The state that is read and the one that is assigned, PARAMETER for the other name; None for all other renames.

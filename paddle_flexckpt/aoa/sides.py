@@ -66,8 +66,8 @@ class Side:
     def parts(self, base: str, axis: int) -> tuple[int, bool]:
         """Return the number of parts of a parameter along an axis, and whether these are equal.
 
-        The order of its elements gives the number; without a known order, the cuts of its shards do. A flattened shard
-        counts as its box: sharding a state further is no cut.
+        The number follows from the recorded order of its elements, or, without one, from the cuts of the shards. A
+        flattened shard counts as its box: sharding a state further is no cut.
 
         Args:
             base: A parameter of this side, or the key of a state.

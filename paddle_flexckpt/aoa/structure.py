@@ -113,7 +113,7 @@ class StructureNode:
     Attributes:
         step: How to compute it; None: the target keeps its values.
         info: Its shape and dtype.
-        operands: Structures of its operands. Their slots number the inputs of the structure that has the node.
+        operands: Structures over the same inputs as the structure that has the node.
     """
 
     step: TypedStep | None
@@ -213,7 +213,7 @@ def assembled(
         fragments: Fragments, with any number of padded leaf axes.
         chains: Chains of casts that ``fragments`` refers to; there may be duplicates.
         nodes: Nodes that ``fragments`` refers to.
-        shifts: For every node, what to add to the slots of its operands (None: nothing).
+        shifts: For every node whose operands have slots of their own, what to add to these (None: nothing).
     """
     filled = np.flatnonzero((fragments.extent > 0).all(axis=1))
     if len(filled) < len(fragments):

@@ -138,7 +138,7 @@ def _rebuilt(
             nodes[id(node)] = StructureNode(step, info, operands)
         new_nodes.append(nodes.get(id(node), node))
     found: dict[str, None] = {}
-    flexible = []
+    flexible = []  # nodes whose dtype follows from the rest
     pairs = np.unique(np.stack([structure.fragments.leaf, structure.fragments.chain], axis=1), axis=0).tolist()
     for leaf, number in pairs:
         chain = structure.chains[number] if casts else ()
@@ -278,7 +278,8 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> list[tuple[list[int],
 def _reshaped(fragments: Fragments, old: tuple[int, ...], new: tuple[int, ...]) -> tuple[Fragments, list[int]]:
     """Return the fragments in the new shape, and the new axes along which fragments may now be adjacent."""
     groups = _groups(old, new)
-    # Within a group only the innermost axes have equal strides, so a box extends along these: one row at a time.
+    # Within a group, a box is contiguous in both shapes along the innermost axis alone. So it is split into rows along
+    # all other axes of the group.
     for first, second in groups:
         if len(first) > 1 or len(second) > 1:
             for axis in first[:-1]:

@@ -116,7 +116,7 @@ class Codes:
         if not statements:
             by = self._quantization.get("quant_method", "")
             remedy = (
-                f"have the library that quantised them {by and f'({by}) '}write them dequantised; or load the codes, "
+                f"have the library that quantised them {by and f'({by}) '}write them dequantized; or load the codes, "
                 "and their scales, into targets of the saved dtypes"
             )
         return Problem(what, **{"key": key, **where}, expected=expected, got=got, remedy=remedy)

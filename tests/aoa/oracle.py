@@ -17,8 +17,8 @@ from tests.aoa.oracle_steps import (
     MASTER,
     Skipped,
     Tensor,
-    dequantised_fp8,
-    dequantised_mxfp4,
+    dequantized_fp8,
+    dequantized_mxfp4,
     join_fused,
     lora_merged,
     split_fused,
@@ -280,8 +280,8 @@ class Oracle:
         if step == "lora_merge":
             return lora_merged(*arrays, values.get("scale", 1.0))
         if values["dequant"] == "fp8":
-            return dequantised_fp8(*arrays, json.loads(values["block"]))
-        return dequantised_mxfp4(*arrays)
+            return dequantized_fp8(*arrays, json.loads(values["block"]))
+        return dequantized_mxfp4(*arrays)
 
     # Results.
 

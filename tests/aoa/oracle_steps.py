@@ -159,13 +159,13 @@ def lora_merged(w: np.ndarray, a: np.ndarray, b: np.ndarray, factor: float) -> n
     return (w.astype(wide) + wide.type(factor) * product).astype(w.dtype)
 
 
-def dequantised_fp8(w: np.ndarray, s: np.ndarray, block: Sequence[int]) -> np.ndarray:
+def dequantized_fp8(w: np.ndarray, s: np.ndarray, block: Sequence[int]) -> np.ndarray:
     wide = working(w, s)
     rows, columns = (np.arange(n) // b for n, b in zip(w.shape, block))
     return (w.astype(wide) * s.astype(wide)[rows[:, None], columns[None, :]]).astype(np.float32)
 
 
-def dequantised_mxfp4(w: np.ndarray, s: np.ndarray) -> np.ndarray:
+def dequantized_mxfp4(w: np.ndarray, s: np.ndarray) -> np.ndarray:
     values = np.stack([FP4[w & 15], FP4[w >> 4]], axis=-1)
     exact = np.ldexp(values.astype(np.float64), s.astype(np.int32)[..., None, None] - 127)
     return exact.reshape(*w.shape[:-2], -1).astype(np.float32)

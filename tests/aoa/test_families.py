@@ -19,7 +19,7 @@ from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, r
 from paddle_flexckpt.catalog import CatalogBuilder
 from paddle_flexckpt.catalog.errors import CheckpointError
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
-from tests.aoa.oracle_steps import dequantised_mxfp4
+from tests.aoa.oracle_steps import dequantized_mxfp4
 from tests.aoa.test_model_rules import State, blank, check_equal, move
 
 HEADS, GROUPS, EXPERTS, HIDDEN = 4, 2, 4, 8  # of the small models
@@ -169,7 +169,7 @@ def in_mxfp4(state: State) -> tuple[State, State]:
         codes = rng.integers(0, 256, (experts, outputs, 2, 16), dtype=np.uint8)
         scales = rng.integers(110, 140, (experts, outputs, 2), dtype=np.uint8)
         stored[f"{name}_blocks"], stored[f"{name}_scales"] = codes, scales
-        made = dequantised_mxfp4(codes, scales).astype(ml_dtypes.bfloat16)
+        made = dequantized_mxfp4(codes, scales).astype(ml_dtypes.bfloat16)
         plain[name] = made.transpose(0, 2, 1).copy()
     return stored, plain
 

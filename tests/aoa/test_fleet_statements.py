@@ -122,7 +122,7 @@ def test_casts_of_both_dtypes_come_back():
     ],
 )
 def test_forms_without_an_inverse_text_are_refused_by_name(text: str, why: str):
-    with pytest.raises(AoaError, match="AOA statement 2: has no exact inverse: 'a' cannot be had back, as ") as caught:
+    with pytest.raises(AoaError, match="AOA statement 2: has no exact inverse: 'a' cannot be restored, as ") as caught:
         invert(["x^T -> y", text])
     assert why in str(caught.value)
 

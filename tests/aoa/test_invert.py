@@ -153,7 +153,7 @@ def test_ids_that_a_name_does_not_tell():
 def test_what_has_no_inverse_names_the_statement(statement, why):
     with pytest.raises(AoaError) as error:
         texts_of("x -> y", statement)
-    assert "AOA statement 2: has no exact inverse: 'a' cannot be had back" in str(error.value)
+    assert "AOA statement 2: has no exact inverse: 'a' cannot be restored" in str(error.value)
     assert why in str(error.value)
 
 
@@ -193,12 +193,12 @@ def test_a_fused_layout_that_is_made_in_place():
 @pytest.mark.parametrize(
     ("statements", "why"),
     [
-        (["a -> m", "x -> m"], "'a' cannot be had back, as AOA statement 2 overwrites 'm'"),
-        (["l.$L -> m.$L", "x -> m.0"], "'l.$L' cannot be had back, as AOA statement 2 overwrites 'm.0'"),
-        (["l.0 -> m.0", "x.$L -> m.$L"], "'l.0' cannot be had back, as AOA statement 2 overwrites 'm.$L'"),
-        (["a, b -> f, axis=0", "f -> b, b, axis=0"], "'a' cannot be had back, as AOA statement 2 makes a name twice"),
-        (["a -> m", "x -> m, optional"], "'a' cannot be had back, as AOA statement 2 overwrites 'm'"),
-        (["a.*.w -> s, stack, axis=0", "x -> s"], "cannot be had back, as AOA statement 2 overwrites 's'"),
+        (["a -> m", "x -> m"], "'a' cannot be restored, as AOA statement 2 overwrites 'm'"),
+        (["l.$L -> m.$L", "x -> m.0"], "'l.$L' cannot be restored, as AOA statement 2 overwrites 'm.0'"),
+        (["l.0 -> m.0", "x.$L -> m.$L"], "'l.0' cannot be restored, as AOA statement 2 overwrites 'm.$L'"),
+        (["a, b -> f, axis=0", "f -> b, b, axis=0"], "'a' cannot be restored, as AOA statement 2 makes a name twice"),
+        (["a -> m", "x -> m, optional"], "'a' cannot be restored, as AOA statement 2 overwrites 'm'"),
+        (["a.*.w -> s, stack, axis=0", "x -> s"], "cannot be restored, as AOA statement 2 overwrites 's'"),
         (["a -> a, scale=2.0", "a -> b"], "a product is rounded"),
         (["l.$L -> l.${L//2}", "l.$L -> m.$L"], "the id L cannot be told"),
         (

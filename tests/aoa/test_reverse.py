@@ -139,7 +139,7 @@ def test_a_part_of_what_a_statement_reads():
 )
 def test_what_cannot_be_had_back_names_the_statement(statement, why):
     shape = {"slice": (2, 6), "resize": (4, 5)}.get(statement.partition(", ")[2].partition("=")[0], (4, 6))
-    with pytest.raises(AoaError, match="AOA statement 2: has no exact inverse: 'a' cannot be had back, as " + why):
+    with pytest.raises(AoaError, match="AOA statement 2: has no exact inverse: 'a' cannot be restored, as " + why):
         back(["x -> y", statement], {"y": B, "t": room(*shape)}, {"x": room(4, 2), "a": room(4, 6), "b": room(4, 6)})
 
 

@@ -200,7 +200,7 @@ def test_an_export_that_lacks_shapes_is_an_error_before_there_is_a_checkpoint():
     model._gen_aoa_config = lambda config: ['e.0,e.1 -> all, axis=0, sizes="[2, 2]"']
     assert export_config_of(model) == {"aoa_statements": ['all -> e.0, e.1, axis=0, sizes="[2, 2]"']}
     model._gen_aoa_config = lambda config: ["hf -> router, dtype='float32'"]
-    with pytest.raises(AoaError, match="AOA statement 1: has no exact inverse: 'hf' cannot be had back"):
+    with pytest.raises(AoaError, match="AOA statement 1: has no exact inverse: 'hf' cannot be restored"):
         export_config_of(model)
 
 

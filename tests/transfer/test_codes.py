@@ -87,7 +87,7 @@ def test_a_configuration_tells_codes_without_scales():
         found = codes(*parts, **{name: {"quant_method": "eetq"}})
         problem = found.problem("a.weight", "float32")
         assert "'quantization_config'" in problem.got
-        assert "library that quantised them (eetq) write them dequantised" in problem.remedy
+        assert "library that quantised them (eetq) write them dequantized" in problem.remedy
         assert [found.problem(key, "float32") for key in ("a.norm", "a.ids")] == [None, None]
 
 
