@@ -13,7 +13,7 @@ from paddle_flexckpt.aoa.compile import expand_program, explain
 from paddle_flexckpt.aoa.invert import invert
 from paddle_flexckpt.aoa.model_rules import describe_model_rules, model_rules, rule_names
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.cli.common import add_aoa, add_set, aoa_config, catalog_of, parameter_of
+from paddle_flexckpt.cli.common import add_aoa, add_set, aoa_config, parse_parameter, read_catalog
 
 _SOURCE = "directory or URL of a checkpoint of the statements' source"
 _TARGET = "directory or URL of a checkpoint of the statements' destination"
@@ -62,12 +62,12 @@ def add_command(commands: Any) -> None:
 
 def _explain(options: argparse.Namespace) -> str:
     """Return where each target comes from."""
-    return explain(aoa_config(options.aoa), catalog_of(options.source), catalog_of(options.target), options.key)
+    return explain(aoa_config(options.aoa), read_catalog(options.source), read_catalog(options.target), options.key)
 
 
 def _expand(options: argparse.Namespace) -> str:
     """Return the simple statements to which macros expand."""
-    source, target = catalog_of(options.source), catalog_of(options.target)
+    source, target = read_catalog(options.source), read_catalog(options.target)
     lines: list[str] = []
     for expanded in expand_program(aoa_config(options.aoa), source, target):
         lines.append(f"# statement {expanded.number}: {expanded.text.strip()}")
@@ -93,7 +93,7 @@ def _rules(options: argparse.Namespace) -> str:
             indent=2,
             ensure_ascii=False,
         )
-    parameters = dict(parameter_of(text) for text in options.set)
+    parameters = dict(parse_parameter(text) for text in options.set)
     variant, direction = options.variant or "plain", options.direction or "from_hf"
     rules = model_rules(options.name, variant, direction, **parameters)
     return json.dumps(rules, indent=2, ensure_ascii=False)

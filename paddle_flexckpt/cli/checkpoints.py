@@ -26,7 +26,7 @@ from paddle_flexckpt.cli.common import (
     byte_count,
     progress_bar,
     table,
-    written,
+    write_page,
 )
 from paddle_flexckpt.foreign.formats import FORMATS, SourceDirectory
 from paddle_flexckpt.native.directory import CheckpointDirectory
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.cli.outputs import InspectReport, ShownTensor
     from paddle_flexckpt.tools.tensor_reader import TensorReader
 
-# A command imports its modules when it runs: `inspect` needs no engine, and answers at once.
+# Modules of a command here are imported when it runs, so that `inspect` starts quickly.
 # With more values than this, --json of `show` leaves them out.
 MOST_VALUES = 1 << 16
 # Functions and arguments in errors, and their names on the command line.
@@ -167,10 +167,10 @@ def _add_export(commands: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> str:
-    """Return for each slice its key, type, shape, statistics and values; long ones without the middle."""
+    """Return the key, type, shape, statistics and values of each slice. Long arrays are shown without their middle."""
     from paddle_flexckpt.tools.tensor_reader import TensorReader
 
-    config = None if options.aoa is None else aoa_config(options.aoa)
+    config = aoa_config(options.aoa)
     with TensorReader(options.source, options.unique_id, config) as reader:
         shown = [_shown(reader, text) for text in options.what]
     if options.json:
@@ -185,7 +185,8 @@ def _shown(reader: TensorReader, text: str) -> tuple[ShownTensor, str]:
     from paddle_flexckpt.cli.outputs import ShownTensor
 
     match = _SLICE.fullmatch(text)
-    match = None if match is not None and text in reader else match
+    if match is not None and text in reader:  # a key may itself end like a slice
+        match = None
     try:
         parts = [] if match is None else [_part(part.strip()) for part in match[2].split(",") if part.strip()]
         array = reader.read(text if match is None else match[1], tuple(parts))
@@ -236,7 +237,7 @@ def _digest(options: argparse.Namespace) -> str:
     """Return a line for each tensor: its digest and its key."""
     from paddle_flexckpt.tools.digests import digest_checkpoint
 
-    config = None if options.aoa is None else aoa_config(options.aoa)
+    config = aoa_config(options.aoa)
     with progress_bar(options.json) as progress:
         found = digest_checkpoint(options.source, options.unique_id, config, progress=progress)
     if options.json:
@@ -250,7 +251,7 @@ def _diff(options: argparse.Namespace) -> Outcome:
     """Return one line for each difference and a summary; code 1 if there is a difference."""
     from paddle_flexckpt.tools.comparison import diff
 
-    config = None if options.aoa is None else aoa_config(options.aoa)
+    config = aoa_config(options.aoa)
     chosen = {name: getattr(options, name) for name in ("first_id", "second_id", "extra_state")}
     with progress_bar(options.json) as progress:
         report = diff(options.first, options.second, config, progress=progress, **chosen)
@@ -258,7 +259,7 @@ def _diff(options: argparse.Namespace) -> Outcome:
     if options.html is not None:
         from paddle_flexckpt.pages.report_pages import diff_page
 
-        lines.append(written(options.html, diff_page(report)))
+        lines.append(write_page(options.html, diff_page(report)))
     lines = [report.to_json()] if options.json else lines
     return Outcome("\n".join(lines), int(not report.equal))
 
@@ -299,7 +300,7 @@ def _as_flags(text: str) -> str:
 def _export(options: argparse.Namespace) -> str:
     from paddle_flexckpt.tools.export import export_safetensors
 
-    config = None if options.aoa is None else aoa_config(options.aoa)
+    config = aoa_config(options.aoa)
     chosen = {name: getattr(options, name) for name in ("prefix", "states", "max_file_bytes", "verify")}
     with progress_bar() as progress:
         return export_safetensors(options.source, options.output, config, progress=progress, **chosen).summary()
@@ -312,14 +313,16 @@ def _inspect(options: argparse.Namespace) -> str:
     if options.json:
         rows = dict(_rows_by_key(manifest.catalog))
         chosen = {key: _rows_of(manifest.catalog, key) for key in options.key} if options.key else rows
-        return _described(directory, manifest, chosen).to_json()
+        return _inspect_report(directory, manifest, chosen).to_json()
     if options.key:
         return "\n".join(line for key in options.key for line in _shards(manifest.catalog, key))
     return "\n".join([_head(directory, manifest), *_keys(manifest.catalog), *_totals(manifest)])
 
 
-def _described(directory: CheckpointDirectory, manifest: Manifest, rows: Mapping[str, np.ndarray]) -> InspectReport:
-    """Return the checkpoint, and the tensors of some rows with their shards."""
+def _inspect_report(
+    directory: CheckpointDirectory, manifest: Manifest, rows: Mapping[str, np.ndarray]
+) -> InspectReport:
+    """Return the report on the given rows, by key."""
     from paddle_flexckpt.cli.outputs import InspectReport, Shard, StoredTensor
 
     catalog, length = manifest.catalog, manifest.catalog.byte_length

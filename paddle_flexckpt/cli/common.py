@@ -60,7 +60,7 @@ def add_cut(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def cut_of(text: str) -> tuple[str, int | None]:
+def parse_cut(text: str) -> tuple[str, int | None]:
     """Return the glob and the axis of a ``--cut``.
 
     Raises:
@@ -72,7 +72,7 @@ def cut_of(text: str) -> tuple[str, int | None]:
     return glob, None if axis == "none" else int(axis)
 
 
-def parameter_of(text: str) -> tuple[str, Any]:
+def parse_parameter(text: str) -> tuple[str, Any]:
     """Return the name and value of a ``--set``.
 
     Raises:
@@ -118,7 +118,7 @@ def add_html(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--html", metavar="FILE", help="write a page for a browser too, which needs no network")
 
 
-def written(path: str, content: str) -> str:
+def write_page(path: str, content: str) -> str:
     """Write a page, and return a line about it.
 
     Raises:
@@ -150,33 +150,37 @@ def byte_count(text: str) -> int:
     return count
 
 
-def table(lines: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return lines with aligned columns.
+def table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Return the lines of a table, with aligned columns.
 
     Args:
-        lines: The texts of each line, equally many in each. Characters that a terminal may interpret are escaped.
+        rows: The texts of each row, equally many in each. Characters that a terminal may interpret are escaped.
         right: The columns that are aligned right; the others are aligned left.
     """
-    lines = [list(map(printable, line)) for line in lines]
-    widths = [max(map(len, column)) for column in zip(*lines)]
+    cells = [list(map(printable, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
     return [
         "  ".join(
-            text.rjust(width) if i in right else text.ljust(width) for i, (text, width) in enumerate(zip(line, widths))
+            text.rjust(width) if i in right else text.ljust(width) for i, (text, width) in enumerate(zip(row, widths))
         ).rstrip()
-        for line in lines
+        for row in cells
     ]
 
 
-def aoa_config(value: str) -> AoaConfig:
-    """Return the statements of ``--aoa``."""
+@overload
+def aoa_config(value: str) -> AoaConfig: ...
+@overload
+def aoa_config(value: str | None) -> AoaConfig | None: ...
+def aoa_config(value: str | None) -> AoaConfig | None:
+    """Return the statements of ``--aoa``; None without it."""
     return sys.stdin.read() if value == "-" else value
 
 
 @overload
-def catalog_of(path: str) -> Catalog: ...
+def read_catalog(path: str) -> Catalog: ...
 @overload
-def catalog_of(path: None) -> None: ...
-def catalog_of(path: str | None) -> Catalog | None:
+def read_catalog(path: None) -> None: ...
+def read_catalog(path: str | None) -> Catalog | None:
     """Return the shards of a checkpoint's newest save, without a run's extra state; None without a path.
 
     Raises:
@@ -187,7 +191,7 @@ def catalog_of(path: str | None) -> Catalog | None:
 
 @contextlib.contextmanager
 def progress_bar(as_json: bool = False, stream: TextIO | None = None) -> Iterator[ProgressCallback | None]:
-    """Return the callback that draws progress, in a with statement; None where it would not be seen.
+    """Yield the callback that draws progress, or None if nobody would see it.
 
     It draws only on a terminal, on standard error, and removes the bar at the end. tqdm draws it if it is installed
     (the extra ``cli``); otherwise a line counts per cent.

@@ -19,8 +19,8 @@ from paddle_flexckpt.cli.common import (
     add_verify,
     aoa_config,
     byte_count,
-    cut_of,
-    parameter_of,
+    parse_cut,
+    parse_parameter,
     progress_bar,
 )
 from paddle_flexckpt.foreign.formats import SourceDirectory
@@ -118,7 +118,7 @@ def _convert(options: argparse.Namespace) -> str:
             options.output,
             statements,
             strategy=options.to,
-            cuts=tuple(cut_of(text) for text in options.cut),
+            cuts=tuple(parse_cut(text) for text in options.cut),
             restart=options.restart,
             progress=progress,
             **{name: getattr(options, name) for name in names},
@@ -135,7 +135,7 @@ def _statements(options: argparse.Namespace) -> Any:
     if options.model is None:
         if options.set:
             raise ValidationError(["--set is about the rules of a family. Remedy: give --model too"])
-        return None if options.aoa is None else aoa_config(options.aoa)
+        return aoa_config(options.aoa)
     if options.aoa is not None:
         raise ValidationError(
             ["--model and --aoa both say what becomes of the tensors. Remedy: give one; `flexckpt rules` prints the "
@@ -164,5 +164,5 @@ def _statements(options: argparse.Namespace) -> Any:
         manifest.catalog.keys,
         None if options.model == "auto" else options.model,
         options.variant,
-        **dict(parameter_of(text) for text in options.set),
+        **dict(parse_parameter(text) for text in options.set),
     )

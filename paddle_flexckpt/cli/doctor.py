@@ -70,8 +70,7 @@ def _doctor(options: argparse.Namespace) -> Outcome:
     python = ".".join(map(str, sys.version_info[:3]))
     free = _free_shared_memory()
     if options.json:
-        states = [PatchState(*each) for each in patches]
-        report = DoctorReport(__version__, python, packages, states, free, problems)
+        report = DoctorReport(__version__, python, packages, patches, free, problems)
         return Outcome(report.to_json(), int(bool(problems)))
     lines = [("package", "version", "supported", "for"), ("flexckpt", __version__, "", ""), ("python", python, "", "")]
     for each in packages:
@@ -79,22 +78,22 @@ def _doctor(options: argparse.Namespace) -> Outcome:
         lines.append((each.package, each.version or "-", verdict, each.purpose))
     text = table(lines)
     text.append(f"shared memory, for asynchronous saves and reshards: {_free(free)}")
-    for name, status, title in patches:
+    for patch in patches:
         text.append(
-            f"defect that a patch mends: {title}. Remedy: flexckpt patch --apply {name}"
-            if status == "fits"
-            else f"patched: {title} ({name})"
+            f"defect that a patch mends: {patch.mends}. Remedy: flexckpt patch --apply {patch.name}"
+            if patch.status == "fits"
+            else f"patched: {patch.mends} ({patch.name})"
         )
     text += [f"problem: {problem}" for problem in problems]
     return Outcome("\n".join([*text, "" if problems else "no problems"]).rstrip("\n"), int(bool(problems)))
 
 
-def _patches() -> list[tuple[str, str, str]]:
-    """Return name, status and title of the patches that are applied to the installed packages, or fit them."""
+def _patches() -> list[PatchState]:
+    """Return the patches that are applied to the installed packages, or could be."""
     every = list(read_patches().values())
     roots = {package: find_root(package) for package in {patch.package for patch in every}}
-    found = [(patch.name, check_patch(roots[patch.package], every, patch)[0], patch.title) for patch in every]
-    return [each for each in found if each[1] in ("fits", "applied")]
+    found = [PatchState(each.name, check_patch(roots[each.package], every, each)[0], each.title) for each in every]
+    return [each for each in found if each.status in ("fits", "applied")]
 
 
 def _free_shared_memory() -> int | None:
@@ -154,7 +153,7 @@ def _patch(options: argparse.Namespace) -> Outcome:
     every = list(patches.values())
     if options.check is not None:
         results = [(patch, *check_patch(roots[patch.package], every, patch)) for patch in chosen]
-        # Without names most patches are for other versions: how their files differ is of no interest.
+        # Without names, reasons are left out: most patches are for other versions.
         lines = [
             f"{patch.name}: {status}" + (f"\n  {reason}" if reason and options.check else "")
             for patch, status, reason in results

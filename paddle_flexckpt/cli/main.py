@@ -62,8 +62,10 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"flexckpt {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    chosen = [module for module, names in _COMMANDS.items() if words and words[0] in names]
-    for module in () if list(words) == ["--version"] else chosen or _COMMANDS:
+    modules = [module for module, names in _COMMANDS.items() if words and words[0] in names] or [*_COMMANDS]
+    if list(words) == ["--version"]:
+        modules = []
+    for module in modules:
         importlib.import_module(f"paddle_flexckpt.cli.{module}").add_command(commands)
     return parser
 

@@ -1,4 +1,4 @@
-"""Reports that commands print with ``--json``, besides those of the functions that they call.
+"""Reports of commands that have no function of their own in the API, for ``--json``.
 
 Tested in tests/cli/test_json.py.
 """

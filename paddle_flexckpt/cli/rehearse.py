@@ -22,9 +22,9 @@ from paddle_flexckpt.cli.common import (
     add_html,
     aoa_config,
     byte_count,
-    cut_of,
+    parse_cut,
     table,
-    written,
+    write_page,
 )
 from paddle_flexckpt.pages.holder_pages import holders_page, holders_picture
 from paddle_flexckpt.planning.job_layout import JobLayout
@@ -79,7 +79,9 @@ def add_command(commands: Any) -> None:
         help="with --probe: ranks that share the measured speed (1)",
     )
     parser.add_argument(
-        "--cooperative", action="store_true", help="also show what ranks read and exchange if one reads for all"
+        "--cooperative",
+        action="store_true",
+        help="also predict comm_method='cooperative', where one rank reads a section for all",
     )
     parser.add_argument(
         "--object-store",
@@ -130,21 +132,19 @@ def layout_from(options: argparse.Namespace, config: AoaConfig | None) -> tuple[
         aoa_config=config,
         model=options.model,
         variant=options.variant,
-        cuts=[cut_of(text) for text in options.cut],
+        cuts=[parse_cut(text) for text in options.cut],
         states=not options.weights,
     )
 
 
 def _rehearse(options: argparse.Namespace) -> Outcome:
     """Return a table of the ranks and remarks, or the job's error; code 1 if it would fail."""
-    config = None if options.aoa is None else aoa_config(options.aoa)
+    config = aoa_config(options.aoa)
     rate, request = _speed(options)
-    loading = {
-        "--cooperative": options.cooperative,
-        "--strict": options.strict != "missing",
-    }
-    if options.save and any(loading.values()):
-        raise ValidationError([f"{next(filter(loading.get, loading))} is of a load: it does not go with --save"])
+    of_load = {"--cooperative": options.cooperative, "--strict": options.strict != "missing"}
+    wrong = [name for name, is_given in of_load.items() if is_given]
+    if options.save and wrong:
+        raise ValidationError([f"{wrong[0]} is an option of a load and cannot be given with --save"])
     if options.save_replicas and not options.save:
         raise ValidationError(["--save-replicas is of a save: give --save too"])
     strict: Any = {"both": True, "none": False}.get(options.strict, options.strict)
@@ -164,7 +164,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         if options.html is not None:
             from paddle_flexckpt.pages.report_pages import save_rehearsal_page
 
-            lines.append(written(options.html, save_rehearsal_page(saved)))
+            lines.append(write_page(options.html, save_rehearsal_page(saved)))
         text = saved.to_json() if options.json else "\n".join(lines)
         return Outcome(text, int(not saved.ok))
     report = rehearse(
@@ -182,7 +182,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
     if options.html is not None:
         from paddle_flexckpt.pages.report_pages import rehearsal_page
 
-        lines.append(written(options.html, rehearsal_page(report)))
+        lines.append(write_page(options.html, rehearsal_page(report)))
     text = report.to_json() if options.json else "\n".join(lines)
     return Outcome(text, int(not report.ok))
 
@@ -281,20 +281,20 @@ def _map(options: argparse.Namespace) -> str:
             raise ValidationError([f"--{name} describes the job that --to names. Remedy: give --to STRATEGY"])
     if options.report is not None and options.html is None and options.png is None:
         raise ValidationError(["--report is for a page or a picture. Remedy: give --html FILE or --png FILE"])
-    seconds = seconds_of(options.report) if options.report is not None else {}
-    config = None if options.aoa is None else aoa_config(options.aoa)
+    seconds = read_seconds(options.report) if options.report is not None else {}
+    config = aoa_config(options.aoa)
     layout, notes = (None, []) if options.to is None else layout_from(options, config)
     report = find_holders(options.source, options.keys, unique_id=options.unique_id, layout=layout, notes=notes)
     lines = [*_map_lines(report), *(f"note: {note}" for note in report.notes), report.summary()]
     if options.html is not None:
-        lines.append(written(options.html, holders_page(report, seconds)))
+        lines.append(write_page(options.html, holders_page(report, seconds)))
     if options.png is not None:
         holders_picture(report, options.png, seconds)
         lines.append(f"wrote {options.png}")
     return report.to_json() if options.json else "\n".join(lines)
 
 
-def seconds_of(path: str) -> dict[str, list[float]]:
+def read_seconds(path: str) -> dict[str, list[float]]:
     """Return seconds by phase and rank from the report of a save, or from the reports of all ranks.
 
     Raises:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.cli.rehearse import seconds_of
+from paddle_flexckpt.cli.rehearse import read_seconds
 from paddle_flexckpt.planning.layouts import Layout
 from paddle_flexckpt.planning.strategy import parse_strategy
 from tests.pages.samples import HOSTILE, check
@@ -86,7 +86,7 @@ def test_a_key_is_text_in_the_page_whatever_it_says(tmp_path, capsys):
 )
 def test_seconds_are_those_of_one_report_or_of_all_ranks(tmp_path, found, seconds):
     (tmp_path / "r.json").write_text(json.dumps(found))
-    assert seconds_of(str(tmp_path / "r.json")) == seconds
+    assert read_seconds(str(tmp_path / "r.json")) == seconds
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "{}", '{"rank_seconds": {"write": ["x"]}}', '{"rank_seconds": [1]}'])

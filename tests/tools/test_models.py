@@ -9,7 +9,7 @@ import pytest
 
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import ValidationError, concat
-from paddle_flexckpt.cli.common import cut_of
+from paddle_flexckpt.cli.common import parse_cut
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import parse_mesh
@@ -158,7 +158,7 @@ def test_parts_along_two_axes_need_a_cut():
     assert "parts along several axes (key 'w'). Remedy" in str(caught.value)
     assert str(caught.value).endswith("--cut 'w=AXIS', or 'w=none'")
     for said, axis in (("w=0", 0), ("w=none", None)):
-        assert model_of(infos, stored, [cut_of(said)]).tensors[0].tp_axis == axis
+        assert model_of(infos, stored, [parse_cut(said)]).tensors[0].tp_axis == axis
 
 
 MESH = "mesh=2x2:dp,mp;sharding=stage1:dp;*.norm.weight=S0"
