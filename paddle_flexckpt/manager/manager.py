@@ -26,7 +26,7 @@ from paddle_flexckpt.manager.policies import (
     check_policies,
 )
 from paddle_flexckpt.manager.removal import UNIQUE_ID
-from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, Targets, restore_first
+from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, RestoreTargets, restore_first
 from paddle_flexckpt.manager.step_contents import (
     OWN_OBJECTS,
     RunObjects,
@@ -372,12 +372,12 @@ class CheckpointManager:
         asked = RestoreOptions(step=step, **options)
         context = f"cannot restore a step from {self.path!r}"
 
-        def prepare() -> tuple[Targets, bytes]:
+        def prepare() -> tuple[RestoreTargets, bytes]:
             self._check_open()
             if step not in ("latest", "best"):
                 check_step(step)
             objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
-            targets = Targets(objects.shards(), objects.schedule(), scaler, asked.rng, optimizer is not None)
+            targets = RestoreTargets(objects.shards(), objects.schedule(), scaler, asked.rng, optimizer is not None)
             head = asked.encode("restore", **objects.given())
             if self._comm.position != 0:
                 return targets, join((head, b"null"))
@@ -391,7 +391,8 @@ class CheckpointManager:
         try:
             report, whole = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
         except CorruptCheckpointError:
-            self._run, self._restored = None, "latest"  # a training that starts anew is the same run
+            # If training starts anew after this error, its steps belong to the same run: that of the latest step.
+            self._run, self._restored = None, "latest"
             raise
         self._pending.doubtful |= report.skipped.keys() - whole
         self._schedule.note(report.step, saved=False)

@@ -7,7 +7,7 @@ tests/manager/test_step_pages.py, tests/manager/test_reports.py and tests/manage
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union
 
 from paddle_flexckpt.background import SaveHandle
@@ -24,7 +24,7 @@ from paddle_flexckpt.tools.holders import find_holders
 logger = logging.getLogger("paddle_flexckpt")
 
 # The state of one save, a byte in the message of each rank. _RAISED: failed, and the handle has raised the error.
-_RUNNING, _ENDED, _FAILED, _RAISED = range(4)
+_RUNNING, _COMMITTED, _FAILED, _RAISED = range(4)
 # Added if the checkpoint exists and could not be made durable.
 _DOUBTFUL = 4
 Saved = Union[SaveReport, SaveHandle]
@@ -130,14 +130,14 @@ class PendingSteps:
 
         _, answers = self._comm.together(look, context)
         states = [{each % _DOUBTFUL for each in column} for column in zip(*answers)]
-        for (step, handle), seen, column in zip(self._saves, states, zip(*answers)):
-            if seen == {_ENDED}:
+        for (step, handle), on_ranks, column in zip(self._saves, states, zip(*answers)):
+            if on_ranks == {_COMMITTED}:
                 self._reports[step] = handle.result()
                 self.note_complete(step)
             elif max(column) >= _DOUBTFUL:
                 self.doubtful.add(step)
-        failed = {step: handle for (step, handle), seen in zip(self._saves, states) if _FAILED in seen}
-        self._saves = [save for save, seen in zip(self._saves, states) if _RUNNING in seen and _FAILED not in seen]
+        failed = {step: handle for (step, handle), on_ranks in zip(self._saves, states) if _FAILED in on_ranks}
+        self._saves = [save for save, each in zip(self._saves, states) if _RUNNING in each and _FAILED not in each]
         if failed:
             # It has ended on one rank, so it soon will on the others.
             try:
@@ -151,7 +151,7 @@ def _state(handle: SaveHandle) -> int:
     if not handle.done():
         return _RUNNING
     if handle.error is None:
-        return _ENDED
+        return _COMMITTED
     return (_RAISED if handle.seen else _FAILED) + (_DOUBTFUL if isinstance(handle.error, NotDurableError) else 0)
 
 
@@ -172,7 +172,7 @@ def _raise(handles: Sequence[SaveHandle]) -> bytes:
 
 
 class FollowUp:
-    """The saves that have no page or report yet, the same on every rank. The coordinator does the work."""
+    """The work after saves: pages, reports and retention. The coordinator does it; all ranks learn of errors."""
 
     def __init__(
         self,
@@ -198,18 +198,18 @@ class FollowUp:
         if self._wants_pages:
             self._saves[step] = saved, dict(metrics)
 
-    def run(self, done: str, reports: Mapping[int, SaveReport] | None = None) -> None:
+    def run(self, succeeded: str, reports: Mapping[int, SaveReport] | None = None) -> None:
         """Write pages and reports, and apply retention. Communicates.
 
         Args:
-            done: The text about what has succeeded, for errors.
+            succeeded: The text about what has succeeded, for errors.
             reports: Reports, by step, besides those of saves in the background.
         """
         context, busy = f"in {self._steps.path!r}", self._pending.steps
         ended = {step: saved for step, saved in self._saves.items() if step not in busy}
         self._saves = {step: saved for step, saved in self._saves.items() if step in busy}
         if ended:
-            self._as_coordinator(lambda: self._write_pages(ended), f"{done}, but not all pages {context}")
+            self._comm.lead(0, lambda: self._write_pages(ended), f"{succeeded}, but not all pages {context}")
         written = {**self._pending.drain_reports(), **(reports or {})} if self._wants_reports else {}
 
         def retain() -> None:
@@ -218,20 +218,12 @@ class FollowUp:
             self.retain()
 
         what = "a report could not be written, or what need not be kept" if written else "what need not be kept"
-        self._as_coordinator(retain, f"{done}, but {what} {context} could not be removed")
+        self._comm.lead(0, retain, f"{succeeded}, but {what} {context} could not be removed")
 
     def retain(self) -> None:
-        """Remove what need not be kept; errors as of :meth:`StepDirectories.retain`. Only the coordinator does it."""
+        """Apply retention; errors as of :meth:`StepDirectories.retain`. Only the coordinator does it."""
         pending = self._pending
         self._steps.retain(self._keep, pending.newest, pending.steps, pending.doubtful)
-
-    def _as_coordinator(self, work: Callable[[], None], context: str) -> None:
-        def step() -> tuple[None, bytes]:
-            if self._comm.position == 0:
-                work()
-            return None, b""
-
-        self._comm.together(step, context)
 
     def _write_pages(self, ended: Mapping[int, tuple[Saved, Mapping[str, float]]]) -> None:
         """Write the pages of saves that have ended, except failed ones.

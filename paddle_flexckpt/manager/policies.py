@@ -240,11 +240,11 @@ class PreemptionSignals:
                 self.close()
                 raise ValidationError([f"preemption_signals: {number!r} cannot be handled: {error}"]) from error
         if numbers:
-            _watch_forks()
-            _WATCHES.add(self)
+            _register_at_forks()
+            _INSTALLED.add(self)
 
     @property
-    def watches(self) -> bool:
+    def is_active(self) -> bool:
         """Return whether there are signals to wait for."""
         return bool(self._previous)
 
@@ -280,48 +280,48 @@ class PreemptionSignals:
 
 
 # All that exist, closed or not.
-_WATCHES: weakref.WeakSet[PreemptionSignals] = weakref.WeakSet()
+_INSTALLED: weakref.WeakSet[PreemptionSignals] = weakref.WeakSet()
 # For each thread that forks, the arguments of the call that restores its signal mask.
 _MASKS: dict[int, tuple[int, Any, None]] = {}
 
 
 def _uncover(number: int) -> None:
-    """Restore the handlers that closed watches have replaced, from the newest on."""
+    """Restore the handlers that closed objects have replaced, from the newest on."""
     while True:
-        watch = getattr(signal.getsignal(number), "__self__", None)
-        if not isinstance(watch, PreemptionSignals) or not watch._closed:
+        owner = getattr(signal.getsignal(number), "__self__", None)
+        if not isinstance(owner, PreemptionSignals) or not owner._closed:
             return
-        previous, action = watch._previous[number]
+        previous, action = owner._previous[number]
         # Python cannot set a handler that it does not know (None), but the system can.
         signal.signal(number, signal.SIG_DFL if previous is None else previous)
         _LIBC.sigaction(number, action, None)
 
 
 @functools.cache
-def _watch_forks() -> None:
-    """Have each fork end the watches; a signal that comes earlier is held until then.
+def _register_at_forks() -> None:
+    """Have each fork put the previous handlers back in the child; a signal that comes earlier is held until then.
 
-    A function that runs no Python restores the signal mask: an exception of a handler has to be raised in the caller,
-    and not here.
+    ``register_at_fork`` ignores exceptions of its functions, and a handler may raise one. So the signal mask is
+    restored by a callable in C, which no handler can interrupt: ``next`` of a lazy ``starmap``.
     """
     arguments = map(_MASKS.pop, iter(threading.get_ident, None))
     give_back = functools.partial(next, itertools.starmap(_LIBC.pthread_sigmask, arguments))
-    os.register_at_fork(before=_hold_signals, after_in_child=_end_watches)
+    os.register_at_fork(before=_hold_signals, after_in_child=_close_all)
     os.register_at_fork(after_in_parent=give_back, after_in_child=give_back)
 
 
 def _hold_signals() -> None:
     held, before = (ctypes.create_string_buffer(_STRUCT_BYTES) for _ in range(2))
-    for number in {number for watch in _WATCHES for number in watch._previous}:
+    for number in {number for each in _INSTALLED for number in each._previous}:
         _LIBC.sigaddset(held, number)
     _LIBC.pthread_sigmask(int(signal.SIG_BLOCK), held, before)
     _MASKS.setdefault(threading.get_ident(), (int(signal.SIG_SETMASK), before, None))
 
 
-def _end_watches() -> None:
-    for watch in list(_WATCHES):
-        watch._closed = True
-    for number in {number for watch in _WATCHES for number in watch._previous}:
+def _close_all() -> None:
+    for each in list(_INSTALLED):
+        each._closed = True
+    for number in {number for each in _INSTALLED for number in each._previous}:
         _uncover(number)
 
 
@@ -337,7 +337,7 @@ class SaveSchedule:
         self._comm = comm
         self._policies = policies
         self._signals = signals
-        self._agrees = signals.watches or any(policy.uses_clock for policy in policies)
+        self._needs_agreement = signals.is_active or any(policy.uses_clock for policy in policies)
         self.should_stop = False
         self._saved_since_stop = False
         # The step that was saved or restored last, and when.
@@ -351,7 +351,7 @@ class SaveSchedule:
             ValidationError: This is no step, or ranks are at different ones.
         """
         seconds = 0.0
-        if self._agrees:
+        if self._needs_agreement:
 
             def look() -> tuple[None, bytes]:
                 check_step(step)

@@ -178,7 +178,7 @@ def _remove_files(directory: Backend, files: Sequence[str]) -> None:
 
 
 def try_lock(directory: Backend, stack: contextlib.ExitStack) -> bool:
-    """Take a directory's lock for the time of a context; return whether it was free."""
+    """Take a directory's lock for the time of a context; return False if it is not free, or the directory is gone."""
     try:
         lock = directory.locks.take()
     except (CheckpointError, FileNotFoundError):

@@ -106,7 +106,7 @@ class RestoreOptions(LoadOptions):
 
 
 @dataclass(frozen=True, eq=False)
-class Targets:
+class RestoreTargets:
     """The objects that a restore fills on this rank; schedule and scaler may be None."""
 
     shards: Mapping[str, Any]
@@ -115,7 +115,7 @@ class Targets:
     rng: bool
     has_optimizer: bool
 
-    def refuse(self, state: Mapping[str, Any], options: RestoreOptions) -> tuple[None, bytes]:
+    def check_schedule(self, state: Mapping[str, Any], options: RestoreOptions) -> tuple[None, bytes]:
         """Raise ValidationError where a saved schedule or scaler would not be restored, and so start anew."""
         is_alone = not self.has_optimizer and options.optimizer_states == "ignore"
         model = "" if self.has_optimizer else "; for the model alone give optimizer_states='ignore'"
@@ -144,7 +144,7 @@ class MisnamedError(ValidationError):
 
 
 def restore_checkpoint(
-    directory: Backend, step: int, comm: Communicator, targets: Targets, options: RestoreOptions
+    directory: Backend, step: int, comm: Communicator, targets: RestoreTargets, options: RestoreOptions
 ) -> RestoreReport:
     """Restore the checkpoint in a step's directory. Its extra state is read first: it is small and changes no target.
 
@@ -158,7 +158,7 @@ def restore_checkpoint(
     with contextlib.ExitStack() as stack:
 
         def hold() -> tuple[str, bytes]:
-            manifest = stack.enter_context(_hold(directory))
+            manifest = stack.enter_context(_lock_manifest(directory))
             if manifest.partial and options.fallback:
                 raise CorruptCheckpointError(f"{directory.path} is partial: {manifest.partial}")
             if manifest.step != step:
@@ -179,7 +179,7 @@ def restore_checkpoint(
         try:
             state = load_extra_state(directory, UNIQUE_ID, comm)
             if options.schedule == "raise":
-                comm.together(lambda: targets.refuse(state, options), context)
+                comm.together(lambda: targets.check_schedule(state, options), context)
             load = load_state_dict(targets.shards, directory, comm, **options.keywords(LoadOptions))
         except (CorruptCheckpointError, UnreadableCheckpointError, ValidationError) as error:
             # Without locks for readers, the files of a replaced checkpoint are removed at once. And two ranks may see
@@ -189,14 +189,14 @@ def restore_checkpoint(
                 raise ReplacedError(_replaced(context)) from error
             raise
 
-        def put_back() -> tuple[ExtraStateReport | None, bytes]:
+        def restore_extra() -> tuple[ExtraStateReport | None, bytes]:
             with reading(directory.path):
                 now = save_token_in(directory)
             if now != token:
                 return None, b"replaced"
             return restore_extra_state(state, targets.lr_scheduler, targets.scaler, targets.rng), b""
 
-        extra, found = comm.together(put_back, context)
+        extra, found = comm.together(restore_extra, context)
         if extra is None or any(found):
             raise ReplacedError(_replaced(context))
     return RestoreReport(step, directory.path, load, extra)
@@ -214,7 +214,7 @@ def _replaced(context: str) -> str:
     return f"{context}: {problem}. Remedy: restore again"
 
 
-def _hold(directory: Backend) -> LockedManifest:
+def _lock_manifest(directory: Backend) -> LockedManifest:
     checkpoint = SourceDirectory(directory)
     with reading(directory.path):
         try:
@@ -229,37 +229,38 @@ def restore_first(
     candidates: Sequence[tuple[int, Backend]],
     skipped: Mapping[int, str],
     comm: Communicator,
-    targets: Targets,
+    targets: RestoreTargets,
     options: RestoreOptions,
     context: str,
 ) -> tuple[RestoreReport, set[int]]:
     """Restore the first of some checkpoints, or with ``fallback`` the first that is whole and can be read.
 
-    Returned are the report, and those of the skipped steps whose directory has the intact checkpoint of another step.
+    Return the report, and the skipped steps whose directory holds another step's intact checkpoint.
 
     ``skipped`` are steps that were ruled out before, with the reason.
 
     Raises:
         CheckpointError: As of :func:`restore_checkpoint`.
     """
-    whole: set[int] = set()
-    skipped, again = dict(skipped), replace(options, strict=_strict_after_damage(options.strict))
+    misnamed: set[int] = set()
+    # After damage, or a replaced try, every target has to be overwritten.
+    skipped, full = dict(skipped), replace(options, strict=_strict_after_damage(options.strict))
     for step, directory in candidates:
         try:
-            for left in reversed(range(_TRIES)):
-                asked = again if skipped or left < _TRIES - 1 else options
+            for attempt in range(1, _TRIES + 1):
+                chosen = full if skipped or attempt > 1 else options
                 try:
-                    report = restore_checkpoint(directory, step, comm, targets, asked)
-                    return replace(report, skipped=skipped), whole
+                    report = restore_checkpoint(directory, step, comm, targets, chosen)
+                    return replace(report, skipped=skipped), misnamed
                 except ReplacedError:
-                    if not left:
+                    if attempt == _TRIES:
                         raise
                     logger.info(f"another process has saved step {step} while it was restored: it is restored again")
         except (CorruptCheckpointError, UnreadableCheckpointError, MisnamedError) as error:
             if not options.fallback:
                 raise
             if isinstance(error, MisnamedError):
-                whole.add(step)
+                misnamed.add(step)
             if comm.position == 0:
                 what = "is damaged" if isinstance(error, CorruptCheckpointError) else "cannot be read"
                 logger.warning(f"step {step} {what}, and is skipped: {error}")

@@ -55,9 +55,9 @@ class RunObjects:
 
 @dataclass(frozen=True)
 class StepContents:
-    """The contents of a step on one rank: shards and extra state by name, and metrics, the same on every rank.
+    """The contents of a step on one rank: shards and extra state by name, and metrics.
 
-    The coordinator's ``run`` is the identity of the run.
+    Metrics are the same on every rank. ``run``, the identity of the run, is that of the coordinator.
     """
 
     shards: dict[str, Any]
@@ -235,10 +235,10 @@ def check(
     and no state of the optimizer is created: states that only the first step creates are not checked.
 
     Args:
-        model: As in :meth:`CheckpointManager.save`; so are ``optimizer``, ``lr_scheduler``, ``scaler`` and ``state``.
-        optimizer: Wrapped as for the training.
-        lr_scheduler: If there is one.
-        scaler: If there is one.
+        model: As in :meth:`CheckpointManager.save`.
+        optimizer: Likewise, wrapped as for the training.
+        lr_scheduler: Likewise.
+        scaler: Likewise.
         state: Shards or tensors besides, or instead of, those of model and optimizer.
         process_group: The ranks that take part, as in :func:`save_state_dict`.
 

@@ -43,7 +43,7 @@ _TEMPORARY = re.compile(r"step_\d{8,}\.(?:html|report\.json)\.[0-9a-f]{32}\.tmp"
 
 @dataclass(frozen=True)
 class _Known:
-    """The facts that have been read of one checkpoint."""
+    """What was read of a checkpoint, cached until its save token changes."""
 
     token: str  # of its save: each save of a step has another
     record: StepRecord | None  # None if no manager saved it, or it is damaged
@@ -205,9 +205,9 @@ class StepDirectories:
         return best_first(records, best.metric, best.mode), damaged
 
     def begin_run(self, step: int, restored: Which | None) -> str:
-        """Return the identity of a run that is about to save its first step: that of the step that it continues.
+        """Return the identity of the run that is about to save its first step.
 
-        ``"latest"`` is the highest step that has an identity.
+        It is that of the step ``restored`` (``"latest"``: the highest step that has an identity), or a new one.
 
         Raises:
             ValidationError: Another run has higher steps, which a later restore would take for this run's latest.
@@ -281,9 +281,9 @@ class StepDirectories:
         """Remove the checkpoints that no policy keeps, and leftovers of dead saves and interrupted removals.
 
         A checkpoint is left alone if it is being read, was not saved by a manager, is damaged, or is ``busy``: being
-        saved in the background. A power loss may undo busy saves, and ``doubtful`` checkpoints may be useless. So a
-        checkpoint is removed only if the policies do not keep it, whether these are counted or not. Returned are the
-        steps removed.
+        saved in the background. A power loss may undo busy saves, and ``doubtful`` checkpoints may be useless. So the
+        policies are applied twice, with and without the busy and doubtful steps. A checkpoint is removed only if both
+        results leave it out. Returned are the steps removed.
 
         Raises:
             CheckpointError: Something could not be removed; all that could be has been.

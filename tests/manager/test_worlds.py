@@ -183,7 +183,7 @@ class Signals:
     """In place of handlers, which threads cannot have: rank 1 of 3 gets the signal before step 2."""
 
     def __init__(self, numbers):
-        self.received, self.closed, self.watches = False, False, bool(numbers)
+        self.received, self.closed, self.is_active = False, False, bool(numbers)
 
     def close(self):
         self.closed = True
