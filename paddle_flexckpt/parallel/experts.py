@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from paddle_flexckpt.parallel.layers import LayerMixin, note_tied, own_state, shard_rules
+from paddle_flexckpt.parallel.layers import LayerMixin, link_tied_names, own_state, shard_rules
 from paddle_flexckpt.sharded_weight import ShardedStateDict, ShardedWeight, is_sharded_weight
 
 _GROUP_NAMES = ("moe_group", "expert_parallel_group", "ep_group")
@@ -56,7 +56,7 @@ class ExpertParallelMixin:
         place, size, ranks = _position(self)
         numbers = {name: _numbers(self, name, place, size) for name in self._get_expert_lists()}
         total = sum(map(len, numbers.values())) * size
-        whole = _whole_but_marked(self, structured_name_prefix, list(numbers), ranks, total)
+        whole = _wrongly_marked(self, structured_name_prefix, list(numbers), ranks, total)
         with _unmarked(whole):
             sharded = LayerMixin.sharded_state_dict(self, structured_name_prefix)
         return _renumbered(sharded, structured_name_prefix, numbers, ranks)
@@ -140,8 +140,8 @@ def _numbers(layer: Any, name: str, place: int, size: int) -> dict[str, int]:
     return {str(index): index for index in own}
 
 
-def _whole_but_marked(layer: Any, prefix: str, lists: list[str], ranks: frozenset[int], total: int) -> list[Any]:
-    """Return the tensors that are marked is_distributed though this rank has all of them.
+def _wrongly_marked(layer: Any, prefix: str, lists: list[str], ranks: frozenset[int], total: int) -> list[Any]:
+    """Return the tensors that are marked is_distributed, although this rank has all of them.
 
     Raises:
         ValueError: A tensor of an expert may also be a split one.
@@ -213,7 +213,7 @@ def _renumbered(
                 weight.expert_ranks = ranks
                 weight.expert = numbers[name][slot], len(numbers[name]) * len(ranks)
         renamed[key] = weight
-    note_tied(renamed)
+    link_tied_names(renamed)
     return renamed
 
 
@@ -235,7 +235,7 @@ def check_experts(groups: Mapping[str, Any], model: ShardedStateDict, names: Map
     if mixed:
         raise ValueError(
             f"{len(mixed)} parameters of experts, such as {', '.join(map(repr, mixed[:5]))}, are sharded among ranks "
-            "of which each holds other experts: Paddle trains them as if they were one, and only one of them has a "
-            "state. Remedy: sharding V2 (split_param=True), with experts' parameters of a color whose group has the "
-            "ranks that hold the same experts; to keep what was trained, save the model without its optimizer"
+            "of which each holds other experts. Paddle trains them as if they were one, and only one of them has a "
+            "state. Remedy: use sharding V2 (split_param=True), and give the experts' parameters a color whose group "
+            "has the ranks that hold the same experts; to keep what was trained, save the model without its optimizer"
         )

@@ -36,7 +36,7 @@ from paddle_flexckpt.parallel.semi_auto import (
     DistModelMixin,
     ScalerMixin,
     ShardOptimizerMixin,
-    unscales_without_looking,
+    unscales_missing_gradients,
 )
 from paddle_flexckpt.parallel.sharding import (
     MuonShardingMixin,
@@ -50,7 +50,7 @@ from paddle_flexckpt.undo import Undo
 
 
 class GatherOverlapMixin:
-    """The overlap of sharding V2, which gathers its buffers while the next forward runs."""
+    """Registration of a sharding V2 optimizer, when Paddle lets it gather its buffers during the next forward."""
 
     def _set_all_gather_overlap_forward(self: Any, *arguments: Any, **named: Any) -> None:
         note_overlap(self)
@@ -58,7 +58,7 @@ class GatherOverlapMixin:
 
 
 class BroadcastOverlapMixin:
-    """The overlap of sharding V1 and stage 2, which broadcast parameters while the next forward runs."""
+    """Registration of a sharding V1 or stage 2 optimizer, when Paddle lets it broadcast during the next forward."""
 
     def _set_broadcast_overlap(self: Any, *arguments: Any, **named: Any) -> None:
         note_overlap(self)
@@ -66,7 +66,7 @@ class BroadcastOverlapMixin:
 
 
 class StorageOverlapMixin:
-    """The overlap of semi-automatic sharding with tensor fusion, which gathers its buffers during the next forward."""
+    """Registration of a semi-automatic optimizer with tensor fusion, when Paddle switches on its overlap."""
 
     def _enable_sharding_overlap(self: Any, *arguments: Any, **named: Any) -> None:
         note_overlap(self)
@@ -79,8 +79,8 @@ def overlap_mixins(owner: type) -> tuple[type, ...]:
     return tuple(kind for kind in kinds if any(name in vars(owner) for name in vars(kind) if not name.startswith("__")))
 
 
-def note_earlier(owners: list[type]) -> None:
-    """Register optimizers of these classes that existed before their classes had the mixins."""
+def register_earlier(owners: list[type]) -> None:
+    """Register the optimizers of these classes that were made before ``install()``."""
     found = [each for each in gc.get_referrers(*owners) if type(each) in owners]
     for optimizer in sorted(found, key=_first_name):  # in the same order on all ranks
         note_overlap(optimizer)
@@ -91,8 +91,8 @@ def _first_name(optimizer: Any) -> str:
     return min(filter(None, names), default="")
 
 
-# A class's own method stays reachable under this prefix.
-_KEPT = "_paddle_"
+# A class's own method stays reachable under this prefix of its whole name: ``_x`` becomes ``_paddle__x``.
+_PADDLES = "_paddle_"
 _changes = Undo()
 
 
@@ -141,7 +141,7 @@ def _assignments() -> list[tuple[type, tuple[type, ...]]]:
         *_muon(),
         (semi_auto._ShardOptimizer, (ShardOptimizerMixin, *fusion)),
         (semi_auto.DistModel, (DistModelMixin,)),
-        *(((paddle.amp.AmpScaler, (ScalerMixin,)),) if unscales_without_looking(paddle.__version__) else ()),
+        *(((paddle.amp.AmpScaler, (ScalerMixin,)),) if unscales_missing_gradients(paddle.__version__) else ()),
     ]
 
 
@@ -181,9 +181,9 @@ def install() -> None:
         for name, member in members.items():
             if isinstance(member, (FunctionType, OverInstance)):
                 if name in vars(owner):
-                    _changes.set(owner, _KEPT + name, vars(owner)[name])
+                    _changes.set(owner, _PADDLES + name, vars(owner)[name])
                 _changes.set(owner, name, member)
-    note_earlier(overlapping)
+    register_earlier(overlapping)
 
 
 def uninstall() -> None:

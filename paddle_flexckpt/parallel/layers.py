@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from paddle_flexckpt.overlaps import finish_steps
-from paddle_flexckpt.parallel.slices import describe_fused, describe_sliced, identity
+from paddle_flexckpt.parallel.slices import describe_buffered, describe_sliced, identity
 from paddle_flexckpt.sharded_weight import (
     FusedAxis,
     ShardedStateDict,
@@ -54,7 +54,7 @@ class LayerMixin:
             if twice:
                 raise ValueError(f"sub-layer {name!r} of {type(self).__name__} gives names that exist already: {twice}")
             sharded.update(below)
-        note_tied(sharded)
+        link_tied_names(sharded)
         return sharded
 
     def _get_shard_rules(self) -> dict[str, int | FusedAxis] | None:
@@ -140,7 +140,7 @@ def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
         for name in rules:
             whole[prefix + name].split_by = "own"
     # By their shapes so far: a parameter that stage 3 has released has no memory of its own.
-    sharded = {key: describe_fused(describe_sliced(layer, weight)) for key, weight in whole.items()}
+    sharded = {key: describe_buffered(describe_sliced(layer, weight)) for key, weight in whole.items()}
     for name in running_statistics(layer):
         if prefix + name in sharded:
             sharded[prefix + name].replicas = "first"
@@ -168,7 +168,7 @@ def own_state(layer: Any) -> dict[str, Any]:
     return state
 
 
-def note_tied(sharded: ShardedStateDict) -> None:
+def link_tied_names(sharded: ShardedStateDict) -> None:
     """Link every name of a tied parameter to the others."""
     names: dict[Any, list[str]] = {}
     for key, weight in sharded.items():

@@ -20,10 +20,10 @@ from paddle_flexckpt.optimizer_states import HISTORY, MASTER, SCALARS
 from paddle_flexckpt.parallel.experts import check_experts
 from paddle_flexckpt.parallel.slices import (
     StateTables,
+    belongs_to,
     flat_shard,
     fused_tables,
     identity,
-    is_of,
     is_small,
     parameter_name,
     shaped_view,
@@ -47,7 +47,7 @@ _OPTIMIZER_NAMES = ("_inner_opt", "inner_opt", "_optim", "_optimizer", "optimize
 
 
 class OverInstance:
-    """A method that no attribute of an instance hides if Paddle has set the attribute.
+    """A method that takes precedence over an instance attribute of the same name that Paddle has set.
 
     Stage 3 of Paddle 3.2 and later sets a ``sharded_state_dict`` of its own on every optimizer that it is given, before
     or after ``install()``. That attribute stays, and is in effect again after ``uninstall()``. A user's own is
@@ -100,7 +100,7 @@ class OptimizerMixin:
         wrapper = wrapper_of_optimizer(self)
         # Stage 3 replaces the parameters by slices during a step, and before the first one.
         listed = getattr(wrapper, "_ori_parameter_list", self._parameter_list)
-        names = names_by_tensor(model_sharded_state_dict, parameters_in(listed))
+        names = keys_by_parameter_name(model_sharded_state_dict, parameters_in(listed))
         if wrapper is not None:
             check_experts(dict.fromkeys(names, wrapper._group), model_sharded_state_dict, names)
         trainable = [p for p in parameters_in(self._parameter_list) if not p.stop_gradient]
@@ -136,7 +136,7 @@ class LookAheadMixin:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; the number of steps is under :data:`LOOKAHEAD_STEP`."""
         import paddle
 
-        names = names_by_tensor(model_sharded_state_dict, parameters_in(self._parameter_list))
+        names = keys_by_parameter_name(model_sharded_state_dict, parameters_in(self._parameter_list))
         create_accumulators(self, [p for p in parameters_in(self._parameter_list) if not p.stop_gradient], names)
         if self._global_step_var is None:  # as the first step makes it
             name = paddle.base.unique_name.generate("lookahead_step")
@@ -179,7 +179,7 @@ class LBFGSMixin:
         self.state.update({name: copied(value) for name, value in state_dict["state"].items()})
 
 
-def names_by_tensor(model: Mapping[str, ShardedWeight], parameters: Iterable[Any]) -> dict[str, list[str]]:
+def keys_by_parameter_name(model: Mapping[str, ShardedWeight], parameters: Iterable[Any]) -> dict[str, list[str]]:
     """Return structured names, sorted, by the name of the parameter behind them.
 
     Two networks that are made under ``unique_name.guard()`` have parameters of the same names. So of several tensors of
@@ -205,8 +205,10 @@ def names_by_tensor(model: Mapping[str, ShardedWeight], parameters: Iterable[Any
         found.setdefault(parameter_name(model[key].local_tensor.name), []).append(key)
     names: dict[str, list[str]] = {}
     for name, keys in found.items():
-        matches = {key: is_of(model[key], own[name]) if name in own else None for key in keys}
-        certain, possible = ([key for key in keys if matches[key] is match] for match in (True, None))
+        matches = {key: belongs_to(model[key], own[name]) if name in own else None for key in keys}
+        certain = [key for key in keys if matches[key] is True]
+        possible = [key for key in keys if matches[key] is None]
+        # The optimizer's own tensor, or else the only candidate.
         if certain or len({identity(model[key]) for key in possible}) == 1:
             names[name] = certain or possible
     return names
@@ -267,13 +269,21 @@ def describe_states(
 ) -> ShardedStateDict:
     """Describe all accumulators and master weights of the optimizer that steps, or those of ``owned`` parameters.
 
-    ``flat_ranges`` has, by name of parameter, the flattened range of its local box that this rank has states of;
-    parameters without one have states of their own shape. Storage beyond the range is padding.
+    Args:
+        optimizer: The optimizer, or its tables of states.
+        model: The model's ``sharded_state_dict()``.
+        names: The model's keys by name of parameter.
+        flat_ranges: By name of parameter, the flattened range of its local box that this rank has states of. Storage
+            beyond the range is padding. Parameters without one have states of their own shape.
+        owned: Names of the only parameters whose states are described; None: all.
+
+    Raises:
+        ValueError: A state's parameter is not in the model, or its shape does not fit.
     """
     # Stage 3 makes masters for every half-precision parameter; without multi_precision no step uses them.
     masters = getattr(optimizer, "_master_weights", {}) if getattr(optimizer, "_multi_precision", True) else {}
     owner = {master.name: name for name, master in masters.items()}
-    raw_names_mean_one = _one_stage()
+    raw_names_are_unique = _one_stage()
     sharded: ShardedStateDict = {}
 
     def add(raw_parameter: str, suffix: str, raw_suffix: str, tensor: Any, scalar: bool) -> None:
@@ -293,11 +303,11 @@ def describe_states(
         # A pipeline stage knows names of a tied parameter that are missing from its own dict.
         others = dict.fromkeys((*keys[1:], *getattr(model[keys[0]], "aliases", ())))
         state.aliases = tuple(f"{other}.{suffix}" for other in others)
-        state.raw_names = (f"{parameter}_{raw_suffix}",) if raw_names_mean_one else ()
+        state.raw_names = (f"{parameter}_{raw_suffix}",) if raw_names_are_unique else ()
         sharded[state.key] = state
 
     for raw_name, tensors in optimizer._accumulators.items():
-        accumulator = without_prefix(raw_name, getattr(optimizer, "_name", None))
+        accumulator = strip_optimizer_name(raw_name, getattr(optimizer, "_name", None))
         for raw_parameter, tensor in tensors.items():
             # States of half-precision parameters are kept under the names of the master weights.
             parameter = owner.get(raw_parameter, raw_parameter)
@@ -315,7 +325,7 @@ def _one_stage() -> bool:
     return hcg is None or int(hcg.get_pipe_parallel_world_size()) == 1
 
 
-def without_prefix(accumulator: str, optimizer_name: str | None) -> str:
+def strip_optimizer_name(accumulator: str, optimizer_name: str | None) -> str:
     """Return an accumulator's name without the name that the optimizer was given."""
     prefix = f"{optimizer_name}_"
     return accumulator[len(prefix) :] if optimizer_name and accumulator.startswith(prefix) else accumulator
@@ -329,7 +339,8 @@ def _describe(
     if flat is None and is_dist_tensor(tensor):
         # Stages 1 and 2 split states whose parameter is whole: a state has placements of its own.
         return make_replicated_sharded_weight(key, tensor)
-    # An integer is a counter (ASGD's m), also where the parameter has one element here and more on other ranks.
+    # An integer of one element is a counter (ASGD's m). Its parameter may have one element here and more on other
+    # ranks, so shapes do not tell.
     if scalar or (shape in ((), (1,)) and "int" in str(tensor.dtype)):
         return make_replicated_sharded_weight(key, tensor)
     if flat is not None:

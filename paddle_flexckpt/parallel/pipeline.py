@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from paddle_flexckpt.parallel.layers import describe_layer, note_tied, own_shards
+from paddle_flexckpt.parallel.layers import describe_layer, link_tied_names, own_shards
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 _REMEDY = (
@@ -67,7 +67,7 @@ class PipelineLayerMixin:
             aliases[key] = (*aliases.get(key, ()), *(structured_name_prefix + other for other in others))
         for key, weight in sharded.items():
             weight.key, weight.aliases = key, ()  # the layers' own aliases are among ours
-        note_tied(sharded)
+        link_tied_names(sharded)
         for key, weight in sharded.items():
             weight.aliases = tuple(a for a in dict.fromkeys((*weight.aliases, *aliases[key])) if a != key)
         return sharded

@@ -16,9 +16,9 @@ from paddle_flexckpt.parallel.optimizers import (
     OverInstance,
     describe_flat,
     describe_states,
-    names_by_tensor,
+    keys_by_parameter_name,
     require_described,
-    without_prefix,
+    strip_optimizer_name,
 )
 from paddle_flexckpt.parallel.slices import fused_tables, parameter_name
 from paddle_flexckpt.parallel.state_creation import create_states
@@ -71,7 +71,7 @@ class ShardOptimizerMixin:
             ValueError: The optimizer has a parameter that the model's dict lacks, or the parameters of its states are
                 not known.
         """
-        names = names_by_tensor(model_sharded_state_dict, parameters_in(self._param_groups))
+        names = keys_by_parameter_name(model_sharded_state_dict, parameters_in(self._param_groups))
         parameters = trainable_parameters(self._param_groups)
         require_described(parameters, names)
         create_states(self)
@@ -175,7 +175,7 @@ def _split(raw: str, names: Mapping[str, str], optimizer_name: str | None) -> tu
         rest = rest[master.end() :]
         if not rest:
             return owner, "w_0"
-    return owner, without_prefix(_COUNTER.sub("_0", rest[1:]), optimizer_name)
+    return owner, strip_optimizer_name(_COUNTER.sub("_0", rest[1:]), optimizer_name)
 
 
 def _slice_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, str]) -> dict[str, slice]:
@@ -237,7 +237,7 @@ def _lacks_memory(gradient: Any) -> bool:
     return gradient is not None and not gradient._is_initialized()
 
 
-def unscales_without_looking(version: str) -> bool:
+def unscales_missing_gradients(version: str) -> bool:
     """Return whether a release of Paddle unscales gradients that have no memory: those before 3.1.1 do."""
     numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
     return (0, 0, 0) < numbers < (3, 1, 1)  # 0.0.0 is a build from source

@@ -16,7 +16,7 @@ from paddle_flexckpt.parallel.experts import check_experts
 from paddle_flexckpt.parallel.optimizers import (
     create_accumulators,
     describe_states,
-    names_by_tensor,
+    keys_by_parameter_name,
     on_host,
     require_described,
 )
@@ -34,7 +34,7 @@ class ShardingV1Mixin:
         Raises:
             ValueError: Also if a fused parameter has left its buffer.
         """
-        names = names_by_tensor(model_sharded_state_dict, chain.from_iterable(self._rank2params.values()))
+        names = keys_by_parameter_name(model_sharded_state_dict, chain.from_iterable(self._rank2params.values()))
         group = self._hcg.get_sharding_parallel_group()
         check_experts(dict.fromkeys(self._param2rank, group), model_sharded_state_dict, names)
         owned = self._rank2params[self._sharding_rank]
@@ -101,7 +101,7 @@ class ShardingV2Mixin:
                 f"sharding V2: parameters have no memory between clear_param_storage() and step(): {empty[:5]}. "
                 "Remedy: ask for the state after step()"
             )
-        names = names_by_tensor(model_sharded_state_dict, self._parameter_list)
+        names = keys_by_parameter_name(model_sharded_state_dict, self._parameter_list)
         check_experts(_buffer_groups(self), model_sharded_state_dict, names)
         ranges, slices = _buffer_slices(self)
         create_accumulators(self._inner_opt, slices, names)
@@ -123,7 +123,7 @@ class MuonShardingMixin:
         """
         matrices = (owned for owners in self._rank2params_2d_by_color.values() for owned in owners.values())
         buffered = (buffer._params for buffer in self._comm_buffer_list)
-        names = names_by_tensor(model_sharded_state_dict, chain.from_iterable([*matrices, *buffered]))
+        names = keys_by_parameter_name(model_sharded_state_dict, chain.from_iterable([*matrices, *buffered]))
         groups = _buffer_groups(self)
         ranges, parameters = _buffer_slices(self)
         lost = sorted(self._slice_params.keys() - ranges.keys())
@@ -180,7 +180,7 @@ class ShardingStage2Mixin:
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
         """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
-        names = names_by_tensor(model_sharded_state_dict, self._local_params)
+        names = keys_by_parameter_name(model_sharded_state_dict, self._local_params)
         check_experts(dict.fromkeys(names, self._group), model_sharded_state_dict, names)
         owned = [p for p in self._segment_params()[self._rank] if not p.stop_gradient]
         if self.offload:

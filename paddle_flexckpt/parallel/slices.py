@@ -43,8 +43,11 @@ def identity(weight: ShardedWeight) -> Any:
     return slice_of or id(weight.local_tensor if dist is None else dist)
 
 
-def is_of(weight: ShardedWeight, parameter: Any) -> bool | None:
-    """Return whether a shard belongs to a parameter, and not to another of its name; None if it is not known."""
+def belongs_to(weight: ShardedWeight, parameter: Any) -> bool | None:
+    """Return whether a shard belongs to a parameter, and not to another of its name.
+
+    None if one of the two has no memory, so that it cannot be known.
+    """
     if identity(weight) == id(parameter):
         return True
     tensor = weight.local_tensor
@@ -176,7 +179,9 @@ def shaped_view(what: str, tensor: Any, shape: Sequence[int]) -> Any:
 
 
 def stepped_parameters(optimizer: Any, parameters: Iterable[Any]) -> Iterator[Any]:
-    """Return the tensors that the optimizer's step updates: slices of sliced parameters, others unchanged.
+    """Yield, for each parameter, a tensor like the one that the step updates, for the creation of states.
+
+    It is the slice of a sliced parameter, another parameter itself.
 
     Raises:
         ValueError: A gathered parameter's slice cannot be found.
@@ -314,7 +319,7 @@ def steps_on_buffers(parameters: Iterable[Any]) -> bool:
     return any(id(p) in fused or (not p.is_dist() and f"{p.name}.dist" in names) for p in parameters)
 
 
-def describe_fused(weight: ShardedWeight) -> ShardedWeight:
+def describe_buffered(weight: ShardedWeight) -> ShardedWeight:
     """Return a parameter's shard as it is stored: a range of a buffer for a fused one, any other unchanged.
 
     Its gathered copies are dropped. Those of a later forward are not, so describe it anew for each load.

@@ -25,17 +25,17 @@ from paddle_flexckpt.parallel.tensor_fusion import (
 # The attributes of an optimizer that the creation of states changes.
 _TABLES = ("_accumulators", "_accumulators_holder", "_already_create_accumulator", "_master_weights", "_opti_name_list")
 # Whether states are created at all when they are requested.
-_creating = contextvars.ContextVar("creating", default=True)
+_may_create = contextvars.ContextVar("creating", default=True)
 
 
 @contextlib.contextmanager
 def no_new_states() -> Iterator[None]:
     """Describe optimizers by the states that they have, and create none, for the time of a with statement."""
-    token = _creating.set(False)
+    token = _may_create.set(False)
     try:
         yield
     finally:
-        _creating.reset(token)
+        _may_create.reset(token)
 
 
 def create_states(optimizer: Any) -> None:
@@ -85,16 +85,16 @@ def create_dense_states(optimizer: Any, parameters: Iterable[Any]) -> None:
 def _create(optimizer: Any, parameters: list[Any] | dict[str, Any]) -> None:
     from paddle.base import framework
 
-    if _creating.get():
+    if _may_create.get():
         optimizer._create_accumulators(framework.default_main_program().global_block(), parameters)
 
 
 @contextlib.contextmanager
 def _all_or_nothing(optimizer: Any) -> Iterator[None]:
-    """Undo the creation of an optimizer's states if its given state turns out to be incomplete.
+    """Undo the creation of an optimizer's states if the argument of ``set_state_dict`` turns out to be incomplete.
 
-    Paddle removes the given states from the argument of ``set_state_dict`` one by one, and stops at a missing one; but
-    if that is among the last, it silently begins anew.
+    Paddle removes the given states from that argument one by one, and stops at a missing one. But if all given states
+    are used up, it silently initializes the rest.
     """
     from paddle.base import unique_name
 
@@ -177,7 +177,7 @@ def _create_fused_states(optimizer: Any, parameters: list[Any]) -> None:
     from paddle.distributed.auto_parallel.api import _dtensor_from_local
 
     pieces = fused_pieces(optimizer, parameters)
-    if not _creating.get():
+    if not _may_create.get():
         return
     remember_prediction(optimizer, pieces, parameters)
     for piece in pieces:
@@ -201,7 +201,7 @@ def _create_fully_shard_states(optimizer: Any, parameters: list[Any]) -> None:
             "Remedy: one list of parameters, and weight decay by apply_decay_param_fun"
         )
     # It works once for an optimizer: parameters that are not passed get no states.
-    if not _creating.get():
+    if not _may_create.get():
         return
     block = framework.default_main_program().global_block()
     shard_accumulators([(parameter, None) for parameter in parameters], optimizer, block)

@@ -118,7 +118,7 @@ def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece], parameters
     """Store, until the first step, the ranges that states are created for.
 
     Raises:
-        ValueError: Before the first step: there are states already, of other ranges.
+        ValueError: Before the first step, states were created for other ranges; nothing is stored then.
     """
     if optimizer._accumulators and not is_fused(optimizer):
         _check_prediction(optimizer, parameters)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paddle_flexckpt.parallel.semi_auto import unscales_without_looking
+from paddle_flexckpt.parallel.semi_auto import unscales_missing_gradients
 
 pytestmark = [pytest.mark.compat, pytest.mark.paddle]
 
@@ -36,4 +36,4 @@ def test_install_mends_what_the_patches_mend():
     [("3.0.0", True), ("3.1.0", True), ("3.1.1", False), ("3.2.0", False), ("3.3.1", False), ("0.0.0", False)],
 )
 def test_releases_that_unscale_gradients_without_memory(version, expected):
-    assert unscales_without_looking(version) == expected
+    assert unscales_missing_gradients(version) == expected

@@ -14,7 +14,7 @@ import pytest
 from paddle import nn
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.parallel.optimizers import OptimizerMixin, describe_states, names_by_tensor
+from paddle_flexckpt.parallel.optimizers import OptimizerMixin, describe_states, keys_by_parameter_name
 from paddle_flexckpt.parallel.sharding import MuonShardingMixin, _owned_range
 from paddle_flexckpt.parallel.slices import fused_context, parameter_name
 from tests.remedies.following import provoked
@@ -263,7 +263,9 @@ def test_muon_that_would_lose_states_is_refused(tmp_path):
         MuonShardingMixin.sharded_state_dict(optimizer, model)
     group = {"group": types.SimpleNamespace(ranks=[4, 6]), "world_size": 2, "rank": 0}
     optimizer, model = muon_sharding(layer, group, frozenset([4, 6]))
-    with provoked("parallel/experts.py", "sharding V2 (split_param=True), with experts' parameters of a") as caught:
+    with provoked(
+        "parallel/experts.py", "use sharding V2 (split_param=True), and give the experts' parameters a"
+    ) as caught:
         MuonShardingMixin.sharded_state_dict(optimizer, model)
     assert "2 parameters of experts, " in str(caught.value)
     assert "sharded among ranks of which each holds other" in str(caught.value)
@@ -290,7 +292,9 @@ def test_only_owned_states():
     optimizer = paddle.optimizer.AdamW(0.1, parameters=layer.parameters())
     model = layer.sharded_state_dict()
     optimizer.sharded_state_dict(model)
-    owned = describe_states(optimizer, model, names_by_tensor(model, layer.parameters()), owned={layer.bias.name})
+    owned = describe_states(
+        optimizer, model, keys_by_parameter_name(model, layer.parameters()), owned={layer.bias.name}
+    )
     assert {key.rpartition(".")[0] for key in owned} == {"bias"}
 
 
