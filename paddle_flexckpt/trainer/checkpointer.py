@@ -115,12 +115,12 @@ class TrainerCheckpointer:
             return None
         check_same([each.encode() for each in sorted(given)], context)
         (asked,) = given
-        return self._ask(context, choose_checkpoint, asked, self._directories(), self.options.fallback)
+        return self._on_coordinator(context, choose_checkpoint, asked, self._directories(), self.options.fallback)
 
     def check_export(self) -> None:
         """Raise ValidationError if weights are to be exported and there are no rules for the model."""
         if self.options.export_hf:
-            _ = self._export_config  # made by all ranks together, and kept
+            _ = self._export_config  # asks the model on all ranks now; the result is cached
 
     @functools.cached_property
     def _export_config(self) -> dict[str, Any] | None:
@@ -245,15 +245,12 @@ class TrainerCheckpointer:
         best = getattr(self._trainer.state, "best_model_checkpoint", None)
         directories.rotate(self._trainer.args.save_total_limit, best, self._pending.steps)
 
-    def _on_coordinator(self, context: str, work: Callable[..., Any], *arguments: Any) -> None:
-        """Call a function on the coordinator; its error is raised on every rank."""
-        self._ask(context, lambda: (work(*arguments), "")[1])
-
-    def _ask(self, context: str, look: Callable[..., str], *arguments: Any) -> str:
-        """Return the coordinator's result of ``look`` on every rank; its error is raised on every rank."""
+    def _on_coordinator(self, context: str, work: Callable[..., str | None], *arguments: Any) -> str:
+        """Call a function on the coordinator, and return its text on every rank; so is its error raised."""
 
         def alone() -> tuple[None, bytes]:
-            return None, look(*arguments).encode() if self._comm.position == 0 else b""
+            text = work(*arguments) if self._comm.position == 0 else None
+            return None, (text or "").encode()
 
         return self._comm.together(alone, context)[1][0].decode()
 
@@ -264,11 +261,15 @@ class TrainerCheckpointer:
 
     @contextlib.contextmanager
     def _upstream_saving(self) -> Iterator[None]:
-        """Keep the trainer's own ``_save_checkpoint`` from writing the optimizer, removing and signalling."""
+        """Keep the trainer's own ``_save_checkpoint`` from writing the optimizer, removing and signalling.
+
+        The semi-automatic trainer ignores the flag, and writes from all ranks. So its arguments get another class in
+        this context, by which only the coordinator saves, and no state of the model.
+        """
         args = self._trainer.args
         ignored, signal, own = args.ignore_save_lr_and_optim, os.environ.pop(_SIGNAL, None), type(args)
         args.ignore_save_lr_and_optim, self._saving = True, True
-        if is_semi_automatic(self._trainer):  # it ignores the flag, and writes from all ranks
+        if is_semi_automatic(self._trainer):
             alone = {"should_save": self._comm.position == 0, "should_save_model_state": False}
             args.__class__ = type(own.__name__, (own,), alone)
         try:
@@ -309,7 +310,7 @@ class TrainerCheckpointer:
         if step is None:
             return None
         look = TrainerDirectories(Path(path).parent).last
-        return self._ask("cannot look for an earlier checkpoint", lambda: look(step) or "") or None
+        return self._on_coordinator("cannot look for an earlier checkpoint", lambda: look(step) or "") or None
 
     @property
     def restored_native(self) -> bool:
@@ -328,7 +329,10 @@ class TrainerCheckpointer:
         return None if self._restored is None else self._restored.path
 
     def restore_random_state(self) -> bool:
-        """Restore the random number generators, once; return whether the checkpoint has them. Communicate nothing."""
+        """Restore the random number generators if this has not been done; return whether the checkpoint has them.
+
+        It communicates nothing.
+        """
         restored = self._restored
         if restored is None or not restored.native:
             return False

@@ -61,7 +61,7 @@ def is_semi_automatic(trainer: Any) -> bool:
 def _static_shards(trainer: Any) -> ShardedStateDict | None:
     """Return all shards of a static model (semi-automatic, ``--to_static``); None if the trainer has none.
 
-    The model's program holds parameters and optimizer states together.
+    The model's program holds parameters and optimizer states together. It is built here if it does not exist yet.
     """
     model = trainer.model_wrapped
     if not is_semi_automatic(trainer) or model is trainer.model:
@@ -202,7 +202,7 @@ class AverageState:
                 "cannot save moving averages",
             )
         self._buffer = buffer
-        buffer.save = _saved_with_the_checkpoint
+        buffer.save = _save_nothing
 
     def shards(self, shards: Mapping[str, Any]) -> dict[str, Any]:
         """Return the averages as shards, split as those of model and optimizer; none before the first update."""
@@ -266,11 +266,11 @@ def has_averages(directory: str) -> bool:
 
 
 def _average_of(weight: Any, values: Any, prefix: str = EMA_PREFIX) -> Any:
-    """Return the average of a shard, split as it is."""
+    """Return a shard of the place of ``weight`` with the values of its average."""
     average = copy.copy(weight)
     average.key, average.local_tensor, average.aliases = prefix + weight.key, values, ()
     return average
 
 
-def _saved_with_the_checkpoint(global_step: int) -> None:
+def _save_nothing(global_step: int) -> None:
     """Save nothing, in place of the buffer's ``save``: the averages are shards of the checkpoint of the same step."""

@@ -35,8 +35,8 @@ _MANIFEST = f"{UNIQUE_ID}.manifest"
 _MARKER = "flex_checkpoint.json"
 _REMOVING = "flex_checkpoint.removing"
 _NAME = re.compile(r"checkpoint-(\d+)", re.ASCII)
-# A run that starts anew in the same directory would overwrite its checkpoints.
-_REMEDY_OF_NONE = "rebuild a lost manifest by `flexckpt repair`; or begin anew, with another --output_dir"
+# Another directory, because a run that starts anew in the same one would overwrite its checkpoints.
+_NO_CHECKPOINT_REMEDY = "rebuild a lost manifest by `flexckpt repair`; or begin anew, with another --output_dir"
 
 
 class TrainerDirectories:
@@ -238,11 +238,15 @@ def choose_checkpoint(asked: str, directories: TrainerDirectories, fallback: boo
     last = directories.last(below)
     if below is not None and not fallback:
         remedy = (
-            f"resume from {last}, or give --flex_fallback 1" if last else f"there is none before it: {_REMEDY_OF_NONE}"
+            f"resume from {last}, or give --flex_fallback 1"
+            if last
+            else f"there is none before it: {_NO_CHECKPOINT_REMEDY}"
         )
         raise CorruptCheckpointError(
             f"{asked} is not complete: its save or its removal was interrupted, or files are missing. Remedy: {remedy}"
         )
     if last is None:
-        raise ValidationError([f"there is no complete checkpoint in {directories.root}. Remedy: {_REMEDY_OF_NONE}"])
+        raise ValidationError(
+            [f"there is no complete checkpoint in {directories.root}. Remedy: {_NO_CHECKPOINT_REMEDY}"]
+        )
     return last

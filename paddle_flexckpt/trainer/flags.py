@@ -187,7 +187,7 @@ def options_of(args: Any) -> TrainerOptions:
         problems += _contradictions(args, save, load)
     config: Any = None
     try:
-        config = _aoa_config(getattr(args, "aoa_config", None))
+        config = _statements_of_flag(getattr(args, "aoa_config", None))
     except ValueError as error:
         problems.append(str(error))
     switches = {name: _TRUTH.get(str(getattr(args, f"flex_{name}", False)).lower(), False) for name in _SWITCHES}
@@ -232,7 +232,7 @@ def _unknown_values(args: Any) -> list[str]:
 
 
 def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
-    """Return the problems of flags of the library's own formats that contradict these flags."""
+    """Return a problem for each flag of the library's own formats that excludes these flags."""
 
     def given(name: str) -> bool:
         return bool(getattr(args, name, False))
@@ -339,7 +339,7 @@ def library_of(thing: Any) -> str:
     return LIBRARIES[0]
 
 
-def _aoa_config(value: Any) -> Any:
+def _statements_of_flag(value: Any) -> Any:
     """Return statements in the form of :func:`load_state_dict`: a list becomes a config, all else stays.
 
     Raises:

@@ -84,14 +84,17 @@ def _some(options: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: options[name] for name in names if name in options}
 
 
-def _names_of(function: Callable[..., Any]) -> list[str]:
+def _load_options_of(function: Callable[..., Any]) -> list[str]:
     """Return the options of loads that a function also has."""
     return [name for name in _OF_LOADS if name in inspect.signature(function).parameters]
 
 
 @contextmanager
 def _of_paddle(name: str, options: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Give the defaults of a function of Paddle's; to its errors, add how to set the options that it does not have."""
+    """Yield the default options for a function of Paddle's.
+
+    To an error that advises an option which the function does not have, add how to set it for all calls.
+    """
     try:
         yield _some(_defaults, options)
     except CheckpointError as error:
@@ -236,7 +239,7 @@ def merge_sharded_state_dict(
     safetensors: bool = False,
 ) -> None:
     """Write whole tensors like Paddle's function of this name, by :mod:`paddle_flexckpt.load.merged`."""
-    with _of_paddle("merge_sharded_state_dict", _names_of(merge)) as options:
+    with _of_paddle("merge_sharded_state_dict", _load_options_of(merge)) as options:
         options.update(unique_id=unique_id, aoa_config=_statements(aoa_config))
         merge(load_path, save_path, prefix, safetensor_prefix, skip_postfix_list, process_group, **options)
 
@@ -256,7 +259,7 @@ def load_merged_state_dict(
     """
     import paddle
 
-    with _of_paddle("load_merged_state_dict", _names_of(load_merged)) as options:
+    with _of_paddle("load_merged_state_dict", _load_options_of(load_merged)) as options:
         merged = load_merged(path, prefix, unique_id, offload, _statements(aoa_config), **options)
     if offload:
         return merged

@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 
 from paddle_flexckpt.trainer.directories import is_flex, is_usable, latest_checkpoint
 from paddle_flexckpt.trainer.flags import SHARED, FlexTrainingArguments, options_of
-from paddle_flexckpt.trainer.mixin import KEPT, FlexTrainerMixin, PaddleFleetMixin, PaddleFormersMixin
+from paddle_flexckpt.trainer.mixin import UPSTREAM, FlexTrainerMixin, PaddleFleetMixin, PaddleFormersMixin
 from paddle_flexckpt.trainer.model_rules.library_models import check_library, install_model_rules, uninstall_model_rules
 from paddle_flexckpt.undo import Undo
 
@@ -24,7 +24,7 @@ _MIXINS: dict[str, tuple[type, ...]] = {
 _installed: dict[str, Undo] = {}
 # The trainer of --enable_auto_parallel.
 _SEMI_AUTOMATIC = "AutoTrainer"
-# Methods that a version of a library, or all but its semi-automatic trainer, may lack.
+# Methods that some versions of a library lack, or that only its semi-automatic trainer has.
 _OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint", "_wrap_for_auto", "_wrap_for_dist_loader"})
 
 
@@ -66,9 +66,9 @@ def install(library: str = "paddlenlp") -> None:
     if library == "paddlenlp":
         _name_former_modules(undo)
     for name, method in methods.items():
-        undo.set(trainer, KEPT + name, getattr(trainer, name))
+        undo.set(trainer, UPSTREAM + name, getattr(trainer, name))
         undo.set(trainer, name, method)
-    _serve_semi_automatic(trainer, every, undo)
+    _install_in_auto_trainer(trainer, every, undo)
     for name in ("_flex_instance", "_flex_resuming"):
         undo.set(trainer, name, None)
     _add_fields(arguments, undo)
@@ -89,12 +89,12 @@ def is_installed(library: str = "paddlenlp") -> bool:
     return library in _installed
 
 
-def _serve_semi_automatic(trainer: Any, methods: dict[str, FunctionType], undo: Undo) -> None:
+def _install_in_auto_trainer(trainer: Any, methods: dict[str, FunctionType], undo: Undo) -> None:
     """Add the methods to the trainer of ``--enable_auto_parallel`` too, whose own methods would hide them."""
 
     def serve(cls: Any) -> None:
         for name in methods.keys() & vars(cls).keys():
-            undo.set(cls, KEPT + name, vars(cls)[name])
+            undo.set(cls, UPSTREAM + name, vars(cls)[name])
             undo.set(cls, name, methods[name])
 
     def __init_subclass__(cls: Any, **kwargs: Any) -> None:
@@ -146,7 +146,10 @@ def _with_derived(cls: type) -> Iterator[type]:
 
 
 def _remake(cls: Any, undo: Undo) -> None:
-    """Make a dataclass anew, with the present fields of its bases."""
+    """Make a dataclass anew, with the present fields of its bases.
+
+    ``dataclass()`` does not replace methods that the class defines, so the generated ones are deleted first.
+    """
     undo.record_all(cls)
     parameters = cls.__dataclass_params__
     own = vars(cls).get("__annotations__", {})
@@ -155,7 +158,7 @@ def _remake(cls: Any, undo: Undo) -> None:
         if name in own and not isinstance(vars(cls).get(name), dataclasses.Field):
             setattr(cls, name, each)
     written = vars(cls).get("__repr__")
-    for name in ("__init__", "__eq__"):  # generated; they would not be replaced
+    for name in ("__init__", "__eq__"):
         if name in vars(cls):
             delattr(cls, name)
     dataclasses.dataclass(

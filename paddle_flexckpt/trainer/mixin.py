@@ -16,7 +16,8 @@ from paddle_flexckpt.trainer.contents import average_state, is_semi_automatic
 from paddle_flexckpt.trainer.directories import is_flex
 from paddle_flexckpt.trainer.flags import FLEX
 
-KEPT = "_flexckpt_upstream_"
+# The prefix under which install() keeps the trainer's own methods.
+UPSTREAM = "_flexckpt_upstream_"
 
 
 class FlexTrainerMixin:
@@ -220,9 +221,13 @@ def checkpointer_of(trainer: Any) -> TrainerCheckpointer:
 
 
 def upstream_of(trainer: Any, name: str) -> Callable[..., Any]:
-    """Return the trainer's own method: kept by ``install()``, or that of the class behind the mixin."""
-    kept = getattr(trainer, KEPT + name, None)
-    found: Callable[..., Any] = kept if kept is not None else getattr(super(FlexTrainerMixin, trainer), name)
+    """Return the trainer's own method.
+
+    ``install()`` copies the methods of the mixin to the trainer's class, and keeps the class's own under a prefix. In a
+    class of a user's own, derived from the mixin, it is the method of the class behind the mixin.
+    """
+    own = getattr(trainer, UPSTREAM + name, None)
+    found: Callable[..., Any] = own if own is not None else getattr(super(FlexTrainerMixin, trainer), name)
     return found
 
 

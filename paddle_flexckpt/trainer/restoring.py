@@ -100,8 +100,8 @@ def _restore_native(
         now = int(getattr(trainer.args, "dataset_world_size", before))  # a trainer without it has its own order
         return {
             **missing,
-            **_other_samples(saved_world_size(state), comm.size),
-            **_other_padding(length, before, now),
+            **_note_on_sample_order(saved_world_size(state), comm.size),
+            **_note_on_padding(length, before, now),
         }, b""
 
     missing, _ = comm.together(put_back, f"cannot resume from {path}")
@@ -151,8 +151,8 @@ def dequant_transform(model: Any, path: str | os.PathLike[str], library: str) ->
     return module.build_hf_dequant_load_transform(checkpoint_path=os.fspath(path), quan_config=describe())
 
 
-def _other_samples(before: int, now: int) -> dict[str, str]:
-    """Return why the samples differ from those that the saved run would have drawn, if they do."""
+def _note_on_sample_order(before: int, now: int) -> dict[str, str]:
+    """Return a note if the order of samples differs from that of the saved run."""
     if (before == 1) == (now == 1):
         return {}
     return {
@@ -202,8 +202,8 @@ def _restore_foreign(foreign: Sequence[tuple[str, Any, Any, str]]) -> dict[str, 
     return missing
 
 
-def _other_padding(length: int | None, before: int, now: int) -> dict[str, str]:
-    """Return why another number of data ranks changes the shuffle, if it does: Paddle pads before it shuffles."""
+def _note_on_padding(length: int | None, before: int, now: int) -> dict[str, str]:
+    """Return a note if another number of data ranks changes the shuffle: Paddle pads before it shuffles."""
     if length is None or before == now or (length + -length % before) == (length + -length % now):
         return {}
     return {

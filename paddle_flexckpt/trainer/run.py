@@ -73,7 +73,7 @@ def _install(module: ModuleType) -> None:
 
 
 def _parse_later(module: ModuleType) -> None:
-    """Let the making of a parser import the trainer first."""
+    """Wrap the class of argument parsers: to make one first imports the trainer, and with it installs the flags."""
     parser: Any = module.__dict__["PdArgumentParser"]
     library, make = module.__name__.partition(".")[0], parser.__init__
 

@@ -18,7 +18,7 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Val
 from paddle_flexckpt.native.directory import is_complete
 from paddle_flexckpt.trainer import install, latest_checkpoint
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
-from paddle_flexckpt.trainer.restoring import _other_padding, _other_samples
+from paddle_flexckpt.trainer.restoring import _note_on_padding, _note_on_sample_order
 from tests.native.samples import flip
 from tests.saved import data_file
 from tests.trainer.matrix import differences, tensors
@@ -390,7 +390,7 @@ def test_a_resume_says_what_it_did_in_one_line(whole, tmp_path, caplog):
 
 @pytest.mark.parametrize(("before", "now", "differs"), [(1, 1, False), (2, 4, False), (1, 2, True), (4, 1, True)])
 def test_other_samples_are_said(before, now, differs):
-    found = _other_samples(before, now)
+    found = _note_on_sample_order(before, now)
     assert bool(found) == differs
     if differs:
         assert f"saved by {before} process" in found["order of samples"]
@@ -402,7 +402,7 @@ def test_other_samples_are_said(before, now, differs):
      (101, 2, 2, False), (101, 1, 2, True), (None, 2, 4, False), (102, 3, 6, False)],
 )  # fmt: skip
 def test_padding_that_changes_the_shuffle_is_said(length, before, now, differs):
-    found = _other_padding(length, before, now)
+    found = _note_on_padding(length, before, now)
     assert bool(found) == differs
     if differs:
         assert f"has {length} samples" in found["order of samples over ranks"]

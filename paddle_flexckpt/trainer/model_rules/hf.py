@@ -22,8 +22,8 @@ from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.trainer.model_rules.axes import FusedLayer, fused_layers, layer_of, qualified_name
 
 AoaConfig = dict[str, list[str]]
-# Parameters that are computed, not trained: models have none of them, except under a prefix of their own.
-_NOT_KEPT = ("inv_freq",)
+# Parameters that are computed and not stored. Models with a prefix of their own are the exception.
+_COMPUTED = ("inv_freq",)
 # Names in the configuration of a checkpoint of classes that the library has renamed.
 _ARCHITECTURES = {"GPTModel": "GPT2Model"}
 # Names that a table has for a parameter that the model ties to another.
@@ -134,7 +134,7 @@ def _renames(model_class: Any, config: Any, tied: bool) -> Iterable[_Statement]:
     splits: dict[str, dict[int, str]] = {}
     for mapping in mappings:
         source, target, action = mapping.source_name, mapping.target_name, mapping.action
-        if (target.endswith(_NOT_KEPT) and model_class.__name__ not in _PREFIXES) or (tied and target in _TIED_HEADS):
+        if (target.endswith(_COMPUTED) and model_class.__name__ not in _PREFIXES) or (tied and target in _TIED_HEADS):
             continue
         if action == "split":
             splits.setdefault(source, {})[mapping.index] = target

@@ -17,10 +17,10 @@ from paddle_flexckpt import parallel
 from paddle_flexckpt.parallel import ExpertParallelMixin
 from paddle_flexckpt.parallel.layers import COMPLETE_RULES, LayerMixin, own_state
 from paddle_flexckpt.sharded_weight import ShardedStateDict
+from paddle_flexckpt.trainer.flags import LIBRARIES
 from paddle_flexckpt.trainer.model_rules.axes import complete_rules, mark_fused
 from paddle_flexckpt.undo import Undo
 
-LIBRARIES = ("paddlenlp", "paddleformers", "paddlefleet")
 _installed: dict[str, Undo] = {}
 # Wrappers without a name of their own in the keys, which are those of the model inside.
 _ADAPTERS = ("LoRAModel", "LoKrModel", "VeRAModel")

@@ -178,13 +178,13 @@ def _of_all_ranks(own: list[str], is_reverse: bool, comm: Communicator) -> list[
 
 def _protocol_of(model: Any, direction: str, config: Any) -> _Protocol:
     """Return the first method by which a model can give its statements."""
-    other = "from_hf"
+    forward = "from_hf"
     ways = [_hand_written(model, direction, config)]
-    if direction != other:
-        ways.append(_reversed(_hand_written(model, other, config)))
+    if direction != forward:
+        ways.append(_reversed(_hand_written(model, forward, config)))
     ways.append(_modular(model, direction, config))
-    if direction != other:
-        ways.append(_reversed(_modular(model, other, config)))
+    if direction != forward:
+        ways.append(_reversed(_modular(model, forward, config)))
     found = next((way for way in ways if way is not None), None)
     if found is not None:
         return found
