@@ -115,7 +115,7 @@ class TrainerCheckpointer:
             return None
         check_same([each.encode() for each in sorted(given)], context)
         (asked,) = given
-        return self._on_coordinator(context, choose_checkpoint, asked, self._directories(), self.options.fallback)
+        return self._text_of_coordinator(context, choose_checkpoint, asked, self._directories(), self.options.fallback)
 
     def check_export(self) -> None:
         """Raise ValidationError if weights are to be exported and there are no rules for the model."""
@@ -245,12 +245,15 @@ class TrainerCheckpointer:
         best = getattr(self._trainer.state, "best_model_checkpoint", None)
         directories.rotate(self._trainer.args.save_total_limit, best, self._pending.steps)
 
-    def _on_coordinator(self, context: str, work: Callable[..., str | None], *arguments: Any) -> str:
-        """Call a function on the coordinator, and return its text on every rank; so is its error raised."""
+    def _on_coordinator(self, context: str, work: Callable[..., object], *arguments: Any) -> None:
+        """Call a function on the coordinator; its error is raised on every rank."""
+        self._comm.lead(0, lambda: work(*arguments), context)
+
+    def _text_of_coordinator(self, context: str, look: Callable[..., str], *arguments: Any) -> str:
+        """Return the coordinator's result of ``look`` on every rank; its error is raised on every rank."""
 
         def alone() -> tuple[None, bytes]:
-            text = work(*arguments) if self._comm.position == 0 else None
-            return None, (text or "").encode()
+            return None, look(*arguments).encode() if self._comm.position == 0 else b""
 
         return self._comm.together(alone, context)[1][0].decode()
 
@@ -310,7 +313,7 @@ class TrainerCheckpointer:
         if step is None:
             return None
         look = TrainerDirectories(Path(path).parent).last
-        return self._on_coordinator("cannot look for an earlier checkpoint", lambda: look(step) or "") or None
+        return self._text_of_coordinator("cannot look for an earlier checkpoint", lambda: look(step) or "") or None
 
     @property
     def restored_native(self) -> bool:
