@@ -169,7 +169,7 @@ def test_a_save_is_rehearsed_instead(checkpoint, tmp_path, capsys):
         (["--to", "tp=2", "--cut", "w"], "--cut takes GLOB=AXIS"),
         (["--to", "tp=2", "--gbps", "0"], "--gbps takes a positive number"),
         (["--to", "tp=2", "--id", "7"], "7"),
-        (["--to", "tp=2", "--save", "--cooperative"], "--cooperative is of a load"),
+        (["--to", "tp=2", "--save", "--cooperative"], "--cooperative is an option of a load"),
         (["--to", "tp=2", "--save-replicas"], "--save-replicas is of a save"),
     ],
 )
