@@ -125,8 +125,8 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 # Names that were public here once, and where they are now.
 _MOVED = {
-    "algebra.mesh_split": ("balanced_split",),
     "algebra": (
+        "balanced_split",
         "flat_range_in_min_slice",
         "get_overlap_region",
         "minimal_nd_slice",

@@ -229,7 +229,7 @@ class MeshLayout(JobLayout):
         """Return offset and shape of each tensor's part at places, and whether the part is empty.
 
         Each mesh axis cuts the part that the axis before it has left, as in ``nested_piece`` of
-        ``algebra.mesh_split``, here in columns. An empty part has the box of the whole tensor. The columns are
+        ``algebra.boxes``, here in columns. An empty part has the box of the whole tensor. The columns are
         ``[p, t, d]``, ``[p, t, d]`` and ``[p, t]``.
         """
         # Ranks along a mesh axis have equal parts of a tensor that it does not cut.
