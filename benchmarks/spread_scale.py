@@ -37,7 +37,7 @@ from paddle_flexckpt.save.partition_writers import encode_part
 from paddle_flexckpt.save.planners import Planners, RankSummary, planner_of
 from paddle_flexckpt.save.replica_checks import Replicas
 from paddle_flexckpt.save.save_options import SaveOptions
-from paddle_flexckpt.save.save_plan import SavePlan, deal, encode_deals, report_of
+from paddle_flexckpt.save.save_plan import SavePlan, assign, encode_assignments, report_fields
 from paddle_flexckpt.transfer.agreement import check_heads
 
 # What the coordinator is told of a partition.
@@ -168,7 +168,7 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
         loads += np.bincount(part.place[items.row] // cuts, (items.stop - items.start) * 4, replicas)
         if each != place:
             compared = replicas_of(comm, part.catalog, lines.groups).beside(items, turn=0)
-            dealt[each] = encode_deals({place: deal(part, items, compared)[place]}, each)[place]
+            dealt[each] = encode_assignments({place: assign(part, items, compared)[place]}, each)[place]
     an_item = np.zeros(ranks)
     an_item[list(dealt)] = list(map(len, dealt.values()))
     received["items"] = arriving(place, ranks, lambda source, _: an_item[source])
@@ -193,7 +193,7 @@ def measure_busiest(ranks: int, tensors: int, replicas: int) -> dict[str, float]
         of_rank = np.bincount(plan.catalog.rank[plan.compared.row], minlength=ranks)
         digests = [bytes(DIGEST_BYTES * count) for count in of_rank.tolist()]
         replicas_of(comm, plan.catalog, plan.groups).compare(plan.compared, digests)
-        report_of([plan.told(0.0, 0.0)] * ranks, plan, "write")
+        report_fields([plan.encode_report(0.0, 0.0)] * ranks, plan, "write")
 
     begin = time.process_time()
     plan = save()
@@ -282,7 +282,7 @@ def measure_experts(layers: int, count: int, strategy: Strategy, sample: int = 1
         begin = time.process_time()
         share, lower = shared.share(told, answers[place], world)
         items = lines.cut(share, before=lower)
-        deal(rows, items, replicas_of(SoloCommunicator(), rows.catalog, lines.groups).beside(items, turn=0))
+        assign(rows, items, replicas_of(SoloCommunicator(), rows.catalog, lines.groups).beside(items, turn=0))
         seconds[place] += time.process_time() - begin
     return {
         "ranks": world,

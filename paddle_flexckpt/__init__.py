@@ -13,7 +13,8 @@ from paddle_flexckpt._version import __version__
 if TYPE_CHECKING:
     from paddle_flexckpt.aoa.invert import invert
     from paddle_flexckpt.aoa.model_rules import model_rules
-    from paddle_flexckpt.background import BackgroundWriter, SaveHandle
+    from paddle_flexckpt.background.pending import SaveHandle
+    from paddle_flexckpt.background.writer import BackgroundWriter
     from paddle_flexckpt.catalog import (
         CheckpointError,
         CorruptCheckpointError,
@@ -68,7 +69,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "aoa.model_rules": ("model_rules",),
-    "background": ("BackgroundWriter", "SaveHandle"),
+    "background.pending": ("SaveHandle",),
+    "background.writer": ("BackgroundWriter",),
     "catalog": (
         "CheckpointError",
         "CorruptCheckpointError",

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.background.staging import WaveSender
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.communication.transport import SocketTransport
 from paddle_flexckpt.forks import close_in_forks

@@ -186,7 +186,6 @@ class StagingPool:
 # The writer holds the last arrays that it has requested: up to a batch of a data file, which is less than a bucket. So
 # two buckets are being written while two are being filled.
 BUCKETS = 4
-LEAST_BYTES = 64 << 20
 _NUMBER_BYTES = 8
 _GO = 0
 _FREE, _ERROR = b"\1", b"\0"

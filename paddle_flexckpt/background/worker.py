@@ -65,8 +65,8 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         _send(channel, {"save": message["save"], "begun": True})
         data = segment.view(0, data_bytes)
         waves = WaveReceiver(socket.socket(fileno=given["waves"]), data) if "waves" in given else None
-        tell = functools.partial(_tell, channel, message["save"])
-        write = functools.partial(write_share, job, data, waves, tell)
+        progress = functools.partial(_send_progress, channel, message["save"])
+        write = functools.partial(write_share, job, data, waves, progress)
         try:
             outcome = save_together(job, directory, join_group(job, listener), write, message["refusal"])
         finally:
@@ -93,7 +93,7 @@ def _send(channel: Channel, message: dict[str, Any]) -> None:
         channel.send(message)
 
 
-def _tell(channel: Channel, number: int, progress: Progress) -> None:
+def _send_progress(channel: Channel, number: int, progress: Progress) -> None:
     # A training process that is stopped reads nothing, and the save must not depend on it.
     if channel.has_room:
         _send(channel, {"save": number, "progress": asdict(progress)})
@@ -109,7 +109,7 @@ def write_share(
     job: WriteJob,
     data: np.ndarray,
     waves: WaveReceiver | None,
-    tell: ProgressCallback | None,
+    progress: ProgressCallback | None,
     save: GroupSave,
 ) -> Manifest:
     """Write one rank's data file, and return its part of the manifest.
@@ -118,7 +118,7 @@ def write_share(
         job: The rank's share.
         data: The items' bytes, uint8, end to end; or the buckets of ``waves``.
         waves: The receiver of the data, if it comes in waves.
-        tell: Gets the progress.
+        progress: Gets the progress.
         save: The save.
 
     Raises:
@@ -130,8 +130,10 @@ def write_share(
         items: Iterator[np.ndarray] = (data[start:stop] for start, stop in zip([0, *stops], stops))
         if waves is not None:
             items = waves.items(job.items.byte_length.tolist())
-        part = save.write(job.items, items, step=job.step, meter=Meter(tell, "write", job.data_bytes, len(job.items)))
-        Meter(tell, "commit", job.data_bytes, len(job.items)).finish()
+        part = save.write(
+            job.items, items, step=job.step, meter=Meter(progress, "write", job.data_bytes, len(job.items))
+        )
+        Meter(progress, "commit", job.data_bytes, len(job.items)).finish()
         return part
     except Exception as error:
         if waves is not None:

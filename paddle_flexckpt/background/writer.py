@@ -11,11 +11,11 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
+from paddle_flexckpt.background.earlier_saves import WRITERS
 from paddle_flexckpt.background.outcome import find_outcome
 from paddle_flexckpt.background.pending import (
     PendingSave,
@@ -32,6 +32,7 @@ from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.paddle_files import open_to_save
+from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.observers import notify
 from paddle_flexckpt.progress import Progress
@@ -42,9 +43,6 @@ logger = logging.getLogger("paddle_flexckpt")
 IoClass = Literal["best-effort-low", "idle", "unchanged"]
 
 _DESCRIPTION_BYTES = 16 << 20
-
-# A save has to know of the others that are pending to its directory, and those may be another writer's.
-_WRITERS: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
 
 
 class BackgroundWriter:
@@ -99,7 +97,7 @@ class BackgroundWriter:
         self._lock = threading.Lock()
         self._process: WriterProcess | None = None
         self._is_closed = False
-        _WRITERS.add(self)
+        WRITERS.add(self)
         atexit.register(self._at_exit)
 
     @property
@@ -346,16 +344,16 @@ class BackgroundWriter:
             self._saves.finish(number, outcome)
 
 
-def await_earlier(path: str) -> None:
-    """Wait for the pending saves to a directory, and raise the errors of earlier ones. Every save begins with this.
+def writer_for(async_save: bool | BackgroundWriter, backend: Backend) -> BackgroundWriter:
+    """Return the writer of an asynchronous save.
 
     Raises:
-        CheckpointError: An asynchronous save has failed, and nobody has seen its error yet.
+        ValidationError: The argument is invalid, or other processes cannot reach the directory.
     """
-    writers = [writer for writer in list(_WRITERS) if writer.is_own]
-    for writer in writers:
-        writer.wait_for(path)
-    raise_failures([handle for writer in writers for handle in writer.take_failed()])
+    if async_save is not True and not isinstance(async_save, BackgroundWriter):
+        raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {async_save!r}"])
+    backend.reopen_token()
+    return shared_writer() if async_save is True else async_save
 
 
 def shared_writer() -> BackgroundWriter:

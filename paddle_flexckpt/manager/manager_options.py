@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.manager.policies import KeepPolicy, SaveEvery, SavePolicy
 from paddle_flexckpt.media.backend import Location

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union
 
-from paddle_flexckpt.background import SaveHandle
+from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.catalog import CheckpointError, NotDurableError
 from paddle_flexckpt.manager.policies import KeepPolicy
 from paddle_flexckpt.manager.removal import UNIQUE_ID

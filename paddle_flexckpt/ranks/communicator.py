@@ -67,9 +67,9 @@ class Communicator(ABC):
 
     def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
         """Do the same where members can only send everything to everybody, as with gloo."""
-        said = [split(each) for each in self._all_gather(join((note, *pack_by_position(payloads))))]
-        own = [unpack_by_position(parts[1:]).get(self.position) for parts in said]
-        return _present(parts[0] or None for parts in said), _present(own)
+        gathered = [split(each) for each in self._all_gather(join((note, *pack_by_position(payloads))))]
+        own = [unpack_by_position(parts[1:]).get(self.position) for parts in gathered]
+        return _present(parts[0] or None for parts in gathered), _present(own)
 
     def together(self, work: Callable[[], tuple[Result, bytes]], context: str = "") -> tuple[Result, list[bytes]]:
         """Take a step on every member and go on only if it went well on all of them.

@@ -300,10 +300,10 @@ class HostChannel:
             under_way = {far: each for far, each in under_way.items() if not far & distance}
             # A note needs no distance: every rank passes it on.
             sent = [_encode_letters(leaving), _encode_letters([(0, *each) for each in notes.items()])]
-            letters, told = map(_decode_letters, self._send_and_receive(distance, sent))
+            letters, received = map(_decode_letters, self._send_and_receive(distance, sent))
             for far, source, payload in letters:
                 under_way.setdefault(far - distance, []).append((source, payload))
-            notes.update({source: payload for _, source, payload in told})
+            notes.update({source: payload for _, source, payload in received})
             distance *= 2
         return dict(sorted(notes.items())), dict(sorted(under_way.get(0, ())))
 

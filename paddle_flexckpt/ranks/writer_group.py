@@ -46,7 +46,7 @@ class _Link:
         self._leaving = Leaving()
         self._arriving: Arriving | None = None
 
-    def say(self, message: Sequence[memoryview]) -> None:
+    def enqueue(self, message: Sequence[memoryview]) -> None:
         """Append a message, to leave after the others."""
         self._leaving.add(message)
 
@@ -151,7 +151,7 @@ class WriterGroup(Communicator):
             text = f"[rank {self.rank}] {problem}"
             if self._leads:
                 return self._give_up(text)
-            self._links[self._coordinator].say(encode(FAREWELL, [text.encode(), b""]))
+            self._links[self._coordinator].enqueue(encode(FAREWELL, [text.encode(), b""]))
             self._hear()
         except LostRankError as error:
             return error
@@ -168,10 +168,10 @@ class WriterGroup(Communicator):
         # A payload of no bytes counts as none.
         own = note, payloads.get(self._coordinator, b"")
         if not self._leads:
-            self._links[self._coordinator].say(encode(self._exchanges, own))
+            self._links[self._coordinator].enqueue(encode(self._exchanges, own))
             return self._hear(), {}
         messages = sorted([(self.position, own), *self._collect().items()])
-        notes = {position: told for position, (told, _) in messages if told}
+        notes = {position: each for position, (each, _) in messages if each}
         self._answer(notes)
         return notes, {position: payload for position, (_, payload) in messages if payload}
 
@@ -240,7 +240,7 @@ class WriterGroup(Communicator):
 
     def _invite(self, link: _Link) -> None:
         """Inform a member, by a message without a byte, that the coordinator is there, and wait for its message."""
-        link.say(encode(self._exchanges, [b"", b""]))
+        link.enqueue(encode(self._exchanges, [b"", b""]))
         link.send()
         self._listener.selector.register(link.connection, selectors.EVENT_READ, link)
 
@@ -259,7 +259,7 @@ class WriterGroup(Communicator):
         message = encode(exchange, [payload, b""])
         with selectors.DefaultSelector() as waiting:
             for link in self._links.values():
-                link.say(message)
+                link.enqueue(message)
                 if not link.send():
                     waiting.register(link.connection, selectors.EVENT_WRITE, link)
             while waiting.get_map():

@@ -107,7 +107,7 @@ class NodeSave:
             part = directory.write_data(self.names, share.items, data, world_size=size, **share.written())
         return Written(part.encode(), part.checksums)
 
-    def write_partitions(self, said: Sequence[bytes], received: Mapping[int, bytes]) -> dict[int, bytes]:
+    def write_partitions(self, payloads: Sequence[bytes], received: Mapping[int, bytes]) -> dict[int, bytes]:
         """Write none: those of a large manifest are written on each node, by :meth:`commit`."""
         return {}
 
@@ -127,7 +127,7 @@ class NodeSave:
                 "until all of the nodes that took part save here again"
             )
 
-    def commit(self, parts: Sequence[bytes], rows: Mapping[int, bytes], told: Mapping[int, bytes]) -> None:
+    def commit(self, parts: Sequence[bytes], received: Mapping[int, bytes], described: Mapping[int, bytes]) -> None:
         """Commit on all nodes: prepare, publish, finish, with a collective after each.
 
         Raises:
@@ -233,7 +233,7 @@ class NodeSave:
         return None, b""
 
 
-def meet_nodes(
+def find_nodes(
     comm: Communicator,
     open_directory: Callable[[], NodeDirectory],
     options: SaveOptions,

@@ -107,11 +107,11 @@ class PartitionWriter:
             messages.setdefault(number % self._comm.size, {})[number] = message
         return sizes.tobytes(), {place: join(pack_by_position(each)) for place, each in messages.items()}
 
-    def write(self, said: Sequence[bytes], received: Mapping[int, bytes]) -> bytes:
+    def write(self, payloads: Sequence[bytes], received: Mapping[int, bytes]) -> bytes:
         """Write this rank's partitions, each durably; return a description of them for the coordinator.
 
         Args:
-            said: Each rank's message to all.
+            payloads: Each rank's message to all.
             received: The messages of ranks to this one, by position.
 
         Raises:
@@ -119,7 +119,7 @@ class PartitionWriter:
             OSError: The file system refused.
         """
         comm = self._comm
-        self._written = np.frombuffer(b"".join(said), dtype="<i8").reshape(-1, 3)
+        self._written = np.frombuffer(b"".join(payloads), dtype="<i8").reshape(-1, 3)
         self._look_at((comm.position - 1) % comm.size)
         rows = self._written[:, 1]
         before = np.cumsum(rows) - rows
@@ -129,8 +129,8 @@ class PartitionWriter:
                 messages.setdefault(number, {})[place] = part
 
         def write(number: int) -> bytes:
-            told = messages.get(number, {})
-            part = decode_parts(told, comm.ranks, before, self._info, self._names.data_file)
+            parts = messages.get(number, {})
+            part = decode_parts(parts, comm.ranks, before, self._info, self._names.data_file)
             written = self._directory.write_partition(self._names, number, self.count, part)
             counts = written.nbytes, written.rows, written.keys, written.data_bytes
             return _DESCRIPTION.pack(number, written.digest >> 64, written.digest & _LOW, *counts)

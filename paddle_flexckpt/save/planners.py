@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from paddle_flexckpt.catalog import Catalog, ReplicaGroups
+from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError
 from paddle_flexckpt.catalog.findings import Finding, Layout, inspect, raise_findings
 from paddle_flexckpt.catalog.key_rows import KeyRows, decode_rows, encode_rows, rows_of
 from paddle_flexckpt.catalog.wire import join, join_by_position, split, split_by_position
@@ -28,7 +28,15 @@ from paddle_flexckpt.planning.replica_comparison import Comparison
 from paddle_flexckpt.planning.write_plan import Items, every_replica, lay_lines, lay_out
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.save.replica_checks import Replicas
-from paddle_flexckpt.save.save_plan import Deal, SavePlan, deal, encode_deals, gather_deals, lines_of, written_by
+from paddle_flexckpt.save.save_plan import (
+    RankAssignment,
+    SavePlan,
+    assign,
+    encode_assignments,
+    gather_assignments,
+    items_of,
+    lines_of,
+)
 
 logger = logging.getLogger("paddle_flexckpt")
 
@@ -83,47 +91,9 @@ def planner_of(keys: Sequence[str], count: int) -> np.ndarray:
     return np.fromiter((xxhash.xxh3_64_intdigest(key.encode()) % count for key in keys), np.int64, len(keys))
 
 
-def raise_told(notes: Mapping[int, bytes], context: str) -> None:
-    """Raise the problems that planners have reported to all ranks, if there are any; errors as of one planner's."""
+def _raise_reported(notes: Mapping[int, bytes], context: str) -> None:
+    """Raise the findings that planners have reported to all ranks, if there are any; the text is as of one planner."""
     raise_findings([Finding(*each) for note in notes.values() for each in json.loads(note)], context)
-
-
-# A rank's messages in one exchange: one to all ranks; by position, those to planners; and others to single ranks.
-Told = tuple[bytes, Mapping[int, bytes], Mapping[int, bytes]]
-
-
-def tell_planners(
-    comm: Communicator, is_spread: bool, work: Callable[[], Told], context: str
-) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
-    """Take a step on every rank; send all ranks one message, and the planners others. One collective.
-
-    Args:
-        comm: The ranks.
-        is_spread: Whether there are several planners; if not, every rank gets the message for the planner.
-        work: The step; returns the messages.
-        context: What is being done, for errors.
-
-    Returns:
-        Each rank's message to all, its message to this rank as a planner, and its other messages, by position.
-    """
-    if not is_spread:
-        _, found, rows = comm.trade(functools.partial(_to_all, work, comm.position), context)
-        notes, digests = zip(*map(split, found.values()))
-        return list(notes), list(digests), rows
-    _, found, received = comm.trade(functools.partial(_to_each, work), context)
-    of_planner, rows = split_by_position(received, 2)
-    places = range(comm.size)
-    return [found.get(place, b"") for place in places], [of_planner.get(place, b"") for place in places], rows
-
-
-def _to_all(work: Callable[[], Told], position: int) -> tuple[None, bytes, Mapping[int, bytes]]:
-    note, digests, rows = work()
-    return None, join((note, digests.get(position, b""))), rows
-
-
-def _to_each(work: Callable[[], Told]) -> tuple[None, bytes, dict[int, bytes]]:
-    note, *messages = work()
-    return None, note, join_by_position(*messages)
 
 
 class Planners:
@@ -148,7 +118,7 @@ class Planners:
         comm: Communicator,
         catalog: Catalog,
         flags: np.ndarray,
-        said: Sequence[RankSummary],
+        summaries: Sequence[RankSummary],
         context: str,
         alone: str,
     ) -> None:
@@ -158,14 +128,14 @@ class Planners:
             comm: The ranks.
             catalog: This rank's shards.
             flags: int64 ``[n]``, more about each shard for planners; bit 0: one rank has to write it whole.
-            said: The summaries of all ranks.
+            summaries: The summaries of all ranks.
             context: What is being done, for errors.
             alone: Why every rank has to plan all keys, if there is a reason.
         """
-        counts = np.asarray([each.rows for each in said], dtype=np.int64)
+        counts = np.asarray([each.rows for each in summaries], dtype=np.int64)
         self.comm, self._catalog, self._flags, self._context = comm, catalog, flags, context
-        self.any_device = any(each.any_device for each in said)
-        self._shards = {place: each.shards for place, each in enumerate(said) if each.rows}
+        self.any_device = any(each.any_device for each in summaries)
+        self._shards = {place: each.shards for place, each in enumerate(summaries) if each.rows}
         self.before = np.cumsum(counts) - counts
         self.is_spread = comm.size > 1 and not all(self._shards.values())
         if self.is_spread and alone:
@@ -175,8 +145,8 @@ class Planners:
         """Send all shards to all ranks after all. One collective."""
         self.is_spread = False
         logger.info(f"every rank plans all shards of this save: {reason}")
-        _, said = self.comm.together(lambda: (None, encode_shards(self._catalog, self._flags)), self._context)
-        self._shards = {place: each for place, each in enumerate(said) if each}
+        _, shards = self.comm.together(lambda: (None, encode_shards(self._catalog, self._flags)), self._context)
+        self._shards = {place: each for place, each in enumerate(shards) if each}
 
     def inspect(self) -> None:
         """Find the shards of the keys that this rank plans, and check them. Two collectives where planning is spread.
@@ -189,7 +159,7 @@ class Planners:
             own = lambda: encode_rows(catalog, self._flags, planner_of(catalog.keys, comm.size))  # noqa: E731
             _, _, received = comm.trade(lambda: (None, b"", own()), self._context)
             _, notes, self._asked = comm.trade(lambda: self._lay(received), self._context)
-            raise_told(notes, self._context)
+            _raise_reported(notes, self._context)
             if not notes:
                 return
             self._gather("shards overlap, and are no replicas of each other")
@@ -233,17 +203,17 @@ class Planners:
         """
         comm, rows, own, groups = self.comm, self.rows, self._catalog, replicas.narrowed(differing)
         if self.is_spread:
-            _, told, answers = comm.trade(lambda: (None, *SharedLines.answer(self._asked)), self._context)
+            _, totals, answers = comm.trade(lambda: (None, *SharedLines.answer(self._asked)), self._context)
             every = groups if save_replicas else None
-            work = functools.partial(self._deal_to_others, told, answers, every, replicas, turn)
-            (items, compared, deals), notes, received = comm.trade(work, self._context)
+            work = functools.partial(self._assign_to_others, totals, answers, every, replicas, turn)
+            (items, compared, assignments), notes, received = comm.trade(work, self._context)
             count = sum(_COUNT.unpack(note)[0] for note in notes.values())
         else:
             items = every_replica(rows.catalog, groups) if save_replicas else self._share_out(groups)
             compared = replicas.beside(items, turn)
-            deals, received, count = deal(rows, items, compared), {}, len(items.row)
-        mine = gather_deals(received, deals, comm.position)
-        to_write, orders = written_by(mine, own)
+            assignments, received, count = assign(rows, items, compared), {}, len(items.row)
+        mine = gather_assignments(received, assignments, comm.position)
+        to_write, orders = items_of(mine, own)
         file = lay_out(own.with_orders(orders), np.asarray([comm.rank]), to_write, str)
         # Where all plan all keys, one rank reports their number.
         keys = len(rows.catalog.keys) if self.is_spread or comm.position == 0 else 0
@@ -267,17 +237,118 @@ class Planners:
         lines = lay_lines(self.rows.catalog, groups, self.rows.place, self._indivisible)
         return lines.cut(share_out(lines.sets, lines.amount, self.comm.size))
 
-    def _deal_to_others(
+    def _assign_to_others(
         self,
-        told: Mapping[int, bytes],
+        totals: Mapping[int, bytes],
         answers: Mapping[int, bytes],
         every: ReplicaGroups | None,
         replicas: Replicas,
         turn: int,
-    ) -> tuple[tuple[Items, Comparison, dict[int, Deal]], bytes, dict[int, bytes]]:
-        share, before = self._shared.share(told, answers, self.comm.size)
+    ) -> tuple[tuple[Items, Comparison, dict[int, RankAssignment]], bytes, dict[int, bytes]]:
+        share, before = self._shared.share(totals, answers, self.comm.size)
         items = self._lines.cut(share, before=before) if every is None else every_replica(self.rows.catalog, every)
         compared = replicas.beside(items, turn)
-        deals = deal(self.rows, items, compared)
-        note = _COUNT.pack(len(items.row)) if deals else b""
-        return (items, compared, deals), note, encode_deals(deals, self.comm.position)
+        assignments = assign(self.rows, items, compared)
+        note = _COUNT.pack(len(items.row)) if assignments else b""
+        return (items, compared, assignments), note, encode_assignments(assignments, self.comm.position)
+
+
+class RankMessages(NamedTuple):
+    """One rank's messages after it has written its share.
+
+    Attributes:
+        payload: The message to all ranks.
+        digests: By position of a planner, digests of the rows that it compares.
+        others: By position of a rank, another message to it alone.
+    """
+
+    payload: bytes
+    digests: Mapping[int, bytes]
+    others: Mapping[int, bytes]
+
+
+def exchange_written(
+    comm: Communicator, is_spread: bool, work: Callable[[], RankMessages], context: str
+) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
+    """Take a step on every rank, and exchange the messages about it. One collective.
+
+    Args:
+        comm: The ranks.
+        is_spread: Whether there are several planners; if not, every rank compares all, and gets all digests.
+        work: The step.
+        context: What is being done, for errors.
+
+    Returns:
+        Each rank's message to all; its digests for this rank; and other messages for this rank alone, by position.
+    """
+
+    def to_all() -> tuple[None, bytes, Mapping[int, bytes]]:
+        payload, digests, others = work()
+        return None, join((payload, digests.get(comm.position, b""))), others
+
+    def to_each() -> tuple[None, bytes, dict[int, bytes]]:
+        payload, *messages = work()
+        return None, payload, join_by_position(*messages)
+
+    if not is_spread:
+        _, found, others = comm.trade(to_all, context)
+        payloads, digests = zip(*map(split, found.values()))
+        return list(payloads), list(digests), others
+    _, found, received = comm.trade(to_each, context)
+    of_planner, others = split_by_position(received, 2)
+    places = range(comm.size)
+    return [found.get(place, b"") for place in places], [of_planner.get(place, b"") for place in places], others
+
+
+def compare_written(
+    comm: Communicator,
+    plan: SavePlan,
+    replicas: Replicas,
+    digests: Sequence[bytes],
+    write_partitions: Callable[[], dict[int, bytes]],
+    context: str,
+) -> tuple[np.ndarray, SavePlan, dict[int, bytes]]:
+    """Compare the replicas of a save, and plan the next comparison. One collective where planning is spread.
+
+    Args:
+        comm: The ranks.
+        plan: The plan of the save.
+        replicas: The replicas of the shards that this rank plans.
+        digests: Each rank's digests for this rank.
+        write_partitions: Writes this rank's partitions of the manifest, where planning is spread; returns its messages
+            about them, by position.
+        context: What is being done, for errors.
+
+    Returns:
+        Which groups of replicas differ, the plan in its next turn, and the messages about partitions for this rank.
+
+    Raises:
+        ValidationError: Replicas differ that have to be equal; the same on every rank.
+    """
+
+    def work() -> tuple[tuple[np.ndarray, SavePlan, dict[int, RankAssignment]], bytes, dict[int, bytes]]:
+        try:
+            differing = replicas.compare(plan.compared, digests)
+            turned, assignments = plan.next_turn(replicas)
+            described = write_partitions()
+        except ValidationError as error:
+            problems = [each for each in error.problems if isinstance(each, Problem)]
+            if not problems:
+                raise
+            findings = [(0, 0, plan.number_of(each), str(each)) for each in problems]
+            return (np.zeros(0, dtype=bool), plan, {}), json.dumps(findings).encode(), {}
+        messages = join_by_position(encode_assignments(assignments, comm.position), described)
+        return (differing, turned, assignments), b"", messages
+
+    received, described = dict[int, bytes](), dict[int, bytes]()
+    if plan.is_spread:
+        (differing, turned, assignments), notes, messages = comm.trade(work, context)
+        _raise_reported(notes, context)
+        received, described = split_by_position(messages, 2)
+    else:
+        differing = replicas.compare(plan.compared, digests)
+        differing = differing if plan.differing is None else differing | plan.differing
+        turned, assignments = plan.next_turn(replicas)
+    if turned is not plan:
+        turned = replace(turned, lines=lines_of(gather_assignments(received, assignments, comm.position)))
+    return differing, turned, described

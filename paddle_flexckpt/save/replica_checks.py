@@ -222,7 +222,7 @@ class Replicas:
         counting = dict(zip(self._groups.of_row[rows].tolist(), rows.tolist()))
         close = [group for group in counting if differing[group] and self._policy[group] == CLOSE]
         measured = self._measure([counting[group] for group in close]) if close else []
-        told: dict[str, str] = {}
+        texts: dict[str, str] = {}
         warnings: dict[str, str] = {}
         bounds = [_bound(self._catalog.dtype_name(counting[group])) for group in close]
         far = [(counting[group], each.part, bound) for group, each, bound in zip(close, measured, bounds)]
@@ -235,9 +235,9 @@ class Replicas:
         for group in np.flatnonzero(self._policy == FIRST).tolist() if self.compares else ():
             key = self._catalog.key_name(self._groups.first[group])
             if differing[group]:
-                told[key] = f"differ; {self._whose(counting[group])}"
+                texts[key] = f"differ; {self._whose(counting[group])}"
             else:
-                told.setdefault(key, "equal")
+                texts.setdefault(key, "equal")
         new = [key for key in warnings if key not in _warned]
         if warns and new:
             _warned.update(new)
@@ -247,7 +247,7 @@ class Replicas:
                 + ". Ranks that drift apart by rounding are no fault of a checkpoint; ranks out of step, or different "
                 "tensors under one name, are"
             )
-        return {**told, **warnings}
+        return {**texts, **warnings}
 
     def _whose(self, row: int) -> str:
         return f"rank {self._catalog.rank[row]}'s values count"
@@ -266,12 +266,12 @@ class Replicas:
             counts[i] = min(int(size[rows[i]]), max(share, 1))
             room -= counts[i] * dtypes[i].itemsize
 
-        def tell() -> tuple[None, bytes]:
+        def send() -> tuple[None, bytes]:
             mine = (_values(self.held[row], counts[i]) for i, row in enumerate(rows) if row in self.held)
             return None, b"".join(values.tobytes() for values in mine)
 
-        _, told = self._comm.together(tell, self._context)
-        rest = {rank: memoryview(values) for rank, values in zip(self._comm.ranks, told)}
+        _, gathered = self._comm.together(send, self._context)
+        rest = {rank: memoryview(values) for rank, values in zip(self._comm.ranks, gathered)}
 
         def compare() -> tuple[None, bytes]:
             found = []

@@ -6,15 +6,19 @@ Tested in tests/load/test_options.py and tests/save/test_nodes.py.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from paddle_flexckpt.background import BackgroundWriter
-from paddle_flexckpt.background.staging import LEAST_BYTES
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.save.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.transfer.options import ProgressOptions, Storage, rule
 
+if TYPE_CHECKING:
+    from paddle_flexckpt.background.writer import BackgroundWriter
+
 # A slice holds at least one element of any dtype, and is large enough to be worth a call.
 _LEAST_SLICE = 4096
+# The least memory for a copy in waves.
+LEAST_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)

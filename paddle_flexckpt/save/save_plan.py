@@ -1,4 +1,4 @@
-"""The result of planning a save, and one rank's share of it, which planners send it as messages.
+"""The plan of a save on one rank, the assignments that planners send it, and its share of the bytes.
 
 Tested in tests/save/test_saver.py, tests/save/test_planners.py and tests/distributed/test_save_load.py.
 """
@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Union
 
 import numpy as np
 
@@ -28,17 +28,22 @@ from paddle_flexckpt.planning.replica_comparison import Comparison, Lines
 from paddle_flexckpt.planning.write_plan import Items, WritePlan
 from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.save.replica_checks import Replicas
-from paddle_flexckpt.save.sliced_saves import Source
 from paddle_flexckpt.transfer.plan_cache import fingerprint
 
 _HEAD = struct.Struct("<II")
 _ITEM = np.dtype([("row", "<u4"), ("order", "<i2"), ("start", "<i8"), ("stop", "<i8")])
 NO_ITEMS = Items(*np.zeros((3, 0), dtype=np.int64))
 _LINE = np.dtype([("row", "<u4"), ("start", "<i8"), ("stop", "<i8")])
+# What each rank reports of a save: five counts (SavePlan.counts), and the seconds of planning and of writing.
+_REPORT = np.dtype([("counts", "<i8", 5), ("seconds", "<f8", 2)])
+# The most host tensors whose memory is looked up in one call.
+_TENSORS_AT_ONCE = 1024
+# The place of an item's bytes, the first of them there, and their number; host memory is uint8.
+Source = tuple[Union[np.ndarray, DeviceMemory], int, int]
 
 
-class Deal(NamedTuple):
-    """The rows that a planner deals to one rank, counted in that rank's own catalog.
+class RankAssignment(NamedTuple):
+    """The rows that a planner assigns to one rank, counted in that rank's own catalog.
 
     Attributes:
         written: The rows that it writes, each with the number of its tensor's order, or -1.
@@ -51,8 +56,8 @@ class Deal(NamedTuple):
     orders: tuple[Order, ...]
 
 
-def deal(rows: KeyRows, items: Items, lines: Lines) -> dict[int, Deal]:
-    """Return, by position of a rank, what a planner deals to it; only for ranks that write or compare something."""
+def assign(rows: KeyRows, items: Items, lines: Lines) -> dict[int, RankAssignment]:
+    """Return a planner's assignments, by position of the rank; only for ranks that write or compare something."""
     catalog = rows.catalog
     written = np.zeros(len(items.row), dtype=_ITEM)
     written["row"], written["start"], written["stop"] = rows.row[items.row], items.start, items.stop
@@ -67,12 +72,14 @@ def deal(rows: KeyRows, items: Items, lines: Lines) -> dict[int, Deal]:
         low, high = (np.searchsorted(place, places, side=side).tolist() for side in ("left", "right"))
         parts.append([in_order[begin:end] for begin, end in zip(low, high)])
     orders = catalog.orders if len(catalog.key_order) else ()
-    return {place: Deal(first, second, orders) for place, first, second in zip(places.tolist(), *parts)}
+    return {place: RankAssignment(first, second, orders) for place, first, second in zip(places.tolist(), *parts)}
 
 
-def encode_deals(deals: Mapping[int, Deal], own: int) -> dict[int, bytes]:
-    """Return messages for the ranks to which this planner, at position ``own``, deals something, except itself."""
-    tails = {each.orders: json.dumps([order.encode() for order in each.orders]).encode() for each in deals.values()}
+def encode_assignments(assignments: Mapping[int, RankAssignment], own: int) -> dict[int, bytes]:
+    """Return this planner's messages for other ranks, by position; ``own`` is its own position."""
+    tails = {
+        each.orders: json.dumps([order.encode() for order in each.orders]).encode() for each in assignments.values()
+    }
     return {
         place: b"".join(
             [
@@ -82,63 +89,61 @@ def encode_deals(deals: Mapping[int, Deal], own: int) -> dict[int, bytes]:
                 tails[each.orders],
             ]
         )
-        for place, each in deals.items()
+        for place, each in assignments.items()
         if place != own
     }
 
 
-def gather_deals(messages: Mapping[int, bytes], deals: Mapping[int, Deal], own: int) -> dict[int, Deal]:
-    """Return what planners deal to this rank, by position of the planner.
+def gather_assignments(
+    messages: Mapping[int, bytes], assignments: Mapping[int, RankAssignment], own: int
+) -> dict[int, RankAssignment]:
+    """Return the assignments of this rank, by position of the planner.
 
     Args:
-        messages: What others have encoded for it, by position.
-        deals: The deals that it makes itself as a planner, by position of a rank.
+        messages: Messages of other planners for it, by position.
+        assignments: The assignments that it makes itself as a planner, by position of a rank.
         own: Its position.
     """
-    found = {planner: _decode_deal(message) for planner, message in messages.items()}
-    if own in deals:
-        found[own] = deals[own]
+    found = {planner: _decode_assignment(message) for planner, message in messages.items()}
+    if own in assignments:
+        found[own] = assignments[own]
     return dict(sorted(found.items()))
 
 
-def _decode_deal(message: bytes) -> Deal:
+def _decode_assignment(message: bytes) -> RankAssignment:
     count, compared = _HEAD.unpack_from(message)
     items = np.frombuffer(message, _ITEM, count, _HEAD.size)
     begin = _HEAD.size + items.nbytes
     lines = np.frombuffer(message, _LINE, compared, begin)
     tail = message[begin + lines.nbytes :]
-    return Deal(items, lines, () if tail == b"[]" else tuple(map(Order.decode, json.loads(tail))))
+    return RankAssignment(items, lines, () if tail == b"[]" else tuple(map(Order.decode, json.loads(tail))))
 
 
-def written_by(deals: Mapping[int, Deal], own: Catalog) -> tuple[Items, dict[str, Order]]:
-    """Return the items that planners have dealt to this rank to write, and their orders, as far as any rank knows them.
+def items_of(assignments: Mapping[int, RankAssignment], own: Catalog) -> tuple[Items, dict[str, Order]]:
+    """Return the items that this rank is to write, and their orders, as far as any rank knows them.
 
     Args:
-        deals: By position of the planner.
+        assignments: This rank's, by position of the planner.
         own: This rank's own catalog.
     """
     orders = {
         own.keys[key]: each.orders[order]
-        for each in deals.values()
+        for each in assignments.values()
         if each.orders
         for key, order in zip(own.key[each.written["row"]].tolist(), each.written["order"].tolist())
         if order >= 0
     }
-    table = np.concatenate([np.zeros(0, dtype=_ITEM), *(each.written for each in deals.values())])
+    table = np.concatenate([np.zeros(0, dtype=_ITEM), *(each.written for each in assignments.values())])
     return Items(*(table[name].astype(np.int64) for name in ("row", "start", "stop"))), orders
 
 
-def lines_of(deals: Mapping[int, Deal]) -> dict[int, Lines]:
+def lines_of(assignments: Mapping[int, RankAssignment]) -> dict[int, Lines]:
     """Return the rows that this rank compares for each planner, by the planner's position."""
     return {
         planner: Lines(*(each.compared[name].astype(np.int64) for name in ("row", "start", "stop")))
-        for planner, each in deals.items()
+        for planner, each in assignments.items()
         if len(each.compared)
     }
-
-
-# The most host tensors whose memory is looked up in one call.
-_TENSORS_AT_ONCE = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,17 +201,17 @@ class SavePlan:
         names = sum([sys.getsizeof(key) for table in tables for key in table.keys])
         return names + sum([column.nbytes for column in columns]) + sum(map(len, self.messages))
 
-    def next_turn(self, replicas: Replicas) -> tuple[SavePlan, dict[int, Deal]]:
+    def next_turn(self, replicas: Replicas) -> tuple[SavePlan, dict[int, RankAssignment]]:
         """Plan the comparison of the next save by this plan.
 
         Returns:
-            The plan of that save, without this rank's lines; and the lines that this rank deals as a planner.
+            The plan of that save, without this rank's lines; and the lines that this rank assigns as a planner.
         """
         if not self.origin or not (self.is_spread or len(self.compared)):
             return self, {}
         compared = replicas.beside(self.all_items, self.turn + 1)
         plan = replace(self, origin=fingerprint((self.origin,)), turn=self.turn + 1, compared=compared)
-        return plan, deal(self.shards, NO_ITEMS, compared)
+        return plan, assign(self.shards, NO_ITEMS, compared)
 
     @property
     def all_lines(self) -> Lines:
@@ -226,20 +231,20 @@ class SavePlan:
         rows &= self.catalog.key == self.catalog.keys.index(problem.key or "")
         return int(self.shards.number[np.argmax(rows)])
 
-    def told(self, planned: float, written: float) -> bytes:
-        """Return this rank's message to all for the report; with the seconds of planning, and of writing."""
-        return np.asarray((self.counts, (planned, written)), dtype=_TOLD).tobytes()
+    def encode_report(self, planned: float, written: float) -> bytes:
+        """Return this rank's message to all for the report, with the seconds of planning and of writing."""
+        return np.asarray((self.counts, (planned, written)), dtype=_REPORT).tobytes()
 
 
-_TOLD = np.dtype([("counts", "<i8", 5), ("seconds", "<f8", 2)])
+def report_fields(reports: Sequence[bytes], own: SavePlan, writing: str) -> dict[str, Any]:
+    """Return the fields of the save's report that follow from the messages of all ranks.
 
-
-def report_of(told: Sequence[bytes], own: SavePlan, writing: str) -> dict[str, Any]:
-    """Return the fields of the report on how much is saved, and in how many seconds, from all ranks' messages.
-
-    ``writing`` is the name of the second phase.
+    Args:
+        reports: The message of each rank (:meth:`SavePlan.encode_report`).
+        own: This rank's plan.
+        writing: The name of the second phase.
     """
-    found = np.frombuffer(b"".join(told), dtype=_TOLD)
+    found = np.frombuffer(b"".join(reports), dtype=_REPORT)
     counts, (planned, written) = found["counts"], found["seconds"].T.tolist()
     keys, items, total, held, _ = counts.sum(axis=0).tolist()
     loads = counts[counts[:, 4] > 0, 2]
@@ -259,14 +264,14 @@ class Written(NamedTuple):
     """A rank's messages to others about what it has written.
 
     Attributes:
-        told: The message to all ranks.
+        payload: The message to all ranks.
         checksums: Block checksums, at least of the items that are compared.
-        rows: By position of a rank, the message to that rank alone.
+        payloads: By position of a rank, the message to that rank alone.
     """
 
-    told: bytes
+    payload: bytes
     checksums: Checksums
-    rows: Mapping[int, bytes] = {}
+    payloads: Mapping[int, bytes] = {}
 
 
 class Share:

@@ -1,31 +1,26 @@
-"""Saves to a directory that all ranks share: written by the ranks themselves, or by their background writers.
+"""Saves to a directory that all ranks share.
 
 Tested in tests/distributed/test_save_load.py and tests/background/test_ranks.py.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paddle_flexckpt.background import SaveHandle, SaveSlot, WriteJob
-from paddle_flexckpt.background.staging import LockPages
 from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.media.backend import SaveLock
-from paddle_flexckpt.memory.device_bytes import lock_pages
-from paddle_flexckpt.native.checksums import Checksums, hash_block
 from paddle_flexckpt.native.group_save import GroupSave
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.ranks.communicator import Communicator
-from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.save.partition_writers import PartitionWriter
 from paddle_flexckpt.save.save_options import SaveOptions
 from paddle_flexckpt.save.save_plan import Share, Written
-from paddle_flexckpt.save.sliced_saves import SMALL_BYTES, Staging, blocks_of
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.save.partition_writers import PartitionWriter
 
 
 class SharedSave:
@@ -103,20 +98,22 @@ class SharedSave:
             part = save.write(share.items, data, before=self._before, **share.written())
         if not share.partitions:
             return Written(b"", part.checksums, save.send(part))
-        self._partitions = PartitionWriter(self._comm, self.directory, self.names, share.partitions)
-        told, rows = self._partitions.send(part)
-        return Written(told, part.checksums, rows)
+        from paddle_flexckpt.save.partition_writers import PartitionWriter
 
-    def write_partitions(self, said: Sequence[bytes], received: Mapping[int, bytes]) -> dict[int, bytes]:
+        self._partitions = PartitionWriter(self._comm, self.directory, self.names, share.partitions)
+        payload, rows = self._partitions.send(part)
+        return Written(payload, part.checksums, rows)
+
+    def write_partitions(self, payloads: Sequence[bytes], received: Mapping[int, bytes]) -> dict[int, bytes]:
         """Write this rank's partitions, if ranks write them; return its message to the coordinator, by position.
 
         Args:
-            said: The message of each rank's :meth:`write` to all.
+            payloads: The message of each rank's :meth:`write` to all.
             received: The messages of others' :meth:`write` to this one alone, by position.
         """
         if self._partitions is None:
             return {}
-        return {self._coordinator_rank: self._partitions.write(said, received)}
+        return {self._coordinator_rank: self._partitions.write(payloads, received)}
 
     def commit(self, parts: Sequence[bytes], received: Mapping[int, bytes], described: Mapping[int, bytes]) -> None:
         """Make the checkpoint exist. One collective.
@@ -161,140 +158,3 @@ class SharedSave:
         """Release the right to save here."""
         if self.lock is not None:
             self.lock.release()
-
-
-class BackgroundSave(SharedSave):
-    """One save that is staged in memory and handed over to this rank's background writer.
-
-    The writers of all ranks carry it out as a group (``background/outcome.py``).
-    """
-
-    def __init__(self, slot: SaveSlot, *arguments: Any) -> None:
-        """Take room with the writer, and the arguments of :class:`SharedSave`."""
-        super().__init__(*arguments)
-        self._slot = slot
-        self._addresses: tuple[str, ...] = ()
-        self._staging: Staging | None = None
-        # For a save in slices: its memory, the items' digests at the call, and the error of a slice.
-        self._space: np.ndarray = np.empty(0, dtype=np.uint8)
-        self._then: np.ndarray = self._space
-        self._small = min(SMALL_BYTES, self._options.slice_bytes or 0)
-        self._failure: Exception | None = None
-
-    def begin(self) -> tuple[SaveNames | None, bytes]:
-        """Implement :meth:`SharedSave.begin`. The other writers need the address of this rank's writer."""
-        names, _ = super().begin()
-        return names, self._slot.address.encode()
-
-    def agree(self, names: SaveNames, places: Sequence[bytes], messages: Sequence[bytes]) -> None:
-        """Implement :meth:`SharedSave.agree`."""
-        super().agree(names, places, messages)
-        self._addresses = tuple(message.decode() for message in messages)
-
-    def _job(self, share: Share) -> WriteJob:
-        return WriteJob(
-            path=self.directory.path,
-            storage=self.directory.backend.reopen_token(),
-            lock=None if self.lock is None else self.lock.handover()[0],
-            names=self.names,
-            items=share.items,
-            rank=self._comm.rank,
-            ranks=self._comm.ranks,
-            coordinator=self._comm.ranks[self._coordinator_rank],
-            step=share.step,
-            timeout=self._slot.timeout,
-            addresses=self._addresses,
-        )
-
-    def _open_staging(self, share: Share) -> Staging:
-        """Allocate memory for this rank's data that the writer shares; nothing is copied yet."""
-        self._space = self._slot.stage(self._job(share), _page_lock(share))
-        # Memory that an earlier save had locked for a device may serve one whose tensors are all on the host.
-        device = share.devices[0] if share.devices and self._slot.is_locked else None
-        return Staging(share.sources(), self._space, device)
-
-    def begin_slices(self, share: Share) -> np.ndarray:
-        """Allocate memory for this rank's data, copy small items, and return a digest of each item as it is now."""
-        self._staging = self._open_staging(share)
-        self._staging.begin(share.sources(), self._small)
-        self._then = share.digests()
-        digests: np.ndarray = self._then["digest"]
-        return digests
-
-    def keep(self, handle: SaveHandle) -> None:
-        """Register the handle of a save in slices with the writer, so that a save whose handle was dropped is known."""
-        self._slot.sliced = handle
-
-    def stage_slice(self, nbytes: int) -> bool:
-        """Copy the next slice of this rank's data; return whether there is more. :meth:`write` raises its errors."""
-        if self._staging is None or self._failure is not None:
-            return False
-        try:
-            self._staging.advance(nbytes)
-        except Exception as error:  # the other ranks are not waiting here: they learn of it in the next exchange
-            self._failure = error
-        return self._failure is None and not self._staging.is_done
-
-    def write(self, share: Share, hashed: np.ndarray) -> Written:
-        """Copy this rank's data, or what slices have left of it, to memory that the writer shares.
-
-        Raises:
-            ValidationError: It has changed since the first slice.
-        """
-        if self._failure is not None:
-            raise self._failure
-        lengths = share.items.byte_length
-        ends = lengths.cumsum()
-        spans = zip((ends - lengths)[hashed].tolist(), ends[hashed].tolist())
-        if self._options.staging_bytes is not None and lengths.sum() > self._options.staging_bytes:
-            checksums = self._write_in_waves(share, self._options.staging_bytes, spans)
-        else:
-            checksums = (self._staging or self._open_staging(share)).finish(spans)
-        if self._staging is not None:
-            changed = np.flatnonzero((self._then != share.digests(self._space)) & (lengths > self._small))
-            if len(changed):
-                rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-                raise ValidationError(
-                    f"{share.items.key_name(changed[0])!r}{rest} changed while the save was staged in slices. Remedy: "
-                    "call finish_staging() before optimizer.step(), or have finish_before(optimizer) do so; where "
-                    "something else changes it, as the forward pass a buffer, save without slice_bytes"
-                )
-        sums = np.asarray(checksums, dtype=np.uint64)
-        return Written(b"", Checksums.of_items(sums, np.where(hashed, lengths, 0)))
-
-    def _write_in_waves(self, share: Share, nbytes: int, hashed: Iterable[tuple[int, int]]) -> list[int]:
-        """Have the writer write while this rank's data is copied, through so much memory; wait for the last copy.
-
-        Returns the block checksums of ``hashed``, as :meth:`Staging.finish` does: a bucket has whole blocks.
-        """
-        job = self._job(share)
-        lock, self.lock = self.lock, None
-        self._is_removable = False  # the files belong to the writer
-        waves = self._slot.stage_in_waves(job, nbytes, _page_lock(share), lock)
-        staging, left = Staging(share.sources(), np.empty(0, dtype=np.uint8), None), job.data_bytes
-        blocks, checksums, begin = blocks_of(hashed), [], 0
-        block = next(blocks, None)
-        while left:
-            bucket = waves.bucket()
-            count = staging.fill(bucket)
-            while block is not None and block[0] < begin + count:
-                checksums.append(hash_block(bucket[block[0] - begin : block[1] - begin]))
-                block = next(blocks, None)
-            waves.send(count)
-            left -= count
-            begin += count
-        return checksums
-
-    def hand_over(self, report: SaveReport, begin: float, handle: SaveHandle | None = None) -> SaveHandle:
-        """Hand the save over, and the lock with it. From now on a failure is its outcome: ranks do not meet again."""
-        lock, self.lock = self.lock, None
-        return self._slot.hand_over(report, begin, lock, handle)
-
-    def lose_rank(self, error: LostRankError) -> None:
-        """Tell the other ranks' writers, as those ranks may not have noticed, and have handed their shares over."""
-        self._slot.refuse(error)
-
-
-def _page_lock(share: Share) -> LockPages | None:
-    """Return a function that page-locks memory for the device of a share."""
-    return functools.partial(lock_pages, device=share.devices[0]) if share.devices else None

@@ -22,7 +22,7 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from paddle_flexckpt.memory import device_bytes
 from paddle_flexckpt.memory.device_memory import DeviceMemory
-from paddle_flexckpt.save import shared_saves
+from paddle_flexckpt.save import background_saves
 from paddle_flexckpt.testing.device_check_record import (
     CheckFailed,
     Found,
@@ -242,7 +242,7 @@ def _watched_locks() -> Iterator[list[Lock]]:
         return release
 
     with contextlib.ExitStack() as patches:
-        for module in (device_bytes, shared_saves):
+        for module in (background_saves, device_bytes):
             patches.enter_context(mock.patch.object(module, "lock_pages", lock_pages))
         yield locks
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from paddle_flexckpt.background import SaveHandle
+from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.manager.pending_steps import PendingSteps

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.communication.transport import Transport
 from paddle_flexckpt.load.loader import load_state_dict

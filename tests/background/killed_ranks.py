@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from paddle_flexckpt.background import BackgroundWriter, process
+from paddle_flexckpt.background import process
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.communication.transport import SocketTransport, Transport
 from paddle_flexckpt.native import data_file

@@ -17,7 +17,7 @@ WITHOUT_WARNINGS = ("-W", "ignore::DeprecationWarning")
 PRELUDE = """
 import atexit, os, signal, sys
 sys.modules["paddle"] = None  # importing it takes a second, and says things
-from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError
 from tests.background.helpers import limit_file_size, save, stopped
 path = sys.argv[1]
@@ -104,7 +104,7 @@ def test_the_shared_writer_is_started_by_the_first_save_and_ends_with_the_proces
         tmp_path,
         """
         writer.close()
-        from paddle_flexckpt.background import shared_writer
+        from paddle_flexckpt.background.writer import shared_writer
         save(path, 1, True)
         print(shared_writer() is shared_writer(), shared_writer().pid)
         """,
@@ -188,7 +188,7 @@ def test_a_fork_has_a_shared_writer_of_its_own(tmp_path):
     status, _, errors = run(
         tmp_path,
         """
-        from paddle_flexckpt.background import shared_writer
+        from paddle_flexckpt.background.writer import shared_writer
         save(path + "/parent", 1, True).result()
         if os.fork() == 0:
             save(path + "/child", 2, True)

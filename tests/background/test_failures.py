@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.background.protocol import WriteJob
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.ranks.lost_ranks import split_address

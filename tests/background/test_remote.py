@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("fsspec")
 
-from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.native.directory import CheckpointDirectory, is_complete

@@ -11,11 +11,12 @@ import time
 import numpy as np
 import pytest
 
-from paddle_flexckpt.background.staging import BUCKETS, LEAST_BYTES, WaveReceiver, WaveSender
+from paddle_flexckpt.background.staging import BUCKETS, WaveReceiver, WaveSender
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.save.background_saves import Staging
+from paddle_flexckpt.save.save_options import LEAST_BYTES
 from paddle_flexckpt.save.saver import save_state_dict
-from paddle_flexckpt.save.sliced_saves import Staging
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, SOLO, limit_file_size, load, save
@@ -194,7 +195,7 @@ def test_a_training_process_that_dies_meanwhile_leaves_no_checkpoint(tmp_path, w
     status, _, _ = run(
         tmp_path,
         """
-        from paddle_flexckpt.save.sliced_saves import Staging
+        from paddle_flexckpt.save.background_saves import Staging
         from tests.background.test_waves import LEAST_BYTES, large_state
         from paddle_flexckpt.save.saver import save_state_dict
         from tests.background.helpers import SOLO

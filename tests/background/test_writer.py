@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_flexckpt.background import BackgroundWriter, SaveHandle
+from paddle_flexckpt.background.pending import SaveHandle
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, open_to_save
 from paddle_flexckpt.load.loader import load_state_dict

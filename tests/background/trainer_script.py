@@ -7,7 +7,8 @@ import signal
 import socket
 import sys
 
-from paddle_flexckpt.background import BackgroundWriter, SaveSlot
+from paddle_flexckpt.background.pending import SaveSlot
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.save.saver import save_state_dict
 from tests.background.helpers import SOLO, PairCommunicator, shards
 

@@ -14,9 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from paddle_flexckpt.background import BackgroundWriter, SaveHandle, WriteJob
 from paddle_flexckpt.background.outcome import look_for_manifest, save_together
+from paddle_flexckpt.background.pending import SaveHandle
+from paddle_flexckpt.background.protocol import WriteJob
 from paddle_flexckpt.background.worker import write_share
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.paddle_files import open_to_save

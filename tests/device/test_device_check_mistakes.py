@@ -25,7 +25,7 @@ from paddle_flexckpt.communication import device_exchange
 from paddle_flexckpt.memory import device_bytes
 from paddle_flexckpt.memory.device_bytes import DeviceBytes
 from paddle_flexckpt.memory.device_memory import DeviceMemory
-from paddle_flexckpt.save import sliced_saves
+from paddle_flexckpt.save import background_saves
 from paddle_flexckpt.save.shared_saves import SharedSave
 from paddle_flexckpt.testing import device_check_link, device_check_memory
 from paddle_flexckpt.testing.device_check_counts import count_alone, count_ranks
@@ -106,8 +106,8 @@ def slices_change_a_bit():
         right(memory, start, target, True)
         target[-1:] ^= 1
 
-    right = sliced_saves._copy_bytes
-    return mock.patch.object(sliced_saves, "_copy_bytes", copy)
+    right = background_saves._copy_bytes
+    return mock.patch.object(background_saves, "_copy_bytes", copy)
 
 
 def strided_tensors_are_shifted():
@@ -209,7 +209,7 @@ def the_trace_has_another_clock():
 
 
 def slices_have_no_stream():
-    return mock.patch.object(sliced_saves.Staging, "_side_stream", lambda self: contextlib.nullcontext())
+    return mock.patch.object(background_saves.Staging, "_side_stream", lambda self: contextlib.nullcontext())
 
 
 def a_reshard_drops_what_is_strided():

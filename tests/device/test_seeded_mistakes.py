@@ -26,7 +26,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.communication import device_exchange
 from paddle_flexckpt.memory import device_bytes, tensors
 from paddle_flexckpt.memory.device_memory import DeviceMemory
-from paddle_flexckpt.save import saver, shared_saves
+from paddle_flexckpt.save import background_saves, saver
 from paddle_flexckpt.testing import World, WorldError
 from tests.device import plugin
 
@@ -261,14 +261,14 @@ def wrong_stream():
 
 def copy_after_the_step():
     """An asynchronous save copies when the step has changed the tensors already."""
-    right = shared_saves.BackgroundSave.write
+    right = background_saves.BackgroundSave.write
 
     def stage(self, *arguments):
         while STEP:
             STEP.pop()()
         return right(self, *arguments)
 
-    return replaced(shared_saves.BackgroundSave, "write", stage)
+    return replaced(background_saves.BackgroundSave, "write", stage)
 
 
 def freed_memory():

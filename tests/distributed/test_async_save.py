@@ -17,7 +17,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.background import shared_writer
+from paddle_flexckpt.background.writer import shared_writer
 from paddle_flexckpt.memory.tensors import HostTensor
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import counted, zoo_bytes

@@ -18,7 +18,7 @@ if not sys.argv[2].startswith("manager"):
     # The process starts in a fraction of the time without it, and arrays of numpy are enough for all but a manager.
     sys.modules["paddle"] = None  # type: ignore[assignment]
 
-from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.crash import background, managed

@@ -16,7 +16,7 @@ pytest.importorskip("moto.server")
 pytest.importorskip("s3fs")
 pytest.importorskip("flask_cors")
 
-from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.paddle_files import open_to_save

@@ -362,7 +362,7 @@ def test_a_member_that_dies_after_it_has_sent_has_done_its_share(writers):
     def work(group: WriterGroup) -> Any:
         if group.position == 2:
             link = group._links[0]
-            link.say(encode(1, [b"", b"part"]))
+            link.enqueue(encode(1, [b"", b"part"]))
             assert link.send()
             ends(group)
             return has_ended.set()
@@ -403,7 +403,7 @@ def test_a_member_that_takes_nothing_is_left_behind(writers):
 
     def work(group: WriterGroup) -> Any:
         if group.position == 1:
-            group._links[0].say(encode(1, [b"", b""]))
+            group._links[0].enqueue(encode(1, [b"", b""]))
             assert group._links[0].send()
             return stays.wait(PATIENCE_SECONDS)
         try:
@@ -567,7 +567,7 @@ def test_what_has_been_sent_counts_when_the_coordinator_finds_it(writers, monkey
     some, parts = writers(3), {position: bytes([position]) * nbytes for position in (1, 2)}
     for position, part in parts.items():
         member = some.join(position)
-        member._links[0].say(encode(1, [b"", part]))
+        member._links[0].enqueue(encode(1, [b"", part]))
         assert member._links[0].send()
         if timeout:
             ends(member)

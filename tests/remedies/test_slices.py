@@ -46,7 +46,7 @@ def test_a_step_while_a_save_is_staged(tmp_path, writer, training, way):
     handle = begin(model, tmp_path, writer)
     compute()
     optimizer.step()
-    with provoked("save/shared_saves.py", "call finish_staging() before optimizer.step(), or have finish_before"):
+    with provoked("save/background_saves.py", "call finish_staging() before optimizer.step(), or have finish_before"):
         handle.finish_staging()
     assert not list(tmp_path.glob("*.manifest"))
     was = model.weight.numpy().copy()

@@ -606,7 +606,7 @@ def test_a_tensor_more_costs_a_few_calls(tmp_path):
             save.share(plan)
         finally:
             sys.setprofile(None)
-            save._undo.close()
+            save.destination.discard()
             save._stack.close()
         return seen
 

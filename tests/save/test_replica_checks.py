@@ -18,7 +18,7 @@ import paddle_flexckpt.save.replica_checks as replicas_module
 from paddle_flexckpt.catalog import dtype_of
 from paddle_flexckpt.native.checksums import HashThread, hash_block
 from paddle_flexckpt.planning.replica_comparison import SAMPLE_BYTES
-from paddle_flexckpt.save import sliced_saves
+from paddle_flexckpt.save import background_saves
 from paddle_flexckpt.sharded_weight import shard_weight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.remedies.following import provoked
@@ -131,7 +131,7 @@ def count_hashed(monkeypatch):
         return hash_block(block)
 
     monkeypatch.setattr(digests_module, "HashThread", Counting)
-    monkeypatch.setattr(sliced_saves, "hash_block", one)
+    monkeypatch.setattr(background_saves, "hash_block", one)
     return counts
 
 

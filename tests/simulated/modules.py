@@ -174,7 +174,7 @@ def process_state(scheduler: Scheduler) -> dict[tuple[str, str], Any]:
     return {
         ("ranks.lost_ranks", "own_presence"): cached_per_process(scheduler, lost_ranks.own_presence.__wrapped__),
         ("ranks.lost_ranks", "_announced"): PerProcess(scheduler),
-        ("background.writer", "_WRITERS"): PerProcess(scheduler),
+        ("background.earlier_saves", "WRITERS"): PerProcess(scheduler),
         ("background.writer", "_writer_of"): cached_per_process(scheduler, writer._writer_of.__wrapped__),
         ("background.writer", "_exit_with_status_1"): keep_status,
         ("background.worker", "lower_priority"): lambda nice, io_class: [],

@@ -13,13 +13,13 @@ import pytest
 pytest.importorskip("paddle")
 pytest.importorskip("greenlet")
 
-from paddle_flexckpt.background import BackgroundWriter
 from paddle_flexckpt.background import process as process_module
 from paddle_flexckpt.background.worker import lower_priority
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
-from paddle_flexckpt.save import shared_saves
+from paddle_flexckpt.save import background_saves
 from paddle_flexckpt.save.saver import save_state_dict
 from tests.saved import short
 from tests.simulated import training
@@ -514,7 +514,7 @@ def test_a_priority_that_cannot_be_lowered_is_a_warning_of_one_report(what):
 
 
 def test_a_state_that_changes_between_its_slices_is_not_saved(monkeypatch):
-    monkeypatch.setattr(shared_saves, "SMALL_BYTES", 0)  # all here is small
+    monkeypatch.setattr(background_saves, "SMALL_BYTES", 0)  # all here is small
     world = Ranks()
     with world:
         world.job(lambda comm: save(world, comm, 1))

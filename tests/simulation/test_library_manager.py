@@ -17,7 +17,7 @@ pytest.importorskip("greenlet")
 
 import paddle
 
-from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import (
     CheckpointError,
     CorruptCheckpointError,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from paddle_flexckpt.background import BackgroundWriter
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.local import LocalOutputFile

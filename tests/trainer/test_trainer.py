@@ -234,7 +234,7 @@ def test_slices_are_copied_between_micro_steps_and_the_rest_before_the_optimizer
 
 @pytest.mark.parametrize("failing", [3, 6])
 def test_a_save_that_fails_in_the_background_is_an_error_of_the_training(tmp_path, monkeypatch, failing):
-    from paddle_flexckpt.background import SaveHandle
+    from paddle_flexckpt.background.pending import SaveHandle
     from paddle_flexckpt.catalog import CheckpointError
     from paddle_flexckpt.trainer import checkpointer
 
