@@ -108,7 +108,7 @@ def assign(target: np.ndarray, values: np.ndarray, row: int = -1) -> None:
     Args:
         target: The array.
         values: Of its shape.
-        row: What is filled, for the error.
+        row: Number of what is filled, for the error.
 
     Raises:
         OverflowingCastError: Numbers are too large for the type; the target has been written.
@@ -146,7 +146,7 @@ def check_range(values: np.ndarray, cast: np.ndarray, row: int = -1) -> None:
 
 
 def to_round_once(values: np.ndarray, target: np.dtype) -> np.ndarray:
-    """Return numbers that a cast in two steps rounds as one step would round the given ones.
+    """Round numbers to odd float32, so that a later cast from float32 gives what one rounding would give.
 
     Casts to the types of ml_dtypes go through float32, and so would round twice. So float64 and wide integers are
     rounded to odd first: an inexact number becomes the one of its two neighbours in float32 whose last bit is 1.

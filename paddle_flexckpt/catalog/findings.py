@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
     Attributes:
         stage: Findings are reported only if no earlier stage has any.
-        kind: The number of findings of one kind in a report is bounded.
+        kind: Number of the check that found it. The number of findings of one kind in a report is bounded.
         number: The row that it is about, of the catalog of all keys.
         text: The problem.
     """
@@ -58,7 +58,7 @@ def inspect(catalog: Catalog, number: np.ndarray, contradictions: Iterable[tuple
     Args:
         catalog: All shards of some keys.
         number: int64 ``[n]``, rising: which row each is of the catalog of all keys.
-        contradictions: Problems that are known already, by number.
+        contradictions: Contradictions between ranks that are known already, by row.
     """
     found = [Finding(0, 0, row, str(problem)) for row, problem in contradictions]
     for kind, problems in enumerate(find_shard_problems(catalog)):

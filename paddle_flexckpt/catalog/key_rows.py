@@ -33,7 +33,7 @@ class KeyRows:
         catalog: The shards, keys in the order in which they occur.
         place: int64 ``[n]``, the position in the group of the rank that owns each.
         row: int64 ``[n]``, which row of that rank's own catalog each is.
-        number: int64 ``[n]``, which row each is of the catalog of all keys.
+        number: int64 ``[n]``, the row that each would have in a catalog of all keys.
         flags: int64 ``[n]``, its owner's flags.
         contradictions: Contradictions between ranks (about the order of a tensor's elements, or whose state it is),
             each with the number of a row of the rank that contradicts an earlier one.
@@ -130,13 +130,7 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
     table = table[np.argsort(before[table[:, 0]] + table[:, 5], kind="stable")]
     owner, key, dtype, ndim, row, flags, flat_start, flat_stop = (table[:, i] for i in (0, 2, 3, 4, 5, 6, 7, 8))
     key = np.asarray(numbers, dtype=np.int64)[table[:, 1] + key] if len(table) else key
-    # In the order in which they occur.
-    _, first = np.unique(key, return_index=True)
-    occurs = key[np.sort(first)]
-    renumbered = np.zeros(len(keys), dtype=np.int64)
-    renumbered[occurs] = np.arange(len(occurs))
-    names = [*keys]
-    known = tuple(names[each] for each in occurs.tolist())
+    renumbered, known = _in_order(key, [*keys])
     boxes = table[:, 2 + _SINGLE :].reshape(len(table), 3, most)
     orders, contradictions = _merged(
         orders_by_rank, [Order.decode([*each]) for each in table_of_orders], renumbered, known, before
@@ -174,6 +168,15 @@ def _table(axes: int, word: int, most: int, bodies: Sequence[tuple[int, int, int
     boxes[:, :, most - axes :] = data[:, _SINGLE:].reshape(-1, 3, axes)
     where = [np.repeat(np.asarray(column, dtype=np.int64), counts)[:, None] for column in (places, firsts)]
     return np.concatenate([*where, data[:, :_SINGLE], boxes.reshape(len(data), -1)], axis=1)
+
+
+def _in_order(key: np.ndarray, names: Sequence[str]) -> tuple[np.ndarray, tuple[str, ...]]:
+    """Return the new number of each name, and the names that rows have, in the order in which they occur."""
+    _, first = np.unique(key, return_index=True)
+    occurs = key[np.sort(first)]
+    renumbered = np.zeros(len(names), dtype=np.int64)
+    renumbered[occurs] = np.arange(len(occurs))
+    return renumbered, tuple(names[each] for each in occurs.tolist())
 
 
 def _merged(

@@ -174,7 +174,7 @@ class Catalog(Columns):
         return text
 
     def descriptions(self) -> list[bytes]:
-        """Return bytes that are equal for shards that differ at most in their keys and places in files.
+        """Return bytes by row that are equal for shards of the same dtype, shapes, range and order.
 
         Most shards are alike, so a text about them, say, can be made once for each description.
         """

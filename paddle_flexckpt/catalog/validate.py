@@ -59,8 +59,8 @@ class ReplicaGroups:
         group[self.order] = np.repeat(np.arange(len(self)), self.count)
         return group
 
-    def without_others(self, rows: np.ndarray) -> ReplicaGroups:
-        """Return the same groups; those of ``rows`` (at most one row each) have that row as their only member."""
+    def narrowed_to(self, rows: np.ndarray) -> ReplicaGroups:
+        """Narrow the groups of ``rows``, at most one of each group, to that row. Other groups stay as they are."""
         only = np.full(len(self), -1, dtype=np.int64)
         only[self.of_row[rows]] = rows
         only = np.repeat(only, self.count)
@@ -145,7 +145,7 @@ class Coverage:
         problems: Holes, each with the box that no rank holds (of many the first ones), and tangled keys.
         overlaps: Pairs of rows that share elements without being the same shard. Whether that is a problem depends on
             whether their values agree, which geometry cannot tell.
-        tangled: Keys with too many overlapping shards to check.
+        tangled: Problems of keys with too many overlapping shards to check.
         pieces: Boxes that the search for holes has made.
     """
 
@@ -164,7 +164,7 @@ def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
     """
     rows = groups.first[catalog.size[groups.first] > 0]
     coverage = Coverage()
-    # A key may have nothing but empty ranges (a ZeRO rank inside the padding): all of it is a hole.
+    # A key may have only empty shards, for instance of a rank that owns padding: then the whole tensor is a hole.
     held = np.zeros(len(catalog.keys), dtype=bool)
     held[catalog.key[rows]] = True
     unheld = groups.first[
@@ -179,7 +179,7 @@ def validate_coverage(catalog: Catalog, groups: ReplicaGroups) -> Coverage:
 
 
 def _suspects(catalog: Catalog, rows: np.ndarray) -> list[np.ndarray]:
-    """Return the rows of each key whose shards, one of each replica group, are not obviously the whole tensor."""
+    """Return the rows, one of each replica group, of each key that the fast checks do not accept."""
     key, offset, shape = catalog.key[rows], catalog.offset[rows], catalog.shape[rows]
     flattened, start, stop = catalog.is_flattened[rows], catalog.flat_start[rows], catalog.flat_stop[rows]
     box_size = product_axes(shape)
@@ -231,7 +231,7 @@ def _are_slices(offset: np.ndarray, shape: np.ndarray, whole: np.ndarray, key_st
 
 
 def _is_grid(offset: np.ndarray, shape: np.ndarray, global_shape: np.ndarray) -> bool:
-    """Return whether distinct boxes are exactly the cells of a grid over the whole tensor."""
+    """Return whether boxes, no two of which are equal, are exactly the cells of a grid over the whole tensor."""
     cells = 1
     for axis in range(offset.shape[1]):
         cuts = np.unique(np.stack([offset[:, axis], shape[:, axis]], axis=1), axis=0)

@@ -31,7 +31,7 @@ from paddle_flexckpt.observers import observed
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
 from paddle_flexckpt.report import PublishReport
 from paddle_flexckpt.tools.tensor_files import PREFIX
-from paddle_flexckpt.tools.whole_tensors import CHOSEN
+from paddle_flexckpt.tools.whole_tensors import AS_STORED
 from paddle_flexckpt.transfer.agreement import check_heads
 from paddle_flexckpt.transfer.files import Files
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
@@ -82,7 +82,7 @@ def load_merged_state_dict(
         return replace(describe_targets(tensors, 0), mapping=mapping)
 
     context = f"cannot load from {shown(path)}"
-    Transfer(SoloCommunicator(), source, describe, CHOSEN, "load_merged_state_dict", context).run()
+    Transfer(SoloCommunicator(), source, describe, AS_STORED, "load_merged_state_dict", context).run()
     return {name[len(asked.start) :]: tensor for name, tensor in tensors.items()}
 
 
@@ -207,7 +207,7 @@ class _StoredModel(ModelState):
     def fill(self, describe: Callable[[], Targets]) -> int:
         def work() -> tuple[None, bytes]:
             files = Files(self._path, self._options, self._files.manifest)
-            Transfer(SoloCommunicator(), files, describe, CHOSEN, "merge_sharded_state_dict", self._context).run()
+            Transfer(SoloCommunicator(), files, describe, AS_STORED, "merge_sharded_state_dict", self._context).run()
             return None, b""
 
         self._comm.together(work, self._context)

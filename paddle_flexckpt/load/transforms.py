@@ -35,7 +35,7 @@ from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.planning import ReadPlan
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.tools.whole_tensors import CHOSEN
+from paddle_flexckpt.tools.whole_tensors import AS_STORED
 from paddle_flexckpt.transfer.files import Files
 from paddle_flexckpt.transfer.options import FileOptions, LoadOptions
 from paddle_flexckpt.transfer.source import Task
@@ -270,7 +270,9 @@ class MadeTensors(InputFile):
         files = Files(self._backend, self._options, self._stored)
         with quiet_loads():
             describe = lambda: describe_targets(targets, 0)  # noqa: E731
-            report = Transfer(SoloCommunicator(), files, describe, CHOSEN, context=f"cannot make {tensor.key!r}").run()
+            report = Transfer(
+                SoloCommunicator(), files, describe, AS_STORED, context=f"cannot make {tensor.key!r}"
+            ).run()
         self.bytes_read += report.bytes_read
         self._plan(tensor)
         try:

@@ -126,7 +126,7 @@ class ReadPlan:
     Attributes:
         pieces: Sorted by target, then by file and position in it: a staged target is stored as soon as it is full, and
             each file is read forwards as far as the targets' order is that of the save.
-        needed_bytes: Bytes that the plan reads: those of the targets, as no element is read twice.
+        needed_bytes: Bytes of all pieces; no element is read twice.
     """
 
     pieces: Pieces

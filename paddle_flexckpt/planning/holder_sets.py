@@ -150,7 +150,7 @@ def least_peak(sets: HolderSets, amount: np.ndarray, load: np.ndarray) -> int:
 
 
 def pour(load: np.ndarray, amount: np.ndarray) -> np.ndarray:
-    """Pour each amount onto a row of loads so that its highest level is lowest; int64 ``[n, k]``.
+    """Divide each amount among the k loads of its row, so that the highest sum is as low as possible; int64 ``[n, k]``.
 
     Args:
         load: int64 ``[n, k]``.

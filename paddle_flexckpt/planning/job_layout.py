@@ -154,7 +154,7 @@ class JobLayout:
     strategy: _Ranks
 
     def __init__(self, model: Model) -> None:
-        """Lay the model's tensors out in columns."""
+        """Convert the model's tensors to columns."""
         self._model = model
         count, width = len(model.tensors), max((len(each.shape) for each in model.tensors), default=1) or 1
         self._width = width

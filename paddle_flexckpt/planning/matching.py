@@ -209,8 +209,9 @@ class ShardMatcher:
     def _choose_replica(self, group: np.ndarray, rank: np.ndarray) -> np.ndarray:
         """Choose the row of each group to read: the target rank's own if it has one, else by the rank's number.
 
-        The choice is the sum of the number's digits to the base ``count``, modulo ``count``. It spreads ranks at equal
-        distances (those of one tensor-parallel index) as evenly as neighbours; ``rank % count`` would be alike for all.
+        The choice is the sum of the number's digits to the base ``count``, modulo ``count``. Ranks at equal distances,
+        such as those of one tensor-parallel index, are spread as evenly as neighbours; ``rank % count`` would send all
+        of them to one replica.
         """
         start, count = self.groups.start[:-1][group], self.groups.count[group]
         if (count == 1).all():
@@ -236,7 +237,7 @@ class ShardMatcher:
     def _without_overlaps(
         self, rank: np.ndarray, group: np.ndarray, request: np.ndarray, offset: np.ndarray, shape: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Leave every element of a request in one intersection only, where sources overlap without being replicas."""
+        """Remove elements from intersections of shards that overlap, so that each has one source in a request."""
         suspect = self._overlapping[self.source.key[self.groups.first[group]]]
         if not suspect.any():
             return group, request, offset, shape

@@ -180,7 +180,7 @@ def _share_out(pairs: tuple[np.ndarray, np.ndarray], nbytes: np.ndarray, ranks: 
     size, order = nbytes[section], np.argsort(of_section, kind="stable")
     amount = np.bincount(of_section, size, len(sets)).astype(np.int64)
     # All sets' lines, one after the other; a section stays on its set's line.
-    member = _nearest(size[order], np.cumsum(share_out(sets, amount, ranks)))
+    member = _interval_of_middle(size[order], np.cumsum(share_out(sets, amount, ranks)))
     of_section = of_section[order]
     reader = np.zeros(len(section), dtype=np.int64)
     reader[order] = sets.members[np.clip(member, sets.start[of_section], sets.start[of_section + 1] - 1)]
@@ -200,12 +200,12 @@ def _level(section: np.ndarray, reader: np.ndarray, nbytes: np.ndarray, ranks: i
         kept[beyond] = False
         room = np.maximum(share - np.bincount(reader[kept], size[kept], ranks), 0)
         reader = reader.copy()
-        reader[beyond] = np.minimum(_nearest(size[beyond], np.cumsum(room)), ranks - 1)
+        reader[beyond] = np.minimum(_interval_of_middle(size[beyond], np.cumsum(room)), ranks - 1)
     return section, reader
 
 
-def _nearest(size: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Lay sections end to end; return the number of the edges between which the middle of each lies."""
+def _interval_of_middle(size: np.ndarray, edges: np.ndarray) -> np.ndarray:
+    """Lay sections end to end; return for each the number of the interval, between edges, that has its middle."""
     return np.searchsorted(edges, np.cumsum(size) - size / 2, side="right")
 
 

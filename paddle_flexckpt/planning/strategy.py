@@ -139,7 +139,7 @@ class Strategy:
 
     @property
     def expert_stride(self) -> int:
-        """Return how many different parts of the experts follow each other among ranks that share an optimizer.
+        """Return the distance between ranks that share an optimizer and have the same part of the experts.
 
         0: they have different numbers of the parts.
         """

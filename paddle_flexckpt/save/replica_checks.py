@@ -180,7 +180,7 @@ class Replicas:
         ``differing`` is the result of :meth:`compare`; None: not known yet, so all that may differ count as differing.
         """
         rows = self._counting
-        return self._groups.without_others(rows if differing is None else rows[differing[self._groups.of_row[rows]]])
+        return self._groups.narrowed_to(rows if differing is None else rows[differing[self._groups.of_row[rows]]])
 
     @functools.cached_property
     def _counting(self) -> np.ndarray:

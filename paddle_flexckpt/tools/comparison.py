@@ -325,7 +325,7 @@ class _Difference:
         self._first = -1
 
     def add(self, first: np.ndarray, second: np.ndarray, position: _Position, base: int = 0) -> None:
-        """Compare elements in the same places, both 1-D and contiguous; ``position`` counts the first as ``base``."""
+        """Add the differences of two runs of elements, 1-D and contiguous; ``base`` is the number of the first."""
         itemsize = self.dtype.itemsize
         for begin in range(0, len(first), COMPARED_AT_ONCE):
             part = slice(begin, begin + COMPARED_AT_ONCE)

@@ -36,7 +36,7 @@ _CUTS: tuple[tuple[str, int | None], ...] = (
     ("*embed_out.weight", 1),
 )
 _HEADS = ("lm_head.weight", "embed_out.weight")
-# Not here: stacked experts, which are cut otherwise, and FP8, which only checkpoints have.
+# Variants with stacked experts, which are cut otherwise, and with FP8, which only checkpoints have, are not described.
 _VARIANTS = ("plain", "fused")
 # A fused tensor has the place of its first part.
 _FUSED = {".qkv_proj.": ".q_proj.", ".up_gate_proj.": ".gate_proj."}

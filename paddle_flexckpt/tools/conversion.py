@@ -39,7 +39,7 @@ from paddle_flexckpt.tools.conversion_notes import ConversionNotes
 from paddle_flexckpt.tools.conversion_targets import TARGETS
 from paddle_flexckpt.tools.models import read_strategy
 from paddle_flexckpt.tools.tensor_files import choose_tensors
-from paddle_flexckpt.tools.whole_tensors import CHOSEN, PartReader, WholeTensors, split_box
+from paddle_flexckpt.tools.whole_tensors import AS_STORED, PartReader, WholeTensors, split_box
 from paddle_flexckpt.transfer.codes import Codes
 from paddle_flexckpt.transfer.files import CONFIG_FILE, read_settings
 from paddle_flexckpt.transfer.names import is_state
@@ -49,10 +49,10 @@ from paddle_flexckpt.transfer.targets import Targets
 MEMORY_BYTES = 256 << 20
 # The least memory: bands, and the rest for operands of a tile and buffers of reader and writer.
 LEAST_MEMORY = 128 << 20
-# One band is written while the next is read; as much again is for tiles and buffers.
-_BANDS = 4
-# Options that do not change the written files.
-_HOW = ("verify", "use_replicas", "memory_bytes", "restart", "unique_id", "config", "progress")
+# A band takes a quarter of the memory: one is written while the next is read, and half is for tiles and buffers.
+_BAND_SHARE = 4
+# Options that are not in the digest, as they do not change the written files.
+_NOT_IN_DIGEST = ("verify", "use_replicas", "memory_bytes", "restart", "unique_id", "config", "progress")
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ class _Conversion:
     def _make_digest(self) -> str:
         """Return a digest of source, options and configuration."""
         backend, manifest = self._directory.backend, self._manifest
-        agreed = {name: value for name, value in self._options.agreed().items() if name not in _HOW}
+        agreed = {name: value for name, value in self._options.agreed().items() if name not in _NOT_IN_DIGEST}
         times = []
         if manifest.foreign and backend.has_path:  # whose files have no checksums
             times = [os.stat(backend.where(name)).st_mtime_ns for name in manifest.catalog.files]
@@ -313,12 +313,12 @@ class _Conversion:
             return memory.targets(infos, self._mapping, list(itertools.chain(*parts)), is_cut=True)
 
         options = FileOptions(**self._options.keywords(FileOptions))
-        casting = replace(CHOSEN, dtype="raise" if self._options.dtype is None else "cast")
+        casting = replace(AS_STORED, dtype="raise" if self._options.dtype is None else "cast")
         with PartReader(self._directory.backend, self._manifest, options, describe, casting) as reader:
             arrays = reader.arrays()
             for number, file, its_parts in zip(numbers, files, parts):
                 data = itertools.islice(arrays, len(its_parts))
-                records[number] = self._target.write(number, _told(data, meter))
+                records[number] = self._target.write(number, _metered(data, meter))
                 notes.note(file.name, records[number])
                 meter.add(0, 1)
             next(arrays, None)  # the end of what fills them
@@ -332,10 +332,10 @@ class _Conversion:
         """Yield the boxes of a part that are in memory at a time."""
         # The type that is read may be wider than the type that is written.
         itemsize = max(dtype_of(infos[name].dtype).itemsize for infos in (self._infos, self._chosen.infos))
-        return split_box(box, itemsize, self._options.memory_bytes // _BANDS)
+        return split_box(box, itemsize, self._options.memory_bytes // _BAND_SHARE)
 
 
-def _told(arrays: Iterable[np.ndarray], meter: Meter) -> Iterator[np.ndarray]:
+def _metered(arrays: Iterable[np.ndarray], meter: Meter) -> Iterator[np.ndarray]:
     """Yield arrays, and count each after it is written."""
     for array in arrays:
         nbytes = array.nbytes
@@ -357,7 +357,7 @@ def _cast(infos: Mapping[str, TensorInfo], dtype: str, kept: Collection[str]) ->
 
 
 def _copied(keys: Mapping[str, str], mapping: TensorMapping | None) -> dict[str, str]:
-    """Return the source's key of each name that is, element by element, the source's tensor."""
+    """Return the source's key by written name, for names whose tensor is the source's, unchanged."""
     if mapping is None:
         return dict(keys)
     copied = mapping.copied_keys(keys.values())

@@ -60,7 +60,7 @@ class Content:
         infos: Shape and dtype of each tensor by its name.
         orders: The orders of tensors' elements, as far as they are known.
         stored: The source's shards of tensors that are written unchanged, by the same names.
-        token: Hexadecimal digits that are the same for the same conversion, and for no other.
+        token: Hexadecimal digits that identify the conversion: its source, options and configuration.
         step: Training step, if it is known.
         strategy: The layout; None: whole tensors.
         cuts: The axes that tensor parallelism cuts, as in :func:`~paddle_flexckpt.tools.models.model_of`.
@@ -128,7 +128,7 @@ class ConversionTarget(ABC):
 
     @abstractmethod
     def names(self) -> list[str]:
-        """Return the names of all files that may be there, from the first to the last moment."""
+        """Return the names of all files that the conversion may write."""
 
     def begin(self) -> None:  # noqa: B027
         """Write the files that come before the first file of tensors; may be called again."""
@@ -213,8 +213,8 @@ def _record_of(file: PlannedFile, digest: str) -> bytes:
     return json.dumps({"bytes": file.nbytes, "xxh3_128": digest}).encode()
 
 
-def rows_of(content: Content) -> tuple[Catalog, list[str]]:
-    """Return the shards of each rank, replicas included, and the assumptions.
+def shards_of_ranks(content: Content) -> tuple[Catalog, list[str]]:
+    """Return the shards of each rank, replicas included, and notes on what was assumed.
 
     Without a strategy, each file of whole tensors has a rank of its own.
 

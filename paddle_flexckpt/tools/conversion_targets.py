@@ -58,7 +58,7 @@ from paddle_flexckpt.tools.conversion_content import (
     PlannedFile,
     WholeFiles,
     parts_of,
-    rows_of,
+    shards_of_ranks,
 )
 from paddle_flexckpt.tools.tensor_files import INDEX_FILE, divide, make_index
 from paddle_flexckpt.tools.whole_tensors import whole_parts
@@ -113,7 +113,7 @@ class NativeTarget(ConversionTarget):
     def __init__(self, sink: Backend, content: Content) -> None:
         """Plan each rank's items, as a save does."""
         super().__init__(sink, content)
-        catalog, self.notes = rows_of(content)
+        catalog, self.notes = shards_of_ranks(content)
         # Not random, as a resumed conversion writes the same files. It is the first save of its directory.
         self._save, self._directory = SaveNames(0, f"{1:08x}{content.token[8:]}"), open_to_save(sink)
         self._catalog = plan_write(catalog, self._save.data_file).catalog
@@ -199,7 +199,7 @@ class TorchDcpTarget(WholeFiles):
     def __init__(self, sink: Backend, content: Content) -> None:
         """Plan the archives of all chunks: their places, and all bytes but the elements."""
         super().__init__(sink, content)
-        rows, self.notes = rows_of(content)
+        rows, self.notes = shards_of_ranks(content)
         items = plan_write(rows, str).catalog
         infos, chunks = content.infos, {name: list[DcpChunk]() for name in sorted(content.infos)}
         empty = [(name, Box((0,) * len(info.shape), info.shape)) for name, info in infos.items() if not info.nbytes]
@@ -240,7 +240,7 @@ class PaddleTarget(WholeFiles):
     def __init__(self, sink: Backend, content: Content) -> None:
         """Plan each rank's file: shards are never divided; a shard is in one file unless replicas are wanted."""
         super().__init__(sink, content)
-        table, self.notes = rows_of(content)
+        table, self.notes = shards_of_ranks(content)
         problems = [*_paddle_problems(table), *_paddle_order_problems(table)]
         if problems:
             raise ValidationError(problems, "Paddle's format cannot hold this")

@@ -33,7 +33,7 @@ from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
 
 _PIPELINE, _LAYER = re.compile(r"(\d+)\."), re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
-# In place of an axis: the parts of a tensor are cut along several axes, or not evenly.
+# Stands for an axis where no single axis explains the stored parts of a tensor.
 _SEVERAL, _UNEVEN = 1 << 30, 1 << 31
 _UNCLEAR = {
     _SEVERAL: "a tensor is stored in parts along several axes",
@@ -329,7 +329,7 @@ def kept_states(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, Tens
 
 
 def lacking_states(own: Collection[str], kept: Sequence[State]) -> tuple[str, ...]:
-    """Return the states that other parameters have and this one lacks, without master weights; empty if it has none."""
+    """Return the states that other parameters have and this one lacks, master weights excepted; none if it has none."""
     return tuple(state.suffix for state in kept if state.suffix not in own and not state.is_master) if own else ()
 
 

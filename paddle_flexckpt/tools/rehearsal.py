@@ -50,7 +50,7 @@ from paddle_flexckpt.transfer.transfer import make_task
 ROWS_AT_ONCE = 1 << 19
 # If a load fails, the most ranks to check for all problems; of a larger job one rank of each kind.
 RANKS_ASKED = 1024
-# Rows that replace others where ranks read together from an object store.
+# The ends of the names of columns of an object store, and the columns that these replace in an estimate.
 _IN_STORE = (("bytes", "bytes_read"), ("requests", "reads"))
 
 
@@ -163,11 +163,11 @@ class _Rehearsal:
         groups = group_replicas(self._source)
         coverage = validate_coverage(self._source, groups)
         self._matcher = ShardMatcher(self._source, groups, coverage)
-        # The copy that a rank reads, of several, depends on its number.
-        is_own = len(groups) < len(self._source) or bool(coverage.overlaps)
+        # Which of several replicas a rank reads depends on its number: then no two ranks are alike.
+        ranks_differ = len(groups) < len(self._source) or bool(coverage.overlaps)
         self._alike: dict[tuple[int, ...], list[int]] = {}
         for rank in range(layout.strategy.ranks):
-            self._alike.setdefault((rank,) if is_own else layout.kind(rank), []).append(rank)
+            self._alike.setdefault((rank,) if ranks_differ else layout.kind(rank), []).append(rank)
 
     def run(self) -> dict[str, Any]:
         """Return the fields of the report.
@@ -238,7 +238,7 @@ class _Rehearsal:
             pieces = plan_reads(self._matcher, plan, mapping).pieces
             used[pieces.source] = True
             if self._filled is not None:
-                self._filled.append(_of_all(plan.in_order, ranks))
+                self._filled.append(_for_all_ranks(plan.in_order, ranks))
             scratch = 0
             if computes:
                 scratch = _Scratch(plan, _Nowhere()).peak(pieces)
@@ -285,7 +285,7 @@ class _Rehearsal:
             count = min(max(rows * len(some) // max(len(batch), 1), 1), 8 * count)
 
     def _targets(self, catalog: Catalog) -> Targets:
-        """Return targets of a job, whose raw names of states are those of the source."""
+        """Return the targets of a job; the raw names of its states are the source's."""
         return _targets(replace(catalog, state_names=self._source.state_names))
 
     def _failure(self, error: CheckpointError) -> CheckpointError:
@@ -317,8 +317,8 @@ def _kind_of(catalog: Catalog, alike: Sequence[list[int]]) -> np.ndarray:
     return kind[catalog.rank]
 
 
-def _of_all(filled: Catalog, alike: Sequence[list[int]]) -> Catalog:
-    """Return the rows of the first of several equal ranks, for each of these."""
+def _for_all_ranks(filled: Catalog, alike: Sequence[list[int]]) -> Catalog:
+    """Repeat the rows of the first rank of each kind for every rank of the kind."""
     if all(len(ranks) == 1 for ranks in alike):
         return filled
     of = _kind_of(filled, alike)
@@ -390,7 +390,7 @@ def count_shared_reads(
     counts = count_reads(read, stored, rows, -1 - reader, ranks, block_bytes)
     requests = (np.zeros(ranks, dtype=np.int64),) * 2
     if object_store:
-        # A rank announces its reads round by round, and the rounds' rows rise.
+        # A rank announces the reads of one round after the other, and rows rise from round to round.
         order = np.argsort(by, kind="stable")
         requests = count_announced(read.take(order), stored, by[order], ranks, block_bytes)
     received, sent = sums_of(moved[1], size, ranks), sums_of(reader[moved[0].source], size, ranks)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError
+from paddle_flexckpt.catalog import Catalog, CheckpointError, ReplicaGroups, ValidationError
 from paddle_flexckpt.catalog.findings import inspect, raise_findings
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.media.remote import count_sends
@@ -136,27 +136,15 @@ def rehearse_save(
             f"beyond {SPREAD_ROWS} shards a job plans each key on one rank, and may cut elsewhere what several hold"
         )
     plan = plan_write(job, "{}".format, save_replicas, groups=found.groups)
-    length = plan.catalog.byte_length
     writer = plan.catalog.rank.astype(np.int64)
-    written = sums_of(writer, length, ranks)
-    stop = plan.source_start + plan.catalog.size
-    items = Items(plan.source, plan.source_start, stop)
+    written = sums_of(writer, plan.catalog.byte_length, ranks)
     whole = np.full(len(found.groups), save_replicas or check_replicas == "all")
-    part = ~whole
-    compared = compare_written(items, job, found.groups, part, turn)
-    compared = compared.and_also(compare_samples(job, found.groups, part, turn))
-    compared = compared.and_also(compare_whole(job, found.groups, whole))
-    own = {*zip(*(column.tolist() for column in vars(items).values()))}
-    lines = zip(compared.row.tolist(), compared.start.tolist(), compared.stop.tolist())
-    is_more = np.fromiter((line not in own for line in lines), dtype=bool, count=len(compared))
-    more = (compared.stop - compared.start) * job.itemsize[compared.row]
-    hashed = written + sums_of(job.rank[compared.row[is_more]].astype(np.int64), more[is_more], ranks)
     columns = {
         "held_bytes": sums_of(job.rank.astype(np.int64), job.byte_length, ranks),
         "bytes_written": written,
         "items": np.bincount(writer, minlength=ranks),
         "writes": _writes(plan, ranks),
-        "hashed_bytes": hashed,
+        "hashed_bytes": written + _bytes_compared(job, found.groups, plan, whole, turn, ranks),
         "staging_bytes": written if staging_bytes is None else np.minimum(written, staging_bytes),
     }
     if object_store:
@@ -174,6 +162,22 @@ def rehearse_save(
         ranks={name: column.tolist() for name, column in columns.items()},
         seconds={"write": float(written.max()) / bytes_per_second} if bytes_per_second else {},
     )
+
+
+def _bytes_compared(
+    job: Catalog, groups: ReplicaGroups, plan: WritePlan, whole: np.ndarray, turn: int, ranks: int
+) -> np.ndarray:
+    """Return the bytes of each rank that it hashes only to compare replicas; ``whole``: bool per group, all of it."""
+    items = Items(plan.source, plan.source_start, plan.source_start + plan.catalog.size)
+    compared = compare_written(items, job, groups, ~whole, turn)
+    compared = compared.and_also(compare_samples(job, groups, ~whole, turn))
+    compared = compared.and_also(compare_whole(job, groups, whole))
+    # A rank hashes what it writes in any case.
+    written = {*zip(*(column.tolist() for column in vars(items).values()))}
+    lines = zip(compared.row.tolist(), compared.start.tolist(), compared.stop.tolist())
+    is_more = np.fromiter((line not in written for line in lines), dtype=bool, count=len(compared))
+    nbytes = (compared.stop - compared.start) * job.itemsize[compared.row]
+    return sums_of(job.rank[compared.row[is_more]].astype(np.int64), nbytes[is_more], ranks)
 
 
 def _in_order(job: Catalog) -> Catalog:

@@ -77,7 +77,7 @@ def read_record(directory: Backend, manifest: Manifest) -> StepRecord | None:
     """
     if RECORD not in manifest.catalog.keys:
         return None
-    from paddle_flexckpt.tools.whole_tensors import iterate_tensors  # most of the engine, for this alone
+    from paddle_flexckpt.tools.whole_tensors import iterate_tensors  # most of the transfer, for this alone
 
     ((_, array),) = iterate_tensors(directory, manifest, names=[RECORD])
     return StepRecord.decode(array)

@@ -220,7 +220,7 @@ class OutputDirectory:
         self._stream = None
 
     def will_write(self, *names: str) -> None:
-        """Note files that are written by other means, for :meth:`undo`."""
+        """Note files that are written elsewhere, so that :meth:`undo` removes them."""
         self._written += [name for name in names if name not in self._written]
 
     def publish(self, name: str, data: bytes) -> None:

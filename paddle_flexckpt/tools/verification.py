@@ -60,16 +60,7 @@ def verify_checkpoint(
     try:
         held = LockedManifest(directory, unique_id)
     except CorruptCheckpointError as error:
-        ids = directory.list_ids()
-        if not ids or (unique_id is not None and unique_id not in ids):
-            # Another program's: the error names the file.
-            seconds = {"total": time.perf_counter() - begin}
-            problems = [Problem(str(error))]
-            return VerifyReport(directory.path, unique_id or 0, problems=problems, seconds=seconds, has_checksums=False)
-        chosen = ids[-1] if unique_id is None else unique_id
-        problems = _manifest_problems(directory, chosen, error)
-        seconds = {"total": time.perf_counter() - begin}
-        return VerifyReport(directory.path, chosen, problems=problems, seconds=seconds)
+        return _without_manifest(directory, unique_id, error, begin)
     with held as manifest:
         catalog = manifest.catalog
         # Another program's manifest was made from its files' headers, so they fit.
@@ -78,21 +69,7 @@ def verify_checkpoint(
         meter = Meter(progress, "verify", nbytes, files)
         found = Verification() if manifest.foreign else verify_files(directory.backend, manifest, meter)
         meter.finish()
-    problems = validate_shards(catalog)
-    # Malformed shards have no boxes to compare.
-    problems = problems or validate_coverage(catalog, group_replicas(catalog)).problems
-    if manifest.partial:
-        remedy = (
-            "restore the files that are missing, and repair it again with overwrite=True; or load another checkpoint"
-        )
-        problems.append(
-            Problem(
-                "the checkpoint is partial",
-                file=directory.manifest_file(manifest.unique_id),
-                got=manifest.partial,
-                remedy=remedy,
-            )
-        )
+    problems = _shard_problems(directory, manifest)
     return VerifyReport(
         path=directory.path,
         unique_id=manifest.unique_id,
@@ -102,11 +79,39 @@ def verify_checkpoint(
         total_bytes=int(catalog.byte_length.sum()),
         bytes_read=found.bytes_read,
         bytes_verified=found.bytes_verified,
-        problems=found.problems + ([] if manifest.foreign else _doubts(directory, manifest, found)) + problems,
+        problems=found.problems + ([] if manifest.foreign else _swapped(directory, manifest, found)) + problems,
         recoverable=found.recoverable and not problems,
         seconds={"total": time.perf_counter() - begin},
         has_checksums=not manifest.foreign,
     )
+
+
+def _without_manifest(
+    directory: CheckpointDirectory, unique_id: int | None, error: CorruptCheckpointError, begin: float
+) -> VerifyReport:
+    """Return the report of a checkpoint whose manifest is damaged, by this error."""
+    ids = directory.list_ids()
+    if not ids or (unique_id is not None and unique_id not in ids):
+        # Another program's: the error names the file.
+        seconds = {"total": time.perf_counter() - begin}
+        problems = [Problem(str(error))]
+        return VerifyReport(directory.path, unique_id or 0, problems=problems, seconds=seconds, has_checksums=False)
+    chosen = ids[-1] if unique_id is None else unique_id
+    problems = _manifest_problems(directory, chosen, error)
+    seconds = {"total": time.perf_counter() - begin}
+    return VerifyReport(directory.path, chosen, problems=problems, seconds=seconds)
+
+
+def _shard_problems(directory: CheckpointDirectory, manifest: Manifest) -> list[Problem]:
+    """Return the problems of a manifest's shards, which have to be well-formed and to cover their tensors."""
+    catalog = manifest.catalog
+    # Malformed shards have no boxes to compare.
+    problems = validate_shards(catalog) or validate_coverage(catalog, group_replicas(catalog)).problems
+    if not manifest.partial:
+        return problems
+    remedy = "restore the files that are missing, and repair it again with overwrite=True; or load another checkpoint"
+    file = directory.manifest_file(manifest.unique_id)
+    return [*problems, Problem("the checkpoint is partial", file=file, got=manifest.partial, remedy=remedy)]
 
 
 def _manifest_problems(directory: CheckpointDirectory, unique_id: int, error: CorruptCheckpointError) -> list[Problem]:
@@ -124,8 +129,8 @@ def _manifest_problems(directory: CheckpointDirectory, unique_id: int, error: Co
     ]
 
 
-def _doubts(directory: CheckpointDirectory, manifest: Manifest, found: Verification) -> list[Problem]:
-    """Return evidence that the manifest, not the data files, was swapped."""
+def _swapped(directory: CheckpointDirectory, manifest: Manifest, found: Verification) -> list[Problem]:
+    """Return the problem that the manifest belongs to other data files, if these suggest it."""
     file, remedy = directory.manifest_file(manifest.unique_id), "restore the manifest that belongs to the data files"
     names = manifest.catalog.files
     others = [name for each, _, name in directory.data_files() if each == manifest.unique_id and name not in names]

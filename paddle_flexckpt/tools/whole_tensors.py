@@ -33,8 +33,8 @@ logger = logging.getLogger("paddle_flexckpt")
 
 # Bytes of the bands of larger tensors, for callers that need no whole tensors.
 BAND_BYTES = 64 << 20
-# Callers that read whole tensors have chosen the keys, and have their names from the source.
-CHOSEN = TransferOptions(optimizer_states="ignore", mw_name_compatibility=False, raw_names="trusted")
+# The options of a transfer whose keys are the source's own: nothing is renamed or refused.
+AS_STORED = TransferOptions(optimizer_states="ignore", mw_name_compatibility=False, raw_names="trusted")
 # The key of a tensor, and a box in it.
 Part = tuple[str, Box]
 
@@ -146,7 +146,7 @@ class PartReader:
         manifest: Manifest,
         options: FileOptions,
         describe: Callable[[WholeTensors], Targets],
-        transfer: TransferOptions = CHOSEN,
+        transfer: TransferOptions = AS_STORED,
     ) -> None:
         """Plan the reads, and check the files' headers and sizes.
 

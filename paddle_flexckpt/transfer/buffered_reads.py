@@ -66,7 +66,7 @@ class BufferedReads:
     """The reads into each buffer, and their places in targets.
 
     Attributes:
-        parts: The pieces from the files to buffers: the target side counts from the ``places``, without gaps.
+        parts: The pieces from the files to buffers. The target side of each counts from its place, and has no gaps.
         places: int64 per part, its byte in the buffer.
         edges: The first part of each buffer, and the number of parts.
     """

@@ -91,7 +91,7 @@ class Codes:
         return any(isinstance(node.step, (DequantFp8, DequantMxfp4)) for node in nodes)
 
     def problem(self, name: str, dtype: str, **where: Any) -> Problem | None:
-        """Return why a key, the source's or a made one, may not be cast to a type: it is made of codes."""
+        """Return the problem if a cast of a key, the source's or a made one, would take codes for numbers."""
         if not self._coded or not _is_number(dtype):
             return None
         if self._mapping is None or name not in self._mapping.tensors:

@@ -107,16 +107,7 @@ def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -
     elif there.parts is not None or cuts == {extent}:
         parts = there.parts or 1
     else:
-        as_it_is, by_parts = (aoa.fused_statement(found, key, tags, ()) for tags in ("", rule.statement or "fused_ffn"))
-        return Problem(
-            "a parameter is fused here, and the source has its shards without a rule that says how they lie",
-            key,
-            rank,
-            expected=f"a FusedAxis at the save, or whole tensors; here it is {rule.describe()}",
-            got=f"parts of {sorted(cuts)} along axis {axis}",
-            remedy=f'mark it where it is saved; or give an AOA statement: "{by_parts}" takes every shard for a part, '
-            f'"{as_it_is}" takes the elements as they are',
-        )
+        return _no_rule_there(key, rank, found, rule, f"parts of {sorted(cuts)} along axis {axis}")
     if here.parts is None and own != extent:
         return Problem(
             "a parameter is fused in the source, and here its shards have no rule that says how they lie",
@@ -130,7 +121,7 @@ def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -
     wanted = here.parts or 1
     if parts == wanted:
         return None
-    if there is not None and there.axis is not None and here.axis is not None and not _alike(here, there):
+    if there is not None and there.axis is not None and here.axis is not None and not _may_be_one_rule(here, there):
         return Problem(
             "source and target say different things about a fused parameter",
             key,
@@ -144,7 +135,21 @@ def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -
     return FusedMismatch(key, rank, found, axis, extent, parts, wanted, rule.tags, assumed)
 
 
-def _alike(one: Order, other: Order) -> bool:
+def _no_rule_there(key: str, rank: int, found: str, rule: Order, got: str) -> Problem:
+    """Return the problem of a target that is fused by a rule, where the source's shards have none."""
+    as_it_is, by_parts = (aoa.fused_statement(found, key, tags, ()) for tags in ("", rule.statement or "fused_ffn"))
+    return Problem(
+        "a parameter is fused here, and the source has its shards without a rule that says how they lie",
+        key,
+        rank,
+        expected=f"a FusedAxis at the save, or whole tensors; here it is {rule.describe()}",
+        got=got,
+        remedy=f'mark it where it is saved; or give an AOA statement: "{by_parts}" takes every shard for a part, '
+        f'"{as_it_is}" takes the elements as they are',
+    )
+
+
+def _may_be_one_rule(one: Order, other: Order) -> bool:
     """Return whether two rules may be the same: along one axis, and with the same statement if both have one."""
     stated = [
         {part for part in re.split(r"\s*,\s*", re.sub(r"\s*=\s*", "=", order.statement).strip()) if "axis=" not in part}

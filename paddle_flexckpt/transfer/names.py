@@ -247,8 +247,8 @@ def find_compatible(
     for key, takers in given.items():
         owners = claimed.get(key) or [(each.key, each.place) for each in takers if each.key == key]
         for taker in takers:
-            title = taker.key == key or any(place is not None and place == taker.place for _, place in owners)
-            if owners and not title:
+            is_same = taker.key == key or any(place is not None and place == taker.place for _, place in owners)
+            if owners and not is_same:
                 # The other target has priority; this one is missing.
                 result.taken[taker.key] = owners[0][0]
                 result.by_raw_name.pop(taker.key, None)
@@ -279,7 +279,7 @@ class _Indexes:
         return self._recorded.find([target.raw_name])
 
     def hits(self, target: Unresolved) -> tuple[list[str], bool]:
-        """Return the keys of the first of a target's names that has any, and whether only a raw name of a state has."""
+        """Return the source keys of the first of a target's names that has any, and whether that is a raw name."""
         is_raw = bool(target.state_names) or is_counted(target.key)
         if target.state_names or not is_raw:
             groups = [target.state_names] if is_raw else [[name] for name in (target.key, *target.aliases)]

@@ -140,7 +140,7 @@ def find_guesses(targets: Sequence[Unresolved], source: Source, found: Compatibl
     theirs = _kinds((key, shape) for key, shape in source.shapes.items() if key not in decided)
     open_targets = [each for each in targets if each.key not in found.names or each.key in found.by_raw_name]
     ours = _kinds((each.raw_name, each.shape) for each in open_targets)
-    alike, own_alike = _alike(theirs), _alike(ours)
+    alike, own_alike = _by_kind(theirs), _by_kind(ours)
     pairs: dict[_Kind, dict[str, tuple[Unresolved, str]]] = {}
     for target in targets:
         key = guessed.get(target.key)
@@ -164,7 +164,7 @@ def _kinds(states: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, _Kind]:
     return {parameter: (".".join(parameter.split(".")[:-2]), shape) for parameter, shape in shapes.items()}
 
 
-def _alike(kinds: Mapping[str, _Kind]) -> dict[_Kind, list[str]]:
+def _by_kind(kinds: Mapping[str, _Kind]) -> dict[_Kind, list[str]]:
     """Return the parameters of each path and shape."""
     alike: dict[_Kind, list[str]] = {}
     for parameter, kind in kinds.items():

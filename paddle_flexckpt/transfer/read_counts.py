@@ -55,7 +55,7 @@ def count_reads(
         target: The rows to fill. Rows of a place of -1 - p are scratch of the place p.
         place: int64 per row of the targets: the place of its rank.
         ranks: Number of ranks.
-        block_bytes: Of a block with a checksum.
+        block_bytes: Bytes of a block with a checksum.
     """
     pieces = pieces.take(pieces.size > 0)
     by, rows, count = place[pieces.target], pieces.source, len(source.files)
@@ -218,7 +218,7 @@ def count_requests(
         source: The catalog of the files.
         place: int64 per row to fill: the place of its rank; -1 - p for scratch of the place p.
         ranks: Number of ranks.
-        block_bytes: Of a block with a checksum.
+        block_bytes: Bytes of a block with a checksum.
     """
     by = np.where(place >= 0, place, -1 - place)[pieces.target]
     order = np.argsort(by, kind="stable")
@@ -247,7 +247,7 @@ def count_announced(
         source: What the files hold.
         reader: int64 per piece, which of the ranks reads it; rising.
         ranks: Number of ranks.
-        block_bytes: Of a block with a checksum.
+        block_bytes: Bytes of a block with a checksum.
     """
     piece, begin, end = ranges_of(pieces, source, block_bytes)
     row, of = pieces.source[piece], reader[piece]

@@ -67,8 +67,8 @@ class Resolution:
         targets: The targets.
         others: By row in rising order, all targets but those that the source's tensor of the same name fills.
         filled: int64, the rows to fill.
-        same_memory: The earlier row by row, for rows with the same memory and another source: they are compared, not
-            written.
+        same_memory: An earlier row, by row, for rows that share its memory and have another source. Such rows are
+            compared, and not written.
     """
 
     targets: Targets
@@ -242,7 +242,15 @@ def _states_of_loaded(unused: list[str], keys: Sequence[str], used: set[str]) ->
 
 @dataclass(frozen=True)
 class Given:
-    """The source of a target: its shape and dtype, its place and name for errors, and the remedy."""
+    """The source of a target.
+
+    Attributes:
+        shape: Its global shape.
+        dtype: Its dtype.
+        text: A template of what an error got: ``{}`` stands for the shape or the dtype.
+        file: Its file, for errors.
+        remedy: The remedy if the shapes differ.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -278,7 +286,7 @@ def _is_exact(before: str, after: str) -> bool:
     return is_exact(before, after)
 
 
-def are_alike(target: Catalog, rows: np.ndarray, source: Catalog, stored: np.ndarray) -> np.ndarray:
+def have_same_form(target: Catalog, rows: np.ndarray, source: Catalog, stored: np.ndarray) -> np.ndarray:
     """Return bool per pair of a target and a stored row: whether they have the same global shape and dtype."""
     if not len(rows):
         return np.zeros(0, dtype=bool)

@@ -38,9 +38,9 @@ from paddle_flexckpt.transfer.resolution import (
     Given,
     Resolution,
     Resolved,
-    are_alike,
     are_ruled,
     fit,
+    have_same_form,
 )
 from paddle_flexckpt.transfer.targets import Targets, share_memory
 
@@ -99,8 +99,8 @@ def complete(
 ) -> tuple[TensorMapping, Resolution]:
     """Resolve a rank's targets again, with the statements that reorder fused parameters.
 
-    Each statement is about one parameter, and any part of that shows its cut. So one rank's statements and targets
-    have the same meaning as those of all ranks, and suffice if other ranks do not need them.
+    A statement reorders one parameter, and any shard of the parameter shows how it was cut. So a rank may compile only
+    the statements that it needs itself: the result is the same as if it compiled those of all ranks.
 
     Raises:
         ValidationError: Statements or targets do not fit.
@@ -164,7 +164,7 @@ class _Resolver:
         self._codes = Codes(source, mapping, facts.settings)
         self._numbers = {name: i for i, name in enumerate(source.keys)}
         self._defined: Collection[str] = () if mapping is None else mapping.tensors
-        # Keys that statements remove or leave unfed are not looked for under other names.
+        # Keys that statements remove, or consume without making another of the name, have no other names.
         self._gone = frozenset() if mapping is None else mapping.unfed | mapping.removed
         # A key that a statement defines or removes is not the source's tensor of that name.
         away = {*self._defined, *self._gone}
@@ -240,7 +240,7 @@ class _Resolver:
         plain = number >= 0
         rows, number = np.flatnonzero(plain), number[plain]
         ruled = are_ruled(target)[rows] | are_ruled(source)[number] | self._unordered[number]
-        plain[rows] = are_alike(target, rows, source, self._first_row[number]) & ~ruled
+        plain[rows] = have_same_form(target, rows, source, self._first_row[number]) & ~ruled
         return plain
 
     def resolve(self, row: int) -> Resolved:
@@ -263,7 +263,7 @@ class _Resolver:
         given = self._stored(row, number)
         casts = self._casts or (row in self._targets.masters and given.dtype in _HALVES)
         cast, problem = fit(self._catalog, row, given, bool(master) or casts)
-        if problem is not None and not (master or casts) and self._other(row, name) is not None:
+        if problem is not None and not (master or casts) and self._counterpart(row, name) is not None:
             same_shape = given.shape == self._catalog.unpadded(row, self._catalog.global_shape)
             problem = replace(problem, remedy=_MASTER_REMEDY) if same_shape else problem
         problem = self._of_codes(row, name) or problem
@@ -341,10 +341,10 @@ class _Resolver:
     def _master(self, row: int, found: str | None) -> str | None:
         """Return the source key to convert from, if that is allowed."""
         converts = self._options.master_weights == "convert" or row in self._targets.masters
-        return self._other(row, found) if converts else None
+        return self._counterpart(row, found) if converts else None
 
-    def _other(self, row: int, found: str | None) -> str | None:
-        """Return the source key of a master's parameter, or the other way round, from which a target may be converted.
+    def _counterpart(self, row: int, found: str | None) -> str | None:
+        """Return the source key of a master's parameter, or of a parameter's master, to convert a target from, or None.
 
         Args:
             row: The target.
@@ -366,7 +366,7 @@ class _Resolver:
         """Return the problem of a target that nothing fills, if that is an error."""
         if not self._options.missing_is_an_error:
             return None
-        return self._missing.problem(row, self._other(row, None) is not None)
+        return self._missing.problem(row, self._counterpart(row, None) is not None)
 
     @cached_property
     def _missing(self) -> Missing:

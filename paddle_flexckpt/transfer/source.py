@@ -103,7 +103,9 @@ class Source(Facts):
         return np.packbits(task.resolution.used(self.catalog, task.mapping)).tobytes()
 
     def gather_used(self, answers: Sequence[bytes]) -> tuple[Sequence[str], np.ndarray]:
-        """Return all keys, and bool for each: whether a rank uses it; no keys if all of a model's are used.
+        """Return all keys of the source, and bool for each: whether a rank uses it.
+
+        There are no keys if every key of a model is used.
 
         ``answers`` has every rank's :meth:`used`.
         """
@@ -150,7 +152,7 @@ class KeptLoad:
     """One rank's cached plan of a load: a task without its targets, and its reads.
 
     Attributes:
-        origin: Fingerprint of the inputs of all ranks.
+        origin: Fingerprint of the inputs of all ranks, by which ranks compare their plans.
         others: As in :class:`Resolution`.
         filled: Likewise.
         same_memory: Likewise.

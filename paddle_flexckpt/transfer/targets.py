@@ -55,7 +55,7 @@ class Memory:
         return []
 
     def open(self, row: int, fresh: bool) -> OpenTarget:
-        """Open a target; ``fresh``: all of it will be written, so a copy need not have its old values."""
+        """Open a target; ``fresh``: whether all of it will be written, so that a copy may drop its old values."""
         raise NotImplementedError
 
     def addresses(self) -> np.ndarray | None:
@@ -121,7 +121,7 @@ class Targets:
 
     @cached_property
     def overlapping(self) -> list[int]:
-        """Return the rows whose elements share memory, or may: an axis has a step shorter than the reach of others."""
+        """Return the rows whose own elements may share memory: a stride is shorter than the bytes of the inner axes."""
         found = []
         for row, strides in self.strides.items():
             reach = dtype_of(self.catalog.dtype_name(row)).itemsize

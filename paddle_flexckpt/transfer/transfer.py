@@ -206,7 +206,7 @@ class Transfer:
             raise type(error)([*error.problems, f"the checkpoint is partial: {source.partial}"]) from error
         how = self._task.resolution
         names, needs = json.dumps(how.raw_meanings()).encode(), json.dumps(needed).encode()
-        # The number of steps is not part of a cached plan's key.
+        # A plan with completions is not cached: its key does not contain the number of steps.
         own = b"" if how.by_key("completion") else self._own
         return None, join((self._head, needs, source.used(self._task), names, own, *source.prepare(self._task)))
 

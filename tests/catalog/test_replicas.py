@@ -83,13 +83,13 @@ def test_groups_of_which_some_have_one_member_left():
     catalog = concat([_one(key, rank) for key, rank in (("a", 0), ("b", 0), ("c", 0), ("a", 1), ("b", 1), ("a", 2))])
     groups = group_replicas(catalog)
     assert groups.order.tolist() == [0, 3, 5, 1, 4, 2]
-    left = groups.without_others(np.asarray([3, 4]))
+    left = groups.narrowed_to(np.asarray([3, 4]))
     assert (left.order.tolist(), left.start.tolist()) == ([3, 4, 2], [0, 1, 2, 3])
-    left = groups.without_others(np.asarray([1]))
+    left = groups.narrowed_to(np.asarray([1]))
     assert (left.order.tolist(), left.start.tolist()) == ([0, 3, 5, 1, 2], [0, 3, 4, 5])
-    left = groups.without_others(np.asarray([0, 2]))
+    left = groups.narrowed_to(np.asarray([0, 2]))
     assert (left.order.tolist(), left.start.tolist()) == ([0, 1, 4, 2], [0, 1, 3, 4])
-    same = groups.without_others(np.zeros(0, dtype=np.int64))
+    same = groups.narrowed_to(np.zeros(0, dtype=np.int64))
     assert (same.order.tolist(), same.start.tolist()) == (groups.order.tolist(), groups.start.tolist())
 
 

@@ -139,7 +139,7 @@ def test_groups_and_coverage_that_the_caller_has_make_no_difference(case):
 
 def test_groups_that_were_narrowed_are_read_from_what_is_left_of_them():
     source = catalog_of(whole_on(range(4)))
-    groups = group_replicas(source).without_others(np.asarray([2]))
+    groups = group_replicas(source).narrowed_to(np.asarray([2]))
     pieces = ShardMatcher(source, groups).match(catalog_of(whole_on(range(6))))
     assert pieces.source.tolist() == [2] * 6
 

@@ -366,7 +366,7 @@ def test_an_empty_range_is_not_written():
 def test_what_groups_leave_out_is_not_written(save_replicas):
     """Of replicas that may differ one counts, and no other may be written beside or instead of it."""
     shards = [Shard(key, "uint8", (6,), (0,), (6,), None, rank) for rank in range(3) for key in "ab"]
-    groups = group_replicas(catalog_of(shards)).without_others(np.asarray([shards.index(replace(shards[0], rank=2))]))
+    groups = group_replicas(catalog_of(shards)).narrowed_to(np.asarray([shards.index(replace(shards[0], rank=2))]))
     plan = plan_of(shards, save_replicas=save_replicas, min_split_bytes=1, groups=groups)
     check_items(shards, plan)
     check_files(shards, plan)
