@@ -5,7 +5,14 @@ copy here, between two pieces of memory or files.
 """
 
 from paddle_flexckpt.algebra.box_maps import BoxMaps
-from paddle_flexckpt.algebra.boxes import Box, get_overlap_region, intersect_boxes, subtract_boxes
+from paddle_flexckpt.algebra.boxes import (
+    Box,
+    balanced_split,
+    get_overlap_region,
+    intersect_boxes,
+    nested_piece,
+    subtract_boxes,
+)
 from paddle_flexckpt.algebra.columns import Columns
 from paddle_flexckpt.algebra.flat import (
     flat_range_in_min_slice,
