@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.load.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
     from paddle_flexckpt.load.state_digests import digest
     from paddle_flexckpt.manager import CheckpointManager, check
+    from paddle_flexckpt.manager.whole_run import load, save
     from paddle_flexckpt.memory.state import flatten_state_dict, unflatten_state_dict
     from paddle_flexckpt.memory.state_statements import explain, plain_state_statements
     from paddle_flexckpt.memory.tensors import assign_sharded_slice
@@ -84,6 +85,7 @@ _MODULES = {
     "tools.export": ("export_safetensors",),
     "tools.verification": ("repair_manifest", "verify_checkpoint"),
     "manager": ("CheckpointManager", "check"),
+    "manager.whole_run": ("load", "save"),
     "parallel": (
         "ExpertParallelMixin",
         "gen_aoa_statements",

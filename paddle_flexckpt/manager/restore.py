@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from paddle_flexckpt.catalog import (
@@ -22,12 +23,15 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.step_directories import Which, save_token_in
-from paddle_flexckpt.media.backend import Backend, reading
+from paddle_flexckpt.media.backend import Backend, Location, reading
 from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import (
+    ConstantRate,
     ExtraStateReport,
+    has_extra_state,
     load_extra_state,
     restore_extra_state,
     schedule_left_out,
@@ -81,28 +85,37 @@ class RestoreReport:
 
 
 @dataclass(frozen=True)
-class RestoreOptions(LoadOptions):
-    """The options of a restore: those of a load, and these.
+class RunOptions(LoadOptions):
+    """The options of a load of a run's objects: those of a load, and these.
 
     Attributes:
-        step: A step, ``"latest"``, or ``"best"`` by the manager's first KeepBest.
         rng: Whether to restore the random number generators, where the layout is the same.
-        fallback: Whether to go on to the next lower step (for ``"best"``, to the next best) if a checkpoint is damaged
-            or cannot be read. Damage that only reading finds leaves targets partly overwritten; the next checkpoint
-            overwrites all of them, and a target that it lacks is an error whatever ``strict`` is. Errors that are no
-            damage (names, shapes, dtypes) are raised: an older checkpoint would have them too.
         schedule: ``"raise"``: it is an error if a schedule (or constant rate) or scaler was saved, and this run has
             none or another kind, unless the model alone is wanted. ``"ignore"``: this run's stays as it is, with a
             warning.
     """
 
+    storage: Storage = field(default="shared", init=False)
+    rng: bool = True
+    schedule: Literal["raise", "ignore"] = field(default="raise", metadata=rule(choices=("raise", "ignore")))
+
+
+@dataclass(frozen=True)
+class RestoreOptions(RunOptions):
+    """The options of a restore: those of a load of a run's objects, and these.
+
+    Attributes:
+        step: A step, ``"latest"``, or ``"best"`` by the manager's first KeepBest.
+        fallback: Whether to go on to the next lower step (for ``"best"``, to the next best) if a checkpoint is damaged
+            or cannot be read. Damage that only reading finds leaves targets partly overwritten; the next checkpoint
+            overwrites all of them, and a target that it lacks is an error whatever ``strict`` is. Errors that are no
+            damage (names, shapes, dtypes) are raised: an older checkpoint would have them too.
+    """
+
     coordinator_rank: int = field(default=0, init=False)
     unique_id: int | None = field(default=UNIQUE_ID, init=False)
-    storage: Storage = field(default="shared", init=False)
     step: Which = "latest"
-    rng: bool = True
     fallback: bool = False
-    schedule: Literal["raise", "ignore"] = field(default="raise", metadata=rule(choices=("raise", "ignore")))
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +128,25 @@ class RestoreTargets:
     rng: bool
     has_optimizer: bool
 
-    def check_schedule(self, state: Mapping[str, Any], options: RestoreOptions) -> tuple[None, bytes]:
-        """Raise ValidationError where a saved schedule or scaler would not be restored, and so start anew."""
+    def check_schedule(self, state: Mapping[str, Any] | None, options: RunOptions) -> tuple[None, bytes]:
+        """Raise ValidationError where a schedule or scaler would not be restored, and so start anew.
+
+        Args:
+            state: The checkpoint's extra state; None if it has none.
+            options: The options of the load.
+        """
+        given = {"lr_scheduler": self.lr_scheduler, "scaler": self.scaler}
+        if state is None:
+            missing = [name for name, each in given.items() if each is not None and not isinstance(each, ConstantRate)]
+            if missing:
+                raise ValidationError(
+                    f"the checkpoint has no state of {' and '.join(missing)}: it was saved without a run's extra "
+                    "state. Remedy: give schedule='ignore', and set them to the step of the checkpoint yourself"
+                )
+            return None, b""
         is_alone = not self.has_optimizer and options.optimizer_states == "ignore"
         model = "" if self.has_optimizer else "; for the model alone give optimizer_states='ignore'"
         left_out = schedule_left_out(state, self.lr_scheduler, self.scaler)
-        given = {"lr_scheduler": self.lr_scheduler, "scaler": self.scaler}
         problems = [
             Problem(
                 f"{name} is saved and would not be restored: {why}",
@@ -146,71 +172,109 @@ class MisnamedError(ValidationError):
 def restore_checkpoint(
     directory: Backend, step: int, comm: Communicator, targets: RestoreTargets, options: RestoreOptions
 ) -> RestoreReport:
-    """Restore the checkpoint in a step's directory. Its extra state is read first: it is small and changes no target.
+    """Restore the checkpoint in a step's directory.
 
     Raises:
-        ValidationError: It does not fit; nothing was changed.
-        CorruptCheckpointError: It is damaged; targets may be partly overwritten.
-        UnreadableCheckpointError: The storage does not allow reading it, or it has been removed meanwhile; likewise.
-        ReplacedError: Another process has saved the same step meanwhile.
+        UnreadableCheckpointError: It has been removed meanwhile.
+        CheckpointError: As of :func:`fill_run`.
     """
+
+    def refuse(manifest: Manifest) -> str:
+        if manifest.partial and options.fallback:
+            raise CorruptCheckpointError(f"{directory.path} is partial: {manifest.partial}")
+        if manifest.step == step:
+            return ""
+        return (
+            f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been renamed or "
+            "copied. Remedy: give it its own name back, or load it with load_state_dict; fallback=True passes "
+            "over it"
+        )
+
     context = f"cannot restore step {step} from {directory.path!r}"
+    load, extra = fill_run(directory, partial(_lock_manifest, directory), refuse, comm, targets, options, context)
+    return RestoreReport(step, directory.path, load, extra)
+
+
+def fill_run(
+    location: Location,
+    hold: Callable[[], LockedManifest],
+    refuse: Callable[[Manifest], str],
+    comm: Communicator,
+    targets: RestoreTargets,
+    options: RunOptions,
+    context: str,
+) -> tuple[LoadReport, ExtraStateReport]:
+    """Fill a run's objects from one checkpoint. Its extra state is read first: it is small and changes no target.
+
+    Args:
+        location: The directory that has the checkpoint.
+        hold: Reads the checkpoint's manifest on this rank, and locks it.
+        refuse: Returns why this is not the checkpoint that was asked for; "" if it is.
+        comm: The ranks that take part.
+        targets: The objects of this rank.
+        options: The options of the load; the id of the checkpoint is that of its manifest.
+        context: The beginning of an error's text.
+
+    Raises:
+        ValidationError: The checkpoint does not fit; nothing was changed.
+        MisnamedError: ``refuse`` gave a reason; likewise.
+        CorruptCheckpointError: The checkpoint is damaged; targets may be partly overwritten.
+        UnreadableCheckpointError: The storage does not allow reading it; likewise.
+        ReplacedError: Another process has replaced it meanwhile; likewise.
+    """
+    backend = SourceDirectory(location).backend
     with contextlib.ExitStack() as stack:
 
-        def hold() -> tuple[str, bytes]:
-            manifest = stack.enter_context(_lock_manifest(directory))
-            if manifest.partial and options.fallback:
-                raise CorruptCheckpointError(f"{directory.path} is partial: {manifest.partial}")
-            if manifest.step != step:
-                problem = (
-                    f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been renamed or "
-                    "copied. Remedy: give it its own name back, or load it with load_state_dict; fallback=True passes "
-                    "over it"
-                )
-                return "", b"!" + problem.encode()
-            return manifest.save_token, manifest.save_token.encode()
+        def begin() -> tuple[Manifest, bytes]:
+            manifest = stack.enter_context(hold())
+            problem = refuse(manifest)
+            return manifest, f"!{problem}".encode() if problem else manifest.save_token.encode()
 
-        token, tokens = comm.together(hold, context)
+        manifest, tokens = comm.together(begin, context)
         misnamed = [each[1:].decode() for each in tokens if each[:1] == b"!"]
         if misnamed:
             raise MisnamedError(misnamed[:1], context)
         if len(set(tokens)) > 1:
             raise ReplacedError(_replaced(context))
+        # Another program's checkpoint has neither a token nor ids of its own.
+        unique_id = manifest.unique_id if manifest.save_token else options.unique_id
         try:
-            state = load_extra_state(directory, UNIQUE_ID, comm)
+            state = load_extra_state(location, unique_id, comm) if has_extra_state(manifest.catalog) else None
             if options.schedule == "raise":
                 comm.together(lambda: targets.check_schedule(state, options), context)
-            load = load_state_dict(targets.shards, directory, comm, **options.keywords(LoadOptions))
+            asked = {**options.keywords(LoadOptions), "unique_id": unique_id}
+            load = load_state_dict(targets.shards, location, comm, **asked)
         except (CorruptCheckpointError, UnreadableCheckpointError, ValidationError) as error:
             # Without locks for readers, the files of a replaced checkpoint are removed at once. And two ranks may see
             # different checkpoints.
-            _, found = comm.together(lambda: (None, b"yes" if _is_replaced(directory, token) else b""), context)
+            _, found = comm.together(lambda: (None, b"yes" if _is_replaced(backend, manifest) else b""), context)
             if any(found):
                 raise ReplacedError(_replaced(context)) from error
             raise
 
         def restore_extra() -> tuple[ExtraStateReport | None, bytes]:
-            with reading(directory.path):
-                now = save_token_in(directory)
-            if now != token:
-                return None, b"replaced"
+            with reading(backend.path):
+                if manifest.save_token and save_token_in(backend, manifest.unique_id) != manifest.save_token:
+                    return None, b"replaced"
+            if state is None:
+                return ExtraStateReport.of_none(), b""
             return restore_extra_state(state, targets.lr_scheduler, targets.scaler, targets.rng), b""
 
         extra, found = comm.together(restore_extra, context)
         if extra is None or any(found):
             raise ReplacedError(_replaced(context))
-    return RestoreReport(step, directory.path, load, extra)
+    return load, extra
 
 
-def _is_replaced(directory: Backend, token: str) -> bool:
+def _is_replaced(directory: Backend, manifest: Manifest) -> bool:
     """Return whether the checkpoint is known to be that of another save by now."""
     with contextlib.suppress(OSError, CorruptCheckpointError):
-        return save_token_in(directory) != token
+        return save_token_in(directory, manifest.unique_id) != manifest.save_token
     return False
 
 
 def _replaced(context: str) -> str:
-    problem = "another process has saved the same step meanwhile: targets may come from both"
+    problem = "another process has replaced the checkpoint meanwhile: targets may come from both checkpoints"
     return f"{context}: {problem}. Remedy: restore again"
 
 

@@ -351,7 +351,8 @@ def is_full(error: CheckpointError) -> bool:
     return any(text in str(error) for text in _FULL)
 
 
-def save_token_in(directory: Backend) -> str:
-    """Return the save token of a step's checkpoint; errors of :func:`read_save_token`."""
-    with directory.open(MANIFEST) as file:
-        return read_save_token(file, directory.where(MANIFEST))
+def save_token_in(directory: Backend, unique_id: int = UNIQUE_ID) -> str:
+    """Return the save token of a checkpoint, by default a step's; errors of :func:`read_save_token`."""
+    name = f"{unique_id}.manifest"
+    with directory.open(name) as file:
+        return read_save_token(file, directory.where(name))

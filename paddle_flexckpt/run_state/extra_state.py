@@ -77,6 +77,11 @@ class ExtraStateReport:
     restored: list[str]
     not_restored: dict[str, str]
 
+    @classmethod
+    def of_none(cls) -> ExtraStateReport:
+        """Return the report of a checkpoint without extra state."""
+        return cls(None, None, {}, {}, [], {"extra_state": "the checkpoint has none"})
+
 
 def collect_extra_state(
     lr_scheduler: Any = None,
@@ -146,7 +151,7 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
         directory = SourceDirectory(path)
         with reading(directory.path), LockedManifest(directory, unique_id) as manifest:
             pass
-        if _COMMON not in manifest.catalog.keys:
+        if not has_extra_state(manifest.catalog):
             raise ValidationError(
                 f"id {manifest.unique_id} has no extra state. Remedy: leave load_extra_state() out for this "
                 "checkpoint, and save {**state, **collect_extra_state()} from the next save on"
@@ -171,6 +176,11 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
     of_ranks = [match for match in map(_OF_RANK.match, catalog.keys) if match]
     read([m.string for m in of_ranks if (int(m[2]) == _rank() if same else m[1] == "dataloader")])
     return state
+
+
+def has_extra_state(catalog: Catalog) -> bool:
+    """Return whether a checkpoint has a run's extra state, given all its shards."""
+    return _COMMON in catalog.keys
 
 
 def saved_world_size(state: Mapping[str, Any]) -> int:

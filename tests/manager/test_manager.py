@@ -521,7 +521,7 @@ def test_a_step_that_is_replaced_while_it_is_restored_is_restored_again(tmp_path
     if times == 3:
         with provoked("manager/restore.py", "restore again") as caught:
             restore(manager_of(root), fallback=True)
-        assert "another process has saved the same step meanwhile" in str(caught.value)
+        assert "another process has replaced the checkpoint meanwhile" in str(caught.value)
         assert restore(manager_of(root), fallback=True)[:2] == (3, 33)
     else:
         step, version, report = restore(manager_of(root), fallback=True)

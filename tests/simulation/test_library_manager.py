@@ -294,7 +294,7 @@ REFUSALS = (
     # It was empty, as it had just been made.
     "is another directory than when the save began",
     "No such file or directory: '/shared/run/step_00000004'",
-    "has saved the same step meanwhile",
+    "has replaced the checkpoint meanwhile",
     "there is a checkpoint of step 4",
     "there is no complete checkpoint",
     "has what KeepBest(count=1, metric='loss', mode='min') asks for",
