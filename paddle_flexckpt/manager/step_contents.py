@@ -231,14 +231,19 @@ def check(
 ) -> None:
     """Raise the error that a save would raise: call this before the training starts.
 
+    ::
+
+        fc.check(model, optimizer)  # as fc.save(path, model=model, optimizer=optimizer)
+        fc.check({**shards, **optimizer.sharded_state_dict(shards)})  # as fc.save_state_dict(that, path)
+
     Everything is described once, and the ranks compare the descriptions in one collective. No tensor is read or moved,
     and no state of the optimizer is created: states that only the first step creates are not checked.
 
     Args:
-        model: As in :meth:`CheckpointManager.save`.
-        optimizer: Likewise, wrapped as for the training.
-        lr_scheduler: Likewise.
-        scaler: Likewise.
+        model: As in :func:`save`. Or the dict that :func:`save_state_dict` will be given, and nothing else.
+        optimizer: As in :func:`save`, wrapped as for the training.
+        lr_scheduler: As in :func:`save`.
+        scaler: As in :func:`save`.
         state: Shards or tensors besides, or instead of, those of model and optimizer.
         process_group: The ranks that take part, as in :func:`save_state_dict`.
 
@@ -249,7 +254,14 @@ def check(
     options = locals()
     objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
 
-    def describe() -> dict[str, Any]:
+    def describe() -> Mapping[str, Any]:
+        if isinstance(model, Mapping):
+            if any(each is not None for each in (optimizer, lr_scheduler, scaler, state)):
+                raise ValidationError(
+                    "the first argument is the dict of a save, which has all that is saved. Remedy: give the dict "
+                    "alone, or the model in its place"
+                )
+            return model
         with no_new_states():
             shards = objects.shards()
         return {**shards, **collect_extra_state(objects.schedule(), scaler)}

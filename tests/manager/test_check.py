@@ -9,6 +9,7 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.run_state import collect_extra_state
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 
 
@@ -131,3 +132,18 @@ def test_a_restore_says_what_it_did_in_one_line(tmp_path, caplog):
     manager.close()
     assert line.startswith("loaded 32 tensors from ")
     assert "unexpected" not in line
+
+
+def test_the_dict_of_a_save_is_checked_as_that_save_checks_it(tmp_path):
+    model, optimizer = network()
+    shards = model.sharded_state_dict()
+    state = {**shards, **optimizer.sharded_state_dict(shards), **collect_extra_state(step=3)}
+    fc.check(state)
+    wrong, texts = {**state, "value": object}, []
+    for call in (lambda: fc.check(wrong), lambda: fc.save_state_dict(wrong, tmp_path)):
+        with pytest.raises(fc.ValidationError) as error:
+            call()
+        texts.append(str(error.value).partition(": ")[2])
+    assert texts[0] == texts[1]
+    with pytest.raises(fc.ValidationError, match="Remedy: give the dict alone, or the model in its place"):
+        fc.check(state, optimizer)
