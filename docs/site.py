@@ -24,27 +24,33 @@ LINKED = ("benchmarks/results/table.md", "paddle_flexckpt/testing/cpu_world/__in
 MORE = {
     "Options": [
         "paddle_flexckpt.save.save_options.SaveOptions",
+        "paddle_flexckpt.manager.whole_run.RunSaveOptions",
         "paddle_flexckpt.transfer.options.LoadOptions",
+        "paddle_flexckpt.manager.restore.RunOptions",
         "paddle_flexckpt.load.peers.ReshardOptions",
         "paddle_flexckpt.transfer.options.ExportOptions",
+        "paddle_flexckpt.load.publishing.PublishOptions",
     ],
-    "Reports": [f"paddle_flexckpt.report.{name}" for name in [*fc._MOVED["report"], "PublishReport"]],
-    "Policies of the manager": [f"paddle_flexckpt.manager.{name}" for name in fc._MOVED["manager"]],
-    "State of a run": [f"paddle_flexckpt.run_state.{name}" for name in fc._MOVED["run_state"]],
-    "Tools": [
+    "Reports": [
+        *(f"paddle_flexckpt.report.{name}" for name in [*fc._MOVED["report"], "PublishReport"]),
+        "paddle_flexckpt.manager.RestoreReport",
+        "paddle_flexckpt.manager.whole_run.RunReport",
+        "paddle_flexckpt.run_state.ExtraStateReport",
         "paddle_flexckpt.tools.comparison.DiffReport",
         "paddle_flexckpt.tools.rehearsal.RehearsalReport",
-        "paddle_flexckpt.media.opening.open_storage",
+    ],
+    "Observers and progress": [
         "paddle_flexckpt.observers.Event",
         "paddle_flexckpt.observers.Observation",
         "paddle_flexckpt.observers.ScalarObserver",
         "paddle_flexckpt.observers.PrometheusObserver",
         "paddle_flexckpt.progress.Progress",
         "paddle_flexckpt.progress.Meter",
+    ],
+    "Tools": [
         "paddle_flexckpt.tools.digests.digest_checkpoint",
         "paddle_flexckpt.tools.holders.find_holders",
         "paddle_flexckpt.load.state_digests.digest_state_dict",
-        "paddle_flexckpt.load.publishing.PublishOptions",
         "paddle_flexckpt.tools.tensor_reader.TensorReader",
     ],
 }
@@ -70,10 +76,18 @@ def main(argv: list[str] | None = None) -> None:
 
 def reference() -> str:
     """Return the page of all public names, from their docstrings."""
-    parts = ["# Python reference", "Names of `paddle_flexckpt` come first, then those of its modules."]
-    parts += [f"::: paddle_flexckpt.{fc._HOME[name]}.{name}" for name in fc.__all__ if name in fc._HOME]
+    parts = ["# Python reference", "Names of `paddle_flexckpt` come first, by subject, then those of its modules."]
+    *subjects, of_paddle = fc.SUBJECTS.items()
+    for title, modules in subjects:
+        parts += [
+            f"## {title}",
+            *(f"::: paddle_flexckpt.{module}.{name}" for module, names in modules.items() for name in names),
+        ]
     for title, names in MORE.items():
         parts += [f"## {title}", *(f"::: {name}" for name in names)]
+    title, modules = of_paddle
+    parts += [f"## {title}", "They are names of `paddle_flexckpt` that `dir()` does not list."]
+    parts += [f"::: paddle_flexckpt.{module}.{name}" for module, names in modules.items() for name in names]
     return "\n\n".join(parts) + "\n"
 
 

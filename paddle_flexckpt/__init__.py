@@ -31,8 +31,18 @@ if TYPE_CHECKING:
     from paddle_flexckpt.load.publishing import publish
     from paddle_flexckpt.load.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
     from paddle_flexckpt.load.state_digests import digest
-    from paddle_flexckpt.manager import CheckpointManager, check
+    from paddle_flexckpt.manager import (
+        CheckpointManager,
+        KeepBest,
+        KeepEvery,
+        KeepInterval,
+        KeepLatest,
+        SaveEvery,
+        SaveInterval,
+        check,
+    )
     from paddle_flexckpt.manager.whole_run import load, save
+    from paddle_flexckpt.media.opening import open_storage
     from paddle_flexckpt.memory.state import flatten_state_dict, unflatten_state_dict
     from paddle_flexckpt.memory.state_statements import explain, plain_state_statements
     from paddle_flexckpt.memory.tensors import assign_sharded_slice
@@ -46,6 +56,7 @@ if TYPE_CHECKING:
         optimizer_sharded_state_dict,
         uninstall,
     )
+    from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
     from paddle_flexckpt.save.saver import save_state_dict
     from paddle_flexckpt.sharded_weight import (
         FusedAxis,
@@ -65,68 +76,97 @@ if TYPE_CHECKING:
         shard_weight,
     )
     from paddle_flexckpt.tools.comparison import diff
+    from paddle_flexckpt.tools.conversion import convert_checkpoint
     from paddle_flexckpt.tools.export import export_safetensors
     from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 
-_MODULES = {
-    "aoa.model_rules": ("model_rules",),
-    "background.pending": ("SaveHandle",),
-    "background.writer": ("BackgroundWriter",),
-    "catalog": (
-        "CheckpointError",
-        "CorruptCheckpointError",
-        "LostRankError",
-        "UnreadableCheckpointError",
-        "ValidationError",
-    ),
-    "catalog.metadata": ("LocalTensorIndex", "LocalTensorMetadata", "Metadata"),
-    "dist_tensor": ("compute_local_shape_and_global_offset",),
-    "tools.comparison": ("diff",),
-    "tools.export": ("export_safetensors",),
-    "tools.verification": ("repair_manifest", "verify_checkpoint"),
-    "manager": ("CheckpointManager", "check"),
-    "manager.whole_run": ("load", "save"),
-    "parallel": (
-        "ExpertParallelMixin",
-        "gen_aoa_statements",
-        "init_optimizer_state",
-        "install",
-        "optimizer_sharded_state_dict",
-        "uninstall",
-    ),
-    "aoa.invert": ("invert",),
-    "load.state_digests": ("digest",),
-    "load.full_param": ("full_param",),
-    "load.loader": ("load_state_dict",),
-    "load.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
-    "load.publishing": ("publish",),
-    "load.live_rehearsal": ("rehearse",),
-    "load.resharder": ("_load_state_dict", "plan_reshard", "reshard_sharded_state_dict"),
-    "memory.state_statements": ("explain", "plain_state_statements"),
-    "save.saver": ("save_state_dict",),
-    "memory.state": ("flatten_state_dict", "unflatten_state_dict"),
-    "memory.tensors": ("assign_sharded_slice",),
-    "sharded_weight": (
-        "FusedAxis",
-        "ShardedStateDict",
-        "ShardedTensor",
-        "ShardedWeight",
-        "ShardedWeightDesc",
-        "build_shard_desc",
-        "build_sharded_state_dict",
-        "create_sharded_weight_with_new_local",
-        "is_sharded_state_dict",
-        "make_replicated_sharded_tensor",
-        "make_replicated_sharded_weight",
-        "make_tp_sharded_tensor_for_checkpoint",
-        "make_tp_sharded_weight_for_checkpoint",
-        "merge_shard_info_list",
-        "shard_weight",
-    ),
-    "native.directory": ("latest", "list_checkpoints"),
-    "observers": ("observe",),
+# Public names by subject, and by the module that has them. ``dir()`` lists all but those of the last subject.
+SUBJECTS = {
+    "The state of a run": {
+        "manager.whole_run": ("load", "save"),
+        "manager": (
+            "CheckpointManager",
+            "KeepBest",
+            "KeepEvery",
+            "KeepInterval",
+            "KeepLatest",
+            "SaveEvery",
+            "SaveInterval",
+            "check",
+        ),
+        "run_state": ("collect_extra_state", "load_extra_state", "restore_extra_state"),
+    },
+    "Shards": {
+        "save.saver": ("save_state_dict",),
+        "load.loader": ("load_state_dict",),
+        "load.resharder": ("plan_reshard", "reshard_sharded_state_dict"),
+        "background.pending": ("SaveHandle",),
+        "background.writer": ("BackgroundWriter",),
+        "parallel": (
+            "ExpertParallelMixin",
+            "init_optimizer_state",
+            "install",
+            "optimizer_sharded_state_dict",
+            "uninstall",
+        ),
+        "sharded_weight": ("FusedAxis", "ShardedWeight"),
+    },
+    "Whole tensors, for others": {
+        "load.full_param": ("full_param",),
+        "load.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
+        "load.publishing": ("publish",),
+        "tools.conversion": ("convert_checkpoint",),
+        "tools.export": ("export_safetensors",),
+    },
+    "Statements": {
+        "aoa.invert": ("invert",),
+        "aoa.model_rules": ("model_rules",),
+        "memory.state_statements": ("explain", "plain_state_statements"),
+        "parallel": ("gen_aoa_statements",),
+    },
+    "Checkpoints at hand": {
+        "load.live_rehearsal": ("rehearse",),
+        "load.state_digests": ("digest",),
+        "media.opening": ("open_storage",),
+        "native.directory": ("latest", "list_checkpoints"),
+        "observers": ("observe",),
+        "tools.comparison": ("diff",),
+        "tools.verification": ("repair_manifest", "verify_checkpoint"),
+    },
+    "Errors": {
+        "catalog": (
+            "CheckpointError",
+            "CorruptCheckpointError",
+            "LostRankError",
+            "UnreadableCheckpointError",
+            "ValidationError",
+        ),
+    },
+    "Names that Paddle has too": {
+        "catalog.metadata": ("LocalTensorIndex", "LocalTensorMetadata", "Metadata"),
+        "dist_tensor": ("compute_local_shape_and_global_offset",),
+        "load.resharder": ("_load_state_dict",),
+        "memory.state": ("flatten_state_dict", "unflatten_state_dict"),
+        "memory.tensors": ("assign_sharded_slice",),
+        "sharded_weight": (
+            "ShardedStateDict",
+            "ShardedTensor",
+            "ShardedWeightDesc",
+            "build_shard_desc",
+            "build_sharded_state_dict",
+            "create_sharded_weight_with_new_local",
+            "is_sharded_state_dict",
+            "make_replicated_sharded_tensor",
+            "make_replicated_sharded_weight",
+            "make_tp_sharded_tensor_for_checkpoint",
+            "make_tp_sharded_weight_for_checkpoint",
+            "merge_shard_info_list",
+            "shard_weight",
+        ),
+    },
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+_OF_PADDLE = frozenset(name for names in SUBJECTS["Names that Paddle has too"].values() for name in names)
+_HOME = {name: module for modules in SUBJECTS.values() for module, names in modules.items() for name in names}
 # Names that were public here once, and where they are now.
 _MOVED = {
     "algebra": (
@@ -140,12 +180,11 @@ _MOVED = {
     "aoa": ("AoaError",),
     "aoa.model_rules": ("rule_names",),
     "catalog": ("UnsafePickleError",),
-    "manager": ("KeepBest", "KeepEvery", "KeepInterval", "KeepLatest", "RestoreReport", "SaveEvery", "SaveInterval"),
-    "media.opening": ("open_storage",),
+    "manager": ("RestoreReport",),
     "native.directory": ("CheckpointInfo", "is_complete"),
     "parallel": ("is_installed",),
     "report": ("ExportReport", "LoadReport", "RepairReport", "SaveReport", "VerifyReport"),
-    "run_state": ("ExtraStateReport", "collect_extra_state", "load_extra_state", "restore_extra_state"),
+    "run_state": ("ExtraStateReport",),
 }
 
 # Names of Paddle's own that have no function here, and what does their work.
@@ -161,7 +200,7 @@ _INSTEAD = {
     "function the .metadata file of a save",
 }
 
-__all__ = sorted(["__version__", *_HOME])
+__all__ = sorted(["__version__", *(_HOME.keys() - _OF_PADDLE)])
 
 
 def __getattr__(name: str) -> Any:

@@ -193,7 +193,7 @@ def type_checking_imports() -> dict[str, str]:
 
 def test_type_checkers_see_what_the_lazy_table_gives():
     assert type_checking_imports() == paddle_flexckpt._HOME
-    assert set(paddle_flexckpt.__all__) == {*paddle_flexckpt._HOME, "__version__"}
+    assert {*paddle_flexckpt.__all__, *paddle_flexckpt._OF_PADDLE} == {*paddle_flexckpt._HOME, "__version__"}
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -11,6 +11,7 @@ import paddle
 import paddle_flexckpt as fc
 from paddle_flexckpt.run_state import collect_extra_state
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.documents import docstring_block
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +140,10 @@ def test_the_dict_of_a_save_is_checked_as_that_save_checks_it(tmp_path):
     shards = model.sharded_state_dict()
     state = {**shards, **optimizer.sharded_state_dict(shards), **collect_extra_state(step=3)}
     fc.check(state)
+    exec(
+        docstring_block("paddle_flexckpt/manager/step_contents.py", "fc.check(model, optimizer)  #"),
+        {"fc": fc, "model": model, "optimizer": optimizer, "shards": shards},
+    )
     wrong, texts = {**state, "value": object}, []
     for call in (lambda: fc.check(wrong), lambda: fc.save_state_dict(wrong, tmp_path)):
         with pytest.raises(fc.ValidationError) as error:

@@ -10,6 +10,7 @@ from paddle.optimizer.lr import CosineAnnealingDecay as Cosine
 import paddle_flexckpt as fc
 from paddle_flexckpt.manager.whole_run import RunReport, load, save
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.documents import docstring_block
 from tests.remedies.following import provoked
 
 
@@ -55,6 +56,14 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     assert (report.step, report.extra.more, report.extra.dataloader) == (3, {"best": 0.5}, {"position": 24})
     assert report.extra.not_restored == {}
     assert other.train(3, 6) == rest
+
+
+def test_the_example_of_the_docstring(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = Run(1)
+    names = {"fc": fc, "model": run.model, "optimizer": run.optimizer, "scheduler": run.scheduler, "step": 7}
+    exec(docstring_block("paddle_flexckpt/manager/whole_run.py", "fc.save("), names)
+    assert names["step"] == 7
 
 
 def test_it_is_a_checkpoint_like_any_other(tmp_path):
