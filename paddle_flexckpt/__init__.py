@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 
 # Public names by subject, and by the module that has them. ``dir()`` lists all but those of the last subject.
-SUBJECTS = {
+SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "The state of a run": {
         "manager.whole_run": ("load", "save"),
         "manager": (

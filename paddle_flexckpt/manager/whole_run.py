@@ -11,10 +11,11 @@ from typing import Any
 
 from paddle_flexckpt.background import SaveHandle
 from paddle_flexckpt.communication.group_communicators import communicator_for
-from paddle_flexckpt.foreign.formats import SourceDirectory, shown
-from paddle_flexckpt.manager.restore import RunOptions, RestoreTargets, fill_run
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.manager.restore import RestoreTargets, RunOptions, fill_run
 from paddle_flexckpt.manager.step_contents import OWN_OBJECTS, RunObjects, check_extra
 from paddle_flexckpt.media.backend import Location, reading
+from paddle_flexckpt.media.opening import shown
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.report import LoadReport, SaveReport
 from paddle_flexckpt.run_state.extra_state import ExtraStateReport, collect_extra_state
