@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paddle_flexckpt.background import SaveHandle
+from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.manager.restore import RestoreTargets, RunOptions, fill_run
