@@ -83,7 +83,8 @@ def measure(ranks: int, tensors: int, replicas: int, empty_mb: float | None = No
     empty_mb = peak_mb() if empty_mb is None else empty_mb
 
     from paddle_flexckpt.catalog import group_replicas, validate_coverage, validate_shards
-    from paddle_flexckpt.planning import ShardMatcher, plan_read
+    from paddle_flexckpt.planning.exchange_plan import plan_read
+    from paddle_flexckpt.planning.matching import ShardMatcher
     from paddle_flexckpt.planning.write_plan import plan_write
 
     seconds: dict[str, float] = {}

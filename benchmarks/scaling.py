@@ -488,7 +488,8 @@ def measure_load(job: str) -> dict[str, Any]:
 
     from paddle_flexckpt.catalog import concat
     from paddle_flexckpt.native.partitions import ROWS_PER_PARTITION, partition_of
-    from paddle_flexckpt.planning import ShardMatcher, plan_read
+    from paddle_flexckpt.planning.exchange_plan import plan_read
+    from paddle_flexckpt.planning.matching import ShardMatcher
     from paddle_flexckpt.planning.write_plan import plan_write
 
     saved, _, loads = job.partition(">")

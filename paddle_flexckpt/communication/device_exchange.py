@@ -17,7 +17,8 @@ import numpy as np
 from paddle_flexckpt.algebra import StridedCopy, strides_of_shape
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.memory.device_memory import DeviceMemory, current_device
-from paddle_flexckpt.planning import ExchangePlan, Pieces
+from paddle_flexckpt.planning.exchange_plan import ExchangePlan
+from paddle_flexckpt.planning.matching import Pieces
 from paddle_flexckpt.transfer.copies import AnyStorage, Storage, copy_values
 
 # Bytes to send and to receive in one round. With the values of one piece, gathered on the way, an exchange uses three

@@ -23,8 +23,6 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, group_replicas
-from paddle_flexckpt.catalog.metadata import Metadata
-from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.companion import Companion
 from paddle_flexckpt.native.manifest import Manifest
@@ -271,6 +269,9 @@ class PaddleMetadata(Companion):
 
     def stored(self, data: bytes, file: str) -> dict[str, set[str]]:
         """Return the keys by data file; keys that Paddle would read wrong are under the reason."""
+        from paddle_flexckpt.catalog.metadata import Metadata
+        from paddle_flexckpt.foreign.pickle_reader import load_pickle
+
         metadata = load_pickle(data, file)
         found: dict[str, set[str]] = {}
         for index, name in metadata.storage_metadata.items() if type(metadata) is Metadata else ():

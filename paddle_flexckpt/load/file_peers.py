@@ -32,7 +32,8 @@ from paddle_flexckpt.load.node_files import Found
 from paddle_flexckpt.load.peers import Peers, plan_rank
 from paddle_flexckpt.media.backend import reading
 from paddle_flexckpt.native.reader import FileReader
-from paddle_flexckpt.planning import ExchangePlan, Pieces, ReadPlan, ShardMatcher
+from paddle_flexckpt.planning.exchange_plan import ExchangePlan, ReadPlan
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
 from paddle_flexckpt.planning.readers import (
     WORTH_IT,
     Sections,

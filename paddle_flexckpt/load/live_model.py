@@ -23,8 +23,7 @@ from paddle_flexckpt.load.model_files import ModelFiles
 from paddle_flexckpt.load.peers import ReshardOptions
 from paddle_flexckpt.load.resharder import GatheredState
 from paddle_flexckpt.memory.device_memory import devices_of, wait_for_devices
-from paddle_flexckpt.planning import Pieces, ShardMatcher
-from paddle_flexckpt.planning.matching import concat_pieces
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, concat_pieces
 from paddle_flexckpt.progress import Meter
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.transfer.copies import CHUNK_BYTES, AnyStorage, pack_copy

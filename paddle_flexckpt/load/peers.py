@@ -28,8 +28,8 @@ from paddle_flexckpt.memory.device_memory import devices_of, has_views, wait_for
 from paddle_flexckpt.memory.replica_digests import Digests
 from paddle_flexckpt.memory.sources import refuse_shared_memory
 from paddle_flexckpt.memory.tensors import open_storage
-from paddle_flexckpt.planning import ExchangePlan, ShardMatcher, plan_exchange
-from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
+from paddle_flexckpt.planning.exchange_plan import ExchangePlan, plan_exchange
+from paddle_flexckpt.planning.matching import ShardMatcher, concat_pieces, uncovered_targets
 from paddle_flexckpt.planning.replica_comparison import Comparison, compare_whole
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.save.replica_checks import Replicas

@@ -33,7 +33,7 @@ from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.data_file import TOKEN_WINDOW
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.planning import ReadPlan
+from paddle_flexckpt.planning.exchange_plan import ReadPlan
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.tools.whole_tensors import AS_STORED
 from paddle_flexckpt.transfer.files import Files

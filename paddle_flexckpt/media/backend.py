@@ -15,11 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
-from typing import Any, Literal, TypeVar, Union
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError
 from paddle_flexckpt.media.file_names import check_member, check_not_elsewhere
-from paddle_flexckpt.media.read_ahead import Wanted
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.media.read_ahead import Wanted
 
 Buffer = Union[bytes, memoryview]
 Self = TypeVar("Self", bound="Lock")

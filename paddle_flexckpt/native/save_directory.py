@@ -35,13 +35,11 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.errors import without_remedy
 from paddle_flexckpt.media.backend import Location, Lock, SaveLock, publish, write_file
 from paddle_flexckpt.media.opening import open_destination
-from paddle_flexckpt.media.retrying import is_unanswered
 from paddle_flexckpt.native.cleaner import Cleaner
 from paddle_flexckpt.native.companion import Companion, CompanionFile
 from paddle_flexckpt.native.data_file import write_data_file
 from paddle_flexckpt.native.directory import CheckpointDirectory, number_of
 from paddle_flexckpt.native.manifest import Manifest, SaveInfo, merge_parts
-from paddle_flexckpt.native.partition_files import describe_partition, encode_partition, split_rows
 from paddle_flexckpt.native.partitions import Partition, count_partitions
 from paddle_flexckpt.native.save_names import MANIFEST, SaveNames, marked_by, new_token, save_of
 from paddle_flexckpt.progress import SILENT, Meter
@@ -220,6 +218,8 @@ class SaveDirectory(CheckpointDirectory):
             ValueError: There are rows of other partitions.
             OSError: The file system refused.
         """
+        from paddle_flexckpt.native.partition_files import describe_partition, encode_partition
+
         data, name = encode_partition(rows, number, count), save.partition_file(number)
         write_file(self.backend, name, data, "new")
         return describe_partition(name, data, rows)
@@ -314,6 +314,8 @@ class SaveDirectory(CheckpointDirectory):
     def _what_became(self, save: SaveNames, error: OSError) -> CheckpointError | None:
         """Return the error to raise when storage has refused something near a save's commit; None before the commit."""
         # A request without an answer may still be on its way.
+        from paddle_flexckpt.media.retrying import is_unanswered
+
         is_known = not is_unanswered(error)
         try:
             if self.is_committed(save):

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Order, Problem, ReplicaGroups, dtype_of
 from paddle_flexckpt.catalog.key_rows import KeyRows
-from paddle_flexckpt.memory.device_bytes import ALIGNMENT, DeviceBytes
 from paddle_flexckpt.memory.device_memory import DeviceMemory
 from paddle_flexckpt.memory.replica_digests import DIGEST, Digests
 from paddle_flexckpt.memory.tensor_memory import device_of, host_bytes
@@ -29,6 +28,9 @@ from paddle_flexckpt.planning.write_plan import Items, WritePlan
 from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.save.replica_checks import Replicas
 from paddle_flexckpt.transfer.plan_cache import fingerprint
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.memory.device_bytes import DeviceBytes
 
 _HEAD = struct.Struct("<II")
 _ITEM = np.dtype([("row", "<u4"), ("order", "<i2"), ("start", "<i8"), ("stop", "<i8")])
@@ -317,6 +319,8 @@ class Share:
         if not self.devices:
             yield chain.from_iterable(self._data(None))
             return
+        from paddle_flexckpt.memory.device_bytes import ALIGNMENT, DeviceBytes
+
         spans = (span for group in self._groups() for span in zip(*group) if device_of(span[0]) is not None)
         nbytes = int(self.items.byte_length.sum()) + ALIGNMENT * len(self.items)
         with DeviceBytes(spans, self.devices[0], nbytes) as crossing:

@@ -24,8 +24,8 @@ from paddle_flexckpt.media.opening import shown
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
-from paddle_flexckpt.planning import Pieces, ShardMatcher
 from paddle_flexckpt.planning.job_layout import JobLayout
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
 from paddle_flexckpt.planning.readers import (
     LINK_BYTES_PER_SECOND,
     MEETING_SECONDS,

@@ -13,7 +13,7 @@ from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.native.read_planner import wanted_bytes
 from paddle_flexckpt.native.reader import FileReader
-from paddle_flexckpt.planning import Pieces
+from paddle_flexckpt.planning.matching import Pieces
 from paddle_flexckpt.transfer.buffered_reads import buffered_reads
 from paddle_flexckpt.transfer.filling import Filling
 from paddle_flexckpt.transfer.piece_columns import PieceColumns, are_contiguous, group_forms

@@ -17,7 +17,7 @@ from paddle_flexckpt.algebra import Columns, StridedCopy, row_major_strides, str
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.media.ring import BufferRing
 from paddle_flexckpt.native.reader import FileReader
-from paddle_flexckpt.planning import Pieces
+from paddle_flexckpt.planning.matching import Pieces
 from paddle_flexckpt.transfer.filling import Filling
 from paddle_flexckpt.transfer.piece_columns import PieceColumns, are_contiguous
 

@@ -9,13 +9,15 @@ Tested in tests/transfer/test_copies.py, tests/memory/test_tensors.py and tests/
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol, Union
+from typing import TYPE_CHECKING, Protocol, Union
 
 import numpy as np
 
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.catalog.dtypes import assign
-from paddle_flexckpt.planning import Pieces
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.planning.matching import Pieces
 
 # Bytes per step on the host: small enough to stay in cache between the strided side and the contiguous one.
 CHUNK_BYTES = 1 << 20

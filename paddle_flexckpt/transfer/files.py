@@ -24,8 +24,8 @@ from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.optimizer_states import is_torch_state
-from paddle_flexckpt.planning import Pieces, ReadPlan, ShardMatcher, plan_read
-from paddle_flexckpt.planning.matching import uncovered_targets
+from paddle_flexckpt.planning.exchange_plan import ReadPlan, plan_read
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, uncovered_targets
 from paddle_flexckpt.transfer.filling import Filling
 from paddle_flexckpt.transfer.options import FileOptions
 from paddle_flexckpt.transfer.piece_columns import PieceColumns

@@ -32,7 +32,6 @@ import numpy as np
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
 from paddle_flexckpt.progress import Meter, ProgressCallback
-from paddle_flexckpt.transfer.mapping import config_digest
 
 if TYPE_CHECKING:
     from paddle_flexckpt.aoa import AoaConfig
@@ -73,6 +72,12 @@ def rule(choices: tuple[Any, ...] = (), own: str = "", compared: Callable[[Any],
         compared: Returns what ranks compare of a value without a text of its own; raises for an invalid value.
     """
     return {"choices": choices, "own": own, "compared": compared}
+
+
+def _config_digest(config: Any) -> Any:
+    from paddle_flexckpt.transfer.mapping import config_digest
+
+    return config_digest(config)
 
 
 @dataclass(frozen=True)
@@ -154,7 +159,7 @@ class StatementOptions(Options):
             ``aoa_statements``, the same as a JSON text, or the path of a JSON or YAML file.
     """
 
-    aoa_config: AoaConfig | None = field(default=None, metadata=rule(compared=config_digest))
+    aoa_config: AoaConfig | None = field(default=None, metadata=rule(compared=_config_digest))
 
 
 @dataclass(frozen=True)

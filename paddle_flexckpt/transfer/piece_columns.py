@@ -15,7 +15,7 @@ from paddle_flexckpt.algebra.rows import all_axes, group_rows, sum_axes
 from paddle_flexckpt.catalog import Catalog, dtype_of
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.stretches import AlikeCopies, Stretches
-from paddle_flexckpt.planning import Pieces
+from paddle_flexckpt.planning.matching import Pieces
 
 
 @dataclass(frozen=True, eq=False)

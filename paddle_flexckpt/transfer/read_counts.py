@@ -19,7 +19,7 @@ from paddle_flexckpt.media.read_ahead import Wanted, plan_for_readers
 from paddle_flexckpt.native.read_planner import BLOCKS_AT_ONCE, NeededBlocks, ReadPlanner, portion_edges
 from paddle_flexckpt.native.row_files import MOST_THREADS, map_step
 from paddle_flexckpt.native.stretches import RUNS_AT_ONCE, AlikeCopies, Stretches
-from paddle_flexckpt.planning import Pieces
+from paddle_flexckpt.planning.matching import Pieces
 from paddle_flexckpt.transfer.announcing import ranges_of
 from paddle_flexckpt.transfer.filling import Filling
 from paddle_flexckpt.transfer.piece_columns import PieceColumns, alike_copies, are_contiguous

@@ -9,7 +9,7 @@ import numpy as np
 from paddle_flexckpt.algebra import Box, flat_range_to_boxes
 from paddle_flexckpt.aoa.element_maps import TensorMapping
 from paddle_flexckpt.catalog import Catalog
-from paddle_flexckpt.planning import ShardMatcher
+from paddle_flexckpt.planning.matching import ShardMatcher
 from tests.property.layouts import Shard
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import CatalogBuilder
 from paddle_flexckpt.communication.device_exchange import ALIGNMENT, Message, Traffic
-from paddle_flexckpt.planning import Pieces
+from paddle_flexckpt.planning.matching import Pieces
 from tests.property import examples
 
 DTYPES = ("uint8", "bfloat16", "float32", "complex128")

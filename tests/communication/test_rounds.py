@@ -9,7 +9,8 @@ import pytest
 
 from paddle_flexckpt.catalog.errors import StoppedExchangeError
 from paddle_flexckpt.communication.rounds import ROUNDS_HELD, HeldRows, Rounds, RowsReadAhead
-from paddle_flexckpt.planning import ExchangePlan, Pieces
+from paddle_flexckpt.planning.exchange_plan import ExchangePlan
+from paddle_flexckpt.planning.matching import Pieces
 
 
 def pieces(*rows: tuple[int, int]) -> Pieces:

@@ -12,7 +12,8 @@ from paddle_flexckpt.load.loader import load_state_dict
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.reader import FileReader
-from paddle_flexckpt.planning import Pieces, readers
+from paddle_flexckpt.planning import readers
+from paddle_flexckpt.planning.matching import Pieces
 from paddle_flexckpt.save.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld

@@ -15,7 +15,7 @@ from paddle_flexckpt.load import live_model
 from paddle_flexckpt.load.live_model import number_machines, write_piece
 from paddle_flexckpt.load.publishing import publish
 from paddle_flexckpt.media.local import OutputParts
-from paddle_flexckpt.planning import Pieces
+from paddle_flexckpt.planning.matching import Pieces
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 

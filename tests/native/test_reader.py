@@ -19,7 +19,8 @@ from paddle_flexckpt.native import read_planner, row_files
 from paddle_flexckpt.native.read_planner import BLOCKS_AT_ONCE
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.native.row_files import RowFiles
-from paddle_flexckpt.planning import ShardMatcher, plan_read
+from paddle_flexckpt.planning.exchange_plan import plan_read
+from paddle_flexckpt.planning.matching import ShardMatcher
 from tests.native.samples import flip, size_of, store, whole
 from tests.property import examples
 from tests.property.layouts import Pick, Shard, catalog_of, elements, grid

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paddle_flexckpt.planning import Pieces, ReadPlan
+from paddle_flexckpt.planning.exchange_plan import ReadPlan
+from paddle_flexckpt.planning.matching import Pieces
 from paddle_flexckpt.planning.write_plan import WritePlan
 from tests.property.layouts import Shard, shard_of_row
 

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.planning import Pieces, ShardMatcher, plan_exchange, plan_read
-from paddle_flexckpt.planning.matching import uncovered_targets
+from paddle_flexckpt.planning.exchange_plan import plan_exchange, plan_read
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, uncovered_targets
 from tests.planning.simulate import carry_out
 from tests.property import examples
 from tests.property.layouts import Pick, Shard, by_rank, catalog_of, layout, mutate

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.algebra import intersect_boxes
 from paddle_flexckpt.catalog import concat
-from paddle_flexckpt.planning import Pieces, ShardMatcher, matching, plan_exchange
+from paddle_flexckpt.planning import matching
+from paddle_flexckpt.planning.exchange_plan import plan_exchange
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
 from tests.planning.simulate import blank, carry_out, counters, storages
 from tests.property import examples
 from tests.property.layouts import (

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError, concat, group_replicas, validate_coverage
-from paddle_flexckpt.planning import Pieces, ShardMatcher, matching, plan_read
-from paddle_flexckpt.planning.matching import concat_pieces, uncovered_targets
+from paddle_flexckpt.planning import matching
+from paddle_flexckpt.planning.exchange_plan import plan_read
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, concat_pieces, uncovered_targets
 from tests.planning.simulate import blank, carry_out, counters, read_positions, storages
 from tests.property import examples
 from tests.property.layouts import (

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CatalogBuilder, concat, group_replicas
-from paddle_flexckpt.planning import ShardMatcher
 from paddle_flexckpt.planning import readers as module
+from paddle_flexckpt.planning.matching import ShardMatcher
 from paddle_flexckpt.planning.readers import (
     choose_readers,
     cut_sections,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import group_replicas, validate_coverage, validate_shards
-from paddle_flexckpt.planning import ShardMatcher, plan_read
-from paddle_flexckpt.planning.matching import uncovered_targets
+from paddle_flexckpt.planning.exchange_plan import plan_read
+from paddle_flexckpt.planning.matching import ShardMatcher, uncovered_targets
 from paddle_flexckpt.planning.write_plan import plan_write
 from tests.planning.simulate import blank, carry_out, counters, file_storages, storages, write_files
 from tests.property import examples

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import CatalogBuilder, Order
-from paddle_flexckpt.planning import ShardMatcher
+from paddle_flexckpt.planning.matching import ShardMatcher
 from paddle_flexckpt.transfer.copies import copy_pieces
 from paddle_flexckpt.transfer.files import plan_reads
 from paddle_flexckpt.transfer.filling import Filling

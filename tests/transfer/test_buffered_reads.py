@@ -14,7 +14,7 @@ from paddle_flexckpt.algebra import strides_of_shape
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.reader import FileReader
-from paddle_flexckpt.planning import Pieces, ShardMatcher
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.transfer import buffered_reads
 from paddle_flexckpt.transfer.announcing import announce

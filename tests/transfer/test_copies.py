@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.algebra import StridedCopy, array_axes
-from paddle_flexckpt.planning import Pieces
+from paddle_flexckpt.planning.matching import Pieces
 from paddle_flexckpt.transfer import copies
 from paddle_flexckpt.transfer.copies import (
     SMALL_PART,

@@ -12,7 +12,7 @@ from paddle_flexckpt.aoa import compile_program
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnreadableCheckpointError, ValidationError
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.planning import ShardMatcher
+from paddle_flexckpt.planning.matching import ShardMatcher
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.transfer import plan as plan_module
 from paddle_flexckpt.transfer.agreement import Solo

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.algebra import StridedCopy
-from paddle_flexckpt.planning import Pieces
+from paddle_flexckpt.planning.matching import Pieces
 from paddle_flexckpt.transfer.piece_columns import PieceColumns
 from tests.native.samples import whole
 from tests.property.layouts import catalog_of

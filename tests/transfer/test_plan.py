@@ -12,7 +12,7 @@ from paddle_flexckpt.algebra import Box, StridedCopy
 from paddle_flexckpt.aoa import Node, Region, TensorInfo
 from paddle_flexckpt.aoa.steps import Constant
 from paddle_flexckpt.catalog import NATURAL, Order
-from paddle_flexckpt.planning import ShardMatcher
+from paddle_flexckpt.planning.matching import ShardMatcher
 from paddle_flexckpt.transfer import plan as plan_module
 from paddle_flexckpt.transfer.copies import write_values
 from paddle_flexckpt.transfer.files import plan_reads

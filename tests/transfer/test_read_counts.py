@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import concat
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.planning import ShardMatcher
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
+from paddle_flexckpt.planning.matching import ShardMatcher
 from paddle_flexckpt.planning.strategy import Strategy, parse_strategy
 from paddle_flexckpt.tools.rehearsal import rehearse
 from paddle_flexckpt.transfer.options import LoadOptions
