@@ -227,10 +227,11 @@ class SaveDirectory(CheckpointDirectory):
     def write_partitions(self, save: SaveNames, manifest: Manifest) -> Manifest:
         """Write the rows of a manifest in partitions, if there are too many for one file; return the final manifest."""
         count = count_partitions(len(manifest.catalog))
-        written = [
-            self.write_partition(save, number, count, rows)
-            for number, rows in (split_rows(manifest, count) if count else ())
-        ]
+        if not count:
+            return replace(manifest, partitions=())
+        from paddle_flexckpt.native.partition_files import split_rows
+
+        written = [self.write_partition(save, number, count, rows) for number, rows in split_rows(manifest, count)]
         return replace(manifest, partitions=tuple(written))
 
     def commit(self, save: SaveNames, parts: Sequence[Manifest]) -> Manifest:
