@@ -64,7 +64,7 @@ def compute_local_shape_and_global_offset(
     place, coordinate = ranks.index(rank), [0] * len(mesh_shape)
     for axis in reversed(range(len(mesh_shape))):
         place, coordinate[axis] = divmod(place, mesh_shape[axis])
-    from paddle_flexckpt.algebra.mesh_split import nested_piece  # most states have no DistTensor
+    from paddle_flexckpt.algebra.boxes import nested_piece  # most states have no DistTensor
 
     pieces = [
         nested_piece(int(extent), [(mesh_shape[axis], coordinate[axis]) for axis in axes])

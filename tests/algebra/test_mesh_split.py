@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paddle_flexckpt.algebra.mesh_split import balanced_split, nested_piece
+from paddle_flexckpt.algebra.boxes import balanced_split, nested_piece
 
 counts = st.integers(1, 9)
 

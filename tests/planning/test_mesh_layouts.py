@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paddle_flexckpt.algebra.mesh_split import nested_piece
+from paddle_flexckpt.algebra.boxes import nested_piece
 from paddle_flexckpt.catalog import ValidationError, concat
 from paddle_flexckpt.catalog.validate import group_replicas, validate_coverage, validate_shards
 from paddle_flexckpt.planning.job_layout import Model, ModelTensor
