@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KNOWN_CIRCLES: tuple[set[str], ...] = ()
 FLOOR = (
     *("algebra", "catalog", "planning", "aoa", "media.remote", "native.reader", "native.directory"),
-    *("ranks.communicator", "foreign.formats", "report", "tools.export", "background"),
+    *("ranks.communicator", "foreign.formats", "report", "tools.export", "background.writer"),
 )
 
 

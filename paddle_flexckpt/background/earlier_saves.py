@@ -8,13 +8,10 @@ Tested in tests/background/test_writer.py and tests/background/test_failures.py.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from paddle_flexckpt.background.writer import BackgroundWriter
-
-# Each writer adds itself.
-WRITERS: weakref.WeakSet[BackgroundWriter] = weakref.WeakSet()
+# Each BackgroundWriter adds itself.
+WRITERS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def await_earlier(path: str) -> None:
