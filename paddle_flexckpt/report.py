@@ -173,8 +173,8 @@ class LoadReport(Report):
         bytes_needed: Bytes of the pieces that fill this rank's targets.
         bytes_read: Bytes of tensors read from files.
         bytes_verified: The part of ``bytes_read`` whose checksums were compared.
-        bytes_extra: The part of ``bytes_read`` that no target needed: it was read to verify other bytes, or it was
-            damaged.
+        bytes_extra: The part of ``bytes_read`` that no target needed: the rest of blocks that were read whole to be
+            verified, damaged blocks that were read again elsewhere, and gaps between ranges that share a request.
         bytes_copied: Bytes copied within this rank's memory.
         bytes_received: Bytes received from other ranks.
         bytes_sent: Bytes sent to other ranks.
@@ -246,7 +246,7 @@ class LoadReport(Report):
         if self.comm_method == "cooperative":
             text += f", read once for all ranks ({self.comm_reason})"
         if self.bytes_extra:
-            text += f", {format_bytes(self.bytes_extra)} more than needed read on this rank to verify it"
+            text += f", {format_bytes(self.bytes_extra)} more than needed read on this rank"
         return text
 
 
@@ -266,8 +266,7 @@ class ExportReport(Report):
         total_bytes: Bytes of tensors written.
         bytes_read: Bytes of tensors read.
         bytes_verified: The part of ``bytes_read`` whose checksums were compared.
-        bytes_extra: The part of ``bytes_read`` that no tensor needed: it was read to verify other bytes, or it was
-            damaged.
+        bytes_extra: The part of ``bytes_read`` that no tensor needed, as of a load.
         peak_scratch_bytes: The most memory that operands of computed values took at any time.
         maybe_fused: Keys whose element order is unknown, as they may be fused (old and foreign checkpoints); they were
             written as they are.
