@@ -158,8 +158,7 @@ class Save:
     def __init__(self, state_dict: Mapping[str, Any], path: Location, comm: Communicator, options: SaveOptions) -> None:
         """Take this rank's shards, the directory, the ranks, and the options."""
         self._state_dict, self._comm, self._options = state_dict, comm, options
-        self._begin = time.perf_counter()
-        self._waited = 0.0
+        self._begin, self._waited = time.perf_counter(), 0.0
         self._per_node = options.storage == "per_node"
         self._context = "cannot save to the nodes' directories" if self._per_node else f"cannot save to {shown(path)}"
         # Opened in a step that all ranks take together, so that an error is raised on all of them.
