@@ -103,7 +103,7 @@ class Traffic:
 
 
 class _Side:
-    """The messages that one rank sends, or those that it receives, cut into rounds."""
+    """The messages between devices that one rank sends, or those that it receives, cut into rounds."""
 
     def __init__(self, messages: Mapping[int, Message], quota: Mapping[int, int], here: int, size: int) -> None:
         self._messages, self._quota, self._here, self._size = messages, quota, here, size
@@ -114,8 +114,8 @@ class _Side:
         for position, message in self._messages.items():
             quota = self._quota[position]
             sizes[position] = min(max(message.nbytes - number * quota, 0), quota)
-        # One unit goes to this rank itself, so that no rank has nothing to send: a tensor without elements has no
-        # memory to hand to a backend, and a slice without elements is not contiguous, which backends refuse.
+        # Every rank sends ALIGNMENT bytes to itself, as backends refuse empty tensors: these have no memory, and empty
+        # slices are not contiguous.
         sizes[self._here] = ALIGNMENT
         return sizes
 
@@ -169,10 +169,12 @@ class DeviceExchange:
 
         quotas = traffic.quotas(ROUND_BYTES)
         rounds = int((-(-traffic.nbytes // quotas)).max(initial=0))
-        mine, yours = traffic.sender == here, traffic.receiver == here
+        sent, received = traffic.sender == here, traffic.receiver == here
         size = len(self._group.ranks)
-        outgoing = _Side(self._outgoing, dict(zip(traffic.receiver[mine].tolist(), quotas[mine].tolist())), here, size)
-        incoming = _Side(self._incoming, dict(zip(traffic.sender[yours].tolist(), quotas[yours].tolist())), here, size)
+        outgoing = _Side(self._outgoing, dict(zip(traffic.receiver[sent].tolist(), quotas[sent].tolist())), here, size)
+        incoming = _Side(
+            self._incoming, dict(zip(traffic.sender[received].tolist(), quotas[received].tolist())), here, size
+        )
         failure: Exception | None = None
         send, receive = self._buffers
         with paddle.no_grad(), current_device(self._device):

@@ -1,8 +1,8 @@
-"""The communicators of live calls: those of Paddle's groups, and what a call needs of any.
+"""Communicators of Paddle's process groups, and the transports and cached plans that belong to a group.
 
-Ranks exchange messages through host channels (docs/design.md, "How ranks agree"), because Paddle's groups belong to the
-training: a call that one rank makes alone must not answer a collective that the others make there, and a device's
-backend would send all messages through device memory.
+Ranks exchange messages through host channels (docs/design.md, "How ranks agree"). Paddle's groups belong to the
+training: a call that one rank makes alone must not answer a collective that the others make there. A device's backend
+would also send all messages through device memory.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def open_transport(comm: Communicator) -> Transport:
     """Return a transport for tensor data between the members through host memory."""
     from paddle_flexckpt.communication.transport import SocketTransport
 
-    own: Callable[[], Transport] | None = getattr(comm, "open_transport", None)  # not all ranks are on a network
+    own: Callable[[], Transport] | None = getattr(comm, "open_transport", None)  # simulated ranks have their own
     return SocketTransport(comm.ranks, comm.position) if own is None else own()
 
 
@@ -127,12 +127,12 @@ def _group_plans(ranks: tuple[int, ...]) -> PlanCache:
 
 
 def communicator_for(process_group: Any = None) -> Communicator:
-    """Return the communicator of a call, once the work that the last training step has left unfinished is finished.
+    """Finish what the last training step has left unfinished, and return the communicator of a call.
 
     Args:
         process_group: None for all ranks of the job (or the one process there is), ``"self"`` for this rank alone, a
-            Paddle group, or a Communicator. Anything else is refused in the first step, with all ranks of the job: this
-            rank waits for them, as it cannot know which ranks make the call.
+            Paddle group, or a Communicator. Any other value is refused in the first collective of the call,
+            which all ranks of the job are expected to join.
     """
     if isinstance(process_group, Communicator):
         finish_steps(process_group.ranks)

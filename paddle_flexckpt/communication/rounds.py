@@ -24,7 +24,7 @@ ROUNDS_HELD = 2
 
 
 class HeldRows:
-    """The storages of source rows that are there all the time."""
+    """The source rows of each round; here rows that are in memory all the time."""
 
     def __init__(self, storage: Storage) -> None:
         """Args: storage: gives the storage of a row."""
@@ -113,12 +113,12 @@ class RowsReadAhead(HeldRows):
                 self._fail(error)
                 return
             with self._changed:
-                self._there[number], self._users[number] = rows, 2
+                self._there[number], self._users[number] = rows, 2  # the thread that sends, and the one that copies
                 self._changed.notify_all()
 
 
 class _Cut:
-    """Pieces cut into rounds, in each of which they keep their order."""
+    """Pieces for the host transport, cut into rounds, in each of which they keep their order."""
 
     def __init__(self, pieces: Pieces, round_of_row: np.ndarray) -> None:
         number = round_of_row[pieces.source]

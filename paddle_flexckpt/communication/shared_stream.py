@@ -40,7 +40,7 @@ class SharedSender:
     """A sender of bytes to a process of this machine."""
 
     def __init__(self, connection: socket.socket, ranks: int) -> None:
-        """Allocate the memory and hand it over; ``connection``: a socket of this machine. ``ranks``: members in all."""
+        """Allocate the memory and send its descriptor to a process of this machine; ``ranks``: members in all."""
         self._connection, self._slot, self._free = connection, 0, SLOTS
         size = max(64 << 10, min(SLOT_BYTES, _ALL_BYTES // (SLOTS * ranks)))
         descriptor = os.memfd_create("flexckpt-stream", os.MFD_CLOEXEC)

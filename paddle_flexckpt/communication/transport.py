@@ -30,14 +30,13 @@ from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS, own_host
 STALL_SECONDS = 600.0
 
 # How long a rank waits for connections before it checks whether the others live; twice as long after each check.
-LOOK_SECONDS = 1.0
+FIRST_CHECK_SECONDS = 1.0
 
 # The data that a rank sends in one round, by receiver, or receives, by sender.
 Streams = Mapping[int, Iterator[np.ndarray]]
 
-# A port, and the length of the name on the machine.
 _HELLO = struct.Struct("<16si")  # the token of the listener, the rank that connects
-_PLACE = struct.Struct("<HB")
+_PLACE = struct.Struct("<HB")  # a port, and the length of the name on the machine
 
 
 class Transport(ABC):
@@ -183,8 +182,7 @@ class SocketTransport(Transport):
         connections: dict[int, socket.socket] = {}
         shared: dict[int, SharedSender] = {}
         with contextlib.ExitStack() as stack:
-            # Before anything is read or sent: a rank that waits for one that dies then sees its connection end. After a
-            # failure likewise: the others see the end.
+            # Connect first, also after a failure: a rank that waits for this one then sees the connection end.
             for rank in receivers:
                 try:
                     connections[rank] = stack.enter_context(self._connect(reach[rank]))
@@ -204,7 +202,7 @@ class SocketTransport(Transport):
                             return
                     for sender in shared.values():
                         sender.finish()
-            except Exception as error:  # likewise
+            except Exception as error:  # passed to the caller's thread, which raises it
                 self._fail(error)
 
     def _send(self, connection: socket.socket, shared: SharedSender | None, chunks: Iterator[np.ndarray]) -> None:
@@ -217,7 +215,7 @@ class SocketTransport(Transport):
                 return
 
     def _connect(self, address: bytes) -> socket.socket:
-        connection = close_in_forks(self._reach(*place_of(address), self._stall))
+        connection = close_in_forks(self._reach(*parse_address(address), self._stall))
         connection.sendall(_HELLO.pack(address[:16], self._ranks[self._position]))
         return connection
 
@@ -276,7 +274,7 @@ class SocketTransport(Transport):
 
     def _accept(self, expected: Mapping[int, bytes]) -> socket.socket:
         """Return the next connection, as long as the ranks that are to connect, given by address, live."""
-        pause, end = LOOK_SECONDS, time.monotonic() + self._stall
+        pause, end = FIRST_CHECK_SECONDS, time.monotonic() + self._stall
         with selectors.DefaultSelector() as waiting:
             for listener in self._listeners:
                 waiting.register(listener, selectors.EVENT_READ, listener)
@@ -296,7 +294,7 @@ class SocketTransport(Transport):
 
     def _is_gone(self, address: bytes) -> bool:
         """Return whether nobody listens at a member's address; an answer that does not come proves nothing."""
-        host, port, name = place_of(address)
+        host, port, name = parse_address(address)
         try:
             connection = self._reach(host, port, name, min(CONNECT_SECONDS, self._stall))
         except ConnectionRefusedError:
@@ -351,7 +349,7 @@ def _reset(connection: socket.socket) -> None:
     connection.close()
 
 
-def place_of(address: bytes) -> tuple[str, int, bytes]:
+def parse_address(address: bytes) -> tuple[str, int, bytes]:
     """Return the host and port in a rank's address, and its name on that machine; the token precedes them."""
     port, length = _PLACE.unpack_from(address, 16)
     begin = 16 + _PLACE.size

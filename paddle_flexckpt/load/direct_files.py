@@ -69,7 +69,7 @@ class DirectFiles(Files):
         """
         super().__init__(location, options, reason=reason)
         self._comm, self._asked, self._context = comm, options, context
-        # Statements apply to all keys, and give names to keys that no target has.
+        # The keys whose rows ``open`` reads. With statements, all (None): they apply to keys that no target has.
         self._first_keys = () if options.aoa_config is None else None
         self._shared: Manifest | None = None
         self._names: dict[int, tuple[str, ...]] = {}
@@ -109,7 +109,10 @@ class DirectFiles(Files):
         return frozenset(names)
 
     def _read_parts(self, manifest: Manifest, wanted: frozenset[str]) -> dict[int, _Part]:
-        """Return this rank's part of each partition that it reads, by number in rising order; errors as of one."""
+        """Return this rank's part of each partition that it reads, in rising order of their numbers.
+
+        If several reads fail, the error of the first is raised.
+        """
         from paddle_flexckpt.native.partition_files import read_partition
 
         backend, count, first = self.directory.backend, len(manifest.partitions), self._first
@@ -161,30 +164,33 @@ class DirectFiles(Files):
         if self._shared is None:
             return super().gather_used(answers)
         comm, context = self._comm, self._context
-        _, _, told = comm.trade(lambda: (None, b"", self._tell_owners()), context)
+        _, _, used_by_rank = comm.trade(lambda: (None, b"", self._used_by_owner()), context)
         names = [name for number in sorted(self._names) for name in self._names[number]]
 
         def is_left() -> tuple[np.ndarray, bytes]:
             used = np.asarray([name.startswith(EXTRA_STATE) for name in names], dtype=bool)
-            for places in told.values():
+            for places in used_by_rank.values():
                 used[np.frombuffer(places, dtype="<u4")] = True
             return used, b"" if used.all() else b"+"
 
         used, answers = comm.together(is_left, context)
         if not any(answers):
             return (), used[:0]
-        said = join((np.packbits(used).tobytes(), zlib.compress(json.dumps(names).encode(), 1)))
-        _, answers = comm.together(lambda: (None, said), context)
+        message = join((np.packbits(used).tobytes(), zlib.compress(json.dumps(names).encode(), 1)))
+        _, answers = comm.together(lambda: (None, message), context)
         all_names: list[str] = []
         flags = []
         for bits, text in map(split, answers):
-            told_names = json.loads(zlib.decompress(text))
-            all_names += told_names
-            flags.append(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(told_names)))
+            names_of_rank = json.loads(zlib.decompress(text))
+            all_names += names_of_rank
+            flags.append(np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=len(names_of_rank)))
         return all_names, np.concatenate(flags).astype(bool)
 
-    def _tell_owners(self) -> dict[int, bytes]:
-        """Return the places of the keys that this rank uses, by position of the rank that is responsible for them."""
+    def _used_by_owner(self) -> dict[int, bytes]:
+        """Return the keys that this rank uses, by position of the rank that is responsible for them.
+
+        A key is its number among all keys of the responsible rank, whose partitions are counted one after the other.
+        """
         first, size = self._first, self._comm.size
         counts = np.diff(first)
         turns = np.zeros((-(-len(counts) // size), size), dtype=np.int64)

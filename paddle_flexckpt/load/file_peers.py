@@ -109,7 +109,7 @@ class FilePeers(Peers):
     """
 
     comm_method = comm_reason = ""
-    keeps_plans = True
+    caches_plans = True
 
     def __init__(
         self, comm: Communicator, files: Files, options: LoadOptions, context: str, found: Found | None = None
@@ -130,10 +130,10 @@ class FilePeers(Peers):
     def open(self) -> dict[str, str]:
         """Open the checkpoint; return its description."""
         files = self.files
-        said = {**files.open(), "reads": "together"}
+        description = {**files.open(), "reads": "together"}
         self.path, self.catalog, self.unique_id = files.path, files.catalog, files.unique_id
         self.partial = files.partial
-        return said
+        return description
 
     def settings(self) -> Mapping[str, Any]:
         """Return the configuration of the checkpoint's model."""
@@ -153,32 +153,32 @@ class FilePeers(Peers):
         if self._found is not None:
             seen = np.packbits(self._found.seen).tobytes()
             damaged = [[position, sorted(each)] for position, each in sorted(self._found.damaged.items())]
-        said = [self.files.manifest.checksums.block_bytes, self._found is None, seen.hex(), damaged]
-        return join((super().describe(), json.dumps(said).encode()))
+        inputs = [self.files.manifest.checksums.block_bytes, self._found is None, seen.hex(), damaged]
+        return join((super().describe(), json.dumps(inputs).encode()))
 
-    def keep(self) -> PlannedReads:
+    def planned_reads(self) -> PlannedReads:
         """Return the planned reads, to be cached."""
         if self._plan is None:
-            return PlannedReads(self.comm_method, self.comm_reason, self.files.keep())
+            return PlannedReads(self.comm_method, self.comm_reason, self.files.planned_reads())
         rows = replace(self.rows, files=())
         reads = RowReads(rows, self._item, self._start, self._round, self._plan)
         return PlannedReads(self.comm_method, self.comm_reason, reads)
 
-    def recall(self, task: Task, planned: PlannedReads) -> bytes:
-        """Use reads that were planned before, check the files of this rank's, and return this rank's address."""
+    def reuse(self, task: Task, planned: PlannedReads) -> bytes:
+        """Use planned reads again: check the files that this rank reads, and return this rank's address."""
         self.comm_method, self.comm_reason, reads = planned.comm_method, planned.comm_reason, planned.reads
         if isinstance(reads, ReadPlan):
-            return self.files.recall(task, reads)
+            return self.files.reuse(task, reads)
         self._wait_for_devices(task)
         self.rows, self._item, self._start, self._round = reads.rows, reads.item, reads.start, reads.round
         self._plan, self._on_device = reads.exchange, None
         self._open_files(reads.exchange)
         return self._address
 
-    def meet(self, addresses: list[bytes]) -> bool:
+    def set_addresses(self, addresses: list[bytes]) -> bool:
         """Record the addresses of the other ranks, if any send each other data."""
         self.between_ranks = self._plan is not None
-        return super().meet(addresses)
+        return super().set_addresses(addresses)
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Choose the reader of each section, and plan the messages between ranks."""
@@ -190,7 +190,7 @@ class FilePeers(Peers):
         """Plan this rank's part of the exchange; if each rank reads for itself, plan its reads and return None."""
         comm, stored, manifest = self._comm, self.catalog, self.files.manifest
         groups, block_bytes = group_replicas(stored), manifest.checksums.block_bytes
-        nobody = max(comm.ranks) + 1
+        nobody = max(comm.ranks) + 1  # stands for a reader of sections that no rank can read
         matched = match_sections(stored, groups, targets, comm.size, block_bytes, task.maps, nobody)
         sections, rows, alike, coverage, pieces = matched
         place = _places(comm.ranks)[targets.rank]
@@ -254,11 +254,11 @@ class FilePeers(Peers):
         self.rows = replace(sections.catalog.take(section), rank=ranks[place].astype(np.int32))
         self._start, group = sections.start[section], sections.group[section]
         self._item = groups.first[group]
-        for own, sees in enumerate(() if self._found is None else self._found.readable):
+        for position, can_read in enumerate(() if self._found is None else self._found.readable):
             # One of each group that the rank sees; none of a group that it does not see.
-            here = np.where(sees[groups.order], groups.order, len(self.catalog))
+            here = np.where(can_read[groups.order], groups.order, len(self.catalog))
             first = np.minimum.reduceat(here, groups.start[:-1]) if len(groups) else here
-            self._item = np.where(place == own, first[group], self._item)
+            self._item = np.where(place == position, first[group], self._item)
         self._round = number_rounds(place, self.rows.byte_length)
 
     def _open_files(self, plan: ExchangePlan) -> None:
@@ -308,9 +308,9 @@ class FilePeers(Peers):
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read, copy, send and receive."""
-        said = {"comm_method": self.comm_method, "comm_reason": self.comm_reason}
+        method = {"comm_method": self.comm_method, "comm_reason": self.comm_reason}
         if not self.between_ranks:
-            return {**self.files.move(task), **said}
+            return {**self.files.move(task), **method}
         moved = super().move(task)
         self._meter.finish()
         reads = reads_of(self._reader)
@@ -318,7 +318,7 @@ class FilePeers(Peers):
             used = {self.catalog.key_name(row): row for row in self._found.damaged_rows(self._comm.position)}
             text = "{} is damaged in this rank's directory; read from another node's copy"
             reads["replicas_used"] |= {key: text.format(self.catalog.file_name(row)) for key, row in used.items()}
-        return {**moved, "reads": self._reader.count.reads, **reads, **said}
+        return {**moved, "reads": self._reader.count.reads, **reads, **method}
 
     def _lost(self, rows: np.ndarray) -> list[str]:
         """Return the lost parts of some source rows, by file."""

@@ -29,7 +29,7 @@ from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.transfer.copies import CHUNK_BYTES, AnyStorage, pack_copy
 from paddle_flexckpt.transfer.targets import Targets
 
-# A run has so many bytes on average, or a tensor has few of them.
+# Ranks write a tensor themselves if its runs have RUN_BYTES on average, or if there are at most about FEW_RUNS.
 RUN_BYTES, FEW_RUNS = 16 << 10, 256
 # Another rank may write to a file after about so many bytes.
 TURN_BYTES = 4 << 20
@@ -142,7 +142,7 @@ def write_piece(
     Args:
         copy: From this rank's memory to a tensor.
         storage: That memory.
-        write: Writes bytes of the tensor from one of them on.
+        write: Takes bytes, and the place of the first of them in the tensor.
         done: Called with how many bytes are written.
     """
     copy, itemsize = copy.in_target_order(), storage.dtype.itemsize
@@ -185,24 +185,24 @@ def number_machines(ranks: Sequence[int], places: Sequence[bytes]) -> np.ndarray
 
 
 class ModelState(ABC):
-    """The source of a model's tensors: by default one that is in no rank's memory, and has nothing to compare.
+    """The tensors of a model, as publishing needs them. The defaults are those of tensors in files.
 
     Attributes:
         catalog: The shards of all sources.
-        said: What ranks told each other when it was described.
+        messages: The messages that ranks exchanged when it was described.
         is_compared: Whether replicas have been compared already; the same on every rank.
     """
 
     catalog: Catalog
-    said: list[tuple[bytes, ...]]
+    messages: list[tuple[bytes, ...]]
     is_compared = True
 
-    def describe(self) -> tuple[bytes, ...]:
+    def replica_digests(self) -> tuple[bytes, ...]:
         """Return the message by which the other ranks compare it."""
         return ()
 
     def compare(self, *answers: Sequence[bytes]) -> None:  # noqa: B027
-        """Compare what :meth:`describe` returned on every rank, by field; errors are the same on every rank."""
+        """Compare what :meth:`replica_digests` returned on every rank, by field; errors are the same on every rank."""
 
     def owned_pieces(self, targets: Catalog, maps: BoxMaps | None, machine: np.ndarray) -> OwnedPieces:
         """Return the pieces that ranks write from their own memory, as of :func:`find_owned_pieces`."""
@@ -224,20 +224,20 @@ class LiveModel(ModelState):
         self,
         comm: Communicator,
         describe: Callable[[], Mapping[str, Any]],
-        said: Callable[[], tuple[bytes, ...]],
+        describe_call: Callable[[], tuple[bytes, ...]],
         context: str,
         options: ReshardOptions,
     ) -> None:
         """Describe the model on all ranks. One collective; arguments and errors as of :class:`GatheredState`."""
         self._rank, self._options = comm.rank, options
-        self._state = GatheredState(comm, describe, said, context)
+        self._state = GatheredState(comm, describe, describe_call, context)
         self.is_compared = not (self._state.checked.groups.count > 1).any()
         self._peers = self._state.peers(options, self._state.checked if self.is_compared else None)
         wait_for_devices(devices_of(self._peers.owned.values()))
-        self.catalog, self.said = self._state.catalog, self._state.said
+        self.catalog, self.messages = self._state.catalog, self._state.messages
         self._storage = functools.cache(self._peers.storage)
 
-    def describe(self) -> tuple[bytes, ...]:
+    def replica_digests(self) -> tuple[bytes, ...]:
         """Return the digests of this rank's replicas, and how they are to be compared."""
         return self._peers.describe_replicas()
 

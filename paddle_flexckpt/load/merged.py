@@ -167,8 +167,8 @@ def merge_sharded_state_dict(
         publication = Publication(comm, save_path, asked, name, file_prefix=safetensor_prefix, skips=skip_postfix_list)
         stack.enter_context(publication)
 
-        def gather(said: Callable[[], tuple[bytes, ...]], context: str) -> _StoredModel:
-            model = _StoredModel(comm, load_path, asked, said, context)
+        def gather(describe_call: Callable[[], tuple[bytes, ...]], context: str) -> _StoredModel:
+            model = _StoredModel(comm, load_path, asked, describe_call, context)
             stack.callback(model.closing.close)
             return model
 
@@ -185,11 +185,11 @@ class _StoredModel(ModelState):
         comm: Communicator,
         path: Location,
         options: MergeOptions,
-        said: Callable[[], tuple[bytes, ...]],
+        describe_call: Callable[[], tuple[bytes, ...]],
         context: str,
     ) -> None:
         def look() -> tuple[Files, bytes]:
-            head, *more = said()
+            head, *more = describe_call()
             files = Files(path, options)
             self.closing.callback(files.closing.close)
             chosen = json.dumps(files.open()).encode()
@@ -200,7 +200,7 @@ class _StoredModel(ModelState):
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.closing)
             self._files, answers = comm.together(look, context)
-            self.said = check_heads(answers, context, comm.ranks)
+            self.messages = check_heads(answers, context, comm.ranks)
             stack.pop_all()
         self.catalog = self._files.catalog
 

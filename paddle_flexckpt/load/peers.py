@@ -1,4 +1,7 @@
-"""Peers as a source: the shards of all ranks together, each rank copying those that it holds and receiving the others.
+"""Sources whose rows are spread over the ranks: each rank copies the rows that it holds, and receives the others.
+
+:class:`Peers` exchanges rows. :class:`MemoryPeers` has them in memory;
+:class:`~paddle_flexckpt.load.file_peers.FilePeers` reads them from files.
 
 Memory counts as a checkpoint with virtual files: ``vfile_{rank}`` has the shards that a rank holds. The plan has the
 pieces that a rank copies from its own memory, sends and receives.
@@ -73,7 +76,7 @@ class Peers(Source):
     _plan: ExchangePlan | None = None
 
     def __init__(self, comm: Communicator, context: str, offload: bool) -> None:
-        """Take nothing yet; ``offload``: data of devices goes through host memory."""
+        """Take the ranks, and whether data of devices goes through host memory. The transport opens on first use."""
         super().__init__()
         self._comm, self._context, self._offload = comm, context, offload
 
@@ -158,7 +161,7 @@ class Peers(Source):
         wait_for_devices(self._devices)
         return self._address
 
-    def meet(self, addresses: list[bytes]) -> bool:
+    def set_addresses(self, addresses: list[bytes]) -> bool:
         """Record the addresses of the other ranks; return whether the plan still holds."""
         self._addresses = addresses
         return True
@@ -321,8 +324,8 @@ class MemoryPeers(Peers):
         if self.readable is not None:
             return
         comm, asked = self._comm, np.zeros(len(self.catalog), dtype=np.uint8)
-        for rank, said in zip(comm.ranks, policies):
-            asked[self.catalog.rank == rank] = np.frombuffer(said, dtype=np.uint8)
+        for rank, numbers in zip(comm.ranks, policies):
+            asked[self.catalog.rank == rank] = np.frombuffer(numbers, dtype=np.uint8)
         compares, groups = self._rules.compares, self._checked.groups
         replicas = Replicas(comm, self.owned, self.catalog, groups, asked, compares, self._context)
         differing = replicas.compare(self._comparison, digests)
@@ -346,12 +349,12 @@ class MemoryPeers(Peers):
             raise RuntimeError("replicas were not compared")
         return ShardMatcher(self.catalog, self.readable.groups, self.readable.coverage)
 
-    def meet(self, addresses: list[bytes]) -> bool:
+    def set_addresses(self, addresses: list[bytes]) -> bool:
         """Record the addresses of the other ranks; return whether the plan still holds: no replicas differ.
 
         One collective where there are replicas to be compared. Raises as :meth:`Replicas.compare`.
         """
-        super().meet(addresses)
+        super().set_addresses(addresses)
         again = self._compares_again
         if again is None:
             return True

@@ -46,7 +46,6 @@ from paddle_flexckpt.transfer.targets import Targets
 from paddle_flexckpt.transfer.transfer import quiet_loads
 
 CONFIG_FILE = "config.json"
-_ONE_WRITES_IT = "the coordinator alone writes it"
 # The bytes that a rank receives at a time, while it writes as much that it has received before.
 BATCH_BYTES = 64 << 20
 
@@ -151,8 +150,8 @@ def publish(
         optimizer_states="ignore",
     )
 
-    def gather(said: Callable[[], tuple[bytes, ...]], context: str) -> LiveModel:
-        return LiveModel(comm, lambda: describe() if callable(describe) else model, said, context, reads)
+    def gather(describe_call: Callable[[], tuple[bytes, ...]], context: str) -> LiveModel:
+        return LiveModel(comm, lambda: describe() if callable(describe) else model, describe_call, context, reads)
 
     with quiet_loads(), Publication(comm, output, asked, "publish") as publication:
         publication.agree(gather)
@@ -161,9 +160,9 @@ def publish(
 
 
 class Publication:
-    """A write of a model's files by all ranks. Leaving the context by an error removes what this rank has written.
+    """A write of a model's files by all ranks, as a context manager.
 
-    But where this rank cannot rule out that the model was published, its files stay, as they may be part of the model.
+    An error in the context removes what this rank has written, unless the model may have been published.
     """
 
     _output: OutputDirectory
@@ -216,7 +215,7 @@ class Publication:
         """Describe the sources, and check them and the output. One collective."""
         comm, options = self._comm, self._options
 
-        def said() -> tuple[bytes, ...]:
+        def describe_call() -> tuple[bytes, ...]:
             check_coordinator(comm, options.coordinator_rank)
             self._output = OutputDirectory(open_destination(self._location))
             self._undo = self._output.undo
@@ -226,8 +225,8 @@ class Publication:
             place = place_of(backend).encode() if backend.has_path else b""
             return options.encode(self._call), b"" if exists(backend) else b"made", place, os.urandom(8)
 
-        self._state = gather(said, self._context)
-        made, self._places, drawn = self._state.said
+        self._state = gather(describe_call, self._context)
+        made, self._places, drawn = self._state.messages
         self._output.is_made = made[options.coordinator_rank] == b"made"
         self._token = drawn[options.coordinator_rank].hex()
 
@@ -254,7 +253,7 @@ class Publication:
 
     def _begin_compared(self) -> tuple[None, bytes]:
         self._begin()
-        return None, join(self._state.describe())
+        return None, join(self._state.replica_digests())
 
     def _begin(self) -> None:
         """Choose tensors and divide them among files: the same on every rank, as all know all sources. Begin own files.
@@ -361,7 +360,7 @@ class Publication:
         self._files.flush()
 
     def _end_writing(self) -> None:
-        """Make durable what this rank has written. When all ranks have done so, one commits: others may not know."""
+        """Make durable what this rank has written. From here on the coordinator alone knows if the model appeared."""
         self._files.make_durable()
         self._meter.finish()
         self._may_be_there = self._may_be_there or not self._leads

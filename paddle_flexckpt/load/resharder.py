@@ -21,7 +21,7 @@ from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.load.peers import MemoryPeers, ReshardOptions
 from paddle_flexckpt.memory.live_targets import describe_targets
 from paddle_flexckpt.memory.sources import check_sources, gather_virtual_files, owned_tensors
-from paddle_flexckpt.memory.state import LocalState, layout_of, open_state
+from paddle_flexckpt.memory.state import LocalState, open_state, state_fingerprint
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.overlaps import finish_steps
 from paddle_flexckpt.ranks.communicator import Communicator
@@ -148,8 +148,8 @@ class ReshardPlan:
 
         with peers.closing:
             _, answers = self._comm.together(look, _CONTEXT)
-            said = self._check_runs(answers)
-            if all(each[0] for each in said) and peers.meet([each[1:] for each in said]):
+            states = self._check_runs(answers)
+            if all(each[0] for each in states) and peers.set_addresses([each[1:] for each in states]):
                 return self._move(begin)
         self._plan()
         with self._peers.closing:
@@ -172,7 +172,7 @@ class ReshardPlan:
     def _plan(self) -> None:
         self._planned = False
         source, own, self._number = _gather_sources(self._comm, self._source, self._options, "plan_reshard")
-        self._transfer, self._peers = _between_ranks(self._comm, self._target, source, own, self._options)
+        self._transfer, self._peers = _transfer_between_ranks(self._comm, self._target, source, own, self._options)
         try:
             self._transfer.prepare()
         except BaseException:
@@ -183,7 +183,7 @@ class ReshardPlan:
         self._planned = True
 
     def _layout_now(self) -> Any:
-        return layout_of(self._source), layout_of(self._target)
+        return state_fingerprint(self._source), state_fingerprint(self._target)
 
     def _move(self, begin: float) -> LoadReport:
         # If anything fails while data moves, the next run uses nothing that this one has left behind.
@@ -196,20 +196,22 @@ class ReshardPlan:
 def _gather_sources(
     comm: Communicator, state_dict: Mapping[str, Any], options: ReshardOptions, call: str
 ) -> tuple[Catalog, dict[str, dict[str, Any]], bytes]:
-    """Describe the sources of all ranks as virtual files; return these, and a number that is unique to the call."""
+    """Describe the sources of all ranks as virtual files; return the catalog, this rank's tensors by file
+    and name, and a number that is unique to the call.
+    """
 
-    def said() -> tuple[bytes, ...]:
+    def describe_call() -> tuple[bytes, ...]:
         check_coordinator(comm, options.coordinator_rank)
         return options.encode(call), secrets.token_bytes(PLAN_BYTES)
 
-    source, own, (numbers,) = gather_memory(comm, lambda: state_dict, said, _CONTEXT)
+    source, own, (numbers,) = gather_memory(comm, lambda: state_dict, describe_call, _CONTEXT)
     return source, own, numbers[0]
 
 
 def gather_memory(
     comm: Communicator,
     describe: Callable[[], Mapping[str, Any]],
-    said: Callable[[], tuple[bytes, ...]],
+    describe_call: Callable[[], tuple[bytes, ...]],
     context: str,
 ) -> tuple[Catalog, dict[str, dict[str, Any]], list[tuple[bytes, ...]]]:
     """Describe what all ranks hold, each as a virtual file. One collective.
@@ -217,13 +219,13 @@ def gather_memory(
     Args:
         comm: The ranks.
         describe: Gives this rank's shards, or raises.
-        said: Checks the other arguments; returns a message that has to be the same on every rank, and one that need
-            not.
+        describe_call: Checks the other arguments. It returns the message that has to be equal on all ranks, then any
+            others.
         context: What is being done, for errors.
 
     Returns:
         The catalog of all; this rank's tensors and shards by virtual file and name; from every rank, the message of
-        ``said`` that need not be the same.
+        ``describe_call`` that need not be equal.
 
     Raises:
         ValidationError: A rank's shards or options are not sound, or ranks differ; the same on every rank.
@@ -231,7 +233,7 @@ def gather_memory(
     mine = virtual_file(comm.rank)
 
     def look() -> tuple[LocalState, bytes]:
-        head, *more = said()
+        head, *more = describe_call()
         state = open_state(describe(), comm.rank, mine)
         return state, join((head, encode_catalog(state.catalog), *more))
 
@@ -251,19 +253,19 @@ class GatheredState:
         catalog: The shards of all ranks, each rank's in a virtual file.
         tensors: This rank's tensors.
         checked: The results of the checks of the shards.
-        said: The other messages that ranks gathered, as of :func:`gather_memory`.
+        messages: The other messages that ranks gathered, as of :func:`gather_memory`.
     """
 
     def __init__(
         self,
         comm: Communicator,
         describe: Callable[[], Mapping[str, Any]],
-        said: Callable[[], tuple[bytes, ...]],
+        describe_call: Callable[[], tuple[bytes, ...]],
         context: str,
     ) -> None:
         """Describe the state of all ranks. One collective; arguments and errors as of :func:`gather_memory`."""
         self._comm, self._context = comm, context
-        self.catalog, own, self.said = gather_memory(comm, describe, said, context)
+        self.catalog, own, self.messages = gather_memory(comm, describe, describe_call, context)
         self._described = owned_tensors(self.catalog, own, comm.rank, context)
         owned = {row: getattr(value, "local_tensor", value) for row, value in self._described.items()}
         self.tensors = list(owned.values())
@@ -341,17 +343,20 @@ def _load_state_dict(
         return open_state(target_state_dict, comm.rank, is_source=False).catalog
 
     source = gather_virtual_files(comm, source_state_dict, metadata_list, targets, _CONTEXT)
-    return _between_ranks(comm, target_state_dict, source, source_state_dict, asked)[0].run()
+    return _transfer_between_ranks(comm, target_state_dict, source, source_state_dict, asked)[0].run()
 
 
-def _between_ranks(
+def _transfer_between_ranks(
     comm: Communicator,
     targets: Mapping[str, Any],
     source: Catalog,
     source_state_dict: Mapping[str, Mapping[str, Any]],
     options: ReshardOptions,
 ) -> tuple[Transfer, MemoryPeers]:
-    """Return the source that fills targets from all ranks' shards; arguments as of :func:`_load_state_dict`."""
+    """Return the transfer that fills targets from all ranks' shards, and its source.
+
+    Arguments are those of :func:`_load_state_dict`.
+    """
     described = owned_tensors(source, source_state_dict, comm.rank, _CONTEXT)
     owned = {row: getattr(value, "local_tensor", value) for row, value in described.items()}
     peers = MemoryPeers(comm, source, check_sources(comm, owned, source, _CONTEXT), described, options, _CONTEXT)

@@ -118,9 +118,9 @@ def _ask(transform: Any, name: str, *arguments: Any) -> Any:
     try:
         return getattr(transform, name)(*arguments)
     except Exception as error:
-        said = ", ".join(map(repr, arguments))
+        given = ", ".join(map(repr, arguments))
         raise ValidationError(
-            [f"load_transform.{name}({said}) raised {type(error).__name__}: {error}. Remedy: correct the transform"]
+            [f"load_transform.{name}({given}) raised {type(error).__name__}: {error}. Remedy: correct the transform"]
         ) from error
 
 
@@ -139,17 +139,17 @@ class TransformedFiles(Files):
 
     def open(self) -> dict[str, str]:
         """Open the checkpoint; return its description, with the tensors that are made of it."""
-        said, stored, backend = super().open(), self.manifest, self.directory.backend
+        description, stored, backend = super().open(), self.manifest, self.directory.backend
         tensors = logical_tensors(self._transform, stored.catalog)
         made = self._made = MadeTensors(self._transform, tensors, backend, stored, self._options)
         self.directory = CheckpointDirectory(_Overlay(backend, made))
         self.manifest = made.manifest()
         self.catalog = self.manifest.catalog
-        return {**said, "load_transform": made.digest}
+        return {**description, "load_transform": made.digest}
 
-    def recall(self, task: Task, planned: ReadPlan) -> bytes:
+    def reuse(self, task: Task, planned: ReadPlan) -> bytes:
         """Do what the base class does; also make the first tensor, to find errors before a target changes."""
-        address = super().recall(task, planned)
+        address = super().reuse(task, planned)
         rows = planned.pieces.source
         made = rows[self.catalog.file[rows] == self._made.file]
         if len(made):

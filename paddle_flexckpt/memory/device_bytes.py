@@ -51,7 +51,7 @@ class DeviceBytes:
     """
 
     def __init__(self, spans: Iterable[Span], device: str, nbytes: int) -> None:
-        """Take the spans, the device that most are on, and how many bytes they have with room for their alignment."""
+        """Take the spans, the device that most are on, and an upper bound of their bytes, alignment included."""
         # A buffer may lack a block at its end.
         count = min(BUFFERS, nbytes // (BUFFER_BYTES - BLOCK_BYTES) + 1)
         memory = np.empty(count * BUFFER_BYTES, dtype=np.uint8)
@@ -62,8 +62,8 @@ class DeviceBytes:
         self._thread = threading.local()
         self._storage: DeviceMemory | None = None
         self._next = self._stop = 0
-        # The caller's state: views of the current buffer, and buffers that it may still use, with the bytes and arrays
-        # that had been given when their last one was.
+        # The caller's state: views of the current buffer, and buffers that it may still use, each with the number of
+        # bytes and arrays that had been given when its last view was.
         self._views: deque[np.ndarray] = deque()
         self._buffer: np.ndarray | None = None
         self._used: deque[tuple[int, int, np.ndarray]] = deque()

@@ -20,7 +20,7 @@ from paddle_flexckpt.catalog import CheckpointError, dtype_of
 from paddle_flexckpt.memory.tensor_memory import device_of, dtype_name, element_count, empty_on_host, host_memory
 from paddle_flexckpt.transfer.copies import DEVICE_CHUNK_BYTES, DeviceStorage
 
-# The integer type of Paddle and numpy in which an element of so many bytes is moved. 16 bytes are two of 8.
+# The integer type of Paddle and numpy in which an element is moved, by its bytes; 16 bytes are moved as two of 8.
 _BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "int64"}
 
 

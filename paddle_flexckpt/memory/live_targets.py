@@ -34,7 +34,7 @@ _HALF = frozenset({"float16", "bfloat16"})
 
 
 def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> int:
-    """Set masters that a load left out to the loaded parameters, as the first step of a fresh job would.
+    """Set each master that a load did not fill to its loaded parameter, as the first step of a fresh job would.
 
     Optimizers are found among the objects of the process, as they are no argument of a load. Warns of masters that are
     not laid out as their parameters. Returns the number of masters that were renewed. ``untouched`` are the keys of the
@@ -87,7 +87,7 @@ def _renew_all(loaded: Mapping[str, Sequence[Any]], filled: Sequence[int]) -> tu
 
 
 def betas_by_address() -> Iterator[tuple[tuple[int, int], float]]:
-    """Yield the betas of all live optimizers, by the address of each power of one, and its number, 1 or 2."""
+    """Yield ``((address, number), beta)`` for each beta power of the live optimizers; the number is 1 or 2."""
     for optimizer in _optimizers("_accumulators"):
         for number in (1, 2):
             beta: Any = getattr(optimizer, f"_beta{number}", None)

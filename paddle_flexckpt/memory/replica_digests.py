@@ -1,7 +1,8 @@
 """Take digests of replicas: in the host's memory, beside a write, or on the device that has them.
 
-A digest of bytes is one of their block checksums. The file that a rank writes needs those anyway, so no byte is hashed
-twice; a thread hashes meanwhile what another rank writes.
+The digest of a stretch is its block checksum, or a hash of these if it has several blocks. The
+file that a rank writes needs those anyway, so no byte is hashed twice; a thread hashes meanwhile what another rank
+writes.
 
 A device digests its own memory: sums of 32-bit words, each multiplied by a random odd 64-bit number, modulo 2**64
 (multilinear hashing; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Two different rows of words

@@ -52,6 +52,8 @@ def check_layout(catalog: Catalog, context: str) -> Layout:
 def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, context: str, head: bytes = b"") -> None:
     """Check that all ranks' shards, which ``describe`` gives, can be saved. One collective; no value is read.
 
+    ``head`` is compared with that of the other ranks.
+
     Raises:
         ValidationError: They cannot; the same on every rank, with the text of a save.
         CheckpointError: ``describe`` has failed somewhere; likewise.
@@ -227,9 +229,9 @@ def gather_virtual_files(
         return None, json.dumps([sorted(source_state_dict), shapes, orders, named.names]).encode()
 
     _, answers = comm.together(own, context)
-    told = [json.loads(answer) for answer in answers]
-    holders = {file: rank for rank, (files, *_) in zip(comm.ranks, told) for file in files}
-    global_shapes = {key: shape for _, shapes, *_ in told for key, shape in shapes.items()}
+    descriptions = [json.loads(answer) for answer in answers]
+    holders = {file: rank for rank, (files, *_) in zip(comm.ranks, descriptions) for file in files}
+    global_shapes = {key: shape for _, shapes, *_ in descriptions for key, shape in shapes.items()}
 
     def build() -> tuple[Catalog, bytes]:
         files = {file for entry in metadata for file in entry.storage_metadata.values()}
@@ -237,10 +239,10 @@ def gather_virtual_files(
         if lost:
             raise ValidationError([Problem("no rank holds a file that the metadata names", file=file) for file in lost])
         source = catalog_from_metadata(metadata, holders.__getitem__, global_shapes)
-        # Metadata has no place for orders and names of states; the shards that it describes do.
-        said = [({key: Order.decode(order) for key, order in orders}, names) for *_, orders, names in told]
+        # Orders and names of states are not in the metadata: they come from the ranks' shards.
+        of_shards = [({key: Order.decode(order) for key, order in each}, names) for *_, each, names in descriptions]
         nothing = np.zeros(0, dtype=np.int64)
-        known = (replace(source.with_orders(orders), state_names=_tuples(names)) for orders, names in said)
+        known = (replace(source.with_orders(orders), state_names=_tuples(names)) for orders, names in of_shards)
         source = concat([source, *(each.take(nothing) for each in known)])
         owned_tensors(source, source_state_dict, comm.rank, context)  # an error here has to be every rank's error
         return source, b""

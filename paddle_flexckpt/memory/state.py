@@ -159,7 +159,8 @@ def open_state(
             and tensors or arrays (taken as replicated), nested as deep as one likes.
         rank: This rank's number.
         file: Name of the (virtual) file that the state stands for.
-        is_source: Whether values are read from it: then a parameter that is described by its master is included, too.
+        is_source: Whether values are read from the state. A MasterSlice then gives two rows: the parameter, rounded
+            from the master, and the master.
 
     Raises:
         ValidationError: Some value is not a usable shard; all of them are listed.
@@ -181,7 +182,7 @@ def open_state(
     builder = CatalogBuilder(rank, file)
     if not rows:
         return LocalState([], [], builder.build())
-    keys, weights, tensors, global_shapes, offsets, shapes, flats, said = map(list, zip(*rows))
+    keys, weights, tensors, global_shapes, offsets, shapes, flats, orders = map(list, zip(*rows))
     refuse_stale(keys, tensors, rank)
     dtypes = [tensor.dtype for tensor in tensors]
     numbers = list(map(id, dtypes))  # Paddle's are slow to hash
@@ -191,7 +192,7 @@ def open_state(
         pairs = ((keys[row], tensors[row]) for row, number in enumerate(numbers) if number in odd)
         found = (unusable_tensor(tensor, functools.partial(Problem, key=key, rank=rank)) for key, tensor in pairs)
         raise ValidationError(list(filter(None, found)))
-    orders = with_orders_of_states(keys, said, global_shapes, shapes)
+    orders = with_orders_of_states(keys, orders, global_shapes, shapes)
     builder.add_many(keys, [names[number] for number in numbers], global_shapes, offsets, shapes, flats, orders)
     return LocalState(weights, tensors, replace(builder.build(), state_names=named.names))
 
@@ -209,7 +210,7 @@ def _with_parameters(flat_state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _usual_rows(flat_state: Mapping[str, Any], rank: int) -> list[_Row | None]:
     """Describe ordinary values without a call for each; return None for those that need :func:`_described`."""
-    kinds, odd, new = _kinds(flat_state.values()), _odd_names(flat_state), tuple.__new__
+    kinds, odd, new = _kinds(flat_state.values()), _suspect_names(flat_state), tuple.__new__
     found: list[_Row | None] = [None] * len(flat_state)
     origins: dict[int, tuple[int, ...]] = {}
     for number, (key, value) in enumerate(flat_state.items()):
@@ -269,7 +270,7 @@ def _described(key: str, value: Any, rank: int, path: tuple[str, ...]) -> _Row |
     return _Row(key, weight, weight.local_tensor, whole, offset, shape, flat, order)
 
 
-# The kinds of a type's values. Values of no kind but the first three, or not of Paddle, need a closer look.
+# The kinds of types. Values of the kind _OTHER are described one by one.
 _SHARD, _ARRAY, _TENSOR, _OTHER = range(4)
 
 
@@ -286,7 +287,7 @@ def _kinds(values: Collection[Any]) -> dict[type, int]:
     return kinds
 
 
-def _odd_names(names: Collection[str]) -> set[str]:
+def _suspect_names(names: Collection[str]) -> set[str]:
     """Return the names that :func:`_unusable` may refuse."""
     text = "\n".join(names)
     if "" not in names and (("slice@" not in text) if text.isascii() else not _ODD.search(text)):
@@ -294,11 +295,10 @@ def _odd_names(names: Collection[str]) -> set[str]:
     return {name for name in names if not name or _ODD.search(name)}
 
 
-def layout_of(state_dict: Mapping[str, Any]) -> list[Any]:
-    """Return the result of :func:`open_state` except the values, to be compared with that of another time.
+def state_fingerprint(state_dict: Mapping[str, Any]) -> list[Any]:
+    """Return a value that is equal for two states with the same shards, of the same tensors, in the same memory.
 
-    It takes a few microseconds a tensor, without a call for each: nothing is checked. If it is equal for two states,
-    they have the same shards, of the same tensors, in the same memory.
+    It takes a few microseconds a tensor, without a call for each: nothing is checked.
     """
     flat = flatten_state_dict(state_dict)[0]
     kinds = _kinds(flat.values())
@@ -332,11 +332,11 @@ def _memory(tensors: Collection[Any], kinds: Mapping[type, int]) -> list[tuple[A
         elif tensor is None:
             found.append(())
         else:
-            found.append((id(tensor), *_odd_memory(tensor)))
+            found.append((id(tensor), *_other_memory(tensor)))
     return found
 
 
-def _odd_memory(tensor: Any) -> tuple[Any, ...]:
+def _other_memory(tensor: Any) -> tuple[Any, ...]:
     if not is_dist_tensor(tensor):
         return (repr(tensor),)
     local = tensor._local_value()

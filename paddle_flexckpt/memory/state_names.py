@@ -74,9 +74,10 @@ class StateNames(NamedTuple):
 
 
 def state_names(flat_state: Mapping[str, Any], rank: int, *, are_placed: bool = False) -> StateNames:
-    """Return the owners of the states that a flattened state dict has under raw names, as far as it shows them.
+    """Return the structured names of the optimizer states that a flat state dict has under raw names.
 
-    ``are_placed``: whether metadata has the place of each plain tensor in its whole.
+    States whose parameter is not in the dict are left out. ``are_placed``: whether metadata says which part of
+    its whole each plain tensor is; then no part is refused.
     """
     found = StateNames({}, [])
     if not _STATE.search("\n".join(flat_state)):
@@ -86,9 +87,9 @@ def state_names(flat_state: Mapping[str, Any], rank: int, *, are_placed: bool = 
     for key, value in states.items():
         owner = _owner(key, holders)
         if owner is None:
-            problem = None if are_placed else _unknown_part(key, value, rank)
+            problem = None if are_placed else _unknown_part_problem(key, value, rank)
         elif len(holders[owner.parameter]) > 1:
-            problem = several(owner.parameter, holders[owner.parameter], key, rank)
+            problem = ambiguous_name(owner.parameter, holders[owner.parameter], key, rank)
         else:
             ((keys),) = holders[owner.parameter].values()
             # An optimizer with a name prefixes it to the names of its accumulators.
@@ -96,7 +97,7 @@ def state_names(flat_state: Mapping[str, Any], rank: int, *, are_placed: bool = 
             owners = {name for each in keys for name in (each, bare(each))}
             names = {f"{owner.path}{name}.{state}" for name in owners for state in suffixes}
             found.names[key] = tuple(sorted(names))
-            problem = None if are_placed else _part(key, value, rank, keys[0], flat_state[keys[0]])
+            problem = None if are_placed else _part_problem(key, value, rank, keys[0], flat_state[keys[0]])
         if problem is not None:
             found.problems.append(problem)
     return found
@@ -124,7 +125,9 @@ def _owner(key: str, holders: Mapping[str, Any]) -> _Owner | None:
             return None
 
 
-def several(name: str, places: Mapping[Any, list[str]], key: str | None = None, rank: int | None = None) -> Problem:
+def ambiguous_name(
+    name: str, places: Mapping[Any, list[str]], key: str | None = None, rank: int | None = None
+) -> Problem:
     """Return the problem that a state may belong to any of several parameters with the same raw name."""
     return Problem(
         f"the states of several parameters cannot be told apart, as all have the name {name!r}",
@@ -135,7 +138,7 @@ def several(name: str, places: Mapping[Any, list[str]], key: str | None = None, 
     )
 
 
-def _part(key: str, state: Any, rank: int, name: str, parameter: Any) -> Problem | None:
+def _part_problem(key: str, state: Any, rank: int, name: str, parameter: Any) -> Problem | None:
     """Return the problem that a plain state is one rank's part of a whole, if its parameter shows it."""
     if is_sharded_weight(state) or is_dist_tensor(state) or _POWERS.search(key) or "int" in str(state.dtype):
         return None
@@ -156,7 +159,7 @@ def _part(key: str, state: Any, rank: int, name: str, parameter: Any) -> Problem
     )
 
 
-def _unknown_part(key: str, state: Any, rank: int) -> Problem | None:
+def _unknown_part_problem(key: str, state: Any, rank: int) -> Problem | None:
     """Return the problem that a plain state may be an unknown part, in a job whose ranks have parts of parameters."""
     topology = sys.modules.get("paddle.distributed.fleet.base.topology")
     hcg = getattr(topology, "_HYBRID_PARALLEL_GROUP", None)

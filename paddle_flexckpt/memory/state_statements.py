@@ -16,7 +16,7 @@ from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, without_e
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Backend, Location
 from paddle_flexckpt.memory.state import flatten_state_dict, is_tensor, open_state
-from paddle_flexckpt.memory.state_names import keys_by_name, several, tensor_name
+from paddle_flexckpt.memory.state_names import ambiguous_name, keys_by_name, tensor_name
 from paddle_flexckpt.transfer.names import raw_parameter, split_raw, without_prefix
 
 Tensors = Union[Location, Mapping[str, Any], Catalog]
@@ -50,7 +50,7 @@ def plain_state_statements(
     found = keys_by_name(model_sharded_state_dict)
     names = {name: next(iter(places.values())) for name, places in found.items()}
     first = list(model_sharded_state_dict)[:3]
-    problems: list[Problem] = [several(name, places) for name, places in found.items() if len(places) > 1]
+    problems: list[Problem] = [ambiguous_name(name, places) for name, places in found.items() if len(places) > 1]
     plain_of: dict[str, str] = {}
     for plain, value in flatten_state_dict(plain_state_dict)[0].items():
         if not is_tensor(getattr(value, "local_tensor", value)):

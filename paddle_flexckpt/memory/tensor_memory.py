@@ -166,7 +166,7 @@ def strided_memory(tensor: Any) -> np.ndarray:
 
 
 def refuse_stale(keys: Sequence[str], tensors: Sequence[Any], rank: int) -> None:
-    """Raise if one of these tensors is a parameter that other ranks' steps have changed, without their values.
+    """Raise if a tensor is a parameter whose new value only other ranks have.
 
     Raises:
         ValidationError: There are such parameters; the text has their keys, and the ranks that have to gather them.

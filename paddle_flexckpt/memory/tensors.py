@@ -30,7 +30,7 @@ from paddle_flexckpt.transfer.copies import AnyStorage, copy_values
 
 
 def open_storage(tensor: Any) -> AnyStorage:
-    """Open a tensor to be read, element by element in row-major order, or to be written if it is not staged.
+    """Open a tensor, element by element in row-major order. Writing changes the tensor unless the result is a copy.
 
     The result is the memory of a contiguous host tensor, a host copy of a strided one, or a DeviceMemory.
     """

@@ -49,7 +49,7 @@ class Files(Source):
     directory: CheckpointDirectory
     manifest: Manifest
     reader: FileReader
-    keeps_plans = True
+    caches_plans = True
     # The keys whose rows ``open`` reads of a manifest in partitions; None: all.
     _first_keys: Sequence[str] | None = None
     _is_prepared = False
@@ -115,14 +115,14 @@ class Files(Source):
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
         """Plan the reads, and check the files' headers and sizes."""
-        self.recall(task, plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping))
+        self.reuse(task, plan_reads(ShardMatcher(self.catalog), task.plan, task.mapping))
         return ()
 
-    def keep(self) -> ReadPlan:
+    def planned_reads(self) -> ReadPlan:
         """Return the reads."""
         return self._plan
 
-    def recall(self, task: Task, planned: ReadPlan) -> bytes:
+    def reuse(self, task: Task, planned: ReadPlan) -> bytes:
         """Use reads that were planned earlier, and check the files' headers and sizes."""
         self._plan = planned
         verify = verify_mode(self._options.verify)

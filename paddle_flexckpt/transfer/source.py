@@ -70,7 +70,7 @@ class Source(Facts):
         partial: A text about missing files, if a repair has rebuilt its manifest without them.
         catalog: All of its shards, or those that :meth:`want` chose; known when it is open.
         between_ranks: Whether ranks send each other elements: then each has to know the others' targets.
-        keeps_plans: Whether plans can be cached, by :meth:`keep` and :meth:`recall`.
+        caches_plans: Whether plans can be cached, by :meth:`planned_reads` and :meth:`reuse`.
     """
 
     path: str
@@ -78,7 +78,7 @@ class Source(Facts):
     partial = ""
     catalog: Catalog
     between_ranks = False
-    keeps_plans = False
+    caches_plans = False
 
     def __init__(self) -> None:
         self.closing = contextlib.ExitStack()
@@ -119,19 +119,19 @@ class Source(Facts):
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Plan the exchange between ranks; ``answers``: every rank's :meth:`prepare`, by field."""
 
-    def keep(self) -> Any:
+    def planned_reads(self) -> Any:
         """Return the plan, as :class:`KeptReads`, without anything of this checkpoint alone."""
         raise NotImplementedError
 
-    def recall(self, task: Task, planned: Any) -> bytes:
-        """Do what :meth:`prepare` does, with the plan of :meth:`keep` for a source with the same shards.
+    def reuse(self, task: Task, planned: Any) -> bytes:
+        """Do what :meth:`prepare` does, with the plan of :meth:`planned_reads` for a source with the same shards.
 
         Return this rank's address for the others, if ranks send each other anything.
         """
         raise NotImplementedError
 
-    def meet(self, addresses: list[bytes]) -> bool:
-        """Note every rank's address of :meth:`recall`; return whether the plan is still valid."""
+    def set_addresses(self, addresses: list[bytes]) -> bool:
+        """Note every rank's address of :meth:`reuse`; return whether the plan is still valid."""
         return True
 
     def move(self, task: Task) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class Transfer:
         self._comm, self._source, self._options = comm, source, options
         self._describe_targets, self._call, self._context = describe_targets, call, context
         self._all_targets: Catalog | None = None
-        self._keeps_plans = plans is not None and source.keeps_plans
+        self._caches_plans = plans is not None and source.caches_plans
         self._plans = plans or PlanCache()
         self._own = b""
         self._is_whole = False
@@ -94,7 +94,7 @@ class Transfer:
         # All send the options and the source's identity, with a short message, their targets, or their tasks.
         kept, answers = find_common_plan(comm, self._plans, self, context)
         if kept is not None:
-            source.meet(answers)
+            source.set_addresses(answers)
             self._unexpected = [*kept.unexpected]
             return self._task
         if self._gathers_targets:
@@ -116,7 +116,7 @@ class Transfer:
         # The exchange between ranks; empty if each reads for itself.
         source.plan(self._task, of_source)
         if all(owns):
-            kept = KeptLoad.of(owns, self._task, source.keep(), self._unexpected, self._is_whole)
+            kept = KeptLoad.of(owns, self._task, source.planned_reads(), self._unexpected, self._is_whole)
             self._plans.put(self._own, kept)
         return self._task
 
@@ -158,7 +158,7 @@ class Transfer:
         source.want(self._targets)
         check_coordinator(self._comm, options.coordinator_rank)
         self._head = options.encode(call, **self._said, context=self._context)
-        if self._keeps_plans:
+        if self._caches_plans:
             lasting = options.encode(call, **{name: said for name, said in self._said.items() if name != "checkpoint"})
             self._own = describe_load(lasting, self._comm.ranks, self._targets, source.describe())
         return self._own
@@ -168,7 +168,7 @@ class Transfer:
         if plan.whole:
             self._complete()
         self._task = plan.task(self._targets)
-        address = self._source.recall(self._task, plan.reads)
+        address = self._source.reuse(self._task, plan.reads)
         agreed = fingerprint((plan.origin, self._options.encode(self._call, **self._said)))
         return encode_short(BRIEF_LOAD, agreed, address)
 

@@ -14,7 +14,7 @@ import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.communication import transport as transports
-from paddle_flexckpt.communication.transport import SocketTransport, _pack_host, _unpack_host, place_of
+from paddle_flexckpt.communication.transport import SocketTransport, _pack_host, _unpack_host, parse_address
 
 STALL = 20.0
 # More than the sockets on both ends of a connection hold: a sender has to wait for its receiver.
@@ -155,7 +155,7 @@ def test_a_member_without_any_stream_returns():
 
 
 def connect(address: bytes) -> socket.socket:
-    host, port, _ = place_of(address)
+    host, port, _ = parse_address(address)
     return socket.create_connection((host, port), timeout=STALL)
 
 
@@ -315,7 +315,7 @@ def test_a_member_that_goes_before_it_connects_is_noticed_long_before_the_patien
 
 
 def test_a_member_that_is_late_is_waited_for_although_it_is_looked_for(monkeypatch):
-    monkeypatch.setattr(transports, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(transports, "FIRST_CHECK_SECONDS", 0.01)
     members, looked = Members((0, 1), stall=60.0), threading.Semaphore(0)
     look = SocketTransport._is_gone
 

@@ -12,7 +12,7 @@ from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.communication.transport import SocketTransport
 from paddle_flexckpt.load import peers, resharder
 from paddle_flexckpt.load.resharder import plan_reshard, reshard_sharded_state_dict
-from paddle_flexckpt.memory.state import layout_of
+from paddle_flexckpt.memory.state import state_fingerprint
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.transfer.agreement import BRIEF_RUN
@@ -255,7 +255,7 @@ def test_it_needs_no_call_for_each_tensor():
 
         sys.setprofile(profile)
         try:
-            layout_of(state)
+            state_fingerprint(state)
         finally:
             sys.setprofile(None)
         return seen
