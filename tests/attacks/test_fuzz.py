@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import CheckpointError
@@ -16,6 +16,7 @@ from tests.attacks.opcodes import array, named, program, short
 from tests.attacks.targets import TARGETS, outcome
 from tests.foreign.writers import NEW
 from tests.native.samples import store, whole
+from tests.property import examples
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,7 +32,7 @@ def read(data: bytes) -> None:
 
 
 @given(st.binary(max_size=300))
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_random_bytes(data):
     read(data)
     read(b"\x80\x04" + data)
@@ -67,7 +68,7 @@ PART = st.one_of(
 @given(st.lists(PART, max_size=40).map(b"".join))
 @example(b"]\x94(h\x00h\x00e")
 @example(array(b"K\x01\x85") + array(b"K\x01\x85") + b"K\x01\x87" + b"R")
-@settings(deadline=None, max_examples=500)
+@examples(500)
 def test_random_programs(body):
     read(program(body))
 
@@ -84,7 +85,7 @@ JSON = st.recursive(
 
 @pytest.mark.slow
 @given(JSON, st.binary(max_size=40))
-@settings(deadline=None, max_examples=300)
+@examples(300)
 def test_random_headers(value, data):
     text = json.dumps(value).encode()
     for raw in (len(text).to_bytes(8, "little") + text + data, data):
@@ -105,7 +106,7 @@ CHANGES = st.lists(
 
 @pytest.mark.parametrize("name", TARGETS)
 @given(st.integers(0, 99), CHANGES)
-@settings(deadline=None, max_examples=100)
+@examples(100)
 def test_changed_files(name, number, changes):
     """Good files of every kind, changed; the header's length follows the header in half of the changes."""
     target = TARGETS[name]

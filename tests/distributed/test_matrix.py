@@ -1,4 +1,4 @@
-"""A part of the matrix: its diagonal, the neighbours and a seeded sample. ``make test-matrix`` runs all of it.
+"""A part of the matrix. ``make test-matrix`` runs all of it, ``make test-all`` its diagonal, neighbours and a sample.
 
 In CI each strategy of a model is saved once and loaded once, at the least; with tied weights there are fewer.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("paddle")
-from tests.distributed.matrix.strategies import FLOWS_IN_SHORT, MODELS, flow_pairs, sample
+from tests.distributed.matrix.strategies import FLOWS_IN_SHORT, MODELS, STRATEGIES, flow_pairs, sample
 from tests.distributed.matrix.table import Matrix
 
 # Eight ranks take too long to start for what CI would learn from them.
@@ -29,19 +29,44 @@ def matrix(world, tmp_path_factory):
     return Matrix(world, tmp_path_factory.mktemp("matrix"))
 
 
+# Pairs of the working notes (tests/notes_coverage.md), which a sample need not have. With tied weights a parameter of
+# V2 reaches over two ranks, unless tensor parallelism cuts it too; without, a wrong range would show nothing.
+NOTED = {
+    "3.2": [("tied", "v2x4", "dp2"), ("untied", "v1x2", "dp2")],
+    "2.3": [("tied", "tp2xv2x2", "tp4"), ("tied", "tp4", "tp2xv2x2")],
+    "3.15": [("mixture", "moe-ep2", "moe-ep2topo-v2x2"), ("mixture", "moe-ep2topo-v2x2", "moe-ep2")],
+    "3.16": [
+        ("untied", "dp2", "tp2xpp2"),
+        ("untied", "v1x2", "tp2xpp2"),
+        ("tied", "v2x2", "tp2xpp2"),
+        ("mixture", "moe-ep2topo-v2x2", "moe-tp2ep2+spxpp2"),
+    ],
+    "8": [("untied", "tp2", "pp4"), ("tied", "dp2", "v2x4")],
+}
+
+
+def _cover(model):
+    """Pairs of unequal strategies that save and load each strategy once, beside those that the notes name."""
+    noted = [pair for found in NOTED.values() for of, *pair in found if of == model]
+    names = [each.name for each in STRATEGIES if model in each.models and each.world <= LARGEST_WORLD]
+    unsaved = [name for name in names if name not in {saved for saved, _ in noted}]
+    unloaded = [name for name in names if name not in {loaded for _, loaded in noted}]
+    half = len(unloaded) // 2  # far from each other in the table: what differs most
+    longest = range(max(len(unsaved), len(unloaded)))
+    return [(unsaved[i % len(unsaved)], unloaded[(i + half) % len(unloaded)]) for i in longest]
+
+
 def _pairs(model):
-    """A model's pairs: those that save or load a strategy for the first time are for CI, the diagonal last.
+    """A model's pairs: those of :func:`_cover` are for CI.
 
     With tied weights those are for CI in which the tied ones come to lie otherwise: the others show what they show
     without them.
     """
-    saved, loaded, found = set(), set(), []
-    for pair in sorted(sample(model, count=6, largest_world=LARGEST_WORLD), key=lambda pair: pair[0] == pair[1]):
-        in_ci = pair in TIED_IN_CI if model == "tied" else pair[0] not in saved or pair[1] not in loaded
-        saved.add(pair[0])
-        loaded.add(pair[1])
-        found.append(pytest.param(model, *pair, marks=() if in_ci else pytest.mark.slow))
-    return found
+    in_ci = sorted(TIED_IN_CI) if model == "tied" else _cover(model)
+    others = [pair for pair in sample(model, count=6, largest_world=LARGEST_WORLD) if pair not in in_ci]
+    return [pytest.param(model, *pair) for pair in in_ci] + [
+        pytest.param(model, *pair, marks=pytest.mark.slow) for pair in others
+    ]
 
 
 @pytest.mark.parametrize(("model", "saved", "loaded"), [pair for model in MODELS for pair in _pairs(model)])
@@ -60,22 +85,6 @@ def _flow(model, saved, loaded):
 def test_what_users_switch_on_besides(matrix, model, saved, loaded):
     result = matrix.pair(model, saved, loaded)
     assert result.ok, result.problem
-
-
-# Pairs of the working notes (tests/notes_coverage.md), which a sample need not have. With tied weights a parameter of
-# V2 reaches over two ranks, unless tensor parallelism cuts it too; without, a wrong range would show nothing.
-NOTED = {
-    "3.2": [("tied", "v2x4", "dp2"), ("untied", "v1x2", "dp2")],
-    "2.3": [("tied", "tp2xv2x2", "tp4"), ("tied", "tp4", "tp2xv2x2")],
-    "3.15": [("mixture", "moe-ep2", "moe-ep2topo-v2x2"), ("mixture", "moe-ep2topo-v2x2", "moe-ep2")],
-    "3.16": [
-        ("untied", "dp2", "tp2xpp2"),
-        ("untied", "v1x2", "tp2xpp2"),
-        ("tied", "v2x2", "tp2xpp2"),
-        ("mixture", "moe-ep2topo-v2x2", "moe-tp2ep2+spxpp2"),
-    ],
-    "8": [("untied", "tp2", "pp4"), ("tied", "dp2", "v2x4")],
-}
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
 from paddle_flexckpt.foreign import pickle_reader
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.foreign.pickle_values import ELEMENT_TYPES
+from tests.property import examples
 
 PROTOCOLS = [2, 3, 4, 5]
 ATOMS = st.none() | st.booleans() | st.integers(-(1 << 100), 1 << 100) | st.floats(allow_nan=False) | st.text()
@@ -27,7 +28,7 @@ DATA = st.recursive(
 
 
 @given(value=DATA)
-@settings(deadline=None, max_examples=60)
+@examples(60)
 def test_plain_data_comes_back(value):
     for protocol in PROTOCOLS:
         data = pickle.dumps(value, protocol)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.sharded_weight import create_sharded_weight_with_new_local
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.property import examples
 from tests.ramdisk import memory_directory
 
 HEADS, GROUPS, HEAD = 8, 4, 2
@@ -134,7 +135,7 @@ def test_load(tmp_path, source, target):
         assert report.bytes_read == report.bytes_needed
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(
     st.sampled_from([1, 2, 4]),
     st.sampled_from(["", "v1", "v2", "dp"]),
@@ -146,7 +147,7 @@ def test_load_between_layouts(source, source_sharding, target, target_sharding):
         move((source, source_sharding), (target, target_sharding), path)
 
 
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(st.sampled_from([1, 2, 4]), st.sampled_from(["", "v2", "dp"]), st.sampled_from([1, 2, 4]))
 def test_reshard_in_memory(source, sharding, target):
     size = max(ranks_of(source, sharding), target)

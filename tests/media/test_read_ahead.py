@@ -20,6 +20,7 @@ from paddle_flexckpt.media.read_ahead import (
     plan_for_readers,
     plan_requests,
 )
+from tests.property import examples
 
 KIB, MIB = 1 << 10, 1 << 20
 FILE_BYTES = 1 << 12
@@ -206,7 +207,7 @@ def no_threads() -> bool:
     return not [each for each in threading.enumerate() if each.name.startswith("flexckpt-ahead")]
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(ranges=RANGES, requests=st.integers(1, 5), size=st.integers(1, 3000), order=st.randoms(use_true_random=False))
 def test_bytes_arrive_whatever_the_order_in_which_they_are_read(ranges, requests, size, order):
     source = Source()

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import ValidationError, concat
@@ -15,6 +15,7 @@ from paddle_flexckpt.planning.holder_sets import least_peak
 from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import SHARDING_KINDS, Strategy, parse_strategy
 from paddle_flexckpt.planning.write_plan import lay_lines, plan_write
+from tests.property import examples
 
 
 def tensors(layers: int, dtype: str = "float32", scale: int = 4) -> tuple[ModelTensor, ...]:
@@ -41,7 +42,7 @@ def strategies(draw):
     return Strategy(dp=draw(DEGREES), pp=draw(DEGREES), tp=tp, sharding=degree, kind=kind)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(strategies(), st.sampled_from(["float32", "bfloat16"]), st.sampled_from([0, 30, 10**6]))
 def test_every_element_has_an_owner(strategy, dtype, segment):
     model = Model(tensors(4, dtype), 6, frozenset(range(1, 5)), segment_size=segment)

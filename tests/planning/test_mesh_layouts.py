@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.algebra.boxes import nested_piece
@@ -13,6 +13,7 @@ from paddle_flexckpt.planning.job_layout import Model, ModelTensor
 from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import Mesh, Placement, parse_mesh
 from tests.planning.test_layouts import check_many_at_once
+from tests.property import examples
 
 SHAPES = {"wide": (4, 12), "bias": (12,), "cube": (5, 3, 4), "one": (1, 8), "number": ()}
 
@@ -34,7 +35,7 @@ def meshes(draw):
     return Mesh(shape, axes, tuple(placements))
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(meshes())
 def test_every_element_has_an_owner(mesh):
     layout = MeshLayout(model("bfloat16"), mesh)
@@ -46,7 +47,7 @@ def test_every_element_has_an_owner(mesh):
     assert {job.keys[key] for key in job.key.tolist()} == set(layout.keys)
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(meshes())
 def test_boxes_are_nested_pieces(mesh):
     layout = MeshLayout(model(), mesh)

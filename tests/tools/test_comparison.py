@@ -6,7 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -15,6 +15,7 @@ from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES, dtype_of
 from paddle_flexckpt.tools import comparison
 from paddle_flexckpt.tools.comparison import diff
+from tests.property import examples
 from tests.ramdisk import memory_directory
 from tests.transfer.samples import SHAPES, save, values_of
 
@@ -191,7 +192,7 @@ def test_integers_are_measured_exactly():
     assert difference("complex64", [3 + 4j], [0j]).max_difference == 5.0
 
 
-@settings(deadline=None, max_examples=25)
+@examples(25)
 @given(st.sets(st.integers(0, 59), max_size=8), st.integers(1, 4), st.integers(1, 4), st.integers(1, 60))
 def test_differences_do_not_depend_on_the_layout(tmp_path_factory, places, first_world, second_world, at_once):
     path = tmp_path_factory.mktemp("diff")

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog.dtypes import DTYPES, dtype_of
 from paddle_flexckpt.tools import digests
 from paddle_flexckpt.tools.digests import box_sums, digest_checkpoint, digest_of
+from tests.property import examples
 from tests.transfer.samples import SHAPES, save, values_of
 
 KINDS = {f"m.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES)}
@@ -58,7 +59,7 @@ def test_places_beyond_the_table_count():
     assert len(found) == 4
 
 
-@settings(deadline=None, max_examples=50)
+@examples(50)
 @given(
     st.sampled_from(sorted(DTYPES)),
     st.lists(st.integers(1, 6), max_size=4),
@@ -87,7 +88,7 @@ def test_parts_add_up_to_the_whole(dtype, shape, at_once, random):
     assert total.tolist() == sums_of(value).tolist()
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.sampled_from(["float32", "bfloat16", "float64", "int8"]), st.randoms(use_true_random=False))
 def test_what_differs_has_another_digest(dtype, random):
     info, numpy = TensorInfo((40,), dtype), dtype_of(dtype).numpy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
@@ -12,6 +12,7 @@ from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.tools.tensor_reader import TensorReader
 from tests.native.samples import flip
+from tests.property import examples
 from tests.transfer.samples import SHAPES, save, values_of
 
 KINDS = {f"m.{name}": (name, SHAPES[i % 4]) for i, name in enumerate(DTYPES)}
@@ -45,7 +46,7 @@ PART = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.lists(PART, max_size=3), st.none() | st.integers(0, 3))
 def test_slices_are_those_of_numpy(values, checkpoint, parts, dots):
     if dots is not None:

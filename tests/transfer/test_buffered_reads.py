@@ -7,7 +7,7 @@ import threading
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.algebra import strides_of_shape
@@ -26,6 +26,7 @@ from paddle_flexckpt.transfer.options import LoadOptions
 from paddle_flexckpt.transfer.plan import plan_fill
 from paddle_flexckpt.transfer.transfer import Transfer
 from tests.native.samples import flip, whole
+from tests.property import examples
 from tests.property.layouts import catalog_of
 from tests.transfer.held import targets_of
 from tests.transfer.samples import save
@@ -81,7 +82,7 @@ def layouts(draw):
     return rows, sources, targets
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(layouts(), st.sampled_from([16, 48, 64, 1000]), st.sampled_from([8, 16, 40]))
 def test_every_element_arrives_where_it_belongs(layout, buffer_bytes, block_bytes):
     rows, sources, targets = layout

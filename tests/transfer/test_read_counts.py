@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import concat
@@ -15,6 +15,7 @@ from paddle_flexckpt.planning.strategy import Strategy, parse_strategy
 from paddle_flexckpt.tools.rehearsal import rehearse
 from paddle_flexckpt.transfer.options import LoadOptions
 from paddle_flexckpt.transfer.read_counts import count_reads
+from tests.property import examples
 from tests.tools.rehearsed import load, save
 
 SHAPES = [
@@ -62,7 +63,7 @@ def boxes_of(catalog, draw):
     return catalog
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(st.data())
 def test_parts_of_all_shapes(checkpoint, data):
     source = CheckpointDirectory(str(checkpoint)).read_manifest()

@@ -18,8 +18,10 @@ LIBRARY = "libpaddle-rehearsal.so"
 RUNTIMES = ("simulated", "cuda", "fake")
 _FOLDERS = {"simulated": ("simulated",), "cuda": ("cuda",), "fake": ("cuda", "fake")}
 _FLAGS = (
-    "-std=c++17 -O1 -fPIC -Wall -Wno-unused-variable -pthread -fvisibility=hidden -DPADDLE_WITH_CUSTOM_DEVICE"
+    "-std=c++17 -fPIC -Wall -Wno-unused-variable -pthread -fvisibility=hidden -DPADDLE_WITH_CUSTOM_DEVICE"
 ).split()
+# Kernels that compute on the host are nine tenths of what is compiled: where there is no card, without optimization.
+_KERNELS = "kernels.cc"
 _NVCC_FLAGS = "-std=c++17 -O2 -Xcompiler=-fPIC,-Wall,-fvisibility=hidden".split()
 # Where there is a card, the code is for it. Elsewhere it is compiled to see that it can be: warnings are errors.
 _FOR_THIS_CARD, _FOR_NO_CARD = ["-arch=native"], ["-arch=sm_80", "-Werror", "all-warnings"]
@@ -60,7 +62,10 @@ def build(runtime: str = "simulated") -> Path:
         raise BuildError(reason)
     folders = [SOURCES, *(SOURCES / name for name in _FOLDERS[runtime])]
     sources = sorted(path for folder in folders for kind in ("*.cc", "*.cu") for path in folder.glob(kind))
+    # ``_KERNELS`` includes them: Paddle's headers, which are large, are read once.
+    sources = [path for path in sources if not path.name.startswith("kernels_")]
     headers = sorted(path for folder in folders for path in folder.glob("*.h"))
+    headers += sorted(SOURCES.glob("kernels_*.cc"))
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "paddle_flexckpt" / "device_plugin"
     root = cache / f"{runtime}-{_digest(paddle, [*sources, *headers])}"
     if (root / LIBRARY).is_file():
@@ -92,7 +97,7 @@ def _paddle() -> Path | None:
 
 def _digest(paddle: Path, files: list[Path]) -> str:
     """Name a build by all that goes into it."""
-    digest = hashlib.sha256(" ".join([str(paddle), _compiler(), *_FLAGS]).encode())
+    digest = hashlib.sha256(" ".join([str(paddle), _compiler(), str(_has_card()), *_FLAGS]).encode())
     for file in [Path(__file__), *files, paddle / "version" / "__init__.py"]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -120,7 +125,8 @@ def _command(runtime: str, paddle: Path, source: Path) -> list[str]:
     folders += [SOURCES / "fake"] if runtime == "fake" else [_toolkit() / "include"] if runtime == "cuda" else []
     language = ["-x", "c++"] if source.suffix == ".cu" else []
     defines = [f'-DREHEARSAL_FRAMEWORK="{paddle}"', f'-DREHEARSAL_RUNTIME="{runtime}"']
-    return [_compiler(), *_FLAGS, *defines, *(f"-I{folder}" for folder in folders), *language]
+    optimization = "-O0" if source.name == _KERNELS and not _has_card() else "-O1"
+    return [_compiler(), optimization, *_FLAGS, *defines, *(f"-I{folder}" for folder in folders), *language]
 
 
 def _has_card() -> bool:
@@ -132,11 +138,13 @@ def _compile(runtime: str, paddle: Path, sources: list[Path], cache: Path) -> li
     objects = {}
     for source in sources:
         headers = sorted({*SOURCES.glob("*.h"), *source.parent.glob("*.h")})
+        if source.name == _KERNELS:
+            headers += sorted(SOURCES.glob("kernels_*.cc"))
         # What is the same under all runtimes is compiled once.
         own = "" if source.parent == SOURCES else f"{runtime}-"
         objects[cache / f"{own}{source.stem}-{_digest(paddle, [source, *headers])}.o"] = source
-    # The largest first, so that no processor is left alone with one at the end.
-    waiting = sorted((o for o in objects if not o.is_file()), key=lambda o: objects[o].stat().st_size)
+    # The kernels first, so that no processor is left alone with them at the end.
+    waiting = sorted((o for o in objects if not o.is_file()), key=lambda o: objects[o].name == _KERNELS)
     running: list[tuple[Path, Path, subprocess.Popen[str]]] = []
     failures: list[str] = []
     while waiting or running:

@@ -301,4 +301,7 @@ To to(From value) {
   }
 }
 
+// For kernels whose result is BOOL, whatever their arguments are.
+inline void gives_bool(const phi::KernelKey&, phi::Kernel* kernel) { kernel->OutputAt(0).SetDataType(DataType::BOOL); }
+
 }  // namespace rehearsal

@@ -295,8 +295,6 @@ void Where(const CustomContext& context, const DenseTensor& condition, const Den
   });
 }
 
-void gives_bool(const phi::KernelKey&, phi::Kernel* kernel) { kernel->OutputAt(0).SetDataType(DataType::BOOL); }
-
 const Registered<&Add> add("add", {REHEARSAL_NUMBERS});
 const Registered<&Add> grad_add("grad_add", {REHEARSAL_NUMBERS});
 const Registered<&Subtract> subtract("subtract", {REHEARSAL_NUMBERS});

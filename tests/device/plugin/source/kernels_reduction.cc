@@ -139,8 +139,6 @@ void SquaredL2Norm(const CustomContext& context, const DenseTensor& x, DenseTens
   });
 }
 
-void gives_bool(const phi::KernelKey&, phi::Kernel* kernel) { kernel->OutputAt(0).SetDataType(DataType::BOOL); }
-
 const Registered<&SumOver> sum_over("sum", {REHEARSAL_NUMBERS});
 const Registered<&Mean> mean_over("mean", {REHEARSAL_FLOATS});
 const Registered<&MeanAll> mean_all("mean_all", {REHEARSAL_FLOATS});
