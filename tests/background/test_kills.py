@@ -12,8 +12,19 @@ from tests.background.kills import check
 pytestmark = pytest.mark.multiprocess
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "stopped"])
+# In each mode one is killed; in the two in which most processes take part one is stopped besides.
+@pytest.mark.parametrize(
+    ("is_killed", "mode"),
+    [
+        *(pytest.param(True, mode, id=f"killed-{mode}") for mode in MODES),
+        *(
+            pytest.param(
+                False, mode, id=f"stopped-{mode}", marks=() if mode in ("waves", "slices") else pytest.mark.slow
+            )
+            for mode in MODES
+        ),
+    ],
+)
 def test_the_old_checkpoint_or_the_new_one_and_a_next_save(tmp_path, mode, is_killed):
     jobs = (job for job in draw(MODES.index(mode)) if (job.mode, job.is_killed) == (mode, is_killed))
     assert "not struck" not in check(next(jobs), tmp_path)

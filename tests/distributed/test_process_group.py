@@ -109,8 +109,15 @@ def one_rank_saves_for_all(directory):
 # -- what is asserted -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("coordinator_rank", [0, 1])
-@pytest.mark.parametrize("ranks", [[1, 3], [2, 3], [0, 2]], ids=str)
+# Each group, and each coordinator, once in CI.
+@pytest.mark.parametrize(
+    ("ranks", "coordinator_rank"),
+    [
+        *[([1, 3], 1), ([2, 3], 0), ([0, 2], 1)],
+        *[pytest.param(*each, marks=pytest.mark.slow) for each in (([1, 3], 0), ([2, 3], 1), ([0, 2], 0))],
+    ],
+    ids=str,
+)
 def test_a_group_saves_loads_and_reshards_by_itself(world4, tmp_path, ranks, coordinator_rank):
     reports = world4.run(group_job, directory=str(tmp_path), ranks=ranks, coordinator_rank=coordinator_rank)
     members = [report for report in reports if report["member"]]

@@ -234,10 +234,7 @@ def test_each_layout_loads_into_another(world2, saved, source, target):
 
 @pytest.mark.parametrize(
     "layout",
-    [
-        pytest.param(layout, marks=() if layout in ("whole", "columns", "flat rows") else pytest.mark.slow)
-        for layout in LAYOUTS
-    ],
+    [pytest.param(layout, marks=() if layout in ("columns", "flat rows") else pytest.mark.slow) for layout in LAYOUTS],
 )
 def test_each_key_is_planned_by_one_rank(world2, tmp_path, layout):
     """What a large job does: agree, four exchanges to plan, write, compare and commit."""
@@ -255,7 +252,10 @@ def test_each_key_is_planned_by_one_rank(world2, tmp_path, layout):
             assert report["wrong"] == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(layout, marks=() if layout in ("columns", "flat rows") else pytest.mark.slow) for layout in LAYOUTS],
+)
 def test_merged(world2, saved, layout):
     for report in world2.run(merged_zoo, directory=saved(layout)[0]):
         assert report == {"names": sorted(ZOO), "wrong": []}

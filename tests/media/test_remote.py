@@ -720,7 +720,7 @@ def test_everything_may_be_lost_once(kind, clock):
     ids=["put, new id", "put, replaced id", "replace, replaced id", "rename, new id"],
     indirect=["kind"],
 )
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fault", ["one call fails", "all fail from then on"])
 def test_old_or_new_never_half(kind, new_id, fault, every):
     unique_id = None if new_id else 0

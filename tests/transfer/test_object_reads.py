@@ -36,7 +36,7 @@ def store():
         pytest.param("dp=1", "tp=2", marks=pytest.mark.slow),
         ("tp=4", "tp=2,sharding=v2:2"),
         pytest.param("sharding=v2:3", "sharding=v1:2", marks=pytest.mark.slow),
-        ("pp=2,tp=2", "dp=1"),
+        pytest.param("pp=2,tp=2", "dp=1", marks=pytest.mark.slow),
         pytest.param("tp=2", "pp=2,tp=4", marks=pytest.mark.slow),
         ("sharding=stage3:2", "tp=2"),
     ],
