@@ -18,9 +18,9 @@ LIBRARY = "libpaddle-rehearsal.so"
 RUNTIMES = ("simulated", "cuda", "fake")
 _FOLDERS = {"simulated": ("simulated",), "cuda": ("cuda",), "fake": ("cuda", "fake")}
 _FLAGS = (
-    "-std=c++17 -fPIC -Wall -Wno-unused-variable -pthread -fvisibility=hidden -DPADDLE_WITH_CUSTOM_DEVICE"
+    "-std=c++17 -O1 -fPIC -Wall -Wno-unused-variable -pthread -fvisibility=hidden -DPADDLE_WITH_CUSTOM_DEVICE"
 ).split()
-# Kernels that compute on the host are nine tenths of what is compiled: where there is no card, without optimization.
+# Kernels that compute on the host are nine tenths of what is compiled.
 _KERNELS = "kernels.cc"
 _NVCC_FLAGS = "-std=c++17 -O2 -Xcompiler=-fPIC,-Wall,-fvisibility=hidden".split()
 # Where there is a card, the code is for it. Elsewhere it is compiled to see that it can be: warnings are errors.
@@ -97,7 +97,7 @@ def _paddle() -> Path | None:
 
 def _digest(paddle: Path, files: list[Path]) -> str:
     """Name a build by all that goes into it."""
-    digest = hashlib.sha256(" ".join([str(paddle), _compiler(), str(_has_card()), *_FLAGS]).encode())
+    digest = hashlib.sha256(" ".join([str(paddle), _compiler(), *_FLAGS]).encode())
     for file in [Path(__file__), *files, paddle / "version" / "__init__.py"]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
@@ -125,8 +125,7 @@ def _command(runtime: str, paddle: Path, source: Path) -> list[str]:
     folders += [SOURCES / "fake"] if runtime == "fake" else [_toolkit() / "include"] if runtime == "cuda" else []
     language = ["-x", "c++"] if source.suffix == ".cu" else []
     defines = [f'-DREHEARSAL_FRAMEWORK="{paddle}"', f'-DREHEARSAL_RUNTIME="{runtime}"']
-    optimization = "-O0" if source.name == _KERNELS and not _has_card() else "-O1"
-    return [_compiler(), optimization, *_FLAGS, *defines, *(f"-I{folder}" for folder in folders), *language]
+    return [_compiler(), *_FLAGS, *defines, *(f"-I{folder}" for folder in folders), *language]
 
 
 def _has_card() -> bool:
