@@ -19,6 +19,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.report import Report
+from paddle_flexckpt.transfer.read_counts import sums_of
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,7 @@ def find_holders(
     chosen = _chosen(keys, there | set(layout.keys if layout else ()))
     stored = _only(stored, chosen)
     ranks = max([manifest.world_size or 0, *(stored.rank + 1).tolist()])
-    sizes = np.zeros(ranks, dtype=np.int64)
-    np.add.at(sizes, stored.rank, stored.byte_length)
+    sizes = sums_of(stored.rank, stored.byte_length, ranks)
     shown = chosen if largest is None else _largest(stored, largest)
     stored = _only(stored, shown)
     tensors: dict[str, TensorHolders] = {}
@@ -150,11 +150,9 @@ def find_holders(
     if layout is not None:
         job, alike = _job(layout, chosen)
         needed = [0] * layout.strategy.ranks
-        length = job.byte_length
-        for kind, same in enumerate(alike):
-            own = int(length[job.rank == kind].sum())
+        for same, nbytes in zip(alike, sums_of(job.rank, job.byte_length, len(alike)).tolist()):
             for rank in same:
-                needed[rank] = own
+                needed[rank] = nbytes
         job = _only(job, shown)
         for key, row, part in _parts(job, alike):
             _tensor(tensors, job, key, row).needed.append(part)

@@ -8,7 +8,7 @@ Tested in tests/tools/test_save_rehearsal.py and tests/distributed/test_rehearsa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -121,20 +121,14 @@ def rehearse_save(
     if check_replicas not in ("equal", "all"):
         raise ValidationError([f"a save is rehearsed with check_replicas 'equal' or 'all'; got {check_replicas!r}"])
     ranks = layout.strategy.ranks
-    base: dict[str, Any] = {"strategy": str(layout.strategy), "world_size": ranks, "notes": list(notes)}
+    base: dict[str, Any] = {"strategy": str(layout.strategy), "world_size": ranks, "notes": [*notes]}
     job = _in_order(layout.catalogs(range(ranks)))
     found = inspect(job, np.arange(len(job)))
     try:
         raise_findings(found.findings, _CONTEXT)
     except CheckpointError as error:
         return SaveRehearsal(**base, error=str(error))
-    if found.coverage.overlaps:
-        count = len(found.coverage.overlaps)
-        base["notes"].append(f"{count} pairs of shards overlap: a save compares what they share, which is not counted")
-    if len(job) > SPREAD_ROWS and ranks > 1:
-        base["notes"].append(
-            f"beyond {SPREAD_ROWS} shards a job plans each key on one rank, and may cut elsewhere what several hold"
-        )
+    base["notes"] += _assumptions(job, len(found.coverage.overlaps), ranks)
     plan = plan_write(job, "{}".format, save_replicas, groups=found.groups)
     writer = plan.catalog.rank.astype(np.int64)
     written = sums_of(writer, plan.catalog.byte_length, ranks)
@@ -149,8 +143,7 @@ def rehearse_save(
     }
     if object_store:
         columns["object_requests"] = _object_requests(plan, ranks)
-    owners = np.unique(job.rank)
-    total = int(written.sum())
+    owners, total = np.unique(job.rank), int(written.sum())
     return SaveRehearsal(
         **base,
         keys=len(job.keys),
@@ -162,6 +155,14 @@ def rehearse_save(
         ranks={name: column.tolist() for name, column in columns.items()},
         seconds={"write": float(written.max()) / bytes_per_second} if bytes_per_second else {},
     )
+
+
+def _assumptions(job: Catalog, overlaps: int, ranks: int) -> Iterator[str]:
+    """Yield what a prediction leaves aside: ``overlaps`` pairs of shards, and the plan of a large job."""
+    if overlaps:
+        yield f"{overlaps} pairs of shards overlap: a save compares what they share, which is not counted"
+    if len(job) > SPREAD_ROWS and ranks > 1:
+        yield f"beyond {SPREAD_ROWS} shards a job plans each key on one rank, and may cut elsewhere what several hold"
 
 
 def _bytes_compared(
