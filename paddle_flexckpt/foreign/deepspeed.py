@@ -199,7 +199,7 @@ def _first_stages(
             columns = _columns(backend, file, flat, _state(base, number))
             progress = file.progress(base, number)
             if type(slices) is not dict:
-                raise _contradiction(backend, file, "param_slice_mappings are none")
+                raise _contradiction(backend, file, "param_slice_mappings is not a list of dicts")
             for name, fragment in slices.items():
                 if name not in shapes or type(fragment) is not Fragment:
                     raise _contradiction(backend, file, f"a slice of {str(name)[:80]!r}, which has no shape")
@@ -207,7 +207,9 @@ def _first_stages(
                 done[name] = begin + fragment.numel
                 for suffix, tensor in columns.items():
                     key, place = f"{name}.{suffix}", (begin, fragment.start, fragment.numel)
-                    yield from _after(progress, suffix, _slice(backend, file, key, shapes[name], tensor, *place))
+                    yield from _with_progress(
+                        progress, suffix, _slice(backend, file, key, shapes[name], tensor, *place)
+                    )
 
 
 def _third_stage(
@@ -242,7 +244,7 @@ def _third_stage(
                 keys = [name, f"{name}.{suffix}"] if suffix == MASTER else [f"{name}.{suffix}"]
                 place = first + start - at, start - low, stop - start
                 for key in keys:
-                    yield from _after(progress, suffix, _slice(backend, file, key, shape, tensor, *place))
+                    yield from _with_progress(progress, suffix, _slice(backend, file, key, shape, tensor, *place))
         at += part
     if at != begin:
         raise _contradiction(backend, file, f"parameters of {at} elements a rank in buffers of {begin}")
@@ -253,11 +255,11 @@ def _frozen(backend: Backend, models: Sequence[DeepSpeedFile], count: int) -> It
     for file in models:
         shapes, parts = (file.value.get(name) or {} for name in ("frozen_param_shapes", "frozen_param_fragments"))
         if type(shapes) is not dict or type(parts) is not dict:
-            raise _contradiction(backend, file, "frozen parameters are none")
+            raise _contradiction(backend, file, "its frozen parameters are not dicts")
         for name, shape in shapes.items():
             tensor = parts.get(name)
             if type(name) is not str or type(shape) is not tuple or type(tensor) is not SavedTensor:
-                raise _contradiction(backend, file, f"the frozen parameter {str(name)[:80]!r} is none")
+                raise _contradiction(backend, file, f"the frozen parameter {str(name)[:80]!r} is not a tensor")
             size = math.prod(shape)
             part = -(-size // count)
             first, last = min(file.rank * part, size), min((file.rank + 1) * part, size)
@@ -307,7 +309,7 @@ def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
         else:
             found = (row for key in keys for row in _tensors(backend, file, {key: tensor}, budget))
         own = steps[name].number(steps[name].value.get("param")) if name in steps else None
-        yield from _after(progress if own is None else Progress(own), OF_TORCH.get(state, ""), found)
+        yield from _with_progress(progress if own is None else Progress(own), OF_TORCH.get(state, ""), found)
 
 
 def _columns(backend: Backend, file: DeepSpeedFile, flat: Any, states: Mapping[Any, Any]) -> dict[str, SavedTensor]:
@@ -328,8 +330,8 @@ def _state(base: Mapping[Any, Any], number: int) -> Mapping[Any, Any]:
     return found if type(found) is dict else {}
 
 
-def _after(progress: Progress | None, suffix: str, rows: Iterator[_Row]) -> Iterator[_Row]:
-    """Yield rows; rows of moments have the number of steps."""
+def _with_progress(progress: Progress | None, suffix: str, rows: Iterator[_Row]) -> Iterator[_Row]:
+    """Add the number of steps to rows of moments; yield other rows unchanged."""
     return (row._replace(progress=progress) for row in rows) if suffix in OF_TORCH.values() else rows
 
 
@@ -343,7 +345,7 @@ def _slice(
     start: int,
     count: int,
 ) -> Iterator[_Row]:
-    """Yield ``count`` elements of a flat tensor, from ``start``, that are those of a parameter from ``begin``."""
+    """Yield the row of ``count`` elements: element ``start`` of the flat tensor is element ``begin`` of a parameter."""
     place = file.places.get(tensor)
     if place is None or tensor.stride not in ((1,), ()) or len(tensor.size) != 1:
         raise _contradiction(backend, file, f"the flat tensor of {key[:80]!r} is none, or not in one piece")

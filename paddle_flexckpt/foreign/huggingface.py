@@ -87,7 +87,13 @@ class TensorIndex(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Whole tensors: their files by name, the file's name of each tensor, and a hash of the index."""
+    """Whole tensors.
+
+    Attributes:
+        files: Their files, by name.
+        where: The file's name of each tensor.
+        digest: A hash of the index.
+    """
 
     files: Mapping[str, TensorFile]
     where: Mapping[str, str]

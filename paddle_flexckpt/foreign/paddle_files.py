@@ -199,7 +199,7 @@ def encode_metadata(catalog: Catalog, flat_mapping: bool = False) -> bytes:
     row_of = dict(zip(descriptions, range(len(catalog))))
 
     def index_of(each: tuple[bytes, int]) -> dict[str, bytes]:
-        """Return the fields of an index except the key: of a description, and the replica's number or -1."""
+        """Return the fields of an index except the key, for a row's description and the replica's number or -1."""
         row, replica = row_of[each[0]], each[1]
         offset, shape = (integers(catalog.unpadded(row, column)) for column in (catalog.offset, catalog.shape))
         span = int(catalog.flat_start[row]), int(catalog.flat_stop[row])
@@ -252,8 +252,8 @@ class PaddleMetadata(Companion):
     most_rows = 100_000
 
     def refuse(self, reason: str) -> bytes:
-        """Return a file that stops Paddle: it names a module that does not exist, so that the error has the reason."""
-        # If the name had dots in it the error would show only its beginning.
+        """Return a file that Paddle cannot unpickle, with the reason."""
+        # Paddle's error shows the name of the module, which does not exist. With dots it would show only the beginning.
         return BEGIN + named(_sentence(reason), "Metadata") + END
 
     def encode(self, manifest: Manifest) -> bytes:

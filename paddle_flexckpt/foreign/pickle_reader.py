@@ -33,20 +33,20 @@ _REMEDY = (
     "as safetensors"
 )
 _OPCODE_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
-# Limits of a pickle: operations, whatever the file's size; ...
+# The most operations of a pickle, whatever the file's size.
 MOST_OPERATIONS = 200_000_000
-# ... one list, tuple, dict or record per so many bytes, one byte string per so many, and so many on top, as each costs
-# more memory than it has bytes in the file; ...
+# A list, tuple, dict or record costs more memory than it has bytes in the file, and so does a byte string. So there is
+# one of them for so many bytes of the file, and this number in any case.
 _BYTES_PER_CONTAINER = 8
 _BYTES_PER_VIEW = 16
 _FREE_CONTAINERS = 4096
-# ... sequences open at a time, and lists and dicts one in the other; ...
+# The most sequences that are open at a time, and the most lists and dicts one in the other.
 _MOST_MARKS = 1024
 _MOST_DEPTH = 64
-# ... length of a text or tuple that is referred to more than once; ...
+# The most characters of a text, and elements of a tuple, that is referred to more than once.
 _LONGEST_SHARED_TEXT = 4096
 _LONGEST_SHARED_TUPLE = 64
-# ... bytes of an integer and of a module's or class's name, and size of an integer that is a key.
+# The most bytes of an integer and of a module's or class's name; the bound of integers that are keys.
 _MOST_INTEGER_BYTES = 16
 _MOST_NAME_BYTES = 256
 _LARGEST_KEY = 1 << 60
@@ -262,7 +262,7 @@ class _Machine:
         self._stack.append(Arguments(tuple(items)) if inert else tuple(items))
 
     def _inside(self, item: Any) -> Any:
-        """Return the substitute of a tuple's element: nothing for a dict, arguments for another tuple of records."""
+        """Return what stands for an element of a tuple: None for a dict, an Arguments for a tuple with other values."""
         if type(item) is dict:
             return None
         if type(item) is tuple and not (is_flat(item) or is_named_array(item)):
@@ -298,7 +298,7 @@ class _Machine:
         if kind is Symbol:
             self._stack.append(value)
             return
-        # Lists in lists, each twice, are small in a file, but a walk through them never ends.
+        # A list that has another list twice, and so on, is small in a file, but a walk through it takes forever.
         if kind is list or kind is dict or kind is Unfinished or kind is Arguments:
             self._refuse(f"{describe(value)} referred to more than once, or from within itself")
         if kind is tuple and (len(value) > _LONGEST_SHARED_TUPLE or not (is_flat(value) or is_named_array(value))):

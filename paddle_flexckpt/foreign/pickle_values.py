@@ -27,7 +27,13 @@ _MAX_EXTENT = 1 << 60
 
 @dataclass(frozen=True)
 class Symbol:
-    """A name of the table. A pickle may call it with arguments, or make it and fill it with a dict; nothing runs."""
+    """The stand-in for a name in a pickle. No code of the named class or function runs.
+
+    Attributes:
+        name: The name, for errors.
+        call: Computes plain data from the arguments of a call.
+        make: Begins a record, which a dict of fields completes.
+    """
 
     name: str
     call: Callable[[tuple[Any, ...]], Any] | None = None

@@ -75,7 +75,14 @@ class _Item(NamedTuple):
 
 
 class _Located(NamedTuple):
-    """A chunk's place: its first element in its archive, its strides, whether it is one box, and its layout."""
+    """A chunk's place.
+
+    Attributes:
+        begin: The first byte of its elements in its archive.
+        strides: Its strides, in elements.
+        is_one: Whether it is one box.
+        layout: The layout of its archive, if that was asked for.
+    """
 
     begin: int
     strides: tuple[int, ...]
@@ -186,7 +193,7 @@ class _Locator:
             alike = (item.dtype, item.shape, item.length)
             first = layouts.get(alike)
             if first is None and len(layouts) < _MOST_LAYOUTS:
-                first = layouts[alike] = self._locate(int(rows[0]), again=True)
+                first = layouts[alike] = self._locate(int(rows[0]), with_layout=True)
             if first is not None and first.layout is not None:
                 same = first.layout.find(self._mapped, begins[:count])
         if first is not None and first.is_one:
@@ -213,9 +220,9 @@ class _Locator:
         item = self._item(row)
         return f"{self._path}, bytes {item.begin} to {item.begin + item.length} (key {item.key[:80]!r})"
 
-    def _locate(self, row: int, again: bool = False) -> _Located:
+    def _locate(self, row: int, with_layout: bool = False) -> _Located:
         item = self._item(row)
-        return _locate(_reader(self._mapped, self._file.read, item), item, self._pickles, self._where(row), again)
+        return _locate(_reader(self._mapped, self._file.read, item), item, self._pickles, self._where(row), with_layout)
 
     def _add_boxes(self, row: int, found: _Located) -> None:
         """Add the boxes of a chunk that is not in row-major order."""
@@ -263,10 +270,10 @@ def _reader(mapped: mmap.mmap | None, read: Callable[[int, int], bytes], item: _
     return cached
 
 
-def _locate(read: Read, item: _Item, pickles: dict[bytes, Any], where: str, again: bool) -> _Located:
+def _locate(read: Read, item: _Item, pickles: dict[bytes, Any], where: str, with_layout: bool) -> _Located:
     """Return the place of a chunk's first element in its archive, and its strides; ``pickles`` has those already read.
 
-    ``again``: return the layout too.
+    ``with_layout``: return the layout too.
     """
     archive = open_archive(read, item.length, where, DCP_TENSOR, _MOST_PICKLE_BYTES, pickles)
     tensor = archive.value
@@ -277,7 +284,7 @@ def _locate(read: Read, item: _Item, pickles: dict[bytes, Any], where: str, agai
         raise damaged(where, f"a chunk is not what the metadata says: expected {expected}, got {got}")
     begin, member = place_elements(read, archive, tensor, where)
     strides = row_major(tensor.size) if 0 in tensor.size else tensor.stride
-    layout = Layout(read, item.length, where, [*archive.texts, member], archive.texts) if again else None
+    layout = Layout(read, item.length, where, [*archive.texts, member], archive.texts) if with_layout else None
     return _Located(begin, strides, count_boxes(item.shape, strides) == 1, layout)
 
 
@@ -296,7 +303,7 @@ class PlacedChunks(NamedTuple):
 
 
 def read_chunks(data: bytes, where: str) -> PlacedChunks:
-    """Read the chunks of ``.metadata``, whose text this is; ``where`` names it in errors.
+    """Parse the chunks from the bytes of ``.metadata``. ``where`` is its path, for errors.
 
     Raises:
         CorruptCheckpointError: It is damaged, or contradicts itself; UnsafePickleError if it is more than data.

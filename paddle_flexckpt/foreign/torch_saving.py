@@ -213,8 +213,9 @@ def pickled_integer(value: int) -> bytes:
 # The version of torch.distributed.checkpoint, which writes it since torch 2.7 and compares it with nothing.
 _VERSION = "1.0.0"
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-# The most items that become part of a list or dict at once, as in Python's pickler; the most bytes of a piece.
+# The most items that become part of a list or dict at once, as in Python's pickler.
 _BATCH = 1000
+# Opcodes are joined into pieces of about so many bytes.
 _PIECE_BYTES = 1 << 16
 _NEW = b")\x81\x94}\x94("
 _DONE = b"ub"
@@ -269,7 +270,7 @@ class _Writer:
         yield b"\x80\x04" + self._begin(_METADATA, "Metadata")
         yield self._text("state_dict_metadata") + self._put(b"}")
         yield from self._batches((self._tensor(each) for each in tensors), b"u")
-        # Parts of a nested state dict would be distinguished by separate names in the pickle: these are flat.
+        # It maps each key to its path in a nested state dict. These state dicts are flat: the path is the key alone.
         yield self._text("planner_data") + self._put(b"}")
         yield from self._batches(([self._text(each.key), self._path(each.key)] for each in tensors), b"u")
         yield self._text("storage_data") + self._put(b"}")

@@ -61,7 +61,7 @@ def read_directory(read: Read, size: int, where: str) -> list[ZipMember]:
 class Layout:
     """The layout of one archive, to find others of the same size whose members are at the same places.
 
-    These have the same directory, headers and texts except for checksums, which are not looked at here.
+    These have the same directory, headers and small members, except for checksums, which are not compared.
     """
 
     def __init__(self, read: Read, size: int, where: str, found: Sequence[ZipMember], texts: Sequence[ZipMember]):
@@ -92,7 +92,7 @@ class Layout:
                 begin = number + 1
 
     def find(self, data: mmap.mmap, begins: np.ndarray) -> np.ndarray:
-        """Return whether such an archive begins at each of some places, none of which is too near to the end."""
+        """Return for each place whether such an archive begins there. It would end before the data does."""
         found = np.ones(len(begins), dtype=bool)
         for first in range(0, len(begins), _AT_ONCE):
             some = begins[first : first + _AT_ONCE]
@@ -156,7 +156,7 @@ def _read_large_end(read: Read, tail: bytes, end: int, where: str) -> tuple[int,
 
 def _read_entry(text: bytes, position: int, where: str) -> tuple[ZipMember, int]:
     if text[position : position + 4] != b"PK\1\2" or position + _ENTRY.size > len(text):
-        raise damaged(where, "an entry of its directory is none")
+        raise damaged(where, "its directory has something else than an entry")
     entry = _ENTRY.unpack_from(text, position)
     method, packed, unpacked, header = entry[4], entry[8], entry[9], entry[16]
     begin = position + _ENTRY.size

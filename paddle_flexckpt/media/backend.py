@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 # How a new file gets its name:
 #   new        No file may have the name.
 #   replace    It appears whole when it is finished, in place of any file of that name.
-#   publish    As replace, but a file put there since the last look is not replaced, where a medium can detect that.
+#   publish    As replace, but a file is not replaced if it has changed since `look`, where a medium can detect that.
 #   overwrite  It is written in place: for small files that may be seen half written.
 Mode = Literal["new", "replace", "publish", "overwrite"]
 REPLACING: tuple[Mode, ...] = ("replace", "publish")
@@ -120,7 +120,10 @@ class OutputFile(ABC):
         """Make the bytes durable where that can be done before :meth:`finish`, which then takes little time."""
 
     def look(self) -> None:  # noqa: B027
-        """Look at the file that a published one would replace now, if a medium can avoid replacing any other."""
+        """Remember the version of the file that this one will replace, where a medium can tell versions apart.
+
+        :meth:`finish` then replaces no other version.
+        """
 
     @abstractmethod
     def finish(self) -> None:
@@ -201,7 +204,7 @@ class Locks:
         """
 
     def recheck(self) -> None:
-        """Make sure again, unless the last check is so recent that its answer holds; errors as of :meth:`check`."""
+        """Check again, unless the last check is still valid; errors as of :meth:`check`."""
 
     @property
     def can_run_out(self) -> bool:
@@ -209,10 +212,13 @@ class Locks:
         return False
 
     def forget_lost(self) -> None:
-        """Forget the right to save if it has been lost: later steps are then done as by a process that never had it."""
+        """Forget the right to save if it has been lost.
+
+        A failed save calls this before it removes its files: a removal asks for the right as long as it is remembered.
+        """
 
     def confirm(self) -> None:
-        """Make the request now that a release would need soon; beside another request it takes no time."""
+        """Check now, beside another request, whether the right is still held, so that a release soon after need not."""
 
     def share(self, name: str) -> Lock:
         """Protect a file from being claimed while it is read. Wait for a process that has claimed it.

@@ -32,10 +32,11 @@ logger = logging.getLogger("paddle_flexckpt")
 
 LEASE_FILE = ".lease"
 LEASE_SECONDS = 30.0
-# Fractions of the lease's time: between renewals, so that some may be late; between looks of a watcher; and before a
-# claim counts, where two claims at a time may both succeed at first.
+# Renewals in the lease's time: some may be late.
 _RENEWALS = 6
+# Looks of a watcher in the lease's time.
 _LOOKS = 30
+# Where two claims at a time may both succeed at first, a claim counts after this part of the lease's time.
 _SETTLING = 10
 # The time after a renewal in which the lease is certain enough to continue.
 _CERTAIN = 1 / 2
@@ -92,7 +93,7 @@ class LeaseLock(SaveLock):
         Args:
             backend: The directory.
             claim: The contents of its lease file, now or soon.
-            renewed_at: The latest time at which the write of the lease was begun, by this host's clock.
+            renewed_at: The time at which the last write of the lease began, by this host's clock.
         """
         self._backend = backend
         self._claim = claim
@@ -167,7 +168,7 @@ class LeaseLock(SaveLock):
             self._keep()
 
     def recheck(self) -> None:
-        """Check again until a check takes less time than its result is valid; errors as of :meth:`check`."""
+        """Check unless the last check is still valid; repeat until one is; errors as of :meth:`check`."""
         for _ in range(_RECHECKS):
             if self._ended.is_set():
                 return
@@ -196,7 +197,7 @@ class LeaseLock(SaveLock):
             )
 
     def confirm(self) -> None:
-        """Find out whether the lease is still held, so that a release that follows soon need not."""
+        """Ask the store whether the lease is still held, and remember the answer for a release that follows soon."""
         now = _now()
         # The release makes the request if this one failed.
         with contextlib.suppress(OSError):
@@ -240,12 +241,12 @@ class Conditions:
     """A store's support for conditional creates: whether, of two concurrent ones, one is certain to fail.
 
     Attributes:
-        are_taken: A call that returns whether the store accepts the condition that there be no such file.
-        are_kept: Whether it also enforces it, as some stores do not; None until a saver has tried.
+        are_accepted: A call that returns whether the store accepts the condition that there be no such file.
+        are_enforced: Whether it also enforces it, as some stores do not; None until a saver has tried.
     """
 
-    are_taken: Callable[[], bool]
-    are_kept: bool | None = None
+    are_accepted: Callable[[], bool]
+    are_enforced: bool | None = None
 
 
 class LeaseLocks(Locks):
@@ -305,15 +306,15 @@ class LeaseLocks(Locks):
             time.sleep(self._seconds / _LOOKS)
 
     def _is_alone(self, claim: Claim) -> bool:
-        """Return whether nobody else can have created the same lease; each store is tested once."""
+        """Return whether the store refuses to create a lease twice. The first saver of each store tries this out."""
         conditions = self._conditions
-        if not conditions.are_taken():
+        if not conditions.are_accepted():
             return False
-        if conditions.are_kept is None:
+        if conditions.are_enforced is None:
             begin = self._wrote_at
-            conditions.are_kept = not self._create(claim)
+            conditions.are_enforced = not self._create(claim)
             self._wrote_at = begin
-        return conditions.are_kept
+        return conditions.are_enforced
 
     def _create(self, claim: Claim) -> bool:
         """Create the lease if there is none; return whether it was created."""

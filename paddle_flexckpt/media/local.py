@@ -32,7 +32,7 @@ _WARNED: set[int] = set()
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 # The most buffers of one readv or writev (IOV_MAX of Linux; no system has less than 16).
 _MOST_PARTS = min(1024, os.sysconf("SC_IOV_MAX"))
-# How many times a directory is created that others remove as long as it is empty.
+# Attempts to create a directory. Other processes may remove it while it is empty.
 _TRIES = 5
 
 
@@ -165,7 +165,7 @@ class OutputParts:
                 left, offset = left[count:], offset + count
 
     def take_turn(self, wait: bool) -> bool:
-        """Exclude other processes that take turns; return whether it is this process's turn.
+        """Take the turn to write; return whether this process has it.
 
         Without turns writes are as safe, but the kernel admits only one at a time while the others spin. On file
         systems without locks it is always this process's turn.
@@ -266,7 +266,7 @@ class LocalBackend(Backend):
         while not os.path.isdir(path) and path != os.path.dirname(path):
             missing.append(path)
             path = os.path.dirname(path)
-        # The creator of the lowest existing directory may have died, or may not be done: its entry may not be durable.
+        # Another process may just have created the lowest existing directory, without making its entry durable yet.
         _sync_entry(path)
         # One by one, so that only the lowest of those that a dead process has left is in doubt.
         for lacking in reversed(missing):

@@ -91,7 +91,7 @@ class Medium:
 
         Args:
             file_system: fsspec's.
-            creates: Whether a request can create a file only if there is none, also if another is faster.
+            creates: Whether the request that creates a file fails if the file exists, even if it is new.
             root: The directory's path in it.
             shown: The directory's URL for errors.
             retries: Further tries of a request.
@@ -120,7 +120,7 @@ class Medium:
 
     @property
     def exclusive(self) -> bool:
-        """Return whether, of two that create a file at a time, one is certain to fail."""
+        """Return whether a creation fails if the file exists, even when two processes create it at once."""
         put = getattr(self.file_system, "_pipe_file", self.file_system.pipe_file)
         return self._creates and "mode" in inspect.signature(put).parameters
 

@@ -1,7 +1,7 @@
 """The table of URL schemes: how the file system of each commits, and the class that makes its requests.
 
-A scheme that fsspec knows becomes a first-class medium by one row here. If its requests are other ones than those of
-:class:`Medium`, write a subclass, as ``s3.py`` does, and name it in the row.
+A scheme that fsspec knows becomes a first-class medium by one row here. If it needs other requests than :class:`Medium`
+makes, write a subclass, as ``s3.py`` does, and name it in the row.
 
 Tested in tests/media/test_protocols.py.
 """
@@ -28,8 +28,8 @@ class Protocol(NamedTuple):
 
     Attributes:
         commit: How its files commit. None: nothing can be saved, unless its file system in fsspec has a rename.
-        creates: Whether the request that creates a file fails if there is one, also if another is faster. A class may
-            find out for itself, as :class:`S3Medium` does.
+        creates: Whether the request that creates a file fails if the file exists, even if it is new. A class may find
+            out for itself, as :class:`S3Medium` does.
         medium: The class that makes the requests.
     """
 

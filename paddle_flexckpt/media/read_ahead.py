@@ -120,7 +120,10 @@ def plan_for_readers(wanted: Wanted, reader: np.ndarray, budget: Budget = Budget
 def _most_at_a_time(
     need: np.ndarray, done: np.ndarray, length: np.ndarray, reader: np.ndarray, readers: int
 ) -> np.ndarray:
-    """Return int64 per reader: the most bytes of requests at a time that are between their first use and their last."""
+    """Return int64 per reader: the most bytes held at any time.
+
+    A request is held from the time when its first byte is needed to the time when its last byte is read.
+    """
     times, change = np.concatenate((done, need)), np.concatenate((-length, length))
     # Leaving bytes make room for arriving ones at the same time.
     order = np.lexsort((times, np.concatenate((reader, reader))))

@@ -160,7 +160,7 @@ class Retrier:
     ) -> Result:
         """Make a request about the file ``where``; no more tries once ``stop`` is set.
 
-        ``again`` examines an error of a later try: an earlier one may have succeeded although its answer was lost. If
+        ``again`` examines an error of a later try: an earlier try may have succeeded although its answer was lost. If
         it returns a value other than None, that is the result.
 
         Raises:
@@ -177,7 +177,7 @@ class Retrier:
             # Whatever an fsspec file system raises: their errors have no common base.
             except Exception as error:
                 if isinstance(error, CheckpointError) and not unanswered:
-                    raise  # the store has not answered, and the right to repeat the request has expired
+                    raise  # the right to repeat the request has expired, and an earlier try has no answer
                 unanswered = unanswered or _may_be_done(error)
                 result = again(error) if attempt > 1 and again is not None else None
                 if result is not None:

@@ -33,8 +33,8 @@ class BufferRing(Generic[T]):
 
         Args:
             buffers: The buffers.
-            fill: Chooses the next content of a buffer and returns its description; None at the end. One thread at a
-                time calls it.
+            fill: Fills a buffer and returns a description of the content; None at the end. One thread at a time calls
+                it. If there is a ``finish``, it only chooses the content.
             finish: Carries out the copy that ``fill`` has chosen. Two threads do so, so that the device or disk always
                 has a next copy.
         """

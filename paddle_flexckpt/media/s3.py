@@ -117,7 +117,7 @@ class S3Upload(Upload):
         self._s3.conditional(self._exclusive, "complete_multipart_upload", self._name, again=self._is_done, **parts)
 
     def _is_done(self, error: Exception) -> dict[str, Any] | None:
-        """Return whether an earlier try has joined the parts: the upload is gone; an object of its size is new."""
+        """Return the object's tag if an earlier try has joined the parts, so that there is a new object of its size."""
         etag = self._s3.etag(self._name)
         if etag is None or etag == self._before or self._s3.size(self._name) != self._size:
             return None

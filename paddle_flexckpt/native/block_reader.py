@@ -33,7 +33,9 @@ KEPT_BLOCKS = 16
 
 
 class Portions:
-    """Stretches that are each of one block, with what is looked up once for all of them.
+    """A division of stretches, each of one block, into portions, which one thread reads at once.
+
+    Rows, checksums and places in files are looked up once for all of them.
 
     Attributes:
         parts: The stretches.
@@ -62,13 +64,19 @@ class Portions:
         self._address, self._length = parts.address.tolist(), parts.length.tolist()
 
     def buffers(self, first: int, last: int, address: int) -> list[memoryview]:
-        """Return the memory of some stretches, whose addresses count from this one."""
+        """Return the memory of some stretches. Their addresses are relative to ``address``."""
         return [memory_at(address + a, n) for a, n in zip(self._address[first:last], self._length[first:last])]
 
 
 @dataclass
 class _KeptBlock:
-    """A verified block: a buffer as long as the longest block, the block's bytes, and those no target needed."""
+    """A verified block.
+
+    Attributes:
+        memory: A buffer as long as the longest block.
+        length: The number of bytes of the block.
+        unused: The number of these that no target has needed yet. ``bytes_extra`` counts them.
+    """
 
     memory: np.ndarray
     length: int
@@ -268,7 +276,7 @@ class BlockReader(ReadPlanner):
     def read_portion(self, portions: Portions, number: int, address: int = 0) -> None:
         """Fill memory with the stretches of a portion, and verify these. Threads may call this at the same time.
 
-        ``address`` is the begin of the memory, from which the stretches' addresses count.
+        The addresses of the stretches are relative to ``address``, which is that of the memory.
 
         Raises:
             CorruptCheckpointError: No copy is as it was written.

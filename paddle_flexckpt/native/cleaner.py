@@ -141,7 +141,7 @@ class Cleaner:
         # If a manifest is damaged, it cannot be known whose files these are.
         dead = [each for each in dead if named[each.save.unique_id] is not None]
         saves = {each.save: named[each.save.unique_id] or set() for each in dead}
-        # These died after their commit, perhaps before they had removed what they have replaced.
+        # Saves that died after their commit. They may not yet have removed the files of what they replaced.
         committed = {save.unique_id: kept for save, kept in saves.items() if save in map(save_of, kept)}
         begun = {*map(marked_by, names)}
 
@@ -150,7 +150,8 @@ class Cleaner:
 
         def is_replaced(name: str) -> bool:
             save = save_of(name)
-            return save is not None and save not in begun and name not in committed.get(save.unique_id, {name})
+            kept = committed.get(save.unique_id) if save is not None and save not in begun else None
+            return kept is not None and name not in kept
 
         files = sorted({*useless, *left(names), *filter(is_replaced, names)})
         markers = [each.marker for each in dead]

@@ -193,7 +193,7 @@ class DataFileHeader:
 
     @classmethod
     def decode(cls, data: bytes) -> DataFileHeader:
-        """Read a header from the bytes of :func:`read_header`.
+        """Read a header from the bytes of :func:`read_header_bytes`.
 
         Raises:
             ValueError: It is not the header of a data file; the text says why.
@@ -279,7 +279,7 @@ def _table(name: str, cursor: JsonCursor) -> dict[str, Any]:
     return value
 
 
-def read_header(file: InputFile) -> bytes:
+def read_header_bytes(file: InputFile) -> bytes:
     """Read the first bytes of a data file, up to its first tensor.
 
     Raises:

@@ -31,7 +31,7 @@ from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header
 FORMAT_VERSIONS = ("1", "2", "3")
 FORMAT_VERSION = int(FORMAT_VERSIONS[-1])
 PARTITIONED = FORMAT_VERSIONS[-1]
-# The errors of a container with unexpected contents.
+# Errors that decoding a container with unexpected contents may raise.
 UNUSABLE = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 # It describes some 20 columns, however many items there are.
 _MAX_HEADER_BYTES = 1 << 16
@@ -68,12 +68,12 @@ class Manifest:
         unique_id: The checkpoint's id in its directory.
         world_size: Number of ranks that took part in the save.
         step: Training step, if the caller gave one.
-        origin: Whose files they are, ``"native"`` or another program's name. Another program's have neither checksums
-            nor a save token, and may be in a directory right below the checkpoint's.
+        origin: The format of the files: ``"native"``, or that of another program. Another program's have neither
+            checksums nor a save token, and may be in a directory right below the checkpoint's.
         nodes: Where nodes share no storage: by name of a node, the data files that it has.
         partitions: Where the rows are in files of their own: these. The catalog and the checksums have the rows of
             those that have been read, and the catalog's table of files has all files.
-        partial: Where a repair has rebuilt it without some data files: which these were, as far as that is known.
+        partial: A text that names the data files without which a repair has rebuilt the manifest; "" if it is whole.
         progress: Of another program's, by key of an optimizer's moment: the steps that it has taken, and its betas.
     """
 

@@ -41,7 +41,7 @@ class NeededBlocks(NamedTuple):
         copies: The copies, in the order of the stretches.
         first: int64 per copy, the first byte of its stretch in its item.
         number: int64 per copy, the number of its stretch.
-        blocks: The stretches in the order of the files; their addresses count from the begin of all of them.
+        blocks: The stretches in the order of the files. Their addresses are relative to the beginning of all of them.
     """
 
     copies: AlikeCopies
@@ -97,7 +97,8 @@ class ReadPlanner(ABC):
         elif copies.reach_bytes > row_files.MAP_SPAN_BYTES:
             self.read_each(copies)
         else:
-            self._read_out_of_blocks(self.copy_mapped(copies), whole=True)
+            rest = self.copy_mapped(copies)
+            self._read_out_of_blocks(rest, whole=True)
 
     def read_runs(self, copies: AlikeCopies) -> None:
         """Carry out copies of one form whose runs are long enough for requests of their own; errors likewise."""
@@ -135,7 +136,7 @@ class ReadPlanner(ABC):
         self.copy_from_blocks(NeededBlocks(copies, first, np.cumsum(new) - 1, blocks))
 
     def divide(self, rows: np.ndarray, parts: Stretches) -> tuple[list[int], tuple[np.ndarray, ...]]:
-        """Divide stretches that are each of one block among portions, each of one file, which one thread reads.
+        """Divide stretches that are each of one block into portions. A portion is of one file; one thread reads it.
 
         Args:
             rows: int64 per stretch, the row that it is read from.
@@ -166,7 +167,7 @@ class ReadPlanner(ABC):
 
     @abstractmethod
     def copy_mapped(self, copies: AlikeCopies) -> AlikeCopies:
-        """Carry out copies of short scattered runs out of memory maps; return those that need verified blocks."""
+        """Copy short scattered runs out of memory maps. Return the copies that need verified blocks instead."""
 
     @abstractmethod
     def are_remote(self, copies: AlikeCopies) -> np.ndarray:

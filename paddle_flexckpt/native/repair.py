@@ -31,7 +31,7 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.media.backend import fill
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_block
-from paddle_flexckpt.native.data_file import TOKEN_WINDOW, DataFileHeader, read_header
+from paddle_flexckpt.native.data_file import TOKEN_WINDOW, DataFileHeader, read_header_bytes
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import FORMAT_VERSIONS, Manifest, SaveInfo, merge_parts
 from paddle_flexckpt.native.partition_files import merge_rows, read_partition
@@ -91,31 +91,31 @@ def rebuild_manifest(
     is_there = unique_id in directory.list_ids()
     known = _read_known(directory, unique_id) if is_there else None
     if is_there and not overwrite:
-        _raise([_there_already(directory, unique_id, known)], context)
+        _raise_if_any([_there_already(directory, unique_id, known)], context)
     names = [(rank, name) for each, rank, name in directory.data_files() if each == unique_id]
     if not names:
         got = f"ids {sorted({each for each, _, _ in directory.data_files()})}"
         raise ValidationError(Problem("there are no data files of this id", got=got, remedy="correct the id"), context)
     files, problems = _read_headers(directory, names, save_token)
-    _raise(problems, context)
+    _raise_if_any(problems, context)
     token = _choose_save(files, save_token, known, context)
     chosen = [file for file in files if file.token == token]
     known = known if known is not None and known.save_token == token else None
-    _raise(_disagreements(directory, chosen, unique_id), context)
+    _raise_if_any(_disagreements(directory, chosen, unique_id), context)
     parts, problems = _catalogs(directory, chosen)
-    _raise(problems, context)
+    _raise_if_any(problems, context)
     catalog = concat(parts)
     problems, partial_text = _missing_files(directory, chosen, catalog, known)
-    _raise([] if partial_text and fewer_files else problems, context)
-    _raise(validate_shards(catalog), context)
+    _raise_if_any([] if partial_text and fewer_files else problems, context)
+    _raise_if_any(validate_shards(catalog), context)
     holes = validate_coverage(catalog, group_replicas(catalog)).problems
-    _raise(
+    _raise_if_any(
         [replace(hole, remedy="restore the files that are missing, or load another checkpoint") for hole in holes],
         context,
     )
     block_bytes = BLOCK_BYTES if known is None else known.checksums.block_bytes
     manifest = merge_parts([_part(directory, file, part, block_bytes) for file, part in zip(chosen, parts)])
-    _raise([] if known is None else _differences(directory, known, manifest), context)
+    _raise_if_any([] if known is None else _differences(directory, known, manifest), context)
     used = {file.name for file in chosen}
     return RebuiltManifest(replace(manifest, partial=partial_text), [name for _, name in names if name not in used])
 
@@ -142,7 +142,7 @@ def _there_already(directory: CheckpointDirectory, unique_id: int, known: Manife
     return Problem(what, file=file, remedy="verify_checkpoint() lists what is damaged")
 
 
-def _raise(problems: list[Problem], context: str) -> None:
+def _raise_if_any(problems: list[Problem], context: str) -> None:
     if problems:
         raise ValidationError(problems, context)
 
@@ -157,7 +157,7 @@ def _read_headers(
             with directory.backend.open(name) as file:
                 if save_token is not None and save_token.encode() not in file.read(0, TOKEN_WINDOW):
                     continue  # the manifest is of another save: whether it is whole does not matter
-                data = read_header(file)
+                data = read_header_bytes(file)
                 files.append(_DataFile(rank, name, file.size, len(data), DataFileHeader.decode(data)))
         except ValueError as error:
             remedy = "restore the file; if it belongs to another save, choose this one by its save_token"

@@ -41,7 +41,7 @@ class StoredReplicas:
         self._groups: tuple[ReplicaGroups, np.ndarray] | None = None
 
     def others(self, item: int) -> list[int]:
-        """Return the other items with the same bytes, those of the next ranks first, so that readers spread."""
+        """Return the other items with the same bytes. Those of the next ranks come first, so that readers spread."""
         if self._manifest.foreign:  # without checksums nothing proves that they are equal
             return []
         if self._groups is None:
@@ -67,7 +67,7 @@ class ReplicaChoice:
     """
 
     def __init__(self, backend: Backend, manifest: Manifest, allowed: bool) -> None:
-        """Note nothing yet; ``allowed``: whether replicas may replace one another."""
+        """Args: backend, manifest: of the checkpoint. allowed: Whether replicas may replace one another."""
         self._backend = backend
         self._manifest = manifest
         self._replicas = StoredReplicas(manifest)

@@ -74,7 +74,14 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Runs(NamedTuple):
-    """Runs of stretches: the first stretch of each run, and their number; and each stretch's file and bytes."""
+    """Runs of stretches that are neighbours in a file. A run is one request.
+
+    Attributes:
+        first: The first stretch of each run, and the number of stretches.
+        file: The file of each stretch.
+        offset: The first byte of each stretch.
+        end: The byte behind each stretch.
+    """
 
     first: list[int]
     file: list[int]
@@ -87,7 +94,8 @@ class RowFiles:
 
     Attributes:
         count: What has been read.
-        threads: Read at the same time, from file systems; elsewhere it is requests that run at the same time.
+        threads: The threads that read from a file system. On an object store there is only the caller's: requests
+            run at the same time instead.
     """
 
     def __init__(self, backend: Backend, manifest: Manifest) -> None:

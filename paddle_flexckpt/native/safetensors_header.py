@@ -70,7 +70,11 @@ def header_bytes(start: bytes, file_bytes: int, file: str, most: int = MAX_HEADE
 
 
 def read_header(file: InputFile, name: str) -> Header:
-    """Read the header of a file; errors as of the two functions that this calls."""
+    """Read the header of a file.
+
+    Raises:
+        CorruptCheckpointError: The header is longer than the file, or is not a header.
+    """
     length = header_bytes(file.read(0, 8), file.size, name)
     return parse_header(file.read(8, length), file.size, name)
 

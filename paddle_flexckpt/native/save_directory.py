@@ -47,7 +47,7 @@ from paddle_flexckpt.progress import SILENT, Meter
 logger = logging.getLogger("paddle_flexckpt")
 
 
-# How many times a directory is created that another process may remove, as an empty one, before it is locked.
+# Attempts to create and lock a directory. Another process may remove it in between, while it is still empty.
 _TRIES = 10
 
 
@@ -269,12 +269,12 @@ class SaveDirectory(CheckpointDirectory):
                 left = Manifest.of_partitions(manifest.info, sizes, partitions)
             self.check_untouched(left)
 
-        # Beside the checks a listing takes no extra time; later it would, and show nothing else.
-        beside = self.backend.at_once > 1
-        checks = [check, look] if beside and not is_checked else [check]
+        # On an object store a listing runs at the same time as the checks. A later one would show the same.
+        lists_now = self.backend.at_once > 1
+        checks = [check, look] if lists_now and not is_checked else [check]
         replaced = self.publish(save, manifest.encode(), *checks)
         try:
-            self.finish(save, replaced is None, manifest, listed[0] if beside else None)
+            self.finish(save, replaced is None, manifest, listed[0] if lists_now else None)
         finally:
             if replaced is not None:
                 replaced.release()
@@ -306,14 +306,14 @@ class SaveDirectory(CheckpointDirectory):
         except BaseException as error:
             if replaced is not None:
                 replaced.release()
-            known = self._what_became(save, error) if isinstance(error, OSError) else None
+            known = self._error_near_commit(save, error) if isinstance(error, OSError) else None
             if known is not None:
                 raise known from error
             raise
         return replaced
 
-    def _what_became(self, save: SaveNames, error: OSError) -> CheckpointError | None:
-        """Return the error to raise when storage has refused something near a save's commit; None before the commit."""
+    def _error_near_commit(self, save: SaveNames, error: OSError) -> CheckpointError | None:
+        """Return the error to raise when storage has failed near a commit; None if the save is not committed."""
         # A request without an answer may still be on its way.
         from paddle_flexckpt.media.retrying import is_unanswered
 

@@ -84,7 +84,7 @@ class AlikeCopies:
 
     @property
     def outer(self) -> int:
-        """Return the number of axes without the innermost ones that together are contiguous in the file."""
+        """Return the number of outer axes. The axes inside them are contiguous in the file."""
         return len(self.copy.extents) - self.copy.source_tail()
 
     @property
@@ -231,7 +231,7 @@ class SpreadCopies:
         """Return the elements of a copy, by its place, that are in some blocks.
 
         Returns:
-            Copies without an item; the byte where each begins, from the first block on; and the bytes from the begin of
+            Copies without an item; the byte where each begins, from the first block on; and the bytes from the start of
             the copy's own memory to that of each.
         """
         dtype, before = self._copies.dtype, self._before(position)

@@ -17,7 +17,7 @@ from paddle_flexckpt.media.backend import InputFile, Location, fill
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.read_ahead import Wanted
 from paddle_flexckpt.native.checksums import hash_block
-from paddle_flexckpt.native.data_file import TOKEN_WINDOW, DataFileHeader, encode_header, read_header
+from paddle_flexckpt.native.data_file import TOKEN_WINDOW, DataFileHeader, encode_header, read_header_bytes
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.replica_items import StoredReplicas, remedy_of_copies
 from paddle_flexckpt.progress import SILENT, Meter
@@ -261,7 +261,7 @@ class _FileVerifier:
             self._found.bytes_read += len(start)
             if start == expected and len(start) == begin:
                 return None
-            data = read_header(file)
+            data = read_header_bytes(file)
             wanted, header = DataFileHeader.decode(expected), DataFileHeader.decode(data)
         except ValueError as error:
             self._problem("the header is damaged", None, (_first_difference(start, expected), begin), None, str(error))
