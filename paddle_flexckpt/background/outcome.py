@@ -118,6 +118,6 @@ def look_for_manifest(job: WriteJob, directory: SaveDirectory, how: str = "") ->
     except OSError as error:
         how = f"{how}: {error}" if how else str(error)
     if len(job.ranks) == 1 and directory.backend.has_path:
-        return combine([(job.rank, Failure.of(CheckpointError(how)))])  # a writer that has ended commits nothing there
+        return combine([(job.rank, Failure.of(CheckpointError(how)))])  # no other process can commit
     text = UNKNOWN_OUTCOME.format(timeout=job.timeout)
     return combine([(job.coordinator, Failure(LostRankError.__name__, (text,)))])

@@ -24,7 +24,7 @@ from paddle_flexckpt.report import SaveReport
 
 
 class SaveHandle:
-    """A handle of an asynchronous save: pending, committed or failed. The outcome is the same on every rank.
+    """A handle of an asynchronous save, which is pending, committed or failed. The outcome is the same on every rank.
 
     A failure that nobody has seen is raised by the next save. Without one it is printed when the interpreter exits, and
     the exit status is 1.
@@ -155,7 +155,7 @@ class SaveSlot:
     """
 
     def __init__(self, pool: StagingPool, launch: Callable[[PendingSave], None], timeout: float, address: str) -> None:
-        """Take the writer's functions for memory and for starting a save, and the attributes."""
+        """Take the writer's pool of memory, its function that starts a save, and two attributes."""
         self.timeout = timeout
         self.address = address
         self._pool = pool
@@ -287,7 +287,7 @@ class PendingSaves:
             return number
 
     def take_orphans(self, process: WriterProcess) -> list[int]:
-        """Return, once, the saves that a process had when it died."""
+        """Return the numbers of the saves that a dead process had. A second call returns none."""
         with self._changed:
             numbers = [number for number, save in self._saves.items() if save.process is process]
             for number in numbers:

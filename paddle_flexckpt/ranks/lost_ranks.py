@@ -35,7 +35,7 @@ def own_host() -> str:
 
 def open_presence() -> socket.socket:
     """Return a socket that listens; a connection to it can be made as long as a process has it."""
-    # A process that leaves connections in the backlog reveals no less than one that accepts them.
+    # Connections are never accepted: one in the backlog proves as well that the process lives.
     return socket.create_server((own_host(), 0), backlog=BACKLOG)
 
 

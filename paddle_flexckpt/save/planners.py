@@ -92,7 +92,7 @@ def planner_of(keys: Sequence[str], count: int) -> np.ndarray:
 
 
 def _raise_reported(notes: Mapping[int, bytes], context: str) -> None:
-    """Raise the findings that planners have reported to all ranks, if there are any; the text is as of one planner."""
+    """Raise the findings that planners have reported, if any. The text is as if one rank planned all keys."""
     raise_findings([Finding(*each) for note in notes.values() for each in json.loads(note)], context)
 
 

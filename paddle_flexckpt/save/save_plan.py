@@ -305,7 +305,7 @@ class Share:
         self._stops = self._starts + self.items.byte_length
 
     def written(self) -> dict[str, Any]:
-        """Return the step, which counts this rank's items as they are written."""
+        """Return keyword arguments for the writer of the data file: the step, and a meter that counts the items."""
         nbytes = int(self.items.byte_length.sum())
         return {"step": self.step, "meter": Meter(self._progress, "write", nbytes, len(self.items))}
 

@@ -148,8 +148,8 @@ class Save:
     """A save of the shards of all ranks. Every rank makes one and calls :meth:`run`.
 
     Attributes:
-        destination: The destination; known when this rank's shards are described.
-        state: This rank's shards; likewise.
+        destination: Takes the data: to a shared directory, a writer, or nodes. Set by :meth:`describe`.
+        state: This rank's shards. Set by :meth:`describe`.
     """
 
     destination: SharedSave | NodeSave
@@ -297,7 +297,7 @@ class Save:
         return replace(plan, origin=fingerprint([each.own for each in summaries]), messages=messages)
 
     def _replicas(self, rows: KeyRows, groups: ReplicaGroups, first: int | None) -> Replicas:
-        """Return the replicas among rows of all ranks, of which this is the first of this rank; None: it plans some."""
+        """Return the replicas among rows; ``first`` is this rank's first row, or None where planning is spread."""
         held = {} if first is None else dict(enumerate(self.state.tensors, first))
         compares, save_replicas = self._options.check_replicas is not False, self._options.save_replicas
         policies = (rows.flags >> 1).astype(np.uint8)
