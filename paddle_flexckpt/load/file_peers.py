@@ -31,7 +31,6 @@ from paddle_flexckpt.communication.rounds import HeldRows, Rounds, RowsReadAhead
 from paddle_flexckpt.load.node_files import Found
 from paddle_flexckpt.load.peers import Peers, plan_rank
 from paddle_flexckpt.media.backend import reading
-from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.planning.exchange_plan import ExchangePlan, ReadPlan
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
 from paddle_flexckpt.planning.readers import (
@@ -267,9 +266,7 @@ class FilePeers(Peers):
         Raises:
             CorruptCheckpointError: They have changed.
         """
-        backend = self.files.directory.backend
-        reader = FileReader(backend, self.files.manifest, self._options.verify, self._options.use_replicas)
-        self._reader = self.files.reader = self.closing.enter_context(reader)
+        reader = self._reader = self.files.open_reader(self._options.verify)
         used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
         rows = np.unique(np.concatenate(used))
         self._read_bytes = int(self.rows.byte_length[rows].sum())

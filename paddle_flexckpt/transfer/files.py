@@ -19,7 +19,7 @@ from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location, reading
-from paddle_flexckpt.native.checksums import verify_mode
+from paddle_flexckpt.native.checksums import VerifyMode, verify_mode
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.reader import FileReader
@@ -43,7 +43,7 @@ class Files(Source):
     Attributes:
         directory: The checkpoint's directory; set by :meth:`open`.
         manifest: Its manifest; likewise.
-        reader: The reader of its files; set by :meth:`prepare`.
+        reader: The reader of its files; set by :meth:`open_reader`.
     """
 
     directory: CheckpointDirectory
@@ -52,7 +52,7 @@ class Files(Source):
     caches_plans = True
     # The keys whose rows ``open`` reads of a manifest in partitions; None: all.
     _first_keys: Sequence[str] | None = None
-    _is_prepared = False
+    _has_reader = False
 
     def __init__(
         self,
@@ -128,12 +128,17 @@ class Files(Source):
         verify = verify_mode(self._options.verify)
         if verify == "read" and task.plan.band_of is not None and not self.manifest.foreign:
             verify = "full"  # a block across two bands is never read whole, and would not be verified
-        reader = FileReader(self.directory.backend, self.manifest, verify, self._options.use_replicas)
-        self.reader = self.closing.enter_context(reader)
-        self._is_prepared = True
+        self.open_reader(verify)
         with self._reading():
             self.reader.check_files(self._plan.pieces.source)
         return b""
+
+    def open_reader(self, verify: bool | VerifyMode) -> FileReader:
+        """Open the reader of the checkpoint's files, and return it."""
+        reader = FileReader(self.directory.backend, self.manifest, verify, self._options.use_replicas)
+        self.reader = self.closing.enter_context(reader)
+        self._has_reader = True
+        return reader
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read every piece into its target, and compute the computed values."""
@@ -153,7 +158,7 @@ class Files(Source):
 
     def damaged_files(self) -> list[str]:
         """Return the names of files in which a read found damage."""
-        return self.reader.damaged_files if self._is_prepared else []
+        return self.reader.damaged_files if self._has_reader else []
 
     def damaged_shards(self, names: Collection[str]) -> list[tuple[str, int]]:
         """Check some files, as far as they are here; return file and first byte of all damaged shards."""

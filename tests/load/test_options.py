@@ -11,13 +11,17 @@ import pytest
 import paddle_flexckpt as fc
 import paddle_flexckpt.manager.manager as manager_module
 from paddle_flexckpt import run_state
-from paddle_flexckpt.manager import KeepBest, KeepLatest, SaveEvery, SaveInterval
+from paddle_flexckpt.manager import KeepBest, KeepLatest, SaveEvery, SaveInterval, whole_run
 from paddle_flexckpt.run_state import collect_extra_state, load_extra_state
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.transfer.options import options_of
 
 # gen_aoa_statements() collects what differs between ranks: that is what its group is for.
-PUBLIC = {name: getattr(room, name) for room in (fc, run_state) for name in room.__all__}
+PUBLIC = {name: getattr(run_state, name) for name in run_state.__all__} | {
+    # A manager has methods of these names.
+    {"save": "fc.save", "load": "fc.load"}.get(name, name): getattr(fc, name)
+    for name in fc._HOME
+}
 FUNCTIONS = [
     name
     for name, function in PUBLIC.items()
@@ -100,6 +104,18 @@ def call(name, tmp_path, comm, **options):
             with fc.BackgroundWriter() as writer:
                 return fc.save_state_dict(shards(), tmp_path / "new", comm, async_save=writer, **options)
         return fc.save_state_dict(shards(), tmp_path / "new", comm, **options)
+    if name in ("fc.save", "fc.load"):
+        for key in ("lr_scheduler", "scaler"):
+            if options.get(key) is not None:
+                options[key] = Stateful()
+        if name == "fc.load":
+            return whole_run.load(tmp_path / "there", state=shards(), process_group=comm, **options)
+        if "slice_bytes" in options or "staging_bytes" in options:
+            with fc.BackgroundWriter() as writer:
+                return whole_run.save(
+                    tmp_path / "new", state=shards(), process_group=comm, **{"async_save": writer, **options}
+                )
+        return whole_run.save(tmp_path / "new", state=shards(), process_group=comm, **{"rng": False, **options})
     if name == "load_state_dict":
         return fc.load_state_dict(shards(), tmp_path / "there", comm, **options)
     if name == "publish":
@@ -139,7 +155,7 @@ def call(name, tmp_path, comm, **options):
 class Signals:
     """Stands for handlers of signals."""
 
-    received = watches = False
+    received = is_active = False
 
     def close(self):
         """Does nothing."""
