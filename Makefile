@@ -17,7 +17,7 @@ PYTEST_JOBS ?= 2
 PYTEST_SHARED := -n $(PYTEST_JOBS) --dist loadfile --no-loadscope-reorder
 # What stands on numpy alone, commands, and a save and a load in one process and on two ranks.
 FAST_TESTS := tests/algebra tests/catalog tests/planning tests/aoa tests/transfer tests/native tests/golden tests/cli \
-	tests/load/test_policies.py tests/distributed/test_save_load.py tests/test_import.py tests/test_mirror.py
+	tests/loading/test_policies.py tests/distributed/test_save_load.py tests/test_import.py tests/test_mirror.py
 # Of these, what takes longest: processes that are killed and go on, and whole loads behind a rehearsal.
 NOT_FAST := tests/cli/test_script.py tests/cli/test_convert.py tests/transfer/test_object_reads.py
 

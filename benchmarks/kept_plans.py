@@ -17,7 +17,7 @@ import paddle
 import paddle_flexckpt as fc
 from benchmarks.harness import arguments, finish, row, turns
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.shared_saves import SharedSave
+from paddle_flexckpt.saving.shared_saves import SharedSave
 from paddle_flexckpt.transfer.files import Files
 
 

@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import MIB, Row, arguments, finish, random_tensors, ratios, row
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.media.read_ahead import Budget
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from tests.object_store import ObjectStore, running_store
 
 PLAIN_PART = 8 * MIB

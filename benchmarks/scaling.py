@@ -386,7 +386,7 @@ def measure_opening(case: tuple[int, int], where: Path, rows: int = 1_000_000) -
     import numpy as np
 
     from paddle_flexckpt.foreign.paddle_files import open_to_save
-    from paddle_flexckpt.load.direct_files import DirectFiles
+    from paddle_flexckpt.loading.direct_files import DirectFiles
     from paddle_flexckpt.media.local import LocalBackend
     from paddle_flexckpt.native.save_names import SaveNames
     from paddle_flexckpt.ranks.communicator import SoloCommunicator
@@ -443,7 +443,7 @@ def measure_writers(manifest: Any, path: Path, sample: int = 8) -> dict[str, Any
     from paddle_flexckpt.foreign.paddle_files import open_to_save
     from paddle_flexckpt.native.partitions import partitions_for
     from paddle_flexckpt.native.save_names import SaveNames
-    from paddle_flexckpt.save.partition_writers import PartitionWriter
+    from paddle_flexckpt.saving.partition_writers import PartitionWriter
 
     catalog, names = manifest.catalog, SaveNames(0, _TOKEN)
     ranks, count = len(catalog.files), partitions_for(len(catalog))
@@ -526,10 +526,10 @@ def measure_calls(ranks: tuple[int, int] = (4, 8)) -> dict[str, Any]:
 
     import numpy as np
 
-    from paddle_flexckpt.load.loader import load_state_dict
+    from paddle_flexckpt.loading.loader import load_state_dict
     from paddle_flexckpt.media.local import LocalBackend
-    from paddle_flexckpt.save import planners
-    from paddle_flexckpt.save.saver import save_state_dict
+    from paddle_flexckpt.saving import planners
+    from paddle_flexckpt.saving.saver import save_state_dict
     from paddle_flexckpt.sharded_weight import ShardedWeight
     from paddle_flexckpt.testing.simulated import SimulatedWorld
 

@@ -33,11 +33,11 @@ from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import Strategy
 from paddle_flexckpt.planning.write_plan import lay_lines
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
-from paddle_flexckpt.save.partition_writers import encode_part
-from paddle_flexckpt.save.planners import Planners, RankSummary, planner_of
-from paddle_flexckpt.save.replica_checks import Replicas
-from paddle_flexckpt.save.save_options import SaveOptions
-from paddle_flexckpt.save.save_plan import SavePlan, assign, encode_assignments, report_fields
+from paddle_flexckpt.saving.partition_writers import encode_part
+from paddle_flexckpt.saving.planners import Planners, RankSummary, planner_of
+from paddle_flexckpt.saving.replica_checks import Replicas
+from paddle_flexckpt.saving.save_options import SaveOptions
+from paddle_flexckpt.saving.save_plan import SavePlan, assign, encode_assignments, report_fields
 from paddle_flexckpt.transfer.agreement import check_heads
 
 # What the coordinator is told of a partition.

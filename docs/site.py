@@ -23,13 +23,13 @@ LINKED = ("benchmarks/results/table.md", "paddle_flexckpt/testing/cpu_world/__in
 #: Names that are public in a module of their own: what functions of the package take and return.
 MORE = {
     "Options": [
-        "paddle_flexckpt.save.save_options.SaveOptions",
+        "paddle_flexckpt.saving.save_options.SaveOptions",
         "paddle_flexckpt.manager.whole_run.RunSaveOptions",
         "paddle_flexckpt.transfer.options.LoadOptions",
         "paddle_flexckpt.manager.restore.RunOptions",
-        "paddle_flexckpt.load.peers.ReshardOptions",
+        "paddle_flexckpt.loading.peers.ReshardOptions",
         "paddle_flexckpt.transfer.options.ExportOptions",
-        "paddle_flexckpt.load.publishing.PublishOptions",
+        "paddle_flexckpt.loading.publishing.PublishOptions",
     ],
     "Reports": [
         *(f"paddle_flexckpt.report.{name}" for name in [*fc._MOVED["report"], "PublishReport"]),
@@ -50,7 +50,7 @@ MORE = {
     "Tools": [
         "paddle_flexckpt.tools.digests.digest_checkpoint",
         "paddle_flexckpt.tools.holders.find_holders",
-        "paddle_flexckpt.load.state_digests.digest_state_dict",
+        "paddle_flexckpt.loading.state_digests.digest_state_dict",
         "paddle_flexckpt.tools.tensor_reader.TensorReader",
     ],
 }

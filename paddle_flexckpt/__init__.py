@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     )
     from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
-    from paddle_flexckpt.load.full_param import full_param
-    from paddle_flexckpt.load.live_rehearsal import rehearse
-    from paddle_flexckpt.load.loader import load_state_dict
-    from paddle_flexckpt.load.merged import load_merged_state_dict, merge_sharded_state_dict
-    from paddle_flexckpt.load.publishing import publish
-    from paddle_flexckpt.load.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
-    from paddle_flexckpt.load.state_digests import digest
+    from paddle_flexckpt.loading.full_param import full_param
+    from paddle_flexckpt.loading.live_rehearsal import rehearse
+    from paddle_flexckpt.loading.loader import load_state_dict
+    from paddle_flexckpt.loading.merged import load_merged_state_dict, merge_sharded_state_dict
+    from paddle_flexckpt.loading.publishing import publish
+    from paddle_flexckpt.loading.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
+    from paddle_flexckpt.loading.state_digests import digest
     from paddle_flexckpt.manager import (
         CheckpointManager,
         KeepBest,
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
         uninstall,
     )
     from paddle_flexckpt.run_state import collect_extra_state, load_extra_state, restore_extra_state
-    from paddle_flexckpt.save.saver import save_state_dict
+    from paddle_flexckpt.saving.saver import save_state_dict
     from paddle_flexckpt.sharded_weight import (
         FusedAxis,
         ShardedStateDict,
@@ -97,9 +97,9 @@ SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "run_state": ("collect_extra_state", "load_extra_state", "restore_extra_state"),
     },
     "Shards": {
-        "save.saver": ("save_state_dict",),
-        "load.loader": ("load_state_dict",),
-        "load.resharder": ("plan_reshard", "reshard_sharded_state_dict"),
+        "saving.saver": ("save_state_dict",),
+        "loading.loader": ("load_state_dict",),
+        "loading.resharder": ("plan_reshard", "reshard_sharded_state_dict"),
         "background.pending": ("SaveHandle",),
         "background.writer": ("BackgroundWriter",),
         "parallel": (
@@ -112,9 +112,9 @@ SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "sharded_weight": ("FusedAxis", "ShardedWeight"),
     },
     "Whole tensors, for others": {
-        "load.full_param": ("full_param",),
-        "load.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
-        "load.publishing": ("publish",),
+        "loading.full_param": ("full_param",),
+        "loading.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
+        "loading.publishing": ("publish",),
         "tools.conversion": ("convert_checkpoint",),
         "tools.export": ("export_safetensors",),
     },
@@ -125,8 +125,8 @@ SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "parallel": ("gen_aoa_statements",),
     },
     "Checkpoints at hand": {
-        "load.live_rehearsal": ("rehearse",),
-        "load.state_digests": ("digest",),
+        "loading.live_rehearsal": ("rehearse",),
+        "loading.state_digests": ("digest",),
         "media.opening": ("open_storage",),
         "native.directory": ("latest", "list_checkpoints"),
         "observers": ("observe",),
@@ -145,7 +145,7 @@ SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "Names that Paddle has too": {
         "catalog.metadata": ("LocalTensorIndex", "LocalTensorMetadata", "Metadata"),
         "dist_tensor": ("compute_local_shape_and_global_offset",),
-        "load.resharder": ("_load_state_dict",),
+        "loading.resharder": ("_load_state_dict",),
         "memory.state": ("flatten_state_dict", "unflatten_state_dict"),
         "memory.tensors": ("assign_sharded_slice",),
         "sharded_weight": (

@@ -1,6 +1,6 @@
 """Reports of a save, a load and so on, as one line for people and one dict for machines.
 
-Tested in tests/load/test_policies.py and tests/cli/test_cli.py.
+Tested in tests/loading/test_policies.py and tests/cli/test_cli.py.
 """
 
 from __future__ import annotations

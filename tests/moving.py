@@ -12,9 +12,9 @@ from tests.ramdisk import memory_directory
 def move(request):
     """``move(source, target, **options)`` on one rank, through files or through memory; returns the report."""
 
-    from paddle_flexckpt.load.loader import load_state_dict
-    from paddle_flexckpt.load.resharder import reshard_sharded_state_dict
-    from paddle_flexckpt.save.saver import save_state_dict
+    from paddle_flexckpt.loading.loader import load_state_dict
+    from paddle_flexckpt.loading.resharder import reshard_sharded_state_dict
+    from paddle_flexckpt.saving.saver import save_state_dict
 
     def through(source, target, **options):
         def job(comm):
@@ -34,9 +34,9 @@ def move(request):
 def move_between(request):
     """``move_between(size, source, target)``: the targets of each rank, filled; both take ``(rank, filled)``."""
 
-    from paddle_flexckpt.load.loader import load_state_dict
-    from paddle_flexckpt.load.resharder import reshard_sharded_state_dict
-    from paddle_flexckpt.save.saver import save_state_dict
+    from paddle_flexckpt.loading.loader import load_state_dict
+    from paddle_flexckpt.loading.resharder import reshard_sharded_state_dict
+    from paddle_flexckpt.saving.saver import save_state_dict
 
     def through(size, source, target):
         def job(comm):

@@ -23,7 +23,7 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.communication.transport import SocketTransport
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.media.opening import open_backend
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from tests.background.helpers import SOLO, load, save, stopped
 
 PATIENCE_SECONDS = 300

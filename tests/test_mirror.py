@@ -1,6 +1,6 @@
 """Each module has its tests where one looks for them: in a file of its own name, or in one that its docstring names.
 
-``save/saver.py`` is tested in ``tests/save/test_saver.py``, or says "Tested in tests/load/test_policies.py."
+``saving/saver.py`` is tested in ``tests/saving/test_saver.py``, or says "Tested in tests/loading/test_policies.py."
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NOT_YET = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {
     "background",
     "cli",
     "communication",
-    "load",
+    "loading",
     "manager",
     "media",
     "memory",
@@ -29,7 +29,7 @@ NOT_YET = {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {
     "parallel",
     "ranks",
     "run_state",
-    "save",
+    "saving",
     "tools",
     "transfer",
     "trainer",

@@ -15,7 +15,7 @@ import pytest
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.load import live_model
+from paddle_flexckpt.loading import live_model
 from paddle_flexckpt.observers import Event, PrometheusObserver, ScalarObserver
 from paddle_flexckpt.report import Report, SaveReport, VerifyReport
 from paddle_flexckpt.testing.simulated import SimulatedWorld

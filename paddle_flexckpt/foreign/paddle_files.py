@@ -9,7 +9,7 @@ The companion is a file beside the manifest. Paddle takes numbered safetensors f
 every shard in them for a whole tensor, unless it finds this file, which is a ``Metadata`` too. Where Paddle would read
 other values than those saved, the file makes Paddle fail with an error that has the reason.
 
-Tested in tests/foreign/test_paddle_files.py and tests/save/test_paddle_reads.py.
+Tested in tests/foreign/test_paddle_files.py and tests/saving/test_paddle_reads.py.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.transfer.agreement import check_same
 from paddle_flexckpt.transfer.options import GROUP, encode_options, same_on_all_ranks, takes
 

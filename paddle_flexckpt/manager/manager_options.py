@@ -1,6 +1,6 @@
 """Options of a manager, and of its saves.
 
-Tested in tests/manager/test_manager.py and tests/load/test_options.py.
+Tested in tests/manager/test_manager.py and tests/loading/test_options.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.manager.policies import KeepPolicy, SaveEvery, SavePolicy
 from paddle_flexckpt.media.backend import Location
-from paddle_flexckpt.save.replica_policies import CheckReplicas, ReplicaPolicies
-from paddle_flexckpt.save.save_options import SaveOptions
+from paddle_flexckpt.saving.replica_policies import CheckReplicas, ReplicaPolicies
+from paddle_flexckpt.saving.save_options import SaveOptions
 from paddle_flexckpt.transfer.options import Options, rule
 
 EVERY_STEP = SaveEvery(1)

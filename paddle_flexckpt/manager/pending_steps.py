@@ -18,7 +18,7 @@ from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.pages.holder_pages import MOST_DRAWN, save_page
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.save.sliced_saves import SlicedSave
+from paddle_flexckpt.saving.sliced_saves import SlicedSave
 from paddle_flexckpt.tools.holders import find_holders
 
 logger = logging.getLogger("paddle_flexckpt")

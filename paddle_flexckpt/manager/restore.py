@@ -20,7 +20,7 @@ from paddle_flexckpt.catalog import (
     ValidationError,
 )
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.step_directories import Which, save_token_in
 from paddle_flexckpt.media.backend import Backend, Location, reading

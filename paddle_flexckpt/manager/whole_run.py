@@ -19,8 +19,8 @@ from paddle_flexckpt.media.opening import shown
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.report import LoadReport, SaveReport
 from paddle_flexckpt.run_state.extra_state import ExtraStateReport, collect_extra_state
-from paddle_flexckpt.save.save_options import SaveOptions
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.save_options import SaveOptions
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.transfer.agreement import check_heads
 from paddle_flexckpt.transfer.options import GROUP, PATH, Storage, takes
 

@@ -2,7 +2,7 @@
 
 Masters are float32 copies of parameters. They would undo, at the next step, a load of the parameters without them.
 
-Tested in tests/memory/test_shared_memory.py and tests/load/test_masters_and_fused.py.
+Tested in tests/memory/test_shared_memory.py and tests/loading/test_masters_and_fused.py.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ A device digests its own memory: sums of 32-bit words, each multiplied by a rand
 (multilinear hashing; Lemire and Kaser, "Strongly universal string hashing is fast", 2014). Two different rows of words
 have the same sum with a probability of at most 2**-32.
 
-Tested in tests/save/test_replica_checks.py and tests/device/test_device_memory.py.
+Tested in tests/saving/test_replica_checks.py and tests/device/test_device_memory.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A virtual file is one rank's memory; it stands for a file of a checkpoint.
 
-Tested in tests/save/test_replica_checks.py, tests/load/test_reshard_files.py and tests/memory/test_shared_memory.py.
+Tested in tests/saving/test_replica_checks.py, tests/loading/test_reshard_files.py
+and tests/memory/test_shared_memory.py.
 """
 
 from __future__ import annotations

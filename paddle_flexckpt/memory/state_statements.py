@@ -1,6 +1,6 @@
 """AOA statements for the user's own objects: made for a plain state dict, and explained.
 
-Tested in tests/load/test_name_compatibility.py and tests/aoa/test_docs.py.
+Tested in tests/loading/test_name_compatibility.py and tests/aoa/test_docs.py.
 """
 
 from __future__ import annotations

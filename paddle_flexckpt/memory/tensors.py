@@ -4,7 +4,7 @@ A contiguous host tensor is accessed in place, through its address, whatever its
 a host copy of that one tensor: :class:`HostTensor` hides which. Device tensors are accessed in slices
 (:mod:`~paddle_flexckpt.memory.device_memory`), and as a :class:`HostTensor` only where a load fills them.
 
-Tested in tests/memory/test_tensors.py and tests/load/test_assign.py.
+Tested in tests/memory/test_tensors.py and tests/loading/test_assign.py.
 """
 
 from __future__ import annotations

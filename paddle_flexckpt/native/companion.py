@@ -1,6 +1,6 @@
 """Companion files, which describe a directory of checkpoints to another program's loader: their makers' base class.
 
-Tested in tests/save/test_paddle_reads.py.
+Tested in tests/saving/test_paddle_reads.py.
 """
 
 from __future__ import annotations

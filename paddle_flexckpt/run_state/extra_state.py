@@ -37,8 +37,8 @@ from paddle_flexckpt.catalog.portable import decode, encode
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.load.merged import empty_tensors
+from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.loading.merged import empty_tensors
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.media.opening import shown
 from paddle_flexckpt.native.directory import LockedManifest

@@ -22,7 +22,7 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from paddle_flexckpt.memory import device_bytes
 from paddle_flexckpt.memory.device_memory import DeviceMemory
-from paddle_flexckpt.save import background_saves
+from paddle_flexckpt.saving import background_saves
 from paddle_flexckpt.testing.device_check_record import (
     CheckFailed,
     Found,

@@ -18,7 +18,7 @@ import numpy as np
 import paddle
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.save.save_options import LEAST_BYTES
+from paddle_flexckpt.saving.save_options import LEAST_BYTES
 from paddle_flexckpt.testing.device_check_counts import count_alone
 from paddle_flexckpt.testing.device_check_link import LinkChecks
 from paddle_flexckpt.testing.device_check_memory import MemoryChecks, PageChecks

@@ -5,7 +5,7 @@ tensor, and the products are added up modulo 2**64, twice with different numbers
 "Strongly universal string hashing is fast", 2014). So neither whole tensors nor an order are needed. A digest
 reveals drift and damage, not forgery: the numbers are known.
 
-Tested in tests/tools/test_digests.py and tests/load/test_state_digests.py.
+Tested in tests/tools/test_digests.py and tests/loading/test_state_digests.py.
 """
 
 from __future__ import annotations

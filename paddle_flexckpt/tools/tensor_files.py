@@ -1,6 +1,6 @@
 """Divide tensors among safetensors files in the style of Hugging Face, and write them: names, headers, index.
 
-Tested in tests/tools/test_export.py and tests/load/test_publishing.py.
+Tested in tests/tools/test_export.py and tests/loading/test_publishing.py.
 """
 
 from __future__ import annotations

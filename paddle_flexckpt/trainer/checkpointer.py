@@ -33,7 +33,7 @@ from paddle_flexckpt.parallel.state_creation import no_new_states
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.run_state.extra_state import collect_extra_state
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.trainer.contents import (
     EMA_PREFIX,
     EMA_PREFIX_IN_DIRECTORY,

@@ -21,7 +21,7 @@ from typing import Any
 from paddle_flexckpt.catalog import EXTRA_STATE, Problem, ValidationError
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_checkpoint import EMA_DIRECTORY, paddle_ids
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.parallel import optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.layers import build_overlap_buffers

@@ -11,8 +11,8 @@ from typing import Any, Literal, Optional
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.native.checksums import VerifyMode
-from paddle_flexckpt.save.replica_policies import CheckReplicas
-from paddle_flexckpt.save.save_options import SaveOptions
+from paddle_flexckpt.saving.replica_policies import CheckReplicas
+from paddle_flexckpt.saving.save_options import SaveOptions
 from paddle_flexckpt.transfer.options import LoadOptions
 
 FLEX = "flex_checkpoint"

@@ -26,13 +26,13 @@ from paddle_flexckpt.aoa.statements import KEYS, read_config
 from paddle_flexckpt.catalog import AoaError, CheckpointError
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
-from paddle_flexckpt.load.full_param import full_param as whole_tensors
-from paddle_flexckpt.load.loader import load_state_dict as load
-from paddle_flexckpt.load.merged import load_merged_state_dict as load_merged
-from paddle_flexckpt.load.merged import merge_sharded_state_dict as merge
+from paddle_flexckpt.loading.full_param import full_param as whole_tensors
+from paddle_flexckpt.loading.loader import load_state_dict as load
+from paddle_flexckpt.loading.merged import load_merged_state_dict as load_merged
+from paddle_flexckpt.loading.merged import merge_sharded_state_dict as merge
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.save.save_options import SaveOptions
-from paddle_flexckpt.save.saver import save_state_dict as save
+from paddle_flexckpt.saving.save_options import SaveOptions
+from paddle_flexckpt.saving.saver import save_state_dict as save
 from paddle_flexckpt.transfer.options import LoadOptions
 from paddle_flexckpt.undo import Undo
 
@@ -219,7 +219,7 @@ def load_state_dict(
 
 
 def full_param(sharded_state_dict: Any, aoa_config: Any = None, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-    """Return whole tensors like Paddle's function of this name, by :mod:`paddle_flexckpt.load.full_param`.
+    """Return whole tensors like Paddle's function of this name, by :mod:`paddle_flexckpt.loading.full_param`.
 
     ``Layer.full()`` calls it.
     """
@@ -238,7 +238,7 @@ def merge_sharded_state_dict(
     aoa_config: Any = None,
     safetensors: bool = False,
 ) -> None:
-    """Write whole tensors like Paddle's function of this name, by :mod:`paddle_flexckpt.load.merged`."""
+    """Write whole tensors like Paddle's function of this name, by :mod:`paddle_flexckpt.loading.merged`."""
     with _of_paddle("merge_sharded_state_dict", _load_options_of(merge)) as options:
         options.update(unique_id=unique_id, aoa_config=_statements(aoa_config))
         merge(load_path, save_path, prefix, safetensor_prefix, skip_postfix_list, process_group, **options)

@@ -15,7 +15,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import (

@@ -1,7 +1,7 @@
 """Agreement of ranks: one rank's error is raised on all, and calls in which ranks differ are refused.
 
 Tested in tests/transfer/test_agreement.py, tests/communication/test_group_communicators.py
-and tests/load/test_options.py.
+and tests/loading/test_options.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Files as a source: plan the reads of a rank's targets, and carry them out row by row.
 
-Tested in tests/transfer/test_files.py and tests/load/test_policies.py.
+Tested in tests/transfer/test_files.py and tests/loading/test_policies.py.
 """
 
 from __future__ import annotations

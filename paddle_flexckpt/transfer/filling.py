@@ -1,6 +1,6 @@
 """Fill a plan's rows: open and store targets, hold scratch, and compute tiles when their operands are there.
 
-Tested in tests/transfer/test_filling.py and tests/load/test_aoa_tiles.py.
+Tested in tests/transfer/test_filling.py and tests/loading/test_aoa_tiles.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ elements is another permutation for every degree. Each side records its order
 of the user names. ``fused_qkv`` and ``fused_ffn`` are in
 :mod:`paddle_flexckpt.aoa.macros`.
 
-Tested in tests/transfer/test_fused.py, tests/memory/test_orders.py and tests/load/test_fused_degrees.py.
+Tested in tests/transfer/test_fused.py, tests/memory/test_orders.py and tests/loading/test_fused_degrees.py.
 """
 
 from __future__ import annotations

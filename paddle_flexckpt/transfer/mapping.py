@@ -1,6 +1,6 @@
 """Compile AOA statements for a load, and bring fused parameters into natural order.
 
-Tested in tests/transfer/test_mapping.py, tests/load/test_aoa_policies.py and tests/load/test_merged.py.
+Tested in tests/transfer/test_mapping.py, tests/loading/test_aoa_policies.py and tests/loading/test_merged.py.
 """
 
 from __future__ import annotations

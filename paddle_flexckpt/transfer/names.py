@@ -22,7 +22,7 @@ counts by layer, in one of several ways. With ``linear_0.w_0`` for the parameter
    what leads to a key of the source has to mean one parameter on all ranks. Raw names of structured targets are used
    only if they lead to *every* state that was not found otherwise.
 
-Tested in tests/transfer/test_names.py and tests/load/test_name_compatibility.py.
+Tested in tests/transfer/test_names.py and tests/loading/test_name_compatibility.py.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Ranks have to agree on every option, unless its field has a reason why they may 
         asked = SaveOptions(step=step, **options)
         head = asked.encode("save")  # in a step of all ranks: an error is raised on all of them
 
-Tested in tests/transfer/test_options.py and tests/load/test_options.py.
+Tested in tests/transfer/test_options.py and tests/loading/test_options.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ received like a target of the rank. A plan numbers the rows of its catalog: firs
 numbers, then scratch. The order of filling is another one: a target, then the scratch of its first tile, then that
 of the next, so that few tiles are open at a time.
 
-Tested in tests/transfer/test_plan.py and tests/load/test_aoa_tiles.py.
+Tested in tests/transfer/test_plan.py and tests/loading/test_aoa_tiles.py.
 """
 
 from __future__ import annotations

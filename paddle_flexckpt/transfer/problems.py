@@ -3,7 +3,7 @@
 Each has a remedy without loss, which names the AOA statement if there is one.
 
 Tested in tests/transfer/test_resolution.py, tests/transfer/test_remedies.py, tests/transfer/test_raw_names.py,
-tests/load/test_policies.py, tests/load/test_masters_and_fused.py and tests/remedies/test_frozen.py.
+tests/loading/test_policies.py, tests/loading/test_masters_and_fused.py and tests/remedies/test_frozen.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A source fits a target if it has its global shape, and its dtype or one that can be cast. Keys of a source that no rank
 asks for are unexpected, which may be an error.
 
-Tested in tests/transfer/test_resolution.py, tests/transfer/test_unexpected.py and tests/load/test_policies.py.
+Tested in tests/transfer/test_resolution.py, tests/transfer/test_unexpected.py and tests/loading/test_policies.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Resolve targets: find the source of each, and check that it fits, before anything is touched.
 
-Tested in tests/transfer/test_resolution.py and tests/load/test_policies.py.
+Tested in tests/transfer/test_resolution.py and tests/loading/test_policies.py.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ So another load of the same layout, from a checkpoint of the same structure, nee
 a fingerprint of all of these, has no tensors, files or names of files. Offsets and checksums come from the manifest,
 which each load reads.
 
-Tested in tests/transfer/test_transfer.py, tests/transfer/test_files.py and tests/load/test_kept_loads.py.
+Tested in tests/transfer/test_transfer.py, tests/transfer/test_files.py and tests/loading/test_kept_loads.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Several targets of a rank may share memory: tied targets are filled once, others would overwrite each other.
 
 Tested in tests/transfer/test_targets.py, tests/transfer/test_shared_targets.py, tests/memory/test_shared_memory.py and
-tests/load/test_policies.py.
+tests/loading/test_policies.py.
 """
 
 from __future__ import annotations

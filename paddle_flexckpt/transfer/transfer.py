@@ -1,6 +1,6 @@
 """Transfer: fill the targets of all ranks from a source, files or the ranks' own memory, in steps common to all.
 
-Tested in tests/transfer/test_transfer.py, tests/load/test_policies.py and tests/load/test_options.py.
+Tested in tests/transfer/test_transfer.py, tests/loading/test_policies.py and tests/loading/test_options.py.
 """
 
 from __future__ import annotations

@@ -373,7 +373,7 @@ def test_the_way_back(name, make, variant):
 def test_an_export_has_the_keys_of_hf(name, make, variant):
     """Without a destination, what statements make is what they say, and nothing in between."""
     pytest.importorskip("paddle")
-    from paddle_flexckpt.load.merged import load_merged_state_dict
+    from paddle_flexckpt.loading.merged import load_merged_state_dict
 
     hf, paddle, parameters = make(variant)
     config = model_rules(name, variant, "to_hf", **parameters)

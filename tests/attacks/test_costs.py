@@ -13,8 +13,8 @@ from safetensors import numpy as safetensors_numpy
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError, validate
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
-from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.load.merged import load_merged_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.loading.merged import load_merged_state_dict
 from paddle_flexckpt.native.directory import list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest, _digest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator

@@ -21,8 +21,8 @@ from paddle_flexckpt.ranks import lost_ranks
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.host_channel import HostChannel
 from paddle_flexckpt.ranks.lost_ranks import announce
-from paddle_flexckpt.save import save_options
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving import save_options
+from paddle_flexckpt.saving.saver import save_state_dict
 from tests.background.helpers import PATIENCE_SECONDS, SOLO, await_end, shards
 from tests.background.kill_jobs import MIB, STOPPED_SECONDS, Job
 from tests.background.moments import Count, tell_commit

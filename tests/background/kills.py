@@ -30,10 +30,10 @@ import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.ranks.communicator import Communicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import SOLO, load_shards, shards
 from tests.background.kill_jobs import Job, draw

@@ -13,7 +13,7 @@ import pytest
 
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from tests.background.helpers import SOLO, await_end, load_shards, shards
 from tests.saved import short_names
 

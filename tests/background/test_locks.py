@@ -14,7 +14,7 @@ from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.media.lease import LeaseLocks
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_backend
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import SOLO, kill, load, save, shards, stopped

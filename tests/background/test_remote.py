@@ -10,7 +10,7 @@ from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.native.directory import CheckpointDirectory, is_complete
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import load, load_shards, save, shards, stopped
 from tests.saved import short_names

@@ -7,11 +7,11 @@ import paddle
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, hash_blocks
-from paddle_flexckpt.save.background_saves import Staging
-from paddle_flexckpt.save.saver import save_state_dict
-from paddle_flexckpt.save.sliced_saves import SlicedSave
+from paddle_flexckpt.saving.background_saves import Staging
+from paddle_flexckpt.saving.saver import save_state_dict
+from paddle_flexckpt.saving.sliced_saves import SlicedSave
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, SOLO, load, load_shards, save, shards, state
 from tests.background.test_exit import run
@@ -255,7 +255,7 @@ def test_one_rank_gives_up_and_no_rank_waits_or_saves(tmp_path, writers, giving)
         if comm.position in giving:
             handle.give_up()
         else:
-            with provoked("save/sliced_saves.py", "call the same of the two on every rank"):
+            with provoked("saving/sliced_saves.py", "call the same of the two on every rank"):
                 handle.finish_staging()
         with pytest.raises(CheckpointError, match=r"give_up\(\) was called|was given up"):
             handle.result()

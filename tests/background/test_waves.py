@@ -13,10 +13,10 @@ import pytest
 
 from paddle_flexckpt.background.staging import BUCKETS, WaveReceiver, WaveSender
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.save.background_saves import Staging
-from paddle_flexckpt.save.save_options import LEAST_BYTES
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.saving.background_saves import Staging
+from paddle_flexckpt.saving.save_options import LEAST_BYTES
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, SOLO, limit_file_size, load, save
@@ -195,9 +195,9 @@ def test_a_training_process_that_dies_meanwhile_leaves_no_checkpoint(tmp_path, w
     status, _, _ = run(
         tmp_path,
         """
-        from paddle_flexckpt.save.background_saves import Staging
+        from paddle_flexckpt.saving.background_saves import Staging
         from tests.background.test_waves import LEAST_BYTES, large_state
-        from paddle_flexckpt.save.saver import save_state_dict
+        from paddle_flexckpt.saving.saver import save_state_dict
         from tests.background.helpers import SOLO
         right, count = Staging.fill, []
         def fill(self, bucket):

@@ -16,12 +16,12 @@ from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, open_to_save
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from tests.background.helpers import ELEMENTS, PATIENCE_SECONDS, SOLO, Watch, kill, load, save, state, stopped
 from tests.saved import data_file, short_names
 

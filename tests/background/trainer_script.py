@@ -9,7 +9,7 @@ import sys
 
 from paddle_flexckpt.background.pending import SaveSlot
 from paddle_flexckpt.background.writer import BackgroundWriter
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from tests.background.helpers import SOLO, PairCommunicator, shards
 
 

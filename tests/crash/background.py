@@ -27,7 +27,7 @@ from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.ranks.communicator import Communicator, failed, raise_failures
 from paddle_flexckpt.ranks.writer_group import LostCoordinatorError
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from tests.crash.job import JobCommunicator, Stopped
 from tests.crash.saves import again_with
 from tests.crash.scenario import DIRECTORY, Scenario, State, Step, saved, shards

@@ -34,8 +34,8 @@ from unittest import mock
 import numpy as np
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
-from paddle_flexckpt.load import live_model, publishing
-from paddle_flexckpt.load.publishing import publish
+from paddle_flexckpt.loading import live_model, publishing
+from paddle_flexckpt.loading.publishing import publish
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.tools.tensor_reader import TensorReader

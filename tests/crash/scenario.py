@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 from paddle_flexckpt.catalog import CorruptCheckpointError, UnsafePickleError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from tests.crash.job import Job
 

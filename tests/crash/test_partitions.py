@@ -6,7 +6,7 @@ import pytest
 
 from paddle_flexckpt.media.backend import write_file
 from paddle_flexckpt.native import partitions, save_directory
-from paddle_flexckpt.save import planners
+from paddle_flexckpt.saving import planners
 from tests.crash.explore import losses, stops
 from tests.crash.faults import faults
 from tests.crash.scenarios import find

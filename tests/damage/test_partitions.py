@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.native import partitions
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.verification import verify_checkpoint

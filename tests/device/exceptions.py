@@ -47,7 +47,7 @@ EXCEPTIONS: tuple[Exempt, ...] = (
         for view in ("rows", "broadcast")
     ),
     Exempt(
-        "tests/load/test_memory.py::test_each_call_of_*_stays_within_its_budget*",
+        "tests/loading/test_memory.py::test_each_call_of_*_stays_within_its_budget*",
         "host",
         "fills its tensors through the array of a HostTensor, which is a copy of a device tensor",
     ),

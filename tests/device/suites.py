@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SUITES = (
     "tests/memory",
     "tests/communication",
-    "tests/save",
-    "tests/load",
+    "tests/saving",
+    "tests/loading",
     "tests/run_state",
     "tests/manager",
     "tests/parallel",

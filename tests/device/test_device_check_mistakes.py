@@ -25,8 +25,8 @@ from paddle_flexckpt.communication import device_exchange
 from paddle_flexckpt.memory import device_bytes
 from paddle_flexckpt.memory.device_bytes import DeviceBytes
 from paddle_flexckpt.memory.device_memory import DeviceMemory
-from paddle_flexckpt.save import background_saves
-from paddle_flexckpt.save.shared_saves import SharedSave
+from paddle_flexckpt.saving import background_saves
+from paddle_flexckpt.saving.shared_saves import SharedSave
 from paddle_flexckpt.testing import device_check_link, device_check_memory
 from paddle_flexckpt.testing.device_check_counts import count_alone, count_ranks
 from paddle_flexckpt.testing.device_check_link import LinkChecks

@@ -26,7 +26,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.communication import device_exchange
 from paddle_flexckpt.memory import device_bytes, tensors
 from paddle_flexckpt.memory.device_memory import DeviceMemory
-from paddle_flexckpt.save import background_saves, saver
+from paddle_flexckpt.saving import background_saves, saver
 from paddle_flexckpt.testing import World, WorldError
 from tests.device import plugin
 

@@ -13,7 +13,7 @@ from paddle.distributed import fleet
 from paddle.distributed.fleet.meta_parallel import LayerDesc, PipelineLayer, SharedLayerDesc
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.load.live_rehearsal import describe_model, layout_of_model
+from paddle_flexckpt.loading.live_rehearsal import describe_model, layout_of_model
 from paddle_flexckpt.testing import cpu_world
 from tests.distributed import test_experts as experts
 from tests.distributed.matrix.network import BLOCKS, Block, Embedding, Head, Loss, tied_head

@@ -11,7 +11,7 @@ from paddle.distributed import fleet
 from safetensors.numpy import load_file
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.load.publishing import publish
+from paddle_flexckpt.loading.publishing import publish
 from paddle_flexckpt.testing.cpu_world import init_fleet
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]

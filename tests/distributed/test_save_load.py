@@ -18,7 +18,7 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from paddle_flexckpt.communication import group_communicators as communicator
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
-from paddle_flexckpt.save import planners
+from paddle_flexckpt.saving import planners
 from tests.distributed import jobs_common as common
 from tests.distributed.jobs_common import LAYOUTS, ZOO, zoo_bytes
 from tests.saved import short_names

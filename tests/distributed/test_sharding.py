@@ -892,7 +892,7 @@ def test_ranks_that_paddle_lets_drift_are_told_so(world4, tmp_path, axis):
     for before, after in world4.run(beside_v2, directory=str(tmp_path), axis=axis, averages=False):
         assert before is None
         assert "replicas of one shard differ" in after
-        advised("save/replica_checks.py", "or average the gradients over these ranks before step()", after)
+        advised("saving/replica_checks.py", "or average the gradients over these ranks before step()", after)
         assert ("beside data parallelism" if axis == "dp" else "beside segment parallelism") in after
         # Not what would be right for experts: it would save what one of the models has learned.
         assert "'first'" not in after and "experts" not in after

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, open_to_save
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory, list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint

@@ -18,7 +18,7 @@ import paddle_flexckpt as fc
 import paddle_flexckpt.manager.manager as manager_module
 from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.save.sliced_saves import SlicedSave
+from paddle_flexckpt.saving.sliced_saves import SlicedSave
 from tests.manager.samples import directory_of, empty, files_of, manager_of, restore, save, tree
 
 

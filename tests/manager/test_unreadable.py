@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.manager import CheckpointManager
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.media.local_locks import LocalLocks

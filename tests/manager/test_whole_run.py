@@ -8,7 +8,7 @@ import pytest
 from paddle.optimizer.lr import CosineAnnealingDecay as Cosine
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.manager.whole_run import RunReport, load, save
+from paddle_flexckpt.manager.whole_run import RunReport
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.documents import docstring_block
 from tests.remedies.following import provoked
@@ -48,10 +48,10 @@ class Run:
 def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path):
     run = Run(1)
     run.train(0, 3)
-    save(tmp_path, **run.parts(step=3, extra={"best": 0.5}, dataloader={"position": 24}))
+    fc.save(tmp_path, **run.parts(step=3, extra={"best": 0.5}, dataloader={"position": 24}))
     rest = run.train(3, 6)
     other = Run(2)
-    report = load(tmp_path, **other.parts())
+    report = fc.load(tmp_path, **other.parts())
     assert isinstance(report, RunReport)
     assert (report.step, report.extra.more, report.extra.dataloader) == (3, {"best": 0.5}, {"position": 24})
     assert report.extra.not_restored == {}
@@ -73,9 +73,9 @@ def test_it_is_a_checkpoint_like_any_other(tmp_path):
     with fc.CheckpointManager(tmp_path / "managed", preemption_signals=()) as manager:
         manager.save(2, **run.parts())
     rest = run.train(2, 4)
-    assert load(tmp_path / "managed" / "step_00000002", **other.parts()).step == 2
+    assert fc.load(tmp_path / "managed" / "step_00000002", **other.parts()).step == 2
     assert other.train(2, 4) == rest
-    save(tmp_path / "single", model=run.model)
+    fc.save(tmp_path / "single", model=run.model)
     fc.load_state_dict(other.model.sharded_state_dict(), tmp_path / "single")
     assert all((a.numpy() == b.numpy()).all() for a, b in zip(run.model.parameters(), other.model.parameters()))
 
@@ -83,10 +83,10 @@ def test_it_is_a_checkpoint_like_any_other(tmp_path):
 def test_the_model_alone(tmp_path):
     run, other = Run(1), Run(2)
     run.train(0, 2)
-    save(tmp_path, **run.parts())
+    fc.save(tmp_path, **run.parts())
     with pytest.raises(fc.ValidationError, match="optimizer_states"):
-        load(tmp_path, model=other.model)
-    report = load(tmp_path, model=other.model, optimizer_states="ignore")
+        fc.load(tmp_path, model=other.model)
+    report = fc.load(tmp_path, model=other.model, optimizer_states="ignore")
     assert sorted(report.extra.not_restored) == ["lr_scheduler"]
     assert (other.model[0].weight.numpy() == run.model[0].weight.numpy()).all()
 
@@ -99,10 +99,10 @@ def test_a_checkpoint_without_extra_state(tmp_path):
     fc.save_state_dict({**shards, **run.optimizer.sharded_state_dict(shards)}, tmp_path)
     before = other.model[0].weight.numpy()
     with provoked("manager/restore.py", "give schedule='ignore', and set them to the step") as caught:
-        load(tmp_path, **other.parts())
+        fc.load(tmp_path, **other.parts())
     assert "the checkpoint has no state of lr_scheduler" in str(caught.value)
     assert (other.model[0].weight.numpy() == before).all()
-    report = load(tmp_path, **other.parts(schedule="ignore"))
+    report = fc.load(tmp_path, **other.parts(schedule="ignore"))
     assert (report.step, report.extra.not_restored) == (None, {"extra_state": "the checkpoint has none"})
     assert report.summary().endswith("not restored: extra_state")
     assert (other.model[0].weight.numpy() == run.model[0].weight.numpy()).all()
@@ -111,20 +111,20 @@ def test_a_checkpoint_without_extra_state(tmp_path):
 @pytest.mark.parametrize("names", [{"model": None}, {"model": "text"}, {"state": {"w": object}}])
 def test_objects_that_cannot_be_saved_are_an_error_that_writes_nothing(tmp_path, names):
     with pytest.raises(fc.CheckpointError, match="cannot save to"):
-        save(tmp_path / "new", **names)
+        fc.save(tmp_path / "new", **names)
     assert not (tmp_path / "new").exists()
 
 
 def test_an_option_that_the_call_does_not_have_is_named_with_the_likely_one(tmp_path):
     with pytest.raises(TypeError, match=r"save\(\) got an unexpected keyword argument 'schedular'"):
-        save(tmp_path, model=Run(1).model, schedular=None)
+        fc.save(tmp_path, model=Run(1).model, schedular=None)
     with pytest.raises(TypeError, match="did you mean 'optimizer_states'"):
-        load(tmp_path, model=Run(1).model, optimizer_state="ignore")
+        fc.load(tmp_path, model=Run(1).model, optimizer_state="ignore")
 
 
 def test_ranks_that_differ_are_an_error_on_all(tmp_path):
     def work(comm):
-        save(tmp_path, state={"w": np.ones(2, np.float32)}, step=comm.rank, process_group=comm, rng=False)
+        fc.save(tmp_path, state={"w": np.ones(2, np.float32)}, step=comm.rank, process_group=comm, rng=False)
 
     texts = {str(each) for each in SimulatedWorld(2).run_all(work)}
     assert len(texts) == 1
@@ -135,7 +135,7 @@ def test_ranks_that_differ_are_an_error_on_all(tmp_path):
 def test_a_rank_that_fails_is_an_error_on_all(tmp_path):
     def work(comm):
         state = {"w": np.ones(2, np.float32) if comm.rank else "text"}
-        save(tmp_path, state=state, process_group=comm, rng=False)
+        fc.save(tmp_path, state=state, process_group=comm, rng=False)
 
     (text,) = {str(each) for each in SimulatedWorld(2).run_all(work)}
     assert "key 'w'" in text or "'w'" in text
@@ -144,11 +144,11 @@ def test_a_rank_that_fails_is_an_error_on_all(tmp_path):
 def test_several_ids_and_a_save_in_the_background(tmp_path):
     states = [{"w": np.full(3, number, np.float32)} for number in (1, 2)]
     for number, state in enumerate(states):
-        saved = save(tmp_path, state=state, unique_id=number, rng=False, async_save=number == 1)
+        saved = fc.save(tmp_path, state=state, unique_id=number, rng=False, async_save=number == 1)
         state["w"][:] = 0  # staged by now
         if isinstance(saved, fc.SaveHandle):
             saved.result(60)
     for unique_id, value in ((0, 1), (None, 2), (1, 2)):
         target = {"w": np.zeros(3, np.float32)}
-        load(tmp_path, state=target, unique_id=unique_id)
+        fc.load(tmp_path, state=target, unique_id=unique_id)
         assert target["w"].tolist() == [value] * 3

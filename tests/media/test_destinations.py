@@ -13,12 +13,12 @@ import pytest
 from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.manager import CheckpointManager
 from paddle_flexckpt.media.local import LocalOutputFile, OutputParts
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.export import export_safetensors
 from tests.native.two_ranks import load, save, shards, state

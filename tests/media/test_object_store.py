@@ -11,13 +11,13 @@ pytest.importorskip("s3fs")
 
 from paddle_flexckpt.catalog import CheckpointError, UnreadableCheckpointError
 from paddle_flexckpt.foreign.paddle_files import open_to_save
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media import remote, retrying
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.media.read_ahead import LONGEST_REQUEST, ReadAhead
 from paddle_flexckpt.media.remote_files import RemoteOutputFile
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.export import export_safetensors

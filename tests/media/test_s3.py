@@ -20,12 +20,12 @@ from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.paddle_files import open_to_save
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media import lease, remote, retrying
 from paddle_flexckpt.media.backend import exists, map_files, publish, write_file
 from paddle_flexckpt.media.opening import open_storage, reopen
 from paddle_flexckpt.native.directory import latest, list_checkpoints
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint

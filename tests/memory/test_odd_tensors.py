@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from tests.remedies.following import provoked
 

@@ -12,12 +12,12 @@ from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.paddle_files import open_to_save
-from paddle_flexckpt.load.resharder import _load_state_dict
+from paddle_flexckpt.loading.resharder import _load_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.whole_tensors import iterate_tensors
-from tests.load.test_fused_degrees import FUSED, STATES, components, layout, part, shard
+from tests.loading.test_fused_degrees import FUSED, STATES, components, layout, part, shard
 
 GATE_UP, QKV = "mlp.gate_up.weight", "attn.qkv.weight"
 KEYS = [name + state for name in FUSED for state in STATES]

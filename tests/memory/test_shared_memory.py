@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.load.resharder import reshard_sharded_state_dict
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.loading.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.remedies.following import provoked

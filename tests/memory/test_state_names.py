@@ -13,14 +13,14 @@ from paddle import nn
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.cli.main import main
-from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.load.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.loading.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.memory.state import flatten_state_dict, open_state
 from paddle_flexckpt.memory.state_statements import plain_state_statements
 from paddle_flexckpt.native import partitions
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.save import planners
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving import planners
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.conversion import convert_checkpoint

@@ -40,11 +40,11 @@ TESTS = {
     "planning": ["tests/planning"],
     "transfer": [
         "tests/transfer",
-        "tests/load/test_policies.py",
+        "tests/loading/test_policies.py",
         "tests/memory/test_shared_memory.py",
-        "tests/load/test_aoa_tiles.py",
-        "tests/load/test_masters_and_fused.py",
-        "tests/load/test_name_compatibility.py",
+        "tests/loading/test_aoa_tiles.py",
+        "tests/loading/test_masters_and_fused.py",
+        "tests/loading/test_name_compatibility.py",
     ],
     "tools": [
         "tests/tools",

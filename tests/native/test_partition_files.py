@@ -22,7 +22,7 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.foreign.paddle_files import PaddleMetadata, open_to_save
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native import manifest as manifest_module
@@ -33,7 +33,7 @@ from paddle_flexckpt.native.partition_files import encode_partition, split_rows
 from paddle_flexckpt.native.partitions import count_partitions, partition_of
 from paddle_flexckpt.native.save_names import rank_of
 from paddle_flexckpt.planning.write_plan import plan_write
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.tensor_reader import TensorReader
 from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media import local_locks
 from paddle_flexckpt.media.backend import publish
 from paddle_flexckpt.media.opening import open_backend, open_storage
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.tools import verification as verification_module
 from paddle_flexckpt.tools.export import export_safetensors
 from paddle_flexckpt.tools.verification import verify_checkpoint

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 

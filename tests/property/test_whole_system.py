@@ -18,13 +18,13 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import Catalog, ValidationError, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.load.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.loading.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.native import read_planner
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.planning import readers
 from paddle_flexckpt.planning.readers import cut_sections
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.property import examples

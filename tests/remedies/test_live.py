@@ -11,7 +11,7 @@ import paddle
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.transfer.filling import Filling
-from tests.load.test_transforms import EXPECTED, PLAIN, SCALES, VALUES, Scaled
+from tests.loading.test_transforms import EXPECTED, PLAIN, SCALES, VALUES, Scaled
 from tests.remedies.following import provoked
 
 A = np.arange(24, dtype=np.float32).reshape(6, 4)
@@ -32,7 +32,7 @@ def halves(comm, axis: int = 0) -> dict:
 
 def test_a_fused_parameter_is_saved_and_then_digested(tmp_path):
     natural = np.concatenate([np.concatenate([A[:, i : i + 1], A[:, i + 2 : i + 3]], 1) for i in range(2)], axis=1)
-    with provoked("load/state_digests.py", "save the state, and digest the checkpoint"):
+    with provoked("loading/state_digests.py", "save the state, and digest the checkpoint"):
         fc.digest({"a": fc.ShardedWeight("a", natural, (6, 4), (6, 4), (0, 0), fused=FFN)})
     fc.save_state_dict({"a": fc.ShardedWeight("a", natural, (6, 4), (6, 4), (0, 0), fused=FFN)}, tmp_path)
     assert fc.digest(tmp_path) == fc.digest({"a": A})
@@ -44,7 +44,7 @@ def test_whole_tensors_are_taken_before_the_next_step():
     tensors = fc.full_param(layer.state_dict(), process_group="self", memory_growth_threshold=1)
     next(tensors)
     layer.weight.set_value(layer.weight + 1)
-    with provoked("load/full_param.py", "take all tensors before the next training step"):
+    with provoked("loading/full_param.py", "take all tensors before the next training step"):
         list(tensors)
     layer.weight.set_value(before)
     taken = dict(fc.full_param(layer.state_dict(), process_group="self"))
@@ -71,7 +71,7 @@ def test_a_load_for_which_there_was_no_memory_is_made_again(tmp_path, monkeypatc
 def test_more_axes_than_paddle_has(tmp_path):
     wide = A.reshape((1,) * 10 + (6, 4))
     fc.save_state_dict({"a": wide}, tmp_path)
-    with provoked("load/merged.py", "give load_state_dict() an array of numpy as its target, or reshape it"):
+    with provoked("loading/merged.py", "give load_state_dict() an array of numpy as its target, or reshape it"):
         fc.load_merged_state_dict(tmp_path)
     assert loaded(tmp_path, wide.shape).tobytes() == A.tobytes()
     config = {"aoa_statements": ['a -> a, reshape="[6, 4]"']}
@@ -99,7 +99,7 @@ def test_ranks_that_share_no_directory(tmp_path):
     def save(comm, path, **options):
         fc.save_state_dict(halves(comm), path, comm, **options)
 
-    with provoked("save/shared_saves.py", "or save with storage='per_node', to a directory on each node"):
+    with provoked("saving/shared_saves.py", "or save with storage='per_node', to a directory on each node"):
         SimulatedWorld(2).run(lambda comm: save(comm, paths[comm.rank]))
     SimulatedWorld(2).run(lambda comm: save(comm, tmp_path / "shared"))
     assert loaded(tmp_path / "shared").tobytes() == A.tobytes()
@@ -114,7 +114,7 @@ def test_ranks_that_share_no_directory(tmp_path):
     # One node's directory alone has half of the data.
     with provoked("native/data_file.py", "load with storage='per_node' where a rank sees that directory, or copy"):
         loaded(paths[0])
-    with provoked("load/file_peers.py", "let a rank see these directories, or load another checkpoint"):
+    with provoked("loading/file_peers.py", "let a rank see these directories, or load another checkpoint"):
         loaded(paths[0], storage="per_node")
     both = tmp_path / "both"
     shutil.copytree(paths[0], both)
@@ -141,7 +141,7 @@ def test_a_transform_that_fails_is_corrected_or_left_out(tmp_path):
 
     fc.save_state_dict({"w.codes": VALUES.astype(np.int8), "w.scales": SCALES, "plain": PLAIN}, tmp_path)
     target = {"w": np.zeros(EXPECTED.shape, EXPECTED.dtype)}
-    with provoked("load/transforms.py", "correct the transform, or load without it"):
+    with provoked("loading/transforms.py", "correct the transform, or load without it"):
         fc.load_state_dict(target, tmp_path, load_transform=Failing())
     fc.load_state_dict(target, tmp_path, load_transform=Scaled())
     assert target["w"].tobytes() == EXPECTED.tobytes()

@@ -46,7 +46,7 @@ def test_a_step_while_a_save_is_staged(tmp_path, writer, training, way):
     handle = begin(model, tmp_path, writer)
     compute()
     optimizer.step()
-    with provoked("save/background_saves.py", "call finish_staging() before optimizer.step(), or have finish_before"):
+    with provoked("saving/background_saves.py", "call finish_staging() before optimizer.step(), or have finish_before"):
         handle.finish_staging()
     assert not list(tmp_path.glob("*.manifest"))
     was = model.weight.numpy().copy()
@@ -68,7 +68,7 @@ def test_a_step_while_a_save_is_staged(tmp_path, writer, training, way):
 def test_a_result_or_another_save_before_the_end_of_the_staging(tmp_path, writer, training):
     model = training[0]
     handle = begin(model, tmp_path / "one", writer)
-    with provoked("save/sliced_saves.py", "call finish_staging() first"):
+    with provoked("saving/sliced_saves.py", "call finish_staging() first"):
         handle.result()
     with provoked("background/writer.py", "call its finish_staging() first"):
         begin(model, tmp_path / "two", writer)

@@ -196,16 +196,16 @@ def test_states_that_nobody_asks_for_are_loaded_or_left_out_by_name(tmp_path):
 
 def test_options_of_an_asynchronous_save(tmp_path):
     state = {"w": WHOLE}
-    with provoked("save/save_options.py", "save with async_save=False"):
+    with provoked("saving/save_options.py", "save with async_save=False"):
         fc.save_state_dict(state, tmp_path, storage="per_node", async_save=True)
     fc.save_state_dict(state, tmp_path / "nodes", storage="per_node", async_save=False)
     assert loaded(tmp_path / "nodes", storage="per_node").tobytes() == WHOLE.tobytes()
-    with provoked("save/save_options.py", "leave progress= out, and ask handle.progress"):
+    with provoked("saving/save_options.py", "leave progress= out, and ask handle.progress"):
         fc.save_state_dict(state, tmp_path, async_save=True, progress=print)
     handle = fc.save_state_dict(state, tmp_path / "progress", async_save=True)
     handle.result()
     assert handle.progress.bytes_done == handle.progress.bytes_total == WHOLE.nbytes
-    with provoked("save/save_options.py", "leave it out, or save synchronously, which takes less"):
+    with provoked("saving/save_options.py", "leave it out, or save synchronously, which takes less"):
         fc.save_state_dict(state, tmp_path, async_save=True, staging_bytes=100)
     fc.save_state_dict(state, tmp_path / "without", async_save=True).result()
     fc.save_state_dict(state, tmp_path / "synchronous")
@@ -215,7 +215,7 @@ def test_options_of_an_asynchronous_save(tmp_path):
 
 def test_policies_of_replicas_have_names(tmp_path):
     with provoked(
-        "save/replica_policies.py", "give 'equal', 'all', 'close' or 'first' for all keys, or a dict of these by"
+        "saving/replica_policies.py", "give 'equal', 'all', 'close' or 'first' for all keys, or a dict of these by"
     ):
         fc.save_state_dict({"w": WHOLE}, tmp_path, check_replicas="any")
     for policy in ("equal", "all", "close", "first", {"w": "first"}, True, False):

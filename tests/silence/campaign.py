@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.load.merged import load_merged_state_dict
-from paddle_flexckpt.load.resharder import reshard_sharded_state_dict
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.loading.merged import load_merged_state_dict
+from paddle_flexckpt.loading.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.property.layouts import Pick
 from tests.ramdisk import memory_directory

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.silence.judge import Case
 from tests.silence.mistakes import mistake

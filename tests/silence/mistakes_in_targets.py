@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.load.loader import load_state_dict
-from paddle_flexckpt.load.resharder import reshard_sharded_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.loading.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from tests.silence.judge import Case
 from tests.silence.mistakes import another, copied, mistake, some_key, some_rank

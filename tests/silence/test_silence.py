@@ -11,7 +11,7 @@ import pytest
 from paddle_flexckpt.catalog import findings
 from paddle_flexckpt.catalog.validate import Coverage
 from paddle_flexckpt.memory import live_targets as targets
-from paddle_flexckpt.save import replica_checks as replicas
+from paddle_flexckpt.saving import replica_checks as replicas
 from paddle_flexckpt.transfer import files, options, resolver
 from tests.ramdisk import memory_directory
 from tests.silence import campaign

@@ -69,7 +69,7 @@ def sizes_for(habits: Sequence[str]) -> dict[tuple[str, str], Any]:
     if "parts" in habits:
         found["media.s3", "LEAST_PART_BYTES"] = PART_BYTES
     if "waves" in habits:
-        found |= {("save.save_options", "LEAST_BYTES"): MIB, ("native.data_file", "BATCH_BYTES"): MIB // 2}
+        found |= {("saving.save_options", "LEAST_BYTES"): MIB, ("native.data_file", "BATCH_BYTES"): MIB // 2}
     return found
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media.lease import LEASE_FILE
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from tests.simulated.invariants import Ledger, is_unknown
 from tests.simulated.stored import Committed
 from tests.simulated.training import (

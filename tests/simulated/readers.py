@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.native.directory import latest, list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from tests.simulated.tasks import Process

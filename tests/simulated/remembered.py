@@ -33,7 +33,7 @@ FUNCTIONS = (
     "catalog.wire:decode_catalog",
     "catalog.wire:encode_catalog",
     "transfer.files:plan_reads",
-    "save.save_plan:assign",
+    "saving.save_plan:assign",
     "planning.holder_sets:find_sets",
     "planning.holder_sets:share_out",
     "planning.matching:ShardMatcher",

@@ -100,7 +100,7 @@ MISTAKES = {
         Mistake(
             "survivors-discard",
             "a rank that outlives another removes its files, though the coordinator may commit them",
-            {"save.shared_saves:SharedSave.lose_rank": wrong.survivors_discard},
+            {"saving.shared_saves:SharedSave.lose_rank": wrong.survivors_discard},
         ),
         Mistake(
             "looked-before-the-lock",
@@ -335,7 +335,7 @@ MISTAKES = {
         Mistake(
             "node-prepared-dead",
             "what a dead save had prepared goes, though a node that is away may have published it",
-            {"save.node_saves:_earlier_saves": wrong.prepared_is_dead},
+            {"saving.node_saves:_earlier_saves": wrong.prepared_is_dead},
             can_show=lambda case: _saves_to_nodes(case) and "copies" in case.scenario.habits,
         ),
         Mistake(
@@ -347,19 +347,19 @@ MISTAKES = {
         Mistake(
             "node-published-discarded",
             "a save that one node could not publish is removed, though others have published it",
-            {"save.node_saves:NodeSave.discard": wrong.discards_published},
+            {"saving.node_saves:NodeSave.discard": wrong.discards_published},
             can_show=_saves_to_nodes,
         ),
         Mistake(
             "node-survivors-discard",
             "a rank that outlives another removes its files, though nodes may have published them",
-            {"save.node_saves:NodeSave.lose_rank": wrong.survivors_discard},
+            {"saving.node_saves:NodeSave.lose_rank": wrong.survivors_discard},
             can_show=_saves_to_nodes,
         ),
         Mistake(
             "node-any-order",
             "of two saves of one id on different nodes, it is not known which is newer",
-            {"load.node_files:_read": wrong.any_order},
+            {"loading.node_files:_read": wrong.any_order},
             can_show=_saves_to_nodes,
         ),
         Mistake(

@@ -45,7 +45,7 @@ _MOVED = {
     f"{_PACKAGE}.media.opening": f"{_PACKAGE}.storage",
     f"{_PACKAGE}.media.lease": f"{_PACKAGE}.storage.lease",
     f"{_PACKAGE}.ranks.communicator": f"{_PACKAGE}.runtime.communicator",
-    f"{_PACKAGE}.load.loader": f"{_PACKAGE}.runtime.loader",
+    f"{_PACKAGE}.loading.loader": f"{_PACKAGE}.runtime.loader",
     # Saves of several jobs or with readers alone need these, and files had other names.
     f"from {_PACKAGE}.native.save_names import save_of": "def save_of(name):\n    return None",
     f"{_PACKAGE}.native.directory": f"{_PACKAGE}.storage.listing",

@@ -10,7 +10,7 @@ from typing import Any
 from unittest import mock
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
 from tests.simulated.habits import sizes_for
 from tests.simulated.tasks import Process

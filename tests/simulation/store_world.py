@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media import remote
 from paddle_flexckpt.media.opening import open_storage
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.undo import Undo
 from tests.simulated.modules import process_state, simulated

@@ -19,8 +19,8 @@ from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
-from paddle_flexckpt.save import background_saves
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving import background_saves
+from paddle_flexckpt.saving.saver import save_state_dict
 from tests.saved import short
 from tests.simulated import training
 from tests.simulated.network import End

@@ -37,7 +37,7 @@ from paddle_flexckpt.manager import (
 )
 from paddle_flexckpt.parallel import uninstall
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from tests.saved import data_file
 from tests.simulated.training import versions_in
 from tests.simulated.trees import fill, tree_of

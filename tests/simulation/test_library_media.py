@@ -15,7 +15,7 @@ pytest.importorskip("s3fs")
 pytest.importorskip("greenlet")
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media import read_ahead
 from paddle_flexckpt.media.local import OutputParts
 from paddle_flexckpt.media.opening import is_remote, open_storage
@@ -23,7 +23,7 @@ from paddle_flexckpt.media.ring import BufferRing
 from paddle_flexckpt.native import row_files
 from paddle_flexckpt.native.directory import latest, list_checkpoints
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from tests.simulated.object_store import ServerError
 from tests.simulated.trees import tree_of

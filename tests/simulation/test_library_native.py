@@ -18,12 +18,12 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.native import partitions
 from paddle_flexckpt.native.directory import latest, list_checkpoints
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 from tests.simulated.calls import LateError

@@ -31,7 +31,7 @@ from paddle_flexckpt.transfer import plan
 from paddle_flexckpt.transfer.mapping import whole_mapping
 from tests.crash.harness import read_tree
 from tests.foreign import test_paddle_pickles, test_torch_dcp
-from tests.load import test_fused_degrees as fused
+from tests.loading import test_fused_degrees as fused
 from tests.native.samples import flip
 from tests.property import examples
 from tests.ramdisk import memory_directory

@@ -8,7 +8,7 @@ import tracemalloc
 
 import pytest
 
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor
 from paddle_flexckpt.planning.mesh_layouts import MeshLayout
 from paddle_flexckpt.planning.meshes import is_mesh, parse_mesh

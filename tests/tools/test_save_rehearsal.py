@@ -18,7 +18,7 @@ from paddle_flexckpt.native import data_file as data_file_module
 from paddle_flexckpt.planning.layouts import Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import parse_strategy
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools import save_rehearsal
 from paddle_flexckpt.tools.save_rehearsal import rehearse_save

@@ -12,7 +12,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.trainer.directories import TrainerDirectories, is_usable, latest_checkpoint, step_of, to_rotate
 
 

@@ -204,7 +204,7 @@ def test_saves_in_the_background_are_complete_when_the_training_is(whole, tmp_pa
 
 
 def test_slices_are_copied_between_micro_steps_and_the_rest_before_the_optimizers_step(tmp_path, monkeypatch):
-    from paddle_flexckpt.save.sliced_saves import SlicedSave
+    from paddle_flexckpt.saving.sliced_saves import SlicedSave
 
     events = []
 

@@ -24,7 +24,7 @@ LIVE = [name for name, (_, _, half, _, _) in CASES.items() if not half and name 
 def test_model_and_optimizer_are_filled(case):
     from paddlenlp.transformers import LlamaConfig, LlamaForCausalLM
 
-    from paddle_flexckpt.load.loader import load_state_dict
+    from paddle_flexckpt.loading.loader import load_state_dict
     from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
     from paddle_flexckpt.trainer.model_rules import describe_model
 

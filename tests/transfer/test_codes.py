@@ -14,7 +14,7 @@ pytest.importorskip("paddle")
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.native import partitions
-from paddle_flexckpt.save import planners
+from paddle_flexckpt.saving import planners
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.conversion import convert_checkpoint
 from paddle_flexckpt.transfer.codes import Codes

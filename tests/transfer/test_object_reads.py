@@ -7,10 +7,10 @@ import pytest
 
 pytest.importorskip("s3fs")
 
-from paddle_flexckpt.load.loader import load_state_dict
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media.remote import PART_BYTES, count_sends
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.save.saver import save_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.rehearsal import rehearse
 from paddle_flexckpt.tools.save_rehearsal import rehearse_save

@@ -1,0 +1,344 @@
+"""Files as a source that ranks read for each other: which rank reads what, and whether all read for themselves instead.
+
+A stored shard is cut into sections, and a row of the exchange is a section that a rank reads. The choice of the reader
+differs: where nodes share no storage, every rank that needs the section and sees it reads it; else one rank reads it
+for all, so that storage is read once for the job. A rank reads its rows in rounds, each once, and verifies them before
+anything of them is sent or copied.
+
+Tested in tests/saving/test_nodes.py and tests/loading/test_cooperative.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from paddle_flexckpt.catalog import (
+    Catalog,
+    CorruptCheckpointError,
+    ReplicaGroups,
+    dtype_of,
+    group_replicas,
+    validate_coverage,
+)
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog.wire import join
+from paddle_flexckpt.communication.rounds import HeldRows, Rounds, RowsReadAhead
+from paddle_flexckpt.loading.node_files import Found
+from paddle_flexckpt.loading.peers import Peers, plan_rank
+from paddle_flexckpt.media.backend import reading
+from paddle_flexckpt.planning.exchange_plan import ExchangePlan, ReadPlan
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher
+from paddle_flexckpt.planning.readers import (
+    WORTH_IT,
+    Sections,
+    choose_readers,
+    estimate_seconds,
+    find_wanted,
+    match_sections,
+    number_rounds,
+    reads_of_rows,
+)
+from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.transfer.announcing import announce_reads
+from paddle_flexckpt.transfer.copies import Storage
+from paddle_flexckpt.transfer.files import Files, reads_of
+from paddle_flexckpt.transfer.options import LoadOptions
+from paddle_flexckpt.transfer.source import Task
+
+_MOST_KEYS = 5
+
+
+@dataclass(frozen=True, eq=False)
+class RowReads:
+    """The sections that ranks read for each other, as rows of an exchange, and one rank's part in it.
+
+    Attributes:
+        rows: A section for each, with the rank that reads it.
+        item: int64 per row, the stored shard that it is read from.
+        start: int64 per row, its first element in that.
+        round: int64 per row, the round in which its reader reads and sends it.
+        exchange: The copies, sends and receives of this rank.
+    """
+
+    rows: Catalog
+    item: np.ndarray
+    start: np.ndarray
+    round: np.ndarray
+    exchange: ExchangePlan
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how many bytes it takes."""
+        tables = self.rows, self.item, self.start, self.round, self.exchange
+        return sum([table.nbytes for table in tables])
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedReads:
+    """A plan of the reads of all ranks, and the reads of one of them.
+
+    Attributes:
+        comm_method: As of :class:`LoadReport`.
+        comm_reason: Likewise.
+        reads: The rank's reads, for itself alone or for others too.
+    """
+
+    comm_method: str
+    comm_reason: str
+    reads: ReadPlan | RowReads
+
+    @property
+    def nbytes(self) -> int:
+        """Return about how many bytes it takes."""
+        return self.reads.nbytes
+
+
+class FilePeers(Peers):
+    """The files of a checkpoint, of which each rank reads a part and receives the rest.
+
+    Attributes:
+        files: The checkpoint.
+        comm_method: As of :class:`LoadReport`; known when the exchange is planned.
+        comm_reason: Likewise.
+    """
+
+    comm_method = comm_reason = ""
+    caches_plans = True
+
+    def __init__(
+        self, comm: Communicator, files: Files, options: LoadOptions, context: str, found: Found | None = None
+    ) -> None:
+        """Open nothing yet.
+
+        Args:
+            comm: The ranks.
+            files: The checkpoint.
+            options: Of the load.
+            context: What is being done, for errors.
+            found: The known files that each rank sees; by default all ranks see all files.
+        """
+        super().__init__(comm, context, offload=True)  # files are read into host memory
+        self.files, self._options, self._found = files, options, found
+        self.closing.callback(files.closing.close)
+
+    def open(self) -> dict[str, str]:
+        """Open the checkpoint; return its description."""
+        files = self.files
+        description = {**files.open(), "reads": "together"}
+        self.path, self.catalog, self.unique_id = files.path, files.catalog, files.unique_id
+        self.partial = files.partial
+        return description
+
+    def settings(self) -> Mapping[str, Any]:
+        """Return the configuration of the checkpoint's model."""
+        return self.files.settings()
+
+    def progress(self, key: str) -> tuple[float, tuple[float, ...]] | None:
+        """Return the steps that a moment's optimizer has taken, and its betas."""
+        return self.files.progress(key)
+
+    def prepare(self, task: Task) -> tuple[bytes, ...]:
+        """Return the message to the other ranks: that of Peers, and whether this rank computes values."""
+        return (*super().prepare(task), bytes([bool(task.plan.tiles)]))
+
+    def describe(self) -> bytes:
+        """Return the inputs of a plan: the shards, the length of a block, and the files that each rank sees."""
+        seen, damaged = b"", list[Any]()
+        if self._found is not None:
+            seen = np.packbits(self._found.seen).tobytes()
+            damaged = [[position, sorted(each)] for position, each in sorted(self._found.damaged.items())]
+        inputs = [self.files.manifest.checksums.block_bytes, self._found is None, seen.hex(), damaged]
+        return join((super().describe(), json.dumps(inputs).encode()))
+
+    def planned_reads(self) -> PlannedReads:
+        """Return the planned reads, to be cached."""
+        if self._plan is None:
+            return PlannedReads(self.comm_method, self.comm_reason, self.files.planned_reads())
+        rows = replace(self.rows, files=())
+        reads = RowReads(rows, self._item, self._start, self._round, self._plan)
+        return PlannedReads(self.comm_method, self.comm_reason, reads)
+
+    def reuse(self, task: Task, planned: PlannedReads) -> bytes:
+        """Use planned reads again: check the files that this rank reads, and return this rank's address."""
+        self.comm_method, self.comm_reason, reads = planned.comm_method, planned.comm_reason, planned.reads
+        if isinstance(reads, ReadPlan):
+            return self.files.reuse(task, reads)
+        self._wait_for_devices(task)
+        self.rows, self._item, self._start, self._round = reads.rows, reads.item, reads.start, reads.round
+        self._plan, self._on_device = reads.exchange, None
+        self._open_files(reads.exchange)
+        return self._address
+
+    def set_addresses(self, addresses: list[bytes]) -> bool:
+        """Record the addresses of the other ranks, if any send each other data."""
+        self.between_ranks = self._plan is not None
+        return super().set_addresses(addresses)
+
+    def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
+        """Choose the reader of each section, and plan the messages between ranks."""
+        *known, computes = answers
+        self._computes = any(map(any, computes))
+        super().plan(task, known)
+
+    def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
+        """Plan this rank's part of the exchange; if each rank reads for itself, plan its reads and return None."""
+        comm, stored, manifest = self._comm, self.catalog, self.files.manifest
+        groups, block_bytes = group_replicas(stored), manifest.checksums.block_bytes
+        nobody = max(comm.ranks) + 1  # stands for a reader of sections that no rank can read
+        matched = match_sections(stored, groups, targets, comm.size, block_bytes, task.maps, nobody)
+        sections, rows, alike, coverage, pieces = matched
+        place = _places(comm.ranks)[targets.rank]
+        wanted, nbytes, sees = find_wanted(pieces, place, comm.size), rows.byte_length, self._sees(groups, sections)
+        together = choose_readers(wanted, nbytes, comm.size, sees, True)
+        self._choose(lambda: estimate_seconds(pieces, rows, place, together, comm.size, block_bytes))
+        if self.comm_method == "direct" and self._found is None:
+            self.between_ranks = False
+            self.files.prepare(task)
+            return None
+        readers = together
+        if self.comm_method == "direct":
+            readers = choose_readers(wanted, nbytes, comm.size, sees, False)
+        self._take_rows(sections, readers, np.append(np.asarray(comm.ranks), nobody), groups)
+        if self.comm_method == "direct":  # a section may have several rows
+            alike = group_replicas(self.rows)
+            coverage = validate_coverage(self.rows, alike)
+        plan = plan_rank(ShardMatcher(self.rows, alike, coverage), targets, task, comm.rank)
+        if nobody in plan.incoming:
+            lost = "; ".join(self._lost(np.unique(plan.incoming[nobody].source)))
+            raise CorruptCheckpointError(
+                f"no rank can read {lost}. Remedy: let a rank see these directories, or load another checkpoint; saves "
+                "with node_copies=2 survive the loss of a node"
+            )
+        self._open_files(plan)
+        return plan
+
+    def _choose(self, estimate: Callable[[], tuple[float, float]]) -> None:
+        """Choose by the options and by cost, the same on every rank."""
+        asked = self._options.reads
+        self.comm_method, self.comm_reason = "cooperative", "asked for"
+        if asked == "auto" and self._found is not None:
+            self.comm_method, self.comm_reason = "direct", "auto: each rank reads what it sees of what it needs"
+        elif asked == "auto" and self._computes:
+            why = "values are computed, and an exchange would hold all that they are computed from"
+            self.comm_method, self.comm_reason = "direct", f"auto: {why}"
+        elif asked == "auto":
+            alone, together = estimate()
+            self.comm_method = "cooperative" if together < WORTH_IT * alone else "direct"
+            self.comm_reason = f"auto: estimated {alone:.2f} s directly, {together:.2f} s together"
+        elif asked == "direct":
+            self.comm_method = "direct"
+
+    def _sees(self, groups: ReplicaGroups, sections: Sections) -> np.ndarray | None:
+        """Return bool ``[ranks, sections]``, whether a rank can read a section of a shard or of its replica."""
+        if self._found is None:
+            return None
+        items = self._found.readable[:, groups.order]
+        of_group = np.logical_or.reduceat(items, groups.start[:-1], axis=1) if len(groups) else items
+        return of_group[:, sections.group]
+
+    def _take_rows(
+        self,
+        sections: Sections,
+        readers: tuple[np.ndarray, np.ndarray],
+        ranks: np.ndarray,
+        groups: ReplicaGroups,
+    ) -> None:
+        """Make the sections that ranks read the rows of the exchange; ``ranks``: by place, and last that of nobody."""
+        section, place = readers
+        self.rows = replace(sections.catalog.take(section), rank=ranks[place].astype(np.int32))
+        self._start, group = sections.start[section], sections.group[section]
+        self._item = groups.first[group]
+        for position, can_read in enumerate(() if self._found is None else self._found.readable):
+            # One of each group that the rank sees; none of a group that it does not see.
+            here = np.where(can_read[groups.order], groups.order, len(self.catalog))
+            first = np.minimum.reduceat(here, groups.start[:-1]) if len(groups) else here
+            self._item = np.where(place == position, first[group], self._item)
+        self._round = number_rounds(place, self.rows.byte_length)
+
+    def _open_files(self, plan: ExchangePlan) -> None:
+        """Open the files that this rank is to read.
+
+        Raises:
+            CorruptCheckpointError: They have changed.
+        """
+        reader = self._reader = self.files.open_reader(self._options.verify)
+        used = [plan.local.source, *(pieces.source for pieces in plan.outgoing.values())]
+        rows = np.unique(np.concatenate(used))
+        self._read_bytes = int(self.rows.byte_length[rows].sum())
+        with reading(self.path):
+            reader.check_files(self._item[rows])
+
+    @property
+    def round_of_row(self) -> np.ndarray:
+        """Return int64 per row, the round in which its reader reads and sends it."""
+        return self._round
+
+    def open_rows(self, rounds: Rounds) -> HeldRows:
+        """Return the rows that this rank reads, round by round; a thread reads ahead."""
+        meter = self._meter = self._options.meter("read", self._read_bytes)
+        size, dtypes = self.rows.size, [dtype_of(name).numpy for name in self.rows.dtypes]
+
+        def reads(number: int) -> Pieces:
+            pieces = reads_of_rows(rounds.used(number))
+            base = pieces.source_base + self._start[pieces.source]
+            return replace(pieces, source=self._item[pieces.source], source_base=base)
+
+        def read(number: int) -> Storage:
+            there: dict[int, np.ndarray] = {}
+            with reading(self.path):
+                if number == 0 and self._reader.files.reads_ahead:
+                    announce_reads(self._reader, [reads(each) for each in range(rounds.count)])
+                pieces = reads(number)
+                for item, row, copy in zip(pieces.source.tolist(), pieces.target.tolist(), pieces.copies()):
+                    if row not in there:
+                        there[row] = np.empty(size[row], dtype=dtypes[self.rows.dtype[row]])
+                    self._reader.read(item, copy, there[row])
+                    meter.add(copy.size * there[row].itemsize)
+            return there.__getitem__
+
+        return RowsReadAhead(rounds.count, read)
+
+    def move(self, task: Task) -> dict[str, Any]:
+        """Read, copy, send and receive."""
+        method = {"comm_method": self.comm_method, "comm_reason": self.comm_reason}
+        if not self.between_ranks:
+            return {**self.files.move(task), **method}
+        moved = super().move(task)
+        self._meter.finish()
+        reads = reads_of(self._reader)
+        if self._found is not None:
+            used = {self.catalog.key_name(row): row for row in self._found.damaged_rows(self._comm.position)}
+            text = "{} is damaged in this rank's directory; read from another node's copy"
+            reads["replicas_used"] |= {key: text.format(self.catalog.file_name(row)) for key, row in used.items()}
+        return {**moved, "reads": self._reader.count.reads, **reads, **method}
+
+    def _lost(self, rows: np.ndarray) -> list[str]:
+        """Return the lost parts of some source rows, by file."""
+        catalog, manifest = self.catalog, self.files.manifest
+        items = np.unique(self._item[rows])
+        wrong = {} if self._found is None else dict(self._found.wrong)
+        for name, _ in () if self._found is None else set().union(*self._found.damaged.values()):
+            wrong.setdefault(name, "the copies that ranks see are damaged")
+        texts = []
+        for file in np.unique(catalog.file[items]).tolist():
+            name = catalog.files[file]
+            keys = sorted({catalog.key_name(item) for item in items[catalog.file[items] == file].tolist()})
+            why = wrong.get(name, "no rank sees it")
+            nodes = " and ".join(manifest.nodes_of(name)) or "storage that was shared"
+            texts.append(
+                f"{name!r} of id {manifest.unique_id} with shards of {listed(list(map(repr, keys)), _MOST_KEYS)}: "
+                f"it is on node {nodes}, and {why}"
+            )
+        return texts
+
+
+def _places(ranks: Sequence[int]) -> np.ndarray:
+    """Return int64 by rank, its place in the group."""
+    places = np.full(max(ranks) + 1, -1, dtype=np.int64)
+    places[np.asarray(ranks)] = np.arange(len(ranks))
+    return places

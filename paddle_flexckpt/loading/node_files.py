@@ -1,0 +1,275 @@
+"""Files of nodes that share no storage: which checkpoint to load, and which files each rank sees.
+
+Tested in tests/saving/test_nodes.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError, group_replicas
+from paddle_flexckpt.catalog.wire import join, split
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest, number_of
+from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.save_names import save_of
+from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.transfer.agreement import check_coordinator, check_heads, check_same
+from paddle_flexckpt.transfer.files import Files
+from paddle_flexckpt.transfer.options import LoadOptions
+from paddle_flexckpt.transfer.plan_cache import gather_full
+
+logger = logging.getLogger("paddle_flexckpt")
+
+# By position in the group: file and first byte of the shards whose copies are damaged where that rank looks.
+DamagedCopies = Mapping[int, frozenset[tuple[str, int]]]
+
+
+class Found(NamedTuple):
+    """A checkpoint, and the files of it that each rank can read.
+
+    Attributes:
+        manifest: Of all nodes.
+        seen: bool ``[ranks, files]``, the data files that each rank can read, by position in the group.
+        wrong: By name, what is wrong with files that are there and cannot be read.
+        everywhere: Whether every rank has the manifest and all files, so that it can load as from shared storage.
+        damaged: The damage that an earlier try of this load has found.
+    """
+
+    manifest: Manifest
+    seen: np.ndarray
+    wrong: dict[str, str]
+    everywhere: bool
+    damaged: DamagedCopies = MappingProxyType({})
+
+    @property
+    def readable(self) -> np.ndarray:
+        """Return bool ``[ranks, rows]``: whether a rank can read a row of the catalog, as far as is known."""
+        readable = self.seen[:, self.manifest.catalog.file]
+        for position in self.damaged:
+            readable[position, self.damaged_rows(position)] = False
+        return readable
+
+    def damaged_rows(self, position: int) -> list[int]:
+        """Return the rows of which a rank sees damaged copies."""
+        catalog, rows = self.manifest.catalog, list[int]()
+        for name, begin in sorted(self.damaged.get(position, ())):
+            here = (catalog.file == catalog.files.index(name)) & (catalog.byte_offset == begin)
+            rows += np.flatnonzero(here & (catalog.byte_length > 0)).tolist()
+        return rows
+
+    @property
+    def lost(self) -> np.ndarray:
+        """Return bool per row of the catalog: whether no rank can read it or a replica of it."""
+        catalog = self.manifest.catalog
+        groups = group_replicas(catalog)
+        readable = self.readable.sum(axis=0) > 0
+        of_group = np.add.reduceat(readable[groups.order], groups.start[:-1]) if len(groups) else readable
+        lost = np.zeros(len(catalog), dtype=bool)
+        lost[groups.order] = np.repeat(of_group == 0, groups.count)
+        return lost
+
+
+def find_checkpoint(
+    comm: Communicator,
+    open_directory: Callable[[], CheckpointDirectory],
+    unique_id: int | None,
+    head: Callable[[], bytes],
+    locks: contextlib.ExitStack,
+    context: str,
+) -> Found:
+    """Agree on a checkpoint: the one with the highest id that a node has published.
+
+    It takes one collective if all ranks have the same manifest, else two more for each save of that id. ``head``
+    returns what ranks have to agree about, or raises; ``locks`` receives the manifest's lock where there is one. If a
+    save died after some nodes had published it in place of an older one, the newer one is chosen if all of it is here,
+    else the older.
+
+    Raises:
+        ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
+        CorruptCheckpointError: No rank can read its manifest, or one cannot that may have a newer one.
+    """
+    own_lock = contextlib.ExitStack()
+    locks.push(own_lock)
+
+    def look() -> tuple[Manifest | None, bytes]:
+        own_head = head()
+        directory = open_directory()
+        ids = [each for each in directory.list_ids() if unique_id is None or each == unique_id]
+        # Ranks with a lower id than another rank's highest are not considered, so only this id counts.
+        manifest, description = _read(directory, max(ids), own_lock) if ids else (None, {})
+        flags, wrong = (b"", {}) if manifest is None else _flags(directory, manifest, True)
+        description["asked"] = unique_id
+        return manifest, join((own_head, json.dumps(description).encode(), flags, json.dumps(wrong).encode()))
+
+    manifest, answers = comm.together(look, context)
+    answers = gather_full(comm, answers, lambda: b"", context)  # others may load from a directory that all share
+    directory = open_directory()
+    texts, flags, wrongs = check_heads(answers, context)
+    descriptions = [json.loads(text) for text in texts]
+    if not any("id" in each for each in descriptions):
+        _raise_nothing_found(comm, directory, unique_id, context)
+    chosen = _choose_id(descriptions, context)
+    descriptions = [each if each.get("id") == chosen else {} for each in descriptions]
+    if not descriptions[comm.position]:
+        own_lock.close()
+        manifest = None
+    owners = _find_saves(descriptions, chosen, context, warns=comm.position == 0)
+    if manifest is not None and len(owners) == 1 and all("save" in each for each in descriptions):
+        return _found(manifest, flags, wrongs)
+    found = []
+    for (_, token), owner in sorted(owners.items(), reverse=True):
+        found.append(_look(comm, directory, manifest, token, owner, context))
+        # A file that exists and cannot be read is an error: an older save is not used instead.
+        if not found[-1].lost.any() or found[-1].wrong:
+            return found[-1]
+    return found[0]
+
+
+def _raise_nothing_found(
+    comm: Communicator, directory: CheckpointDirectory, unique_id: int | None, context: str
+) -> None:
+    """Raise on all ranks that none sees such a checkpoint. One collective."""
+
+    def fail() -> tuple[None, bytes]:
+        directory.read_manifest(unique_id)  # the error lists the checkpoints that are there
+        raise ValidationError([f"{directory.path} has no checkpoint that was saved with storage='per_node'"])
+
+    comm.together(fail, context)
+
+
+def _choose_id(descriptions: Sequence[Mapping[str, Any]], context: str) -> int:
+    """Return the highest id that a rank sees; as on shared storage, ranks agree about it, named or found.
+
+    Raises:
+        ValidationError: They do not.
+    """
+    chosen = max(each["id"] for each in descriptions if "id" in each)
+    requested = [chosen if each["asked"] is None else each["asked"] for each in descriptions]
+    check_same([json.dumps({"checkpoint": f"id {each}"}).encode() for each in requested], context)
+    return int(chosen)
+
+
+def _find_saves(
+    descriptions: Sequence[Mapping[str, Any]], unique_id: int, context: str, warns: bool
+) -> dict[tuple[int, str], int]:
+    """Return the saves of an id whose manifests ranks have read, each with the position of one of these ranks.
+
+    Raises:
+        CorruptCheckpointError: No manifest can be read, or one cannot that may be of a newer save.
+    """
+    owners: dict[tuple[int, str], int] = {}
+    for position, each in enumerate(descriptions):
+        if "save" in each:
+            number, token = each["save"]
+            owners.setdefault((number, token), position)
+    problems = sorted({each["problem"] for each in descriptions if "problem" in each})
+    if not owners:
+        raise CorruptCheckpointError(f"{context}: {'; '.join(problems)}")
+    # A rank whose manifest cannot be read may have the newest save, so an older one is not used instead.
+    unread = max((each["newest"] for each in descriptions if "problem" in each), default=0)
+    if unread > max(owners)[0]:
+        raise CorruptCheckpointError(
+            f"{context}: it is not known which save of id {unique_id} is the newest: {'; '.join(problems)}. Remedy: "
+            "look into the storage of that node, and load again; without that node an older one is loaded"
+        )
+    if problems and warns:
+        text = "; ".join(problems)
+        logger.warning(f"manifests of id {unique_id} that cannot be read, while others can: {text}")
+    return owners
+
+
+def _look(
+    comm: Communicator, directory: CheckpointDirectory, own: Manifest | None, token: str, owner: int, context: str
+) -> Found:
+    """Send every rank the manifest of one save, and find out who can read which of its files."""
+    has = own is not None and own.save_token == token
+
+    def send() -> tuple[None, bytes]:
+        return None, replace(own, partitions=()).encode() if own is not None and comm.position == owner else b""
+
+    def look() -> tuple[None, bytes]:
+        flags, wrong = _flags(directory, manifest, has)
+        return None, join((flags, json.dumps(wrong).encode()))
+
+    _, answers = comm.together(send, context)
+    manifest = (
+        own if has and own is not None else Manifest.decode(answers[owner], f"the manifest of rank {comm.ranks[owner]}")
+    )
+    _, answers = comm.together(look, context)
+    return _found(manifest, *zip(*map(split, answers)))
+
+
+def _read(
+    directory: CheckpointDirectory, unique_id: int, held: contextlib.ExitStack
+) -> tuple[Manifest | None, dict[str, Any]]:
+    """Return the manifest of an id, whose lock ``held`` receives, and a message about it; None if it cannot be read."""
+    try:
+        manifest = held.enter_context(LockedManifest(directory, unique_id))
+    except (CorruptCheckpointError, OSError) as error:
+        saves = [save_of(name) for number, _, name in directory.data_files() if number == unique_id]
+        newest = max((save.number for save in saves if save), default=0)
+        return None, {"id": unique_id, "problem": str(error), "newest": newest}
+    return manifest, {"id": unique_id, "save": [number_of(manifest), manifest.save_token]}
+
+
+def _flags(directory: CheckpointDirectory, manifest: Manifest, has: bool) -> tuple[bytes, dict[str, str]]:
+    """Return bits for whether this rank has the manifest and can read each of its files; by name, what is wrong."""
+    usable, wrong = directory.usable_files(manifest)
+    return np.packbits([has, *usable]).tobytes(), wrong
+
+
+def _found(manifest: Manifest, flags: Sequence[bytes], wrongs: Sequence[bytes]) -> Found:
+    """Return what ranks see of a manifest, by each rank's :func:`_flags`."""
+    count = 1 + len(manifest.catalog.files)
+    seen = np.stack([np.unpackbits(np.frombuffer(each, dtype=np.uint8), count=count).astype(bool) for each in flags])
+    wrong = {name: what for each in wrongs for name, what in json.loads(each).items()}
+    return Found(manifest, seen[:, 1:], wrong, bool(seen.all()))
+
+
+def find_damaged_copies(comm: Communicator, files: Files, context: str) -> DamagedCopies:
+    """Return the damage that each rank sees in those files in which any rank has found damage.
+
+    Two collectives, after a load that has failed on all ranks. Each rank verifies its own copy, as it is not known
+    which ranks share a directory.
+    """
+    _, answers = comm.together(lambda: (None, json.dumps(files.damaged_files()).encode()), context)
+    names = {name for answer in answers for name in json.loads(answer)}
+    _, answers = comm.together(lambda: (None, json.dumps(files.damaged_shards(names)).encode()), context)
+    found = [frozenset((name, begin) for name, begin in json.loads(answer)) for answer in answers]
+    return {position: damaged for position, damaged in enumerate(found) if damaged}
+
+
+def find_nodes(
+    comm: Communicator, path: Location, options: LoadOptions, call: str, context: str, damaged: DamagedCopies
+) -> tuple[Found, contextlib.ExitStack]:
+    """Agree on a checkpoint as :func:`find_checkpoint` does; return what was found, and the manifest's lock.
+
+    Copies that are known to be ``damaged`` are not read.
+
+    Raises:
+        ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
+        CorruptCheckpointError: No rank can read its manifest.
+    """
+
+    @functools.cache
+    def directory() -> SourceDirectory:
+        return SourceDirectory(path)
+
+    def head() -> bytes:
+        check_coordinator(comm, options.coordinator_rank)
+        return options.encode(call, context=context)
+
+    with contextlib.ExitStack() as locks:
+        found = find_checkpoint(comm, directory, options.unique_id, head, locks, context)
+        return found._replace(damaged=damaged, everywhere=found.everywhere and not damaged), locks.pop_all()
