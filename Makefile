@@ -215,6 +215,17 @@ test-mistakes: $(TEST_STAMP) ## make each of the seeded mistakes, and count the 
 	@echo "[make] seeded mistakes"
 	@$(BIN)/python -W ignore -m tests.simulation.run --mistake all --seeds 10000 --jobs 2
 
+# Which versions: "3.9 3.10 3.11 3.12 3.13" for all that are supported.
+DIST_PYTHONS ?= $(PYTHON)
+
+.PHONY: dist
+dist: ## make the wheel and the source distribution in dist/, check them, and use them in fresh environments, with README's first example
+	@PYTHON=$(PYTHON) PYTHONS="$(DIST_PYTHONS)" bash .ci/dist
+
+.PHONY: extras-table
+extras-table: ## install each extra in an environment of its own; their packages, sizes and minutes
+	@$(PYTHON) -m benchmarks.extras
+
 .PHONY: environment
 environment: $(TEST_STAMP) ## make the environment of the tests, and run nothing
 
