@@ -34,7 +34,7 @@ NOT_RUN = {
     ("docs/design.md", "all have written"): "a drawing",
     ("docs/design.md", "worlds of worker processes"): "a drawing",
     ("README.md", "make demo "): "CI runs `make test`; tests/test_demo.py runs what `make demo` does",
-    ("README.md", "pip install -e"): "needs a package index; CI and tests/test_typing.py install so",
+    ("README.md", "pip install . "): "needs a package index; `make dist` installs so",
     ("README.md", "--save_checkpoint_format"): _TRAINER,
     ("docs/devices.md", "--devices 2"): "needs devices; tests/device/test_device_check.py simulates them",
     ("docs/manager.md", "step_00000050.removing"): "a listing; tests/manager/test_step_directories.py has these names",
