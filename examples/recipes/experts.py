@@ -12,7 +12,7 @@ from paddle.incubate.distributed.models.moe import MoELayer
 import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
 
-EXPERTS, WIDTH, BATCH, STEPS, SAVE_AFTER = 4, 8, 8, 6, 3
+EXPERTS, WIDTH, BATCH, STEPS, SAVE_AFTER = 4, 8, 8, 4, 2
 
 if not paddle.device.is_compiled_with_cuda():
     cpu_world.install()

@@ -33,7 +33,7 @@ def train(step):
 
 
 with CheckpointManager(URL, save_when=SaveEvery(2), keep=KeepLatest(2)) as manager:
-    for step in range(1, 8):
+    for step in range(1, 6):
         train(step)
         if manager.should_save(step):
             manager.save(step, **everything)

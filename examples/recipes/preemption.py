@@ -1,6 +1,6 @@
 """A cluster takes the machines away: SIGTERM saves the step, and the next run goes on with the following one.
 
-python -m paddle.distributed.launch --nproc_per_node 2 preemption.py 4    # rank 1 gets the signal during step 4
+python -m paddle.distributed.launch --nproc_per_node 2 preemption.py 2    # rank 1 gets the signal during step 2
 python -m paddle.distributed.launch --nproc_per_node 1 preemption.py
 """
 
@@ -16,7 +16,7 @@ from paddle_flexckpt import CheckpointManager, KeepLatest, SaveEvery
 from paddle_flexckpt.testing import cpu_world
 
 TAKEN_AWAY = int(sys.argv[1]) if len(sys.argv) > 1 else None
-STEPS = 6
+STEPS = 4
 
 if not paddle.device.is_compiled_with_cuda():
     cpu_world.install()

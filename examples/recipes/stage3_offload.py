@@ -14,7 +14,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
 
 LEVEL = sys.argv[1]
-WIDTH, BATCH, STEPS, SAVE_AFTER = 16, 8, 6, 3
+WIDTH, BATCH, STEPS, SAVE_AFTER = 16, 8, 4, 2
 
 if not paddle.device.is_compiled_with_cuda():
     cpu_world.install()

@@ -14,7 +14,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
 
 TENSOR, SHARDING = (int(argument) for argument in sys.argv[1:])
-BATCH, MICRO_BATCH, STEPS, SAVE_AFTER = 16, 4, 6, 3
+BATCH, MICRO_BATCH, STEPS, SAVE_AFTER = 16, 4, 4, 2
 
 has_gpu = paddle.device.is_compiled_with_cuda()
 if not has_gpu:

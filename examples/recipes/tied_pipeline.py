@@ -13,7 +13,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.testing import cpu_world
 
 STAGES = dist.ParallelEnv().world_size
-WORDS, WIDTH, BATCH, MICRO_BATCH, STEPS, SAVE_AFTER = 32, 16, 8, 2, 6, 3
+WORDS, WIDTH, BATCH, MICRO_BATCH, STEPS, SAVE_AFTER = 32, 16, 8, 2, 4, 2
 
 if not paddle.device.is_compiled_with_cuda():
     cpu_world.install()
