@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -223,19 +223,7 @@ def fill_run(
         ReplacedError: Another process has replaced it meanwhile; likewise.
     """
     backend = SourceDirectory(location).backend
-    with contextlib.ExitStack() as stack:
-
-        def begin() -> tuple[Manifest, bytes]:
-            manifest = stack.enter_context(hold())
-            problem = refuse(manifest)
-            return manifest, f"!{problem}".encode() if problem else manifest.save_token.encode()
-
-        manifest, tokens = comm.together(begin, context)
-        misnamed = [each[1:].decode() for each in tokens if each[:1] == b"!"]
-        if misnamed:
-            raise MisnamedError(misnamed[:1], context)
-        if len(set(tokens)) > 1:
-            raise ReplacedError(_replaced(context))
+    with _hold_together(hold, refuse, comm, context) as manifest:
         # Another program's checkpoint has neither a token nor ids of its own.
         unique_id = manifest.unique_id if manifest.save_token else options.unique_id
         try:
@@ -264,6 +252,27 @@ def fill_run(
         if extra is None or any(found):
             raise ReplacedError(_replaced(context))
     return load, extra
+
+
+@contextlib.contextmanager
+def _hold_together(
+    hold: Callable[[], LockedManifest], refuse: Callable[[Manifest], str], comm: Communicator, context: str
+) -> Iterator[Manifest]:
+    """Hold the lock on the checkpoint, the same on all ranks; errors of :func:`fill_run`."""
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> tuple[Manifest, bytes]:
+            manifest = stack.enter_context(hold())
+            problem = refuse(manifest)
+            return manifest, f"!{problem}".encode() if problem else manifest.save_token.encode()
+
+        manifest, tokens = comm.together(begin, context)
+        misnamed = [each[1:].decode() for each in tokens if each[:1] == b"!"]
+        if misnamed:
+            raise MisnamedError(misnamed[:1], context)
+        if len(set(tokens)) > 1:
+            raise ReplacedError(_replaced(context))
+        yield manifest
 
 
 def _is_replaced(directory: Backend, manifest: Manifest) -> bool:
