@@ -168,31 +168,8 @@ def diff(
             for key in both
             if one.infos[key] != two.infos[key]
         }
-        differing: dict[str, TensorDifference] = {}
-        counts = {"bytes_by_checksum": 0, "bytes_read": 0}
-        whole = []
-        comparable = [key for key in both if key not in unlike]
-        meter = Meter(progress, "compare", sum(one.infos[key].nbytes for key in comparable), len(comparable))
-        for key in comparable:
-            info = one.infos[key]
-            pairs = _pairs(one, two, key)
-            if pairs is None:
-                whole.append(key)
-                continue
-            found = _Difference(info)
-            for pair in pairs:
-                _compare_items(one, two, pair, found, counts)
-            meter.add(info.nbytes, items=1)
-            if found.changed:
-                differing[key] = found.result()
-        read = {key: _Difference(one.infos[key]) for key in whole}
-        for key, start, former, latter in _both_in_bands(one, two, whole):
-            read[key].add(former, latter, lambda element: element, start)
-            counts["bytes_read"] += former.nbytes + latter.nbytes
-            meter.add(former.nbytes, items=not start)
-            del former, latter
-        differing.update((key, found.result()) for key, found in read.items() if found.changed)
-        meter.finish()
+        keys = [key for key in both if key not in unlike]
+        differing, counts = _differences(one, two, keys, progress)
         return DiffReport(
             first=one.directory.path,
             second=two.directory.path,
@@ -200,10 +177,35 @@ def diff(
             only_in_first=sorted(one.infos.keys() - two.infos.keys()),
             only_in_second=sorted(two.infos.keys() - one.infos.keys()),
             unlike=unlike,
-            differing=dict(sorted(differing.items())),
+            differing=differing,
             seconds={"total": time.perf_counter() - begin},
             **counts,
         )
+
+
+def _differences(
+    one: _Side, two: _Side, keys: list[str], progress: ProgressCallback | None
+) -> tuple[dict[str, TensorDifference], dict[str, int]]:
+    """Return the tensors that differ, of these keys, and the bytes compared by checksums and read."""
+    meter = Meter(progress, "compare", sum(one.infos[key].nbytes for key in keys), len(keys))
+    counts = {"bytes_by_checksum": 0, "bytes_read": 0}
+    found = {key: _Difference(one.infos[key]) for key in keys}
+    cut_differently = []
+    for key in keys:
+        pairs = _pairs(one, two, key)
+        if pairs is None:
+            cut_differently.append(key)
+            continue
+        for pair in pairs:
+            _compare_items(one, two, pair, found[key], counts)
+        meter.add(one.infos[key].nbytes, items=1)
+    for key, start, former, latter in _both_in_bands(one, two, cut_differently):
+        found[key].add(former, latter, lambda element: element, start)
+        counts["bytes_read"] += former.nbytes + latter.nbytes
+        meter.add(former.nbytes, items=not start)
+        del former, latter  # gone before the next ones are read
+    meter.finish()
+    return {key: found[key].result() for key in keys if found[key].changed}, counts
 
 
 class _Side:
@@ -309,23 +311,23 @@ def _both_in_bands(one: _Side, two: _Side, keys: list[str]) -> Iterator[tuple[st
     next(others, None)
 
 
-@dataclass
 class _Difference:
     """The sums over one tensor's differences."""
 
-    info: TensorInfo
-    changed: int = 0
-    dtype: np.dtype = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.dtype = dtype_of(self.info.dtype).numpy
+    def __init__(self, info: TensorInfo) -> None:
+        self.info = info
+        self.dtype = dtype_of(info.dtype).numpy
+        self.changed = 0
         self._sum = self._largest = 0.0
         self._ulps: int | None = None
         self._not_finite = 0
         self._first = -1
 
     def add(self, first: np.ndarray, second: np.ndarray, position: _Position, base: int = 0) -> None:
-        """Add the differences of two runs of elements, 1-D and contiguous; ``base`` is the number of the first."""
+        """Add the differences of two runs of elements, both 1-D and contiguous.
+
+        ``base`` is the number of the first element, and ``position`` maps numbers to positions in the tensor.
+        """
         itemsize = self.dtype.itemsize
         for begin in range(0, len(first), COMPARED_AT_ONCE):
             part = slice(begin, begin + COMPARED_AT_ONCE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from paddle_flexckpt.aoa import AoaConfig
@@ -13,7 +14,14 @@ from paddle_flexckpt.media.opening import open_destination
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import ExportReport
-from paddle_flexckpt.tools.tensor_files import INDEX_FILE, OutputDirectory, choose_tensors, divide, make_index
+from paddle_flexckpt.tools.tensor_files import (
+    INDEX_FILE,
+    OutputDirectory,
+    TensorFile,
+    choose_tensors,
+    divide,
+    make_index,
+)
 from paddle_flexckpt.tools.whole_tensors import PartReader, WholeTensors, whole_parts
 from paddle_flexckpt.transfer.options import ALONE, ExportOptions, takes
 from paddle_flexckpt.transfer.targets import Targets
@@ -66,15 +74,8 @@ def export_safetensors(
 
         with PartReader(directory.backend, manifest, asked, describe) as reader, out:
             planned = time.perf_counter()
-            meter = reader.meter("write")
             out.make()
-            arrays = reader.arrays()
-            for file, its_parts in zip(files, parts):
-                out.write(file, itertools.islice(arrays, len(its_parts)))
-            next(arrays, None)  # the end of what fills them
-            meter.finish()
-            if len(files) > 1:
-                out.publish(INDEX_FILE, make_index(files))
+            _write_files(out, files, [len(each) for each in parts], reader)
             out.backend.sync()
         done = reader.report()
         reader.warn()
@@ -91,3 +92,15 @@ def export_safetensors(
         seconds={"plan": planned - begin, "write": end - planned, "total": end - begin},
         **done,
     )
+
+
+def _write_files(out: OutputDirectory, files: Sequence[TensorFile], lengths: Sequence[int], reader: PartReader) -> None:
+    """Write files, each with the next arrays of the reader in the given number, and the index of several files."""
+    meter = reader.meter("write")
+    arrays = reader.arrays()
+    for file, length in zip(files, lengths):
+        out.write(file, itertools.islice(arrays, length))
+    next(arrays, None)  # the end of what fills them
+    meter.finish()
+    if len(files) > 1:
+        out.publish(INDEX_FILE, make_index(files))

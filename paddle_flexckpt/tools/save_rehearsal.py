@@ -45,10 +45,11 @@ class SaveRehearsal(Report):
         total_bytes: Bytes of tensors that all ranks write.
         held_bytes: Bytes of tensors that all ranks hold, replicas counted.
         imbalance: Most loaded rank's bytes over the mean.
-        ranks: By rank: ``held_bytes``, its own bytes; ``bytes_written``, bytes of tensors, and ``items``, stored
-            shards, in its data file; ``writes``, calls that write that file; ``hashed_bytes``, bytes of which it
-            computes checksums and digests; ``staging_bytes``, memory for a copy of its items in an asynchronous save;
-            for an object store also ``object_requests``, which send that file.
+        ranks: By name, a number for each rank. ``held_bytes``: bytes of its tensors. ``bytes_written``: bytes of
+            tensors in its data file. ``items``: stored shards in that file. ``writes``: calls that write the file.
+            ``hashed_bytes``: bytes of which the rank computes checksums and digests. ``staging_bytes``: memory for a
+            copy of its items in an asynchronous save. ``object_requests``, for an object store only: requests that
+            send the file.
         notes: Assumptions of the rehearsal.
         seconds: The slowest rank's seconds of writing at the given rate; empty without a rate.
     """
@@ -118,8 +119,7 @@ def rehearse_save(
     Raises:
         ValidationError: An option has another value.
     """
-    if check_replicas not in ("equal", "all"):
-        raise ValidationError([f"a save is rehearsed with check_replicas 'equal' or 'all'; got {check_replicas!r}"])
+    _check_option(check_replicas)
     ranks = layout.strategy.ranks
     base: dict[str, Any] = {"strategy": str(layout.strategy), "world_size": ranks, "notes": [*notes]}
     job = _in_order(layout.catalogs(range(ranks)))
@@ -130,31 +130,47 @@ def rehearse_save(
         return SaveRehearsal(**base, error=str(error))
     base["notes"] += _assumptions(job, len(found.coverage.overlaps), ranks)
     plan = plan_write(job, "{}".format, save_replicas, groups=found.groups)
-    writer = plan.catalog.rank.astype(np.int64)
-    written = sums_of(writer, plan.catalog.byte_length, ranks)
     whole = np.full(len(found.groups), save_replicas or check_replicas == "all")
-    columns = {
-        "held_bytes": sums_of(job.rank.astype(np.int64), job.byte_length, ranks),
-        "bytes_written": written,
-        "items": np.bincount(writer, minlength=ranks),
-        "writes": _writes(plan, ranks),
-        "hashed_bytes": written + _bytes_compared(job, found.groups, plan, whole, turn, ranks),
-        "staging_bytes": written if staging_bytes is None else np.minimum(written, staging_bytes),
-    }
+    columns = _counts_by_rank(job, plan, ranks)
+    held, written = columns["held_bytes"], columns["bytes_written"]
+    columns["hashed_bytes"] = written + _bytes_compared(job, found.groups, plan, whole, turn, ranks)
+    columns["staging_bytes"] = written if staging_bytes is None else np.minimum(written, staging_bytes)
     if object_store:
         columns["object_requests"] = _object_requests(plan, ranks)
-    owners, total = np.unique(job.rank), int(written.sum())
     return SaveRehearsal(
         **base,
         keys=len(job.keys),
         items=len(plan.catalog),
         files=int(np.count_nonzero(columns["items"])),
-        total_bytes=total,
-        held_bytes=int(job.byte_length.sum()),
-        imbalance=float(written[owners].max() / written[owners].mean()) if total else 1.0,
+        total_bytes=int(written.sum()),
+        held_bytes=int(held.sum()),
+        imbalance=_imbalance(written, job),
         ranks={name: column.tolist() for name, column in columns.items()},
         seconds={"write": float(written.max()) / bytes_per_second} if bytes_per_second else {},
     )
+
+
+def _check_option(check_replicas: str) -> None:
+    """Raise ValidationError if a save with this option cannot be rehearsed."""
+    if check_replicas not in ("equal", "all"):
+        raise ValidationError([f"a save is rehearsed with check_replicas 'equal' or 'all'; got {check_replicas!r}"])
+
+
+def _counts_by_rank(job: Catalog, plan: WritePlan, ranks: int) -> dict[str, np.ndarray]:
+    """Return what each rank holds and writes, under the names of the report."""
+    writer = plan.catalog.rank.astype(np.int64)
+    return {
+        "held_bytes": sums_of(job.rank.astype(np.int64), job.byte_length, ranks),
+        "bytes_written": sums_of(writer, plan.catalog.byte_length, ranks),
+        "items": np.bincount(writer, minlength=ranks),
+        "writes": _writes(plan, ranks),
+    }
+
+
+def _imbalance(written: np.ndarray, job: Catalog) -> float:
+    """Return the most bytes that a rank writes over the mean of the ranks that hold tensors."""
+    of_owners = written[np.unique(job.rank)]
+    return float(of_owners.max() / of_owners.mean()) if written.any() else 1.0
 
 
 def _assumptions(job: Catalog, overlaps: int, ranks: int) -> Iterator[str]:
