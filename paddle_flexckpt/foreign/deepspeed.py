@@ -35,7 +35,7 @@ from paddle_flexckpt.catalog import (
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.foreign.deepspeed_file import DeepSpeedFile, Fragment, Progress, load_deepspeed_file
-from paddle_flexckpt.foreign.formats import Listing, Reader, Source
+from paddle_flexckpt.foreign.formats import ForeignCheckpoint, Listing, Reader
 from paddle_flexckpt.foreign.pickle_values import is_integer
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, row_major
 from paddle_flexckpt.foreign.torch_archive import SavedTensor
@@ -68,9 +68,9 @@ class _Row(NamedTuple):
     progress: Progress | None = None
 
 
-def _detect(listing: Listing) -> Source | None:
+def _detect(listing: Listing) -> ForeignCheckpoint | None:
     if any(_OPTIMIZER.fullmatch(name) or _MODEL.fullmatch(name) for name in listing.names):
-        return Source("deepspeed", partial(read_deepspeed_manifest, listing.backend))
+        return ForeignCheckpoint("deepspeed", partial(read_deepspeed_manifest, listing.backend))
     return None
 
 

@@ -127,13 +127,13 @@ class Listing:
         return bool(row.directories) and any(name in row.directories for name in self.directories)
 
 
-class Source(NamedTuple):
-    """Another program's checkpoint.
+class ForeignCheckpoint(NamedTuple):
+    """Another program's checkpoint in a directory, or several that differ in their ids.
 
     Attributes:
-        origin: A key of :data:`FORMATS`.
+        origin: The checkpoint's format, a key of :data:`FORMATS`.
         read: Returns the manifest. If there are ids, it takes one: None stands for the highest.
-        ids: Of the checkpoints in the directory; None if checkpoints of the format have no ids.
+        ids: The ids of the checkpoints in the directory; None if checkpoints of the format have no ids.
     """
 
     origin: str
@@ -162,7 +162,7 @@ class Reader(NamedTuple):
         explain: Returns an error text with a remedy where files of the format are there without a checkpoint; or "".
     """
 
-    detect: Callable[[Listing], Source | None]
+    detect: Callable[[Listing], ForeignCheckpoint | None]
     explain: Callable[[Listing], str] = _explain_nothing
 
 
@@ -212,7 +212,7 @@ class SourceDirectory(CheckpointDirectory):
         """Return which program's checkpoint is here; errors of :func:`detect_format`."""
         return "native" if self.list_ids() else self._find(FORMATS).origin
 
-    def _find(self, formats: Iterable[str], ids: Sequence[int] = (), unique_id: int | None = None) -> Source:
+    def _find(self, formats: Iterable[str], ids: Sequence[int] = (), unique_id: int | None = None) -> ForeignCheckpoint:
         listing = Listing(self.backend, self._file)
         found = _find_source(listing, formats)
         if found is None:
@@ -252,14 +252,14 @@ def _split_file(location: Location) -> tuple[Backend, str | None]:
     return open_backend(location), None
 
 
-def _find_source(listing: Listing, formats: Iterable[str]) -> Source | None:
+def _find_source(listing: Listing, formats: Iterable[str]) -> ForeignCheckpoint | None:
     """Find another program's checkpoint of one of some formats; None if there is none.
 
     Raises:
         ValidationError: There is more than one candidate; the text has the way to choose.
         CorruptCheckpointError: Safetensors files are damaged.
     """
-    found: list[Source] = []
+    found: list[ForeignCheckpoint] = []
     hidden: set[str] = set()
     for origin in formats:
         row = FORMATS[origin]

@@ -32,7 +32,7 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.formats import INDEX_FILE, TENSOR_FILE, Listing, Reader, Source, more_than_one
+from paddle_flexckpt.foreign.formats import INDEX_FILE, TENSOR_FILE, ForeignCheckpoint, Listing, Reader, more_than_one
 from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.json_cursor import JsonCursor
@@ -254,18 +254,18 @@ def _several_sets(path: str, choices: Sequence[str], why: str = "") -> Validatio
     )
 
 
-def _detect(listing: Listing) -> Source | None:
+def _detect(listing: Listing) -> ForeignCheckpoint | None:
     backend = listing.backend
     shards = sorted(filter(_SHARD_FILE.fullmatch, listing.names))
     sources = [listing.file] if listing.file else find_weights(backend.path, sorted(set(listing.names) - set(shards)))
     if shards and sources and not listing.file:  # the consolidated copy of what ranks have written, for example
         raise more_than_one(backend.path, [shards[0], sources[0]])
     if not sources:
-        return Source("torch_dcp", partial(_read_shards_manifest, backend, shards)) if shards else None
+        return ForeignCheckpoint("torch_dcp", partial(_read_shards_manifest, backend, shards)) if shards else None
     weights = read_weights(backend, *sources)
     of_paddle = any(file.is_of_paddle for file in weights.files.values())
     origin = "unified_checkpoint" if of_paddle else "huggingface"
-    return Source(origin, partial(_manifest_of_weights, backend, weights, origin))
+    return ForeignCheckpoint(origin, partial(_manifest_of_weights, backend, weights, origin))
 
 
 def _manifest_of_weights(backend: Backend, weights: Weights, origin: str) -> Manifest:

@@ -16,7 +16,7 @@ from functools import partial
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.formats import Listing, Reader, Source
+from paddle_flexckpt.foreign.formats import ForeignCheckpoint, Listing, Reader
 from paddle_flexckpt.foreign.torch_dcp import read_dcp_manifest
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.json_cursor import JsonCursor
@@ -34,11 +34,11 @@ _NAMES = {**OF_TORCH, "param": MASTER, "fp32_param": MASTER}
 _FLAT = re.compile(r"(?:.*\.)?optimizer\.distributed\.dp_group_idx_\d+\..+", re.DOTALL)
 
 
-def _detect(listing: Listing) -> Source | None:
+def _detect(listing: Listing) -> ForeignCheckpoint | None:
     # Beside DCP's files, or in their place.
     if MEGATRON_FILE not in listing.names or _backend_of(listing.backend) is None:
         return None
-    return Source("megatron", partial(read_megatron_manifest, listing.backend))
+    return ForeignCheckpoint("megatron", partial(read_megatron_manifest, listing.backend))
 
 
 def _explain(listing: Listing) -> str:

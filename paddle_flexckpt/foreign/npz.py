@@ -15,7 +15,7 @@ import xxhash
 from paddle_flexckpt.catalog import CatalogBuilder, Problem, ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.formats import Listing, Reader, Source
+from paddle_flexckpt.foreign.formats import ForeignCheckpoint, Listing, Reader
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, row_major
 from paddle_flexckpt.foreign.zip_directory import STORED, ZipMember, damaged, find_bytes, read_directory
 from paddle_flexckpt.media.backend import Backend, InputFile
@@ -36,7 +36,7 @@ _TYPES.update({"'<V2'": "bfloat16", "'|V2'": "bfloat16"})
 _REMEDY = "Remedy: save arrays of numbers in this machine's byte order, by numpy.savez or as safetensors"
 
 
-def _detect(listing: Listing) -> Source | None:
+def _detect(listing: Listing) -> ForeignCheckpoint | None:
     archives = [listing.file] if listing.file else sorted(name for name in listing.names if name.endswith(_ARCHIVE))
     if len(archives) > 1:
         path = listing.backend.path
@@ -44,7 +44,7 @@ def _detect(listing: Listing) -> Source | None:
             f"{path} has several files of arrays: {listed(archives)}. Remedy: give the path of the one that is meant, "
             f"such as {path}/{archives[0]}"
         )
-    return Source("npz", partial(read_npz_manifest, listing.backend, archives[0])) if archives else None
+    return ForeignCheckpoint("npz", partial(read_npz_manifest, listing.backend, archives[0])) if archives else None
 
 
 def read_npz_manifest(backend: Backend, name: str) -> Manifest:

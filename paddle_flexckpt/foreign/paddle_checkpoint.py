@@ -30,7 +30,7 @@ from paddle_flexckpt.catalog import (
     validate_shards,
 )
 from paddle_flexckpt.catalog.metadata import LocalTensorMetadata, Metadata, catalog_from_metadata
-from paddle_flexckpt.foreign.formats import STATE_DIRECTORIES, Listing, Reader, Source
+from paddle_flexckpt.foreign.formats import STATE_DIRECTORIES, ForeignCheckpoint, Listing, Reader
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, PARAMETER_NAMES, STAND_INS
 from paddle_flexckpt.foreign.paddle_pickles import load_mapped, locate
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
@@ -62,9 +62,9 @@ def _ids(names: Iterable[str]) -> list[int]:
     return sorted(int(match[1]) for match in map(_METADATA.fullmatch, names) if match)
 
 
-def _detect(listing: Listing) -> Source | None:
+def _detect(listing: Listing) -> ForeignCheckpoint | None:
     ids = _ids(listing.names)
-    return Source("paddle", partial(read_paddle_manifest, listing.backend), ids) if ids else None
+    return ForeignCheckpoint("paddle", partial(read_paddle_manifest, listing.backend), ids) if ids else None
 
 
 def _explain(listing: Listing) -> str:
@@ -200,7 +200,7 @@ def _byte_offsets(catalog: Catalog, indices: list[Mapping[str, _Stretch]], backe
     return offsets
 
 
-def _detect_paddleformers(listing: Listing) -> Source | None:
+def _detect_paddleformers(listing: Listing) -> ForeignCheckpoint | None:
     backend = listing.backend
     ids = {name: paddle_ids(inner(backend, name)) for name in STATE_DIRECTORIES if name in listing.directories}
     if not any(ids.values()):
@@ -209,7 +209,7 @@ def _detect_paddleformers(listing: Listing) -> Source | None:
     averages = paddle_ids(inner(backend, EMA_DIRECTORY)) if EMA_DIRECTORY in listing.directories else []
     if averages:
         ids[EMA_DIRECTORY] = averages
-    return Source(
+    return ForeignCheckpoint(
         "paddleformers", partial(_read_paddleformers, backend, ids), {i for found in ids.values() for i in found}
     )
 

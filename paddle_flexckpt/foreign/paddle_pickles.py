@@ -19,7 +19,7 @@ import xxhash
 
 from paddle_flexckpt.catalog import Catalog, CatalogBuilder, CorruptCheckpointError, Problem, ValidationError, concat
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.formats import OPTIMIZER_FILE, PARAMETERS_FILE, Listing, Reader, Source
+from paddle_flexckpt.foreign.formats import OPTIMIZER_FILE, PARAMETERS_FILE, ForeignCheckpoint, Listing, Reader
 from paddle_flexckpt.foreign.paddle_files import PARAMETER_NAMES
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of
@@ -91,7 +91,7 @@ def locate(array: np.ndarray, mapped: mmap.mmap | bytes) -> Stretch | None:
     return Stretch(array.dtype.name, array.shape, begin, strides)
 
 
-def _detect(listing: Listing) -> Source | None:
+def _detect(listing: Listing) -> ForeignCheckpoint | None:
     path = listing.backend.path
     found = [listing.file] if listing.file else []
     for ending in () if listing.file else (PARAMETERS_FILE, OPTIMIZER_FILE):
@@ -103,7 +103,7 @@ def _detect(listing: Listing) -> Source | None:
                 "writer merge them"
             )
         found += files
-    return Source("paddle_pickle", partial(read_pickles_manifest, listing.backend, found)) if found else None
+    return ForeignCheckpoint("paddle_pickle", partial(read_pickles_manifest, listing.backend, found)) if found else None
 
 
 def read_pickles_manifest(backend: Backend, files: Sequence[str]) -> Manifest:

@@ -34,7 +34,7 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.catalog.dtypes import DTYPES
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.foreign.formats import Listing, Reader, Source
+from paddle_flexckpt.foreign.formats import ForeignCheckpoint, Listing, Reader
 from paddle_flexckpt.foreign.pickle_reader import load_pickle
 from paddle_flexckpt.foreign.strided_boxes import MOST_BOXES, BoxBudget, boxes_of, count_boxes, row_major
 from paddle_flexckpt.foreign.torch_archive import (
@@ -391,9 +391,9 @@ def _items_by_file(metadata: DcpMetadata, where: str) -> dict[str, list[_StoredI
     return items
 
 
-def _detect(listing: Listing) -> Source | None:
+def _detect(listing: Listing) -> ForeignCheckpoint | None:
     found = DCP_METADATA_FILE in listing.names
-    return Source("torch_dcp", partial(read_dcp_manifest, listing.backend)) if found else None
+    return ForeignCheckpoint("torch_dcp", partial(read_dcp_manifest, listing.backend)) if found else None
 
 
 TORCH_DCP = Reader(_detect)

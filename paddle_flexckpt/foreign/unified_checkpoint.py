@@ -22,7 +22,7 @@ from functools import partial
 from typing import NamedTuple
 
 from paddle_flexckpt.catalog import CorruptCheckpointError, Problem, ValidationError, group_replicas, validate_coverage
-from paddle_flexckpt.foreign.formats import INDEX_FILE, Listing, Reader, Source
+from paddle_flexckpt.foreign.formats import INDEX_FILE, ForeignCheckpoint, Listing, Reader
 from paddle_flexckpt.foreign.huggingface import (
     MODEL_FILE,
     StoredShard,
@@ -59,11 +59,11 @@ class _RankFile(NamedTuple):
     rank: int
 
 
-def _detect(listing: Listing) -> Source | None:
+def _detect(listing: Listing) -> ForeignCheckpoint | None:
     # Weights alone are found by the reader of Hugging Face's directories.
     indices = {OPTIMIZER + INDEX_FILE, MASTERS + INDEX_FILE, PEFT_INDEX}
     if any(name in indices or _MERGED.fullmatch(name) or _SPLIT.fullmatch(name) for name in listing.names):
-        return Source("unified_checkpoint", partial(read_unified_manifest, listing.backend))
+        return ForeignCheckpoint("unified_checkpoint", partial(read_unified_manifest, listing.backend))
     return None
 
 

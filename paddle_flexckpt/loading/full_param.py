@@ -39,9 +39,9 @@ class FullOptions(StatementOptions):
         check_replicas: Whether replicas of one shard are compared; if not, one of them is used.
     """
 
-    num_splits: int = field(default=1, metadata=rule(own=_OWN))
-    shard_idx: int = field(default=0, metadata=rule(own=_OWN))
-    memory_growth_threshold: int = field(default=8 << 30, metadata=rule(own=_OWN))
+    num_splits: int = field(default=1, metadata=rule(may_differ=_OWN))
+    shard_idx: int = field(default=0, metadata=rule(may_differ=_OWN))
+    memory_growth_threshold: int = field(default=8 << 30, metadata=rule(may_differ=_OWN))
     check_replicas: bool = field(default=True, metadata=rule(choices=(True, False)))
 
     def check(self) -> None:

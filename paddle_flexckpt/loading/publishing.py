@@ -63,7 +63,7 @@ class ModelOptions(OutputOptions, ProgressOptions, StatementOptions):
 
     coordinator_rank: int = 0
     config: Mapping[str, Any] | str | os.PathLike[str] | None = field(
-        default=None, metadata=rule(own="the coordinator alone writes it")
+        default=None, metadata=rule(may_differ="the coordinator alone writes it")
     )
     prefix: str | None = None
 

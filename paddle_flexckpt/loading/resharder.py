@@ -188,7 +188,7 @@ class ReshardPlan:
     def _move(self, begin: float) -> LoadReport:
         # If anything fails while data moves, the next run uses nothing that this one has left behind.
         self._planned = False
-        report = self._transfer.again(begin)
+        report = self._transfer.carry_out(begin)
         self._planned = True
         return report
 

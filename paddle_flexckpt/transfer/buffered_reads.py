@@ -180,68 +180,91 @@ def read_through_buffers(reader: FileReader, pieces: Pieces, memory: Filling) ->
 def _cut(
     pieces: Pieces, source: Catalog, target: Catalog, block_bytes: int, buffer_bytes: int
 ) -> tuple[Pieces, _Boxes]:
-    """Return pieces in parts that each fit into a buffer, and their boxes in the targets."""
+    """Return pieces in parts that each fit into a buffer, and their boxes in the targets.
+
+    The pieces that fit come first, each as one part.
+    """
     widths = np.stack([source.itemsize[pieces.source], target.itemsize[pieces.target]])
-    plain, size = are_contiguous(pieces.extents, pieces.source_strides), pieces.size
-    # A contiguous range of a file goes to a contiguous range of a buffer, whatever its shape.
-    flat = np.ones_like(pieces.extents)
-    flat[:, -1] = size
-    shape = np.where(plain[:, None], flat, pieces.extents)
-    steps = np.where(plain[:, None], row_major_strides(flat), pieces.source_strides)
-    fits = size * widths.max(axis=0) <= buffer_bytes
-    small = pieces.take(fits)
-    all_parts = [replace(small, extents=shape[fits], source_strides=steps[fits])]
+    most = buffer_bytes // widths.max(axis=0)
+    plain, fits = are_contiguous(pieces.extents, pieces.source_strides), pieces.size <= most
+    small, reads = pieces.take(fits), _flattened(pieces, plain)
     zeros = np.zeros(len(small), dtype=np.int64)
     all_boxes = [_Boxes(np.arange(len(small)), zeros, small.extents, small.target_base, small.target_strides)]
-    count = len(small)
+    all_parts, count = [reads.take(fits)], len(small)
     for number in np.flatnonzero(~fits).tolist():
-        piece = pieces.take(slice(number, number + 1))
-        width, most = int(widths[0, number]), buffer_bytes // int(widths[:, number].max())
+        piece, read = (table.take(slice(number, number + 1)) for table in (pieces, reads))
         unit, first = 1, 0
-        if plain[number] and most * width >= block_bytes:
-            unit = block_bytes // width
+        if not plain[number]:
+            unit = _inner_size(piece, int(most[number]))
+        elif most[number] * widths[0, number] >= block_bytes:
+            unit = block_bytes // int(widths[0, number])
+            # The first block that begins in the piece begins at this element.
             first = -int(piece.source_base[0]) % unit
-        elif not plain[number]:
-            for extent in reversed(piece.extents[0].tolist()):
-                if unit * extent > most:
-                    break
-                unit *= extent
-        edges = [0, *range(first + (most - first) // unit * unit, int(size[number]), most // unit * unit)]
-        for start, stop in zip(edges, [*edges[1:], int(size[number])]):
-            cut = list(_copy(piece).part(start, stop))
-            sizes = np.asarray([each.size for each in cut])
-            offset = np.cumsum(sizes) - sizes
-            if plain[number]:
-                base = [int(piece.source_base[0]) + start]
-                extents = flat[[number]]
-                extents[:, -1] = stop - start
-                own = np.full(len(cut), count)
-            else:
-                base = [each.source_base for each in cut]
-                extents = np.asarray([each.extents for each in cut], dtype=np.int64)
-                own, offset = np.arange(count, count + len(cut)), np.zeros_like(offset)
-            boxes = _Boxes(
-                own,
-                offset,
-                np.asarray([each.extents for each in cut], dtype=np.int64),
-                np.asarray([each.target_base for each in cut], dtype=np.int64),
-                np.repeat(piece.target_strides, len(cut), axis=0),
-            )
-            first_box = np.searchsorted(own, np.arange(count, count + len(base)))
-            all_boxes.append(boxes)
-            all_parts.append(
-                Pieces(
-                    np.repeat(piece.source, len(base)),
-                    np.repeat(piece.target, len(base)),
-                    extents,
-                    np.asarray(base, dtype=np.int64),
-                    np.repeat(steps[[number]], len(base), axis=0),
-                    boxes.base[first_box],
-                    np.repeat(piece.target_strides, len(base), axis=0),
-                )
-            )
-            count += len(base)
+        for start, stop in _ranges(int(piece.size[0]), int(most[number]), unit, first):
+            parts, boxes = (_one_part if plain[number] else _part_per_box)(piece, read, start, stop)
+            all_parts.append(parts)
+            all_boxes.append(replace(boxes, part=boxes.part + count))
+            count += len(parts)
     return Pieces.concat(all_parts), _Boxes.concat(all_boxes)
+
+
+def _flattened(pieces: Pieces, plain: np.ndarray) -> Pieces:
+    """Return the reads of pieces: a contiguous range of a file goes to a contiguous range of a buffer.
+
+    Args:
+        pieces: The pieces.
+        plain: Whether each is contiguous in its file; the shape of such a piece does not matter.
+    """
+    flat = np.ones_like(pieces.extents)
+    flat[:, -1] = pieces.size
+    extents = np.where(plain[:, None], flat, pieces.extents)
+    strides = np.where(plain[:, None], row_major_strides(flat), pieces.source_strides)
+    return replace(pieces, extents=extents, source_strides=strides)
+
+
+def _inner_size(piece: Pieces, most: int) -> int:
+    """Return the elements of as many inner axes of the only piece of a table as have at most ``most`` elements."""
+    size = 1
+    for extent in reversed(piece.extents[0].tolist()):
+        if size * extent > most:
+            break
+        size *= extent
+    return size
+
+
+def _ranges(size: int, most: int, unit: int, first: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of up to ``most`` of ``size`` elements, cut at ``first`` and whole units from there."""
+    edges = range(first + (most - first) // unit * unit, size, most // unit * unit)
+    return zip([0, *edges], [*edges, size])
+
+
+def _one_part(piece: Pieces, read: Pieces, start: int, stop: int) -> tuple[Pieces, _Boxes]:
+    """Return a range of a piece that is contiguous in its file, as one part, and the boxes of the part."""
+    boxes, _ = _boxes_of(piece, start, stop)
+    size = boxes.extents.prod(axis=1)
+    extents = np.ones_like(piece.extents)
+    extents[:, -1] = stop - start
+    part = replace(read, extents=extents, source_base=read.source_base + start, target_base=boxes.base[:1])
+    return part, replace(boxes, part=np.zeros_like(size), offset=np.cumsum(size) - size)
+
+
+def _part_per_box(piece: Pieces, read: Pieces, start: int, stop: int) -> tuple[Pieces, _Boxes]:
+    """Return a range of a piece as parts that are one box each, and these boxes."""
+    boxes, source_base = _boxes_of(piece, start, stop)
+    parts = read.take(np.zeros(len(source_base), dtype=np.int64))
+    return replace(parts, extents=boxes.extents, source_base=source_base, target_base=boxes.base), boxes
+
+
+def _boxes_of(piece: Pieces, start: int, stop: int) -> tuple[_Boxes, np.ndarray]:
+    """Return the boxes of a range of the only piece of a table, as parts of their own, and where each begins there."""
+    copies = list(_copy(piece).part(start, stop))
+    number = np.arange(len(copies))
+    extents = np.asarray([copy.extents for copy in copies], dtype=np.int64)
+    source_base, target_base = (
+        np.asarray([getattr(copy, side) for copy in copies], dtype=np.int64) for side in ("source_base", "target_base")
+    )
+    strides = np.repeat(piece.target_strides, len(copies), axis=0)
+    return _Boxes(number, np.zeros_like(number), extents, target_base, strides), source_base
 
 
 def _copy(piece: Pieces) -> StridedCopy:

@@ -183,8 +183,13 @@ class Unresolved:
         return self.raw_names[0] if self.raw_names else self.key
 
 
-class Source(NamedTuple):
-    """The source of a search: its keys, the global shape of each, and ``state_names``."""
+class SourceKeys(NamedTuple):
+    """The keys of the source of a search.
+
+    Attributes:
+        shapes: The global shape of each key.
+        state_names: As in the source's catalog.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     state_names: Mapping[str, Sequence[str]]
@@ -213,7 +218,7 @@ class CompatibleNames:
 
 def find_compatible(
     targets: Sequence[Unresolved],
-    source: Source,
+    source: SourceKeys,
     claimed: Mapping[str, Sequence[tuple[str, object]]],
     exact: bool = False,
 ) -> CompatibleNames:
@@ -268,7 +273,7 @@ def find_compatible(
 class _Indexes:
     """A search for targets in a source: by structured names, and by raw names if necessary."""
 
-    def __init__(self, targets: Sequence[Unresolved], source: Source) -> None:
+    def __init__(self, targets: Sequence[Unresolved], source: SourceKeys) -> None:
         parameters = {bare(name) for target in targets for name in _named_parameters(target)}
         self._parameters = parameters
         self._index = NameIndex(source.shapes, parameters, source.state_names)
@@ -279,7 +284,10 @@ class _Indexes:
         return self._recorded.find([target.raw_name])
 
     def hits(self, target: Unresolved) -> tuple[list[str], bool]:
-        """Return the source keys of the first of a target's names that has any, and whether that is a raw name."""
+        """Search for a target's names in turn; return the source keys of the first name that is found.
+
+        Return also whether that name is a raw name.
+        """
         is_raw = bool(target.state_names) or is_counted(target.key)
         if target.state_names or not is_raw:
             groups = [target.state_names] if is_raw else [[name] for name in (target.key, *target.aliases)]

@@ -6,7 +6,7 @@ Ranks have to agree on every option, unless its field has a reason why they may 
     class SaveOptions(Options):
         step: int | None = None
         storage: str = field(default="shared", metadata=rule(choices=("shared", "per_node")))
-        unique_id: int | None = field(default=None, metadata=rule(own="the coordinator chooses it"))
+        unique_id: int | None = field(default=None, metadata=rule(may_differ="the coordinator chooses it"))
 
     @takes(SaveOptions, path=PATH)
     def save(path, step=None, **options):
@@ -63,15 +63,17 @@ UNUSED = "accepted for compatibility, without effect"
 CHECKPOINT = "what is compared is the checkpoint that it stands for"
 
 
-def rule(choices: tuple[Any, ...] = (), own: str = "", compared: Callable[[Any], Any] | None = None) -> dict[str, Any]:
+def rule(
+    choices: tuple[Any, ...] = (), may_differ: str = "", compared: Callable[[Any], Any] | None = None
+) -> dict[str, Any]:
     """Return the metadata of an option's field.
 
     Args:
         choices: The possible values; () for any.
-        own: Why ranks may differ in it; "" if they may not.
+        may_differ: Why ranks may differ in it; "" if they may not.
         compared: Returns what ranks compare of a value without a text of its own; raises for an invalid value.
     """
-    return {"choices": choices, "own": own, "compared": compared}
+    return {"choices": choices, "may_differ": may_differ, "compared": compared}
 
 
 def _config_digest(config: Any) -> Any:
@@ -93,7 +95,7 @@ class Options:
     @classmethod
     def compared(cls) -> list[str]:
         """Return the options in which ranks may not differ."""
-        return [each.name for each in fields(cls) if each.init and not each.metadata.get("own")]
+        return [each.name for each in fields(cls) if each.init and not each.metadata.get("may_differ")]
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
@@ -137,7 +139,7 @@ class ProgressOptions(Options):
             exception in it fails the call, as an error of this rank.
     """
 
-    progress: ProgressCallback | None = field(default=None, metadata=rule(own="each rank tells its own"))
+    progress: ProgressCallback | None = field(default=None, metadata=rule(may_differ="each rank tells its own"))
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
@@ -233,7 +235,7 @@ class FileOptions(ProgressOptions):
             Only verified blocks are found to be damaged.
     """
 
-    unique_id: int | None = field(default=None, metadata=rule(own=CHECKPOINT))
+    unique_id: int | None = field(default=None, metadata=rule(may_differ=CHECKPOINT))
     verify: bool | VerifyMode = "read"
     use_replicas: bool = True
 
@@ -267,7 +269,7 @@ class LoadOptions(FileOptions, TransferOptions):
 
     storage: Storage = field(default="shared", metadata=rule(choices=("shared", "per_node")))
     comm_method: CommMethod = field(default="auto", metadata=rule(choices=get_args(CommMethod)))
-    load_transform: Any = field(default=None, metadata=rule(own="what it makes is compared in its place"))
+    load_transform: Any = field(default=None, metadata=rule(may_differ="what it makes is compared in its place"))
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
@@ -344,19 +346,21 @@ _OPTIONS = "options_of_the_call"
 _ATTRIBUTE = re.compile(r"^    (\w+): ", re.MULTILINE)
 
 
-def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
-    """Declare the options of a public call: its docstring gets all, its signature those that it takes as ``**options``.
+def takes(options: type[Options], **may_differ: str) -> Callable[[Call], Call]:
+    """Declare the options of a public call.
+
+    The docstring of the call gets the texts of all options. The signature gets those that it takes as ``**options``.
 
     Args:
         options: The options.
-        **own: Other arguments, each with the reason why ranks may differ in it; ALONE: there are no other ranks.
+        **may_differ: Other arguments, each with the reason why ranks may differ in it; ALONE: there are no other ranks.
     """
 
     def declare(call: Call) -> Call:
         signature = inspect.signature(call)
         given = {name: each for name, each in signature.parameters.items() if each.kind is not each.VAR_KEYWORD}
         known = {each.name: each for each in fields(options) if each.init}
-        unknown = [name for name in given if name not in known and name not in own and name != "self"]
+        unknown = [name for name in given if name not in known and name not in may_differ and name != "self"]
         if unknown:
             raise TypeError(f"{call.__qualname__}: {unknown} are neither options nor declared a rank's own")
         more = [
@@ -370,8 +374,8 @@ def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
         def checked(*arguments: Any, **named: Any) -> Any:
             for name in named:
                 if name not in every:
-                    alike = difflib.get_close_matches(name, every, 1)
-                    hint = f"; did you mean {alike[0]!r}?" if alike else f"; there are {', '.join(every)}"
+                    similar = difflib.get_close_matches(name, every, 1)
+                    hint = f"; did you mean {similar[0]!r}?" if similar else f"; there are {', '.join(every)}"
                     raise TypeError(f"{call.__qualname__}() got an unexpected keyword argument {name!r}{hint}")
             return call(*arguments, **named)
 
@@ -379,7 +383,9 @@ def takes(options: type[Options], **own: str) -> Callable[[Call], Call]:
         setattr(checked, _OPTIONS, options)
         names = ", ".join(f"``{name}``" for name in options.compared()) or "what they stand for"
         doc = _with_options(inspect.getdoc(call) or "", options, known)
-        checked.__doc__ = doc if ALONE in own.values() else f"{doc}\n\nThe same on every rank, and compared: {names}."
+        checked.__doc__ = (
+            doc if ALONE in may_differ.values() else f"{doc}\n\nThe same on every rank, and compared: {names}."
+        )
         return cast("Call", checked)
 
     return declare
@@ -397,17 +403,17 @@ def _with_options(doc: str, options: type[Options], names: Collection[str]) -> s
     return "\n".join([head, *texts]) + blank + tail
 
 
-def same_on_all_ranks(**own: str) -> Callable[[Call], Call]:
-    """Declare that the arguments of a public call are its options, which ranks compare, except those in ``own``.
+def same_on_all_ranks(**may_differ: str) -> Callable[[Call], Call]:
+    """Declare that the arguments of a public call are its options, which ranks compare, except those in ``may_differ``.
 
     Args:
-        **own: Arguments in which ranks may differ, each with the reason.
+        **may_differ: Arguments in which ranks may differ, each with the reason.
     """
 
     def declare(call: Call) -> Call:
-        names = [name for name in inspect.signature(call).parameters if name != "self" and name not in own]
+        names = [name for name in inspect.signature(call).parameters if name != "self" and name not in may_differ]
         made = make_dataclass(call.__qualname__, [(name, Any) for name in names], bases=(Options,), frozen=True)
-        return takes(made, **own)(call)
+        return takes(made, **may_differ)(call)
 
     return declare
 

@@ -4,7 +4,7 @@ A plan is a function of the arguments of all ranks. Each rank looks its own argu
 cached plan is used if all ranks have found plans with the same origin, which they compare by a short message. So a
 change of the layout on any rank is noticed. Addresses and identities of objects play no part.
 
-Tested in tests/saving/test_plan_cache.py and tests/loading/test_kept_loads.py.
+Tested in tests/saving/test_plan_cache.py and tests/loading/test_cached_loads.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Plan(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """About how many bytes it takes."""
+        """About how many bytes the plan takes."""
 
 
 class Call(Protocol):
@@ -71,24 +71,24 @@ class PlanCache:
         self._lock = threading.Lock()
         self._plans: OrderedDict[bytes, tuple[Any, int]] = OrderedDict()
 
-    def find(self, own: bytes) -> Any:
+    def find(self, key: bytes) -> Any:
         """Return the cached plan for a fingerprint of this rank's arguments, or None."""
         with self._lock:
-            if own not in self._plans:
+            if key not in self._plans:
                 return None
-            self._plans.move_to_end(own)
-            return self._plans[own][0]
+            self._plans.move_to_end(key)
+            return self._plans[key][0]
 
-    def put(self, own: bytes, plan: Plan) -> None:
+    def put(self, key: bytes, plan: Plan) -> None:
         """Cache a plan for a fingerprint of this rank's arguments, unless it is too large."""
-        if self.find(own) is plan:
+        if self.find(key) is plan:
             return
         nbytes = plan.nbytes
         with self._lock:
-            self._plans.pop(own, None)
+            self._plans.pop(key, None)
             if nbytes > MOST_BYTES:
                 return
-            self._plans[own] = plan, nbytes
+            self._plans[key] = plan, nbytes
             while len(self._plans) > MOST_PLANS or sum([size for _, size in self._plans.values()]) > MOST_BYTES:
                 self._plans.popitem(last=False)
 
@@ -116,8 +116,8 @@ def find_common_plan(comm: Ranks, plans: PlanCache, call: Call, context: str) ->
 
 
 def _first_message(plans: PlanCache, call: Call) -> tuple[Any, bytes]:
-    own = call.describe()
-    plan = plans.find(own) if own else None
+    key = call.describe()
+    plan = plans.find(key) if key else None
     message = b"" if plan is None else call.short_message(plan)
     return (plan, message) if message else (None, call.full_message())
 
@@ -134,9 +134,9 @@ def gather_full(comm: Ranks, answers: list[bytes], mine: Callable[[], bytes], co
     Raises:
         ValidationError: Ranks are in different calls; no rank is left waiting.
     """
-    was_brief = [*map(is_brief, answers)]
-    if not any(was_brief):
+    was_short = [*map(is_brief, answers)]
+    if not any(was_short):
         return answers
     check_calls([split(answer)[0] if answer else b"" for answer in answers], context, comm.ranks)
-    _, later = comm.together(lambda: (None, mine() if was_brief[comm.position] else b""), context)
+    _, later = comm.together(lambda: (None, mine() if was_short[comm.position] else b""), context)
     return [full or answer for full, answer in zip(later, answers)]

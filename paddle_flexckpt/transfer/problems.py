@@ -23,7 +23,7 @@ from paddle_flexckpt.optimizer_states import MASTER, split_state
 from paddle_flexckpt.transfer.names import (
     HINT,
     CompatibleNames,
-    Source,
+    SourceKeys,
     Unresolved,
     bare,
     is_counted,
@@ -125,7 +125,7 @@ def _tail(key: str) -> str:
     return ".".join(key.rsplit(".", 2)[-2:])
 
 
-def find_guesses(targets: Sequence[Unresolved], source: Source, found: CompatibleNames) -> list[Problem]:
+def find_guesses(targets: Sequence[Unresolved], source: SourceKeys, found: CompatibleNames) -> list[Problem]:
     """Return the problems of states whose raw name alone chooses between several parameters of one shape.
 
     Args:
@@ -178,7 +178,7 @@ def _parameter(name: str) -> str:
 
 
 def _problem(
-    shape: tuple[int, ...], rivals: Sequence[str], pairs: Mapping[str, tuple[Unresolved, str]], source: Source
+    shape: tuple[int, ...], rivals: Sequence[str], pairs: Mapping[str, tuple[Unresolved, str]], source: SourceKeys
 ) -> Problem:
     target, key = next(iter(pairs.values()))
     listed = [f"{_meant(target)!r} from {there!r}" for there, (target, _) in pairs.items()]

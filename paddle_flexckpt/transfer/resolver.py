@@ -20,7 +20,7 @@ from paddle_flexckpt.transfer.fused import FusedMismatch, find_mismatch
 from paddle_flexckpt.transfer.mapping import compile_mapping
 from paddle_flexckpt.transfer.names import (
     CompatibleNames,
-    Source,
+    SourceKeys,
     Unresolved,
     counted_names,
     find_compatible,
@@ -223,7 +223,7 @@ class _Resolver:
                 unresolved.append(Unresolved(key, rank, self._aliases(row), names, place, known, shape))
         rows = {key: int(self._first_row[number]) for key, number in self._index.items()}
         shapes = {key: source.unpadded(row, source.global_shape) for key, row in rows.items()}
-        there = Source(shapes, source.state_names)
+        there = SourceKeys(shapes, source.state_names)
         found = find_compatible(unresolved, there, claimed, exact)
         if self._options.raw_names == "trusted" or not unresolved:
             return found

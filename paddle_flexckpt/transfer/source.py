@@ -5,7 +5,7 @@ So another load of the same layout, from a checkpoint of the same structure, nee
 a fingerprint of all of these, has no tensors, files or names of files. Offsets and checksums come from the manifest,
 which each load reads.
 
-Tested in tests/transfer/test_transfer.py, tests/transfer/test_files.py and tests/loading/test_kept_loads.py.
+Tested in tests/transfer/test_transfer.py, tests/transfer/test_files.py and tests/loading/test_cached_loads.py.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class Source(Facts):
 
         There are no keys if every key of a model is used.
 
-        ``answers`` has every rank's :meth:`used`.
+        Args:
+            answers: Every rank's :meth:`used`.
         """
         bits = np.bitwise_or.reduce([np.frombuffer(each, dtype=np.uint8) for each in answers])
         return self.catalog.keys, np.unpackbits(bits, count=len(self.catalog.keys)).astype(bool)
@@ -120,7 +121,7 @@ class Source(Facts):
         """Plan the exchange between ranks; ``answers``: every rank's :meth:`prepare`, by field."""
 
     def planned_reads(self) -> Any:
-        """Return the plan, as :class:`KeptReads`, without anything of this checkpoint alone."""
+        """Return the plan, as :class:`CachedReads`, without anything of this checkpoint alone."""
         raise NotImplementedError
 
     def reuse(self, task: Task, planned: Any) -> bytes:
@@ -139,7 +140,7 @@ class Source(Facts):
         raise NotImplementedError
 
 
-class KeptReads(Protocol):
+class CachedReads(Protocol):
     """The plan of a source: for files a :class:`ReadPlan`, or more if ranks read for each other."""
 
     @property
@@ -148,7 +149,7 @@ class KeptReads(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class KeptLoad:
+class CachedLoad:
     """One rank's cached plan of a load: a task without its targets, and its reads.
 
     Attributes:
@@ -169,16 +170,18 @@ class KeptLoad:
     same_memory: dict[int, int]
     mapping: TensorMapping | None
     plan: FillPlan
-    reads: KeptReads
+    reads: CachedReads
     unexpected: list[str]
     whole: bool
 
     @classmethod
-    def of(cls, owns: Sequence[bytes], task: Task, reads: KeptReads, unexpected: list[str], whole: bool) -> KeptLoad:
-        """Return the cached plan of a task, given the fingerprint of each rank's inputs."""
+    def of(
+        cls, plan_keys: Sequence[bytes], task: Task, reads: CachedReads, unexpected: list[str], whole: bool
+    ) -> CachedLoad:
+        """Return the cached plan of a task, given the plan's key on each rank."""
         how = task.resolution
         columns = how.others, how.filled, how.same_memory
-        return cls(fingerprint(owns), *columns, task.mapping, task.plan, reads, [*unexpected], whole)
+        return cls(fingerprint(plan_keys), *columns, task.mapping, task.plan, reads, [*unexpected], whole)
 
     def task(self, targets: Targets) -> Task:
         """Return the task for these targets."""
@@ -198,9 +201,9 @@ class KeptLoad:
 
 
 def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source: bytes) -> bytes:
-    """Return a fingerprint of one rank's inputs of a plan; the other ranks' targets are in theirs.
+    """Return a plan's key on one rank: a fingerprint of the rank's inputs, without the other ranks' targets.
 
-    It is empty if the plan has other inputs, so that it cannot be cached.
+    It is empty if the plan depends on anything else, so that it cannot be cached.
 
     Args:
         options: The load's options, encoded, without the checkpoint's id.

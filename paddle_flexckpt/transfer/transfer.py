@@ -28,7 +28,7 @@ from paddle_flexckpt.transfer.plan_cache import PlanCache, encode_short, find_co
 from paddle_flexckpt.transfer.powers import NOTHING, Facts
 from paddle_flexckpt.transfer.resolution import check_unexpected, refuse_nothing
 from paddle_flexckpt.transfer.resolver import complete, resolve
-from paddle_flexckpt.transfer.source import KeptLoad, Source, Task, describe_load
+from paddle_flexckpt.transfer.source import CachedLoad, Source, Task, describe_load
 from paddle_flexckpt.transfer.targets import Targets
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -73,7 +73,7 @@ class Transfer:
         self._all_targets: Catalog | None = None
         self._caches_plans = plans is not None and source.caches_plans
         self._plans = plans or PlanCache()
-        self._own = b""
+        self._plan_key = b""
         self._is_whole = False
         self._begin = time.perf_counter() if begin is None else begin
 
@@ -86,42 +86,46 @@ class Transfer:
         """
         with self._source.closing:
             self.prepare()
-            return self.again(self._begin)
+            return self.carry_out(self._begin)
 
     def prepare(self) -> Task:
         """Take the steps before the first target is touched, or use the plan that all have cached; return the task."""
         comm, source, context = self._comm, self._source, self._context
         # All send the options and the source's identity, with a short message, their targets, or their tasks.
-        kept, answers = find_common_plan(comm, self._plans, self, context)
-        if kept is not None:
+        cached, answers = find_common_plan(comm, self._plans, self, context)
+        if cached is not None:
             source.set_addresses(answers)
-            self._unexpected = [*kept.unexpected]
+            self._unexpected = [*cached.unexpected]
             return self._task
         if self._gathers_targets:
             self._take_targets(answers)
             _, answers = comm.together(self._tell_task, context)
-        told = check_heads(answers, context, comm.ranks)
-        statements = sorted({statement for texts in told[0] for statement in json.loads(texts)})
+        needed, *others = check_heads(answers, context, comm.ranks)
+        statements = sorted({statement for texts in needed for statement in json.loads(texts)})
         if statements and source.between_ranks:
             # Fused parameters have to be reordered before they are sent: the sender needs the statements.
             if self._all_targets is None:
                 self._take_targets(comm.together(self._tell_targets, context)[1])
             _, answers = comm.together(functools.partial(self._tell_task, statements), context)
-            told = check_heads(answers, context, comm.ranks)
-        _, used, names, owns, *of_source = told
-        check_across_ranks([json.loads(each) for each in names], context)
+            _, *others = check_heads(answers, context, comm.ranks)
+        used, meanings, plan_keys, *of_source = others
+        check_across_ranks([json.loads(each) for each in meanings], context)
         # Unexpected keys may be an error.
         keys, is_used = source.gather_used(used)
         self._unexpected = check_unexpected(keys, is_used, self._task.mapping, self._options, context)
         # The exchange between ranks; empty if each reads for itself.
         source.plan(self._task, of_source)
-        if all(owns):
-            kept = KeptLoad.of(owns, self._task, source.planned_reads(), self._unexpected, self._is_whole)
-            self._plans.put(self._own, kept)
+        if all(plan_keys):
+            load = CachedLoad.of(plan_keys, self._task, source.planned_reads(), self._unexpected, self._is_whole)
+            self._plans.put(self._plan_key, load)
         return self._task
 
-    def again(self, begin: float) -> LoadReport:
-        """Carry out the plan, a new or an earlier one, and report; ``begin``: when the call began."""
+    def carry_out(self, begin: float) -> LoadReport:
+        """Fill the targets by the plan, which may be that of an earlier call, and return the report.
+
+        Args:
+            begin: When the call began.
+        """
         planned, task, source = time.perf_counter(), self._task, self._source
         moved, answers = self._comm.together(self._move, self._context)
         total_bytes, filled, asked = map(sum, zip(*(map(int, answer.split()) for answer in answers)))
@@ -151,25 +155,27 @@ class Transfer:
         return report
 
     def describe(self) -> bytes:
-        """Open the source, and describe this rank's targets; return a fingerprint of the plan's inputs."""
+        """Open the source, and describe this rank's targets; return the plan's key in the cache, or an empty one."""
         source, options, call = self._source, self._options, self._call
-        self._said = source.open()
+        self._compared = source.open()
         self._targets = self._describe_targets()
         source.want(self._targets)
         check_coordinator(self._comm, options.coordinator_rank)
-        self._head = options.encode(call, **self._said, context=self._context)
+        self._head = options.encode(call, **self._compared, context=self._context)
         if self._caches_plans:
-            lasting = options.encode(call, **{name: said for name, said in self._said.items() if name != "checkpoint"})
-            self._own = describe_load(lasting, self._comm.ranks, self._targets, source.describe())
-        return self._own
+            # A plan serves every checkpoint with the same shards.
+            lasting = {name: value for name, value in self._compared.items() if name != "checkpoint"}
+            inputs = options.encode(call, **lasting)
+            self._plan_key = describe_load(inputs, self._comm.ranks, self._targets, source.describe())
+        return self._plan_key
 
-    def short_message(self, plan: KeptLoad) -> bytes:
+    def short_message(self, plan: CachedLoad) -> bytes:
         """Use a cached plan; return the short message about it."""
         if plan.whole:
             self._complete()
         self._task = plan.task(self._targets)
         address = self._source.reuse(self._task, plan.reads)
-        agreed = fingerprint((plan.origin, self._options.encode(self._call, **self._said)))
+        agreed = fingerprint((plan.origin, self._options.encode(self._call, **self._compared)))
         return encode_short(BRIEF_LOAD, agreed, address)
 
     def full_message(self) -> bytes:
@@ -204,11 +210,12 @@ class Transfer:
             if not source.partial:
                 raise
             raise type(error)([*error.problems, f"the checkpoint is partial: {source.partial}"]) from error
-        how = self._task.resolution
-        names, needs = json.dumps(how.raw_meanings()).encode(), json.dumps(needed).encode()
+        task = self._task
+        meanings, statements_needed = (json.dumps(each).encode() for each in (task.resolution.raw_meanings(), needed))
         # A plan with completions is not cached: its key does not contain the number of steps.
-        own = b"" if how.by_key("completion") else self._own
-        return None, join((self._head, needs, source.used(self._task), names, own, *source.prepare(self._task)))
+        plan_key = b"" if task.resolution.by_key("completion") else self._plan_key
+        message = statements_needed, source.used(task), meanings, plan_key, *source.prepare(task)
+        return None, join((self._head, *message))
 
     def _make_task(self, statements: Sequence[str] | None) -> tuple[Task, tuple[str, ...]]:
         """Return the result of :func:`make_task`; if names of other keys matter, with all shards of the source."""
@@ -236,9 +243,9 @@ class Transfer:
         # A single process writes files, complete or not at all: its errors are raised unchanged.
         with contextlib.nullcontext() if isinstance(self._comm, Solo) else _errors_name_the_targets():
             moved = self._source.move(self._task)
-        how = self._task.resolution
-        own = moved["bytes_needed"], len(how.filled), len(how.targets.catalog)
-        return moved, " ".join(map(str, own)).encode()
+        resolution = self._task.resolution
+        counts = moved["bytes_needed"], len(resolution.filled), len(resolution.targets.catalog)
+        return moved, " ".join(map(str, counts)).encode()
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ def save_zoo(directory, layout):
 
 
 def load_zoo(directory, layout):
-    """By each method, and by the second with a kept plan: the keys that are wrong, and what the report counts."""
+    """By each method, and by the second with a cached plan: the keys that are wrong, and what the report counts."""
     rank, size = common.here()
     outcome, kept = {}, PlanCache()
     for name in ("direct", "cooperative", "kept"):

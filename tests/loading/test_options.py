@@ -188,7 +188,9 @@ def test_every_public_call_declares_what_its_ranks_may_differ_in():
         for field in dataclasses.fields(options_of(function)):
             if field.init:  # else the call gives it a value of its own
                 assert field.name in inspect.signature(function).parameters, name
-                assert field.name in options_of(function).compared() or len(field.metadata["own"].split()) > 3, name
+                assert field.name in options_of(function).compared() or len(field.metadata["may_differ"].split()) > 3, (
+                    name
+                )
         assert "The same on every rank, and compared: " in function.__doc__
         for option in options_of(function).compared():
             assert option in VALUES, f"{name}: {option} is neither declared a rank's own nor tried here"

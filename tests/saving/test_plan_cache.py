@@ -1,4 +1,4 @@
-"""Kept plans: a layout that comes again is not planned again, and every change of it is noticed on all ranks."""
+"""Cached plans: a layout that comes again is not planned again, and every change of it is noticed on all ranks."""
 
 from __future__ import annotations
 
@@ -231,7 +231,7 @@ def ours(state, rank, size):
     state["extra_state.mine"] = np.zeros(1)
 
 
-# What changes nothing but values and memory: kept plans serve.
+# What changes nothing but values and memory: cached plans serve.
 def swapped(state, rank, size):
     state["w"], state["v"] = state["v"], state["w"]
 
@@ -587,7 +587,7 @@ def test_the_bytes_of_a_kept_plan_are_those_of_its_columns(monkeypatch):
 
 
 def test_a_tensor_more_costs_a_few_calls(tmp_path):
-    """Of a save by a kept plan, until data moves."""
+    """Of a save by a cached plan, until data moves."""
 
     def calls(count: int) -> int:
         comm, seen = SoloCommunicator(), 0

@@ -48,7 +48,7 @@ class More(Base):
         text: What is compared is its length.
     """
 
-    place: str = field(default="", metadata=rule(own="each rank has a place of its own"))
+    place: str = field(default="", metadata=rule(may_differ="each rank has a place of its own"))
     text: str = field(default="", metadata=rule(compared=len))
 
 
@@ -62,8 +62,8 @@ def test_fields_say_what_is_compared():
 
 
 def test_a_rule_says_what_a_field_may_hold_and_whose_business_it_is():
-    assert rule() == {"choices": (), "own": "", "compared": None}
-    assert rule((1, 2), "why", len) == {"choices": (1, 2), "own": "why", "compared": len}
+    assert rule() == {"choices": (), "may_differ": "", "compared": None}
+    assert rule((1, 2), "why", len) == {"choices": (1, 2), "may_differ": "why", "compared": len}
 
 
 def test_options_that_another_call_has_too_are_passed_on():

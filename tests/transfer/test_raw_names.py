@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from paddle_flexckpt.transfer import problems
-from paddle_flexckpt.transfer.names import Source, Unresolved, find_compatible
+from paddle_flexckpt.transfer.names import SourceKeys, Unresolved, find_compatible
 from paddle_flexckpt.transfer.problems import find_guesses
 
 
 def guesses(targets, source, known=None):
     """The problems of states (key and shape) that are looked for in a source, of which some are recorded."""
     wanted = [Unresolved(key, 5, shape=shape, **more) for key, shape, more in targets]
-    there = Source(source, known or {})
+    there = SourceKeys(source, known or {})
     found = find_compatible(wanted, there, {})
     return find_guesses(wanted, there, found)
 

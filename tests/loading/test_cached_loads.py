@@ -65,7 +65,7 @@ WAYS = {
     "per node, cooperative": {"storage": "per_node", "comm_method": "cooperative"},
 }
 DEFAULTS = {"comm_method": "auto", "storage": "shared", "verify": "read"}
-# What a rank sends by a kept plan: that it has one, and, in an exchange, where it is.
+# What a rank sends by a cached plan: that it has one, and, in an exchange, where it is.
 BRIEF = 27
 
 
@@ -491,7 +491,7 @@ def test_the_bytes_of_a_kept_load_are_those_of_its_columns(tmp_path, monkeypatch
 
 
 def test_a_tensor_more_costs_a_few_calls(tmp_path):
-    """Of a load by a kept plan, until data moves."""
+    """Of a load by a cached plan, until data moves."""
 
     def calls(count: int) -> int:
         comm, seen = SoloCommunicator(), 0
