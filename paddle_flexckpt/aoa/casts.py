@@ -10,7 +10,7 @@ import numpy as np
 
 from paddle_flexckpt.aoa.structure import StructureError
 from paddle_flexckpt.catalog import CheckpointError, dtype_of
-from paddle_flexckpt.catalog.dtypes import to_round_once
+from paddle_flexckpt.catalog.dtypes import rounded_to_odd
 
 Number = Union[int, float]
 
@@ -52,7 +52,7 @@ def _converted(array: np.ndarray, dtype: str) -> np.ndarray:
     is_float = source.name in FLOATS
     if is_float and target.kind in "iu":
         return _to_integer(array, target)
-    return to_round_once(array, target).astype(target)
+    return rounded_to_odd(array, target).astype(target)
 
 
 def _to_integer(array: np.ndarray, target: np.dtype) -> np.ndarray:

@@ -23,7 +23,7 @@ from paddle_flexckpt.catalog.table import (
     Catalog,
     check_extra_names,
     concat,
-    unordered,
+    may_be_fused,
     without_extra_state,
 )
 from paddle_flexckpt.catalog.validate import ReplicaGroups, group_replicas, validate_coverage, validate_shards
@@ -50,7 +50,7 @@ __all__ = [
     "concat",
     "dtype_of",
     "group_replicas",
-    "unordered",
+    "may_be_fused",
     "validate_coverage",
     "validate_shards",
     "without_extra_state",

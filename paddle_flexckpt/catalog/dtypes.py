@@ -118,7 +118,7 @@ def assign(target: np.ndarray, values: np.ndarray, row: int = -1) -> None:
         return
     # numpy reports a signalling NaN that is cast or compared; it stays NaN.
     with np.errstate(over="ignore", invalid="ignore"):
-        target[...] = to_round_once(values, target.dtype)
+        target[...] = rounded_to_odd(values, target.dtype)
         check_range(values, target, row)
 
 
@@ -145,7 +145,7 @@ def check_range(values: np.ndarray, cast: np.ndarray, row: int = -1) -> None:
         )
 
 
-def to_round_once(values: np.ndarray, target: np.dtype) -> np.ndarray:
+def rounded_to_odd(values: np.ndarray, target: np.dtype) -> np.ndarray:
     """Round numbers to odd float32, so that a later cast from float32 gives what one rounding would give.
 
     Casts to the types of ml_dtypes go through float32, and so would round twice. So float64 and wide integers are

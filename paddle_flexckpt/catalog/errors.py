@@ -208,14 +208,15 @@ def combine(failures: Sequence[tuple[int, Failure]]) -> Failure:
 
     Problems that differ only in each rank's own number are one.
     """
-    met: dict[str, dict[int, str]] = {}
+    by_text: dict[str, dict[int, str]] = {}
     for rank, failure in sorted(failures, key=lambda each: each[1].kind == StoppedExchangeError.__name__):
+        # The rank as a Problem writes it: last, first, or alone in the brackets.
         own = re.compile(rf", rank {rank}(?=[,)])|(?<=\()rank {rank}, | \(rank {rank}\)")
         for problem in failure.problems:
-            met.setdefault(own.sub("", problem, count=1), {}).setdefault(rank, problem)
+            by_text.setdefault(own.sub("", problem, count=1), {}).setdefault(rank, problem)
     texts = tuple(
-        f"[rank {', '.join(map(str, told))}] {shared if len(told) > 1 else next(iter(told.values()))}"
-        for shared, told in met.items()
+        f"[rank {', '.join(map(str, ranks))}] {shared if len(ranks) > 1 else next(iter(ranks.values()))}"
+        for shared, ranks in by_text.items()
     )
     validation = {name for name, kind in _KINDS.items() if issubclass(kind, ValidationError)}
     # A rank whose exchange was cut off knows little of the cause.

@@ -27,7 +27,7 @@ class Finding(NamedTuple):
 
     Attributes:
         stage: Findings are reported only if no earlier stage has any.
-        kind: Number of the check that found it. The number of findings of one kind in a report is bounded.
+        kind: Number of the check that found it, within its stage. A report has at most ``MAX_ROWS`` findings of a kind.
         number: The row that it is about, of the catalog of all keys.
         text: The problem.
     """
@@ -38,7 +38,7 @@ class Finding(NamedTuple):
     text: str
 
 
-class Layout(NamedTuple):
+class Inspection(NamedTuple):
     """The result of a rank's checks of the shards that it plans.
 
     Attributes:
@@ -52,25 +52,25 @@ class Layout(NamedTuple):
     coverage: Coverage
 
 
-def inspect(catalog: Catalog, number: np.ndarray, contradictions: Iterable[tuple[int, Problem]] = ()) -> Layout:
+def inspect(catalog: Catalog, number: np.ndarray, contradictions: Iterable[tuple[int, Problem]] = ()) -> Inspection:
     """Check by their descriptions that shards make whole tensors.
 
     Args:
         catalog: All shards of some keys.
-        number: int64 ``[n]``, rising: which row each is of the catalog of all keys.
-        contradictions: Contradictions between ranks that are known already, by row.
+        number: int64 ``[n]``, rising: the row that each shard would have in the catalog of all keys.
+        contradictions: Contradictions between ranks, each with the row of all keys that it is about.
     """
     found = [Finding(0, 0, row, str(problem)) for row, problem in contradictions]
     for kind, problems in enumerate(find_shard_problems(catalog)):
         found += [Finding(1, kind, int(number[row]), str(problem)) for row, problem in problems]
     if found:
-        return Layout(found, ReplicaGroups(number[:0], np.zeros(1, dtype=np.int64)), Coverage())
+        return Inspection(found, ReplicaGroups(number[:0], np.zeros(1, dtype=np.int64)), Coverage())
     groups = group_replicas(catalog)
     coverage = validate_coverage(catalog, groups)
     first = dict(zip(catalog.key[::-1].tolist(), number[::-1].tolist())) if coverage.problems else {}
     by_name = {catalog.keys[key]: row for key, row in first.items()}
     found = [Finding(2, 0, by_name[problem.key or ""], str(problem)) for problem in coverage.problems]
-    return Layout(found, groups, coverage)
+    return Inspection(found, groups, coverage)
 
 
 def raise_findings(findings: Iterable[Finding], context: str) -> None:
@@ -79,13 +79,13 @@ def raise_findings(findings: Iterable[Finding], context: str) -> None:
     Raises:
         ValidationError: The same, however many ranks have looked for it.
     """
-    told: list[str] = []
+    texts: list[str] = []
     stage: int | None = None
     count: dict[int, int] = {}
     for each in sorted(findings):
         stage = each.stage if stage is None else stage
         count[each.kind] = count.get(each.kind, 0) + 1
         if each.stage == stage and count[each.kind] <= MAX_ROWS:
-            told.append(each.text)
-    if told:
-        raise ValidationError(told, context)
+            texts.append(each.text)
+    if texts:
+        raise ValidationError(texts, context)

@@ -328,7 +328,7 @@ def _merged_orders(catalogs: Sequence[Catalog], of_keys: Sequence[np.ndarray], k
     return {"orders": tuple(table), "key_order": merged} if table else {}
 
 
-def unordered(catalog: Catalog) -> np.ndarray:
+def may_be_fused(catalog: Catalog) -> np.ndarray:
     """Return bool per key: whether the tensor may be fused without a record of it in the catalog.
 
     Such a tensor is cut along its last axis, the outputs of a linear layer, and its order is not known: the catalog was

@@ -142,16 +142,16 @@ class Coverage:
     """The result of :func:`validate_coverage`.
 
     Attributes:
-        problems: Holes, each with the box that no rank holds (of many the first ones), and tangled keys.
+        problems: Holes, each with the box that no rank holds (of many the first ones), and keys with too many overlaps.
         overlaps: Pairs of rows that share elements without being the same shard. Whether that is a problem depends on
             whether their values agree, which geometry cannot tell.
-        tangled: Problems of keys with too many overlapping shards to check.
+        too_many_overlaps: Problems of keys with too many overlapping shards to check.
         pieces: Boxes that the search for holes has made.
     """
 
     problems: list[Problem] = field(default_factory=list)
     overlaps: list[tuple[int, int]] = field(default_factory=list)
-    tangled: list[Problem] = field(default_factory=list)
+    too_many_overlaps: list[Problem] = field(default_factory=list)
     pieces: int = 0
 
 
@@ -250,7 +250,7 @@ def _inspect_key(catalog: Catalog, rows: np.ndarray, coverage: Coverage) -> None
     pairs = _overlapping_pairs(part, offset, shape)
     if pairs is None:
         problem = tangled_problem(catalog.key_name(row))
-        coverage.tangled.append(problem)
+        coverage.too_many_overlaps.append(problem)
         coverage.problems.append(problem)
         return
     coverage.overlaps.extend((int(rows[a]), int(rows[b])) for a, b in pairs)

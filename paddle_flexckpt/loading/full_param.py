@@ -17,7 +17,7 @@ from paddle_flexckpt.loading.peers import ReshardOptions
 from paddle_flexckpt.loading.resharder import GatheredState
 from paddle_flexckpt.memory.live_targets import describe_targets
 from paddle_flexckpt.memory.replica_digests import DIGEST, Digests
-from paddle_flexckpt.planning.replica_comparison import Lines
+from paddle_flexckpt.planning.replica_comparison import Stretches
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
 from paddle_flexckpt.transfer.options import GROUP, SHARDS, UNUSED, StatementOptions, rule, takes
@@ -123,7 +123,7 @@ class _WholeTensors:
         """Return the digests of some of this rank's shards, at their places in the catalog."""
         catalog = self._state.catalog
         some = rows[catalog.size[rows] > 0]
-        with Digests(self._owned, catalog, Lines(some, np.zeros_like(some), catalog.size[some])) as digests:
+        with Digests(self._owned, catalog, Stretches(some, np.zeros_like(some), catalog.size[some])) as digests:
             found = np.zeros(len(catalog), dtype=DIGEST)
             found[some] = np.frombuffer(digests.encode(), DIGEST)
             return found

@@ -21,7 +21,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat, dtype_of
 from paddle_flexckpt.catalog.errors import OverflowingCastError
-from paddle_flexckpt.catalog.findings import Layout
+from paddle_flexckpt.catalog.findings import Inspection
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
 from paddle_flexckpt.communication.device_exchange import DeviceExchange, Traffic
 from paddle_flexckpt.communication.group_communicators import device_group, open_transport
@@ -269,18 +269,18 @@ class MemoryPeers(Peers):
         check: A check of the rows that this rank is about to read, which raises if they are wrong.
     """
 
-    readable: Layout | None
+    readable: Inspection | None
     check: Callable[[np.ndarray], None] | None = None
 
     def __init__(
         self,
         comm: Communicator,
         catalog: Catalog,
-        checked: Layout,
+        checked: Inspection,
         described: Mapping[int, Any],
         options: ReshardOptions,
         context: str,
-        readable: Layout | None = None,
+        readable: Inspection | None = None,
     ) -> None:
         """Take what the ranks hold; ``described`` has this rank's tensors or shards by row.
 

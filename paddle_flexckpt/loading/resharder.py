@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, ValidationError, concat
-from paddle_flexckpt.catalog.findings import Layout
+from paddle_flexckpt.catalog.findings import Inspection
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.loading.peers import MemoryPeers, ReshardOptions
@@ -271,7 +271,7 @@ class GatheredState:
         self.tensors = list(owned.values())
         self.checked = check_sources(comm, owned, self.catalog, context)
 
-    def peers(self, options: ReshardOptions, readable: Layout | None = None) -> MemoryPeers:
+    def peers(self, options: ReshardOptions, readable: Inspection | None = None) -> MemoryPeers:
         """Return the source of these tensors; arguments as of :class:`MemoryPeers`."""
         return MemoryPeers(self._comm, self.catalog, self.checked, self._described, options, self._context, readable)
 
@@ -280,7 +280,7 @@ class GatheredState:
         describe: Callable[[], Targets],
         options: ReshardOptions,
         call: str,
-        readable: Layout | None = None,
+        readable: Inspection | None = None,
         check: Callable[[np.ndarray], None] | None = None,
     ) -> LoadReport:
         """Fill targets of all ranks; ``describe`` gives this rank's, or raises. Every rank calls this.

@@ -25,7 +25,7 @@ from paddle_flexckpt.memory.device_memory import DeviceMemory, current_device, o
 from paddle_flexckpt.memory.tensor_memory import device_of, host_bytes, host_memory
 from paddle_flexckpt.memory.tensors import open_storage
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, Checksums, HashThread, hash_blocks
-from paddle_flexckpt.planning.replica_comparison import Lines
+from paddle_flexckpt.planning.replica_comparison import Stretches
 
 # Words of one sum. One sum of 8 bytes crosses to the host for each 256 KiB: 0.003 % of the data.
 ROW_WORDS = 1 << 16
@@ -47,9 +47,9 @@ class Digests:
         self,
         held: Mapping[int, Any],
         catalog: Catalog,
-        lines: Lines,
+        lines: Stretches,
         on_device: bool | None = None,
-        items: Lines | None = None,
+        items: Stretches | None = None,
     ) -> None:
         """Begin to hash.
 
@@ -124,7 +124,7 @@ class Digests:
         return self._found.tobytes()
 
 
-def _stretches(lines: Lines) -> Iterator[tuple[int, int, int]]:
+def _stretches(lines: Stretches) -> Iterator[tuple[int, int, int]]:
     return zip(lines.row.tolist(), lines.start.tolist(), lines.stop.tolist())
 
 

@@ -24,7 +24,7 @@ from paddle_flexckpt.catalog import (
     ValidationError,
     concat,
 )
-from paddle_flexckpt.catalog.findings import Layout, inspect, raise_findings
+from paddle_flexckpt.catalog.findings import Inspection, inspect, raise_findings
 from paddle_flexckpt.catalog.metadata import catalog_from_metadata, lacks_global_shapes
 from paddle_flexckpt.catalog.validate import row_boxes
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
@@ -39,7 +39,7 @@ from paddle_flexckpt.transfer.copies import pack_copy
 from paddle_flexckpt.transfer.targets import Targets
 
 
-def check_layout(catalog: Catalog, context: str) -> Layout:
+def check_layout(catalog: Catalog, context: str) -> Inspection:
     """Check that all ranks' shards make whole tensors, as far as their descriptions show.
 
     Raises:
@@ -67,7 +67,7 @@ def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, c
     check_layout(concat([decode_catalog(catalog) for catalog in check_heads(answers, context)[0]]), context)
 
 
-def check_sources(comm: Communicator, owned: Mapping[int, Any], catalog: Catalog, context: str) -> Layout:
+def check_sources(comm: Communicator, owned: Mapping[int, Any], catalog: Catalog, context: str) -> Inspection:
     """Check that all ranks' shards make whole tensors.
 
     Every rank computes the same from the same catalog. One collective is needed only where shards overlap without being

@@ -244,16 +244,16 @@ class SharedLines:
         return b"".join(_entry(total[name], encoded) for name, encoded in sets.items()), answers
 
     def share(
-        self, told: Mapping[int, bytes], answers: Mapping[int, bytes], world: int
+        self, totals: Mapping[int, bytes], answers: Mapping[int, bytes], world: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return the share of each member of this planner's sets, and the bytes before its shards on each line.
 
         Args:
-            told: The owners' messages to all ranks, by place.
+            totals: The owners' messages to all ranks, by place.
             answers: The owners' messages to this one.
             world: Number of ranks.
         """
-        table = [entry for message in told.values() for entry in _entries(message)]
+        table = [entry for message in totals.values() for entry in _entries(message)]
         members = [_decoded(encoded) for _, encoded in table]
         names = [_name_of(encoded) for _, encoded in table]
         kinds = [(len(each), int(each[-1] - each[0]), int(each[0]), name) for each, name in zip(members, names)]

@@ -101,7 +101,7 @@ class _Ranks(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Lines:
+class LayoutLines:
     """Tensors and states that ranks may have parts of, a line for each, in columns.
 
     Attributes:
@@ -208,7 +208,7 @@ class JobLayout:
         repeated = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
         return [Problem("two tensors have one name", key=name) for name in repeated]
 
-    def _lines(self, tensor: np.ndarray, trained: np.ndarray) -> Lines:
+    def _lines(self, tensor: np.ndarray, trained: np.ndarray) -> LayoutLines:
         """Return a line for each of some tensors, and for each state of those that are trained, state by state."""
         chosen = [tensor]
         chosen += [trained[self._has_state(number)[trained]] for number in range(len(self._model.states))]
@@ -218,7 +218,7 @@ class JobLayout:
         is_scalar = np.asarray([False, *(state.is_scalar for state in states)])[number]
         types = ["float32" if state.is_master else self._model.state_dtype for state in states]
         of_state = np.asarray([0, *map(self._dtypes.index, types)], dtype=np.int16)[number]
-        return Lines(
+        return LayoutLines(
             tensor=row,
             state=number,
             is_scalar=is_scalar,
@@ -230,7 +230,7 @@ class JobLayout:
 
     def _catalog_of(
         self,
-        lines: Lines,
+        lines: LayoutLines,
         line: np.ndarray,
         rank: np.ndarray,
         boxes: tuple[np.ndarray, ...],

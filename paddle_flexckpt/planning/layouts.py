@@ -17,7 +17,7 @@ from paddle_flexckpt.catalog.table import NOT_FLATTENED
 from paddle_flexckpt.planning.job_layout import (
     ADAMW,
     JobLayout,
-    Lines,
+    LayoutLines,
     Model,
     ModelTensor,
     Shares,
@@ -68,7 +68,7 @@ class _Shared:
 
     shares: Shares
     ranks: np.ndarray
-    lines: Lines
+    lines: LayoutLines
     row: np.ndarray
     shape: np.ndarray
     step: np.ndarray

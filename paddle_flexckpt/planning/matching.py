@@ -113,8 +113,8 @@ class ShardMatcher:
         self.source = source
         self.groups = group_replicas(source) if groups is None else groups
         coverage = validate_coverage(source, self.groups) if coverage is None else coverage
-        if coverage.tangled:
-            raise ValidationError(coverage.tangled)
+        if coverage.too_many_overlaps:
+            raise ValidationError(coverage.too_many_overlaps)
         self._overlapping = np.zeros(len(source.keys), dtype=bool)
         self._overlapping[[source.key[row] for row, _ in coverage.overlaps]] = True
         rows = self.groups.first

@@ -15,7 +15,7 @@ import numpy as np
 from paddle_flexckpt.algebra.rows import all_axes, any_axis
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError
 from paddle_flexckpt.catalog.table import NOT_FLATTENED
-from paddle_flexckpt.planning.job_layout import JobLayout, Lines, Model, ModelTensor, share_buffers
+from paddle_flexckpt.planning.job_layout import JobLayout, LayoutLines, Model, ModelTensor, share_buffers
 from paddle_flexckpt.planning.meshes import Mesh, Placement, Placements
 
 TENSOR_AXES = ("tp", "mp")
@@ -206,7 +206,7 @@ class MeshLayout(JobLayout):
         """Return bool ``[p, t]``: whether the stage of ranks at a place has a tensor."""
         return all_axes((self._only < 0) | (self._only == places[:, None]))
 
-    def _find_states(self, kind: tuple[int, ...]) -> tuple[Lines, np.ndarray, np.ndarray]:
+    def _find_states(self, kind: tuple[int, ...]) -> tuple[LayoutLines, np.ndarray, np.ndarray]:
         """Return a line for each tensor and state of a kind of ranks, and the states' ranges under tensor fusion."""
         everything = np.arange(len(self._model.tensors))
         rows = np.flatnonzero(self._is_trained & self._is_here(np.asarray([kind]))[0])

@@ -20,7 +20,7 @@ SAMPLE_BYTES = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Lines:
+class Stretches:
     """Stretches of shards of which ranks compute digests.
 
     Attributes:
@@ -38,27 +38,27 @@ class Lines:
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison(Lines):
+class Comparison(Stretches):
     """Stretches of replicas, in the order in which every rank sends its digests.
 
     Attributes:
-        first: int64 ``[n]``, the line with which each has to be equal.
+        first: int64 ``[n]``, the number of the stretch to which each has to be equal; its own for the first of a group.
     """
 
     first: np.ndarray
 
-    def only(self, which: np.ndarray) -> Comparison:
-        """Return some lines, bool ``[m]``: all lines with the same ``first``, or none of them."""
+    def take(self, which: np.ndarray) -> Comparison:
+        """Return the chosen stretches. ``which`` has a bool per stretch, the same for all of one ``first``."""
         first = (np.cumsum(which) - 1)[self.first[which]]
         return Comparison(self.row[which], self.start[which], self.stop[which], first)
 
-    def of_rank(self, catalog: Catalog, rank: int) -> Lines:
-        """Return the lines of one rank."""
+    def of_rank(self, catalog: Catalog, rank: int) -> Stretches:
+        """Return the stretches of one rank."""
         mine = catalog.rank[self.row] == rank
-        return Lines(self.row[mine], self.start[mine], self.stop[mine])
+        return Stretches(self.row[mine], self.start[mine], self.stop[mine])
 
-    def and_also(self, other: Comparison) -> Comparison:
-        """Return the lines of both comparisons."""
+    def concat(self, other: Comparison) -> Comparison:
+        """Return the stretches of both comparisons."""
         return Comparison(
             np.concatenate([self.row, other.row]),
             np.concatenate([self.start, other.start]),

@@ -19,7 +19,7 @@ import numpy as np
 import xxhash
 
 from paddle_flexckpt.catalog import Catalog, Problem, ReplicaGroups, ValidationError
-from paddle_flexckpt.catalog.findings import Finding, Layout, inspect, raise_findings
+from paddle_flexckpt.catalog.findings import Finding, Inspection, inspect, raise_findings
 from paddle_flexckpt.catalog.key_rows import KeyRows, decode_rows, encode_rows, rows_of
 from paddle_flexckpt.catalog.wire import join, join_by_position, split, split_by_position
 from paddle_flexckpt.native.partitions import partitions_for
@@ -171,7 +171,7 @@ class Planners:
         comm = self.comm
         alone = comm.size == 1
         self.rows = rows_of(self._catalog, self._flags) if alone else decode_rows(shards, comm.ranks, self.before)
-        self._layout: Layout = inspect(self.rows.catalog, self.rows.number, self.rows.contradictions)
+        self._layout: Inspection = inspect(self.rows.catalog, self.rows.number, self.rows.contradictions)
         self.groups, self.overlaps = self._layout.groups, []
 
     def _lay(self, shards: Mapping[int, bytes]) -> tuple[None, bytes, dict[int, bytes]]:

@@ -87,7 +87,7 @@ class Replicas:
         written = compare_written(items, self._catalog, self._groups, part_of, turn)
         samples = compare_samples(self._catalog, self._groups, part_of, turn)
         whole = compare_whole(self._catalog, self._groups, all_of)
-        return written.and_also(samples).and_also(whole)
+        return written.concat(samples).concat(whole)
 
     def take(self, comparison: Comparison, on_device: bool | None = None) -> bytes:
         """Return the digests of this rank's lines, if nothing is written meanwhile."""
@@ -112,7 +112,7 @@ class Replicas:
         is_mixed[first[of_device != of_device[first]]] = True
         is_mixed = is_mixed[first]
         if is_mixed.any():
-            again = comparison.only(is_mixed)
+            again = comparison.take(is_mixed)
             _, answers = self._comm.together(lambda: (None, self.take(again, on_device=True)), self._context)
             found[is_mixed] = self._by_line(again, answers)
         lines = np.flatnonzero(found["digest"] != found["digest"][first])

@@ -23,7 +23,7 @@ from paddle_flexckpt.memory.replica_digests import DIGEST, Digests
 from paddle_flexckpt.memory.tensor_memory import device_of, host_bytes
 from paddle_flexckpt.memory.tensors import HostTensor
 from paddle_flexckpt.native.checksums import Checksums
-from paddle_flexckpt.planning.replica_comparison import Comparison, Lines
+from paddle_flexckpt.planning.replica_comparison import Comparison, Stretches
 from paddle_flexckpt.planning.write_plan import Items, WritePlan
 from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.saving.replica_checks import Replicas
@@ -58,7 +58,7 @@ class RankAssignment(NamedTuple):
     orders: tuple[Order, ...]
 
 
-def assign(rows: KeyRows, items: Items, lines: Lines) -> dict[int, RankAssignment]:
+def assign(rows: KeyRows, items: Items, lines: Stretches) -> dict[int, RankAssignment]:
     """Return a planner's assignments, by position of the rank; only for ranks that write or compare something."""
     catalog = rows.catalog
     written = np.zeros(len(items.row), dtype=_ITEM)
@@ -139,10 +139,10 @@ def items_of(assignments: Mapping[int, RankAssignment], own: Catalog) -> tuple[I
     return Items(*(table[name].astype(np.int64) for name in ("row", "start", "stop"))), orders
 
 
-def lines_of(assignments: Mapping[int, RankAssignment]) -> dict[int, Lines]:
+def lines_of(assignments: Mapping[int, RankAssignment]) -> dict[int, Stretches]:
     """Return the rows that this rank compares for each planner, by the planner's position."""
     return {
-        planner: Lines(*(each.compared[name].astype(np.int64) for name in ("row", "start", "stop")))
+        planner: Stretches(*(each.compared[name].astype(np.int64) for name in ("row", "start", "stop")))
         for planner, each in assignments.items()
         if len(each.compared)
     }
@@ -183,7 +183,7 @@ class SavePlan:
     compared: Comparison
     by_device: bool
     file: WritePlan
-    lines: Mapping[int, Lines]
+    lines: Mapping[int, Stretches]
     counts: tuple[int, ...]
     partitions: int
     origin: bytes = b""
@@ -216,16 +216,16 @@ class SavePlan:
         return plan, assign(self.shards, NO_ITEMS, compared)
 
     @property
-    def all_lines(self) -> Lines:
+    def all_lines(self) -> Stretches:
         """Return the lines of all planners, one planner's after the other's."""
         columns = [[getattr(lines, name) for lines in self.lines.values()] for name in ("row", "start", "stop")]
-        return Lines(*(np.concatenate([np.zeros(0, dtype=np.int64), *column]) for column in columns))
+        return Stretches(*(np.concatenate([np.zeros(0, dtype=np.int64), *column]) for column in columns))
 
     @property
-    def written(self) -> Lines:
+    def written(self) -> Stretches:
         """Return the written items, as stretches of this rank's shards."""
         source, start = self.file.source, self.file.source_start
-        return Lines(source, start, start + self.file.catalog.size)
+        return Stretches(source, start, start + self.file.catalog.size)
 
     def number_of(self, problem: Problem) -> int:
         """Return the first row that a problem of this rank's catalog may be about, as a row of all keys'."""
@@ -376,7 +376,7 @@ class Share:
                 tensors[i] = staged[ends[i] - int(self.items.byte_length[i]) : ends[i]].view(dtype)
             starts = np.where(on_device, starts, 0)
         found = np.zeros(len(sizes), dtype=[("digest", "<u8"), ("writes", "<i8")])
-        lines = Lines(some, starts[some], (starts + sizes)[some])
+        lines = Stretches(some, starts[some], (starts + sizes)[some])
         with Digests(dict(enumerate(tensors)), self.items, lines) as digests:
             found["digest"][some] = np.frombuffer(digests.encode(), DIGEST)["digest"]
         found["writes"][on_device] = [tensors[i].inplace_version for i in np.flatnonzero(on_device).tolist()]

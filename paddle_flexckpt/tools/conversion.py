@@ -21,7 +21,7 @@ import xxhash
 from paddle_flexckpt._version import __version__
 from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
-from paddle_flexckpt.catalog import EXTRA_STATE, NATURAL, Catalog, Order, ValidationError, dtype_of, unordered
+from paddle_flexckpt.catalog import EXTRA_STATE, NATURAL, Catalog, Order, ValidationError, dtype_of, may_be_fused
 from paddle_flexckpt.catalog.dtypes import is_float
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.foreign.formats import SourceDirectory
@@ -368,7 +368,7 @@ def _copied(keys: Mapping[str, str], mapping: TensorMapping | None) -> dict[str,
 def _orders(keys: Mapping[str, str], source: Catalog, mapping: TensorMapping | None) -> dict[str, Order]:
     """Return the order of elements of each written tensor, by name; tensors of unknown order are left out."""
     known = {key: source.order(number) for number, key in enumerate(source.keys)}
-    uncertain = {source.keys[number] for number in np.flatnonzero(unordered(source)).tolist()}
+    uncertain = {source.keys[number] for number in np.flatnonzero(may_be_fused(source)).tolist()}
     copied, orders = _copied(keys, mapping), {}
     for name, key in keys.items():
         before = known.get(copied.get(name, key))

@@ -8,6 +8,7 @@ Tested in tests/tools/test_rehearsal.py and tests/distributed/test_rehearsal.py.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,7 +40,7 @@ from paddle_flexckpt.tools.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.transfer.files import Files, plan_reads
 from paddle_flexckpt.transfer.filling import Filling
 from paddle_flexckpt.transfer.options import FileOptions, LoadOptions
-from paddle_flexckpt.transfer.plan import Tile, plan_fill
+from paddle_flexckpt.transfer.plan import FillPlan, plan_fill
 from paddle_flexckpt.transfer.read_counts import bytes_by_source, count_announced, count_reads, count_requests, sums_of
 from paddle_flexckpt.transfer.resolution import check_unexpected
 from paddle_flexckpt.transfer.source import Task
@@ -56,27 +57,6 @@ _IN_STORE = (("bytes", "bytes_read"), ("requests", "reads"))
 
 class _Nowhere(Memory):
     """The memory of targets that are not filled."""
-
-
-class _Scratch(Filling):
-    """Scratch as in a load, without its contents and computations."""
-
-    def _compute(self, tile: Tile) -> None:
-        for row in tile.operands:
-            self._scratch_of(row)
-        for row in tile.freed:
-            self._scratch_bytes -= self._scratch.pop(row).nbytes
-
-    def peak(self, pieces: Pieces) -> int:
-        """Return the most scratch in use while pieces are read."""
-        for first, last in self.portions(pieces.target):
-            if first < last:
-                self.advance(int(pieces.target[first]))
-            for row in np.unique(pieces.target[first:last]).tolist():
-                if not self._plan.is_target(row):
-                    self._scratch_of(row)
-        self.advance_to(len(self._plan.order))
-        return self.peak_scratch_bytes
 
 
 def rehearse(
@@ -163,7 +143,7 @@ class _Rehearsal:
         groups = group_replicas(self._source)
         coverage = validate_coverage(self._source, groups)
         self._matcher = ShardMatcher(self._source, groups, coverage)
-        # Which of several replicas a rank reads depends on its number: then no two ranks are alike.
+        # Which of several replicas a rank reads depends on its number, so no two ranks are alike.
         ranks_differ = len(groups) < len(self._source) or bool(coverage.overlaps)
         self._alike: dict[tuple[int, ...], list[int]] = {}
         for rank in range(layout.strategy.ranks):
@@ -179,7 +159,7 @@ class _Rehearsal:
         with self._files.closing:
             self._files.open()
             try:
-                task, _ = make_task(self._targets(union), self._source, self._options, self._known)
+                task, _ = make_task(self._job_targets(union), self._source, self._options, self._known)
                 groups, used = self._count(task)
                 # The files are checked once for all ranks.
                 self._check_files(np.flatnonzero(used))
@@ -241,14 +221,14 @@ class _Rehearsal:
                 self._filled.append(_for_all_ranks(plan.in_order, ranks))
             scratch = 0
             if computes:
-                scratch = _Scratch(plan, _Nowhere()).peak(pieces)
+                scratch = _peak_scratch(plan, pieces)
                 place = np.where(np.arange(len(plan.catalog)) < plan.targets, 0, -1)
             block_bytes = self._manifest.checksums.block_bytes
             counts = count_reads(pieces, self._source, plan.catalog, place, len(ranks), block_bytes)
             sources = bytes_by_source(pieces, self._source, place, len(ranks)) if self._by_source else [{}] * len(ranks)
             requests, nbytes = np.zeros((2, len(ranks)), dtype=np.int64)
             if self._is_in_store():
-                filling = _Scratch(plan, _Nowhere())
+                filling = Filling(plan, _Nowhere())
                 requests, nbytes = count_requests(filling, pieces, self._source, place, len(ranks), block_bytes)
             for number, each in enumerate(ranks):
                 found.append(
@@ -284,8 +264,8 @@ class _Rehearsal:
             # A stage of a pipeline has a part of all keys; later ones may have more.
             count = min(max(rows * len(some) // max(len(batch), 1), 1), 8 * count)
 
-    def _targets(self, catalog: Catalog) -> Targets:
-        """Return the targets of a job; the raw names of its states are the source's."""
+    def _job_targets(self, catalog: Catalog) -> Targets:
+        """Return the targets of a job. The raw names of its states are taken from the source."""
         return _targets(replace(catalog, state_names=self._source.state_names))
 
     def _failure(self, error: CheckpointError) -> CheckpointError:
@@ -297,7 +277,7 @@ class _Rehearsal:
         failures = []
         for rank in asked:
             try:
-                targets = self._targets(self._layout.catalog(rank))
+                targets = self._job_targets(self._layout.catalog(rank))
                 self._files.prepare(make_task(targets, self._source, self._options, self._known)[0])
             except CheckpointError as own:
                 failures.append((rank, Failure.of(own)))
@@ -307,6 +287,33 @@ class _Rehearsal:
         backend, options = self._files.directory.backend, self._options
         with FileReader(backend, self._manifest, options.verify, options.use_replicas) as reader, reading(backend.path):
             reader.check_files(rows)
+
+
+def _peak_scratch(plan: FillPlan, pieces: Pieces) -> int:
+    """Return the most bytes of scratch at any time while pieces are read, as :class:`Filling` would hold them."""
+    nbytes = plan.catalog.byte_length.tolist()
+    held: set[int] = set()
+    used = peak = 0
+    for rows, freed in _scratch_steps(plan, pieces):
+        used += sum(nbytes[row] for row in {*rows} - held)
+        held.update(rows)
+        peak = max(peak, used)
+        used -= sum(nbytes[row] for row in freed)
+        held.difference_update(freed)
+    return peak
+
+
+def _scratch_steps(plan: FillPlan, pieces: Pieces) -> Iterator[tuple[Sequence[int], Sequence[int]]]:
+    """Yield, in the order of filling, the scratch rows that each portion or tile needs and those that it frees."""
+    tiles = deque(plan.tiles)
+    for first, last in Filling(plan, _Nowhere()).portions(pieces.target):
+        rows = np.unique(pieces.target[first:last]).tolist()
+        while rows and tiles and tiles[0].after < plan.turn[pieces.target[first]]:
+            tile = tiles.popleft()
+            yield tile.operands, tile.freed
+        yield [row for row in rows if not plan.is_target(row)], ()
+    for tile in tiles:
+        yield tile.operands, tile.freed
 
 
 def _kind_of(catalog: Catalog, alike: Sequence[list[int]]) -> np.ndarray:

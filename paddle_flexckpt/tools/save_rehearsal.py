@@ -187,8 +187,8 @@ def _bytes_compared(
     """Return the bytes of each rank that it hashes only to compare replicas; ``whole``: bool per group, all of it."""
     items = Items(plan.source, plan.source_start, plan.source_start + plan.catalog.size)
     compared = compare_written(items, job, groups, ~whole, turn)
-    compared = compared.and_also(compare_samples(job, groups, ~whole, turn))
-    compared = compared.and_also(compare_whole(job, groups, whole))
+    compared = compared.concat(compare_samples(job, groups, ~whole, turn))
+    compared = compared.concat(compare_whole(job, groups, whole))
     # A rank hashes what it writes in any case.
     written = {*zip(*(column.tolist() for column in vars(items).values()))}
     lines = zip(compared.row.tolist(), compared.start.tolist(), compared.stop.tolist())

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from paddle_flexckpt.aoa import TensorMapping
-from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, unordered, validate_shards
+from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, may_be_fused, validate_shards
 from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.transfer.codes import Codes
 from paddle_flexckpt.transfer.fused import FusedMismatch, find_mismatch
@@ -172,7 +172,7 @@ class _Resolver:
         self._first_row = np.full(len(source.keys), -1, dtype=np.int64)
         # In reverse, so that the first row of each key stays.
         self._first_row[source.key[::-1]] = np.arange(len(source))[::-1]
-        self._unordered = unordered(source)
+        self._unordered = may_be_fused(source)
         # Targets that statements make are in the order that these give them.
         self._mends = options.fused == "convert" and targets.mapping is None
         self._copied: dict[str, str] = {}

@@ -91,7 +91,7 @@ def test_what_is_compared_is_bounded(monkeypatch):
             builder.add("w", "uint8", (6,), (row,), (3,) if row < count - 1 else (6 - row,))
         catalog = builder.build()
         coverage = validate_coverage(catalog, group_replicas(catalog))
-        assert (len(coverage.tangled), len(coverage.overlaps)) == ((0, 3) if not tangled else (1, 0))
+        assert (len(coverage.too_many_overlaps), len(coverage.overlaps)) == ((0, 3) if not tangled else (1, 0))
 
 
 def test_overlaps_that_are_few_load_as_before(tmp_path):

@@ -225,7 +225,7 @@ def test_a_key_of_which_too_many_shards_overlap_is_a_problem(monkeypatch, name):
         expected=f"shards of which few share elements without being the same, in at most {limit} pairs",
         remedy="describe replicas by the same offset and shape on every rank; or load another checkpoint",
     )
-    assert (found.problems, found.tangled, found.overlaps) == ([expected], [expected], [])
+    assert (found.problems, found.too_many_overlaps, found.overlaps) == ([expected], [expected], [])
 
 
 def test_many_pairs_are_compared_a_few_at_a_time(monkeypatch):

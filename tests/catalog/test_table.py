@@ -20,7 +20,7 @@ from paddle_flexckpt.catalog import (
     ValidationError,
     check_extra_names,
     concat,
-    unordered,
+    may_be_fused,
     without_extra_state,
 )
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
@@ -238,14 +238,14 @@ def test_what_may_be_fused_is_cut_along_its_last_axis_and_has_no_order():
     builder.add("filled", "int8", (8, 4), (0, 0), (8, 2))
     builder.add("filled", "int8", (8, 4), (8, 0), (0, 4))
     catalog = builder.build()
-    names = [catalog.keys[number] for number in np.flatnonzero(unordered(catalog)).tolist()]
+    names = [catalog.keys[number] for number in np.flatnonzero(may_be_fused(catalog)).tolist()]
     assert names == ["cut", "line", "small", "filled"]
-    found = unordered(catalog.with_orders({}))
+    found = may_be_fused(catalog.with_orders({}))
     assert (found.dtype, found.shape) == (bool, (len(catalog.keys),))
     assert [catalog.keys[number] for number in np.flatnonzero(found).tolist()] == [
         "cut", "ordered", "line", "small", "filled"
     ]  # fmt: skip
-    assert unordered(concat([])).tolist() == []
+    assert may_be_fused(concat([])).tolist() == []
 
 
 def test_extra_state_is_told_from_a_model():

@@ -148,7 +148,7 @@ def test_groups_that_were_narrowed_are_read_from_what_is_left_of_them():
 def test_too_many_overlaps_that_the_caller_has_found_are_an_error():
     source = catalog_of(whole_on([0]))
     problem = Problem("too many shards overlap", key="w")
-    coverage = replace(validate_coverage(source, group_replicas(source)), tangled=[problem])
+    coverage = replace(validate_coverage(source, group_replicas(source)), too_many_overlaps=[problem])
     with pytest.raises(ValidationError) as caught:
         ShardMatcher(source, coverage=coverage)
     assert list(caught.value.problems) == [problem]

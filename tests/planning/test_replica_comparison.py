@@ -117,12 +117,12 @@ def test_the_lines_of_a_rank_and_some_lines_are_those_of_the_table(shards, turn,
     catalog = catalog_of(shards)
     groups = group_replicas(catalog)
     every = np.ones(len(groups), dtype=bool)
-    table = compare_samples(catalog, groups, every, turn).and_also(compare_whole(catalog, groups))
+    table = compare_samples(catalog, groups, every, turn).concat(compare_whole(catalog, groups))
     assert table.first.tolist() == [table.first[first] for first in table.first]
     mine = np.flatnonzero(catalog.rank[table.row] == rank)
     assert lines_of(table.of_rank(catalog, rank)) == [lines_of(table)[line] for line in mine]
     which = catalog.key[table.row] == 0
-    some = table.only(which)
+    some = table.take(which)
     assert lines_of(some) == [line for line, kept in zip(lines_of(table), which) if kept]
     kept = np.flatnonzero(which)
     assert kept[some.first].tolist() == table.first[which].tolist()

@@ -15,7 +15,7 @@ from paddle_flexckpt.catalog import CatalogBuilder, ValidationError
 from paddle_flexckpt.catalog.key_rows import KeyRows
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.planning.replica_comparison import Lines
+from paddle_flexckpt.planning.replica_comparison import Stretches
 from paddle_flexckpt.planning.write_plan import Items
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.host_channel import HostChannel
@@ -310,7 +310,7 @@ def test_what_ranks_are_dealt_is_cut_out_of_one_table():
     catalog, places = builder.build(), np.arange(8) // 2
     rows = KeyRows(catalog, places, np.arange(8) % 2, np.arange(8), np.zeros(8, dtype=np.int64), ())
     items = Items(np.arange(8)[::-1], np.zeros(8, dtype=np.int64), np.ones(8, dtype=np.int64))
-    deals = save_plan.assign(rows, items, Lines(items.row[:4], items.start[:4], items.stop[:4]))
+    deals = save_plan.assign(rows, items, Stretches(items.row[:4], items.start[:4], items.stop[:4]))
     assert {place: each.written["row"].tolist() for place, each in deals.items()} == {
         place: [1, 0] for place in range(4)
     }
