@@ -1,4 +1,4 @@
-"""The listening socket of a writer process, at which the writers of other ranks find it.
+"""The listening socket of a writer process, at which other ranks' writers find it.
 
 A process that connects and closes has verified that this one lives. Other processes send a greeting, with the secret of
 this one's address and the token of a save: as a member of the group that makes it, or to learn its outcome. The kernel

@@ -1,4 +1,4 @@
 """The transfer: source shards into targets, as a plan of strided copies carried out from files or peers.
 
-This package uses neither Paddle nor collectives: ``memory`` and ``communication`` add live tensors and ranks.
+This package does not import Paddle. Ranks agree by the communicator that a caller gives.
 """
