@@ -167,7 +167,7 @@ class Lock:
 
 
 class SaveLock(Lock):
-    """The right to save to a directory. This class grants it to everybody."""
+    """The save lock of a directory. This class grants it to everybody."""
 
     def handover(self) -> tuple[dict[str, Any], int | None]:
         """Return the arguments of :meth:`Locks.adopt` in another process: JSON-safe values, and a descriptor."""
@@ -181,7 +181,7 @@ class Locks:
     """The locks of one directory: one for savers, and one for each file, shared by readers, exclusive for removal."""
 
     def take(self) -> SaveLock:
-        """Take the right to save here.
+        """Take the save lock.
 
         Raises:
             CheckpointError: Another saver has it.
@@ -197,28 +197,28 @@ class Locks:
         return True
 
     def check(self) -> None:
-        """Make sure, right before a commit, that the right to save is still held.
+        """Make sure, right before a commit, that the save lock is still held.
 
         Raises:
             CheckpointError: Another saver has it by now, or the directory is another one.
         """
 
-    def recheck(self) -> None:
-        """Check again, unless the last check is still valid; errors as of :meth:`check`."""
+    def ensure_held(self) -> None:
+        """Check, unless the last check is still valid; errors as of :meth:`check`."""
 
     @property
     def can_run_out(self) -> bool:
-        """Return whether the right can be lost by a process that is suspended and goes on without knowing it."""
+        """Return whether the save lock can be lost by a process that is suspended and goes on without knowing it."""
         return False
 
     def forget_lost(self) -> None:
-        """Forget the right to save if it has been lost.
+        """Forget the save lock if it has been lost.
 
-        A failed save calls this before it removes its files: a removal asks for the right as long as it is remembered.
+        A failed save calls this before it removes its files: a removal needs the lock as long as it is remembered.
         """
 
-    def confirm(self) -> None:
-        """Check now, beside another request, whether the right is still held, so that a release soon after need not."""
+    def check_before_release(self) -> None:
+        """Check, beside another request, whether the save lock is still held, so that a release soon after need not."""
 
     def share(self, name: str) -> Lock:
         """Protect a file from being claimed while it is read. Wait for a process that has claimed it.
@@ -353,7 +353,7 @@ def publish(backend: Backend, name: str, data: bytes, *checks: Callable[[], obje
     raises, the file does not appear.
 
     Raises:
-        CheckpointError: Another saver has the right to save by now, or the directory is another one.
+        CheckpointError: Another saver has the save lock by now, or the directory is another one.
         FileExistsError: There is a file of that name, and this medium cannot replace it atomically.
         OSError: The medium refused; the file may be the old one or the new one.
     """
@@ -364,7 +364,7 @@ def publish(backend: Backend, name: str, data: bytes, *checks: Callable[[], obje
             file.make_durable()
             run_beside(backend, backend.locks.check, file.look, *checks)
             # The other checks may have taken long.
-            backend.locks.recheck()
+            backend.locks.ensure_held()
     except FileNotFoundError:
         # Where a file is renamed, the next saver has removed it before. The lease says who that is.
         backend.locks.check()

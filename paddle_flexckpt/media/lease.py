@@ -1,11 +1,11 @@
-"""Leases: the right to save on media without locks.
+"""Leases: the save lock on media without locks.
 
 A holder writes the file ``.lease`` and renews it while it lives. Another saver that finds one watches it: a lease that
 changes has a living holder. A lease that stays the same for its whole time has expired, and is taken over. The watcher
 measures this time itself, so clocks need not agree.
 
 A holder that was suspended, or whose requests hung, for longer than that finds its lease taken, and must not commit:
-:meth:`LeaseLock.check` is called right before every commit, and :meth:`LeaseLock.recheck` before each try of its
+:meth:`LeaseLock.check` is called right before every commit, and :meth:`LeaseLock.ensure_held` before each try of its
 request. So the lease is certain for half of its time when the request is made. A request that takes effect later than
 that is the remaining risk.
 """
@@ -40,7 +40,7 @@ _LOOKS = 30
 _SETTLING = 10
 # The time after a renewal in which the lease is certain enough to continue.
 _CERTAIN = 1 / 2
-_RECHECKS = 5
+_CHECKS = 5
 # On Linux only this clock counts the time that a machine is suspended, in which others may take its lease. A watcher of
 # a lease counts only the time that it is awake.
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -167,9 +167,9 @@ class LeaseLock(SaveLock):
         if not self._is_certain:
             self._keep()
 
-    def recheck(self) -> None:
+    def ensure_held(self) -> None:
         """Check unless the last check is still valid; repeat until one is; errors as of :meth:`check`."""
-        for _ in range(_RECHECKS):
+        for _ in range(_CHECKS):
             if self._ended.is_set():
                 return
             self._raise_failure()
@@ -196,7 +196,7 @@ class LeaseLock(SaveLock):
                 f"{self._backend.path}. Remedy: save again; open_storage(path, lease_seconds=...) allows longer pauses"
             )
 
-    def confirm(self) -> None:
+    def check_before_release(self) -> None:
         """Ask the store whether the lease is still held, and remember the answer for a release that follows soon."""
         now = _now()
         # The release makes the request if this one failed.
@@ -266,7 +266,7 @@ class LeaseLocks(Locks):
         return self._lease is not None
 
     def take(self) -> SaveLock:
-        """Take the right to save, once a lease that nobody renews has expired; errors as of the base class.
+        """Take the save lock, once a lease that nobody renews has expired; errors as of the base class.
 
         Raises:
             OSError: The medium failed.
@@ -350,22 +350,22 @@ class LeaseLocks(Locks):
         if self._lease is not None:
             self._lease.check()
 
-    def recheck(self) -> None:
+    def ensure_held(self) -> None:
         """Implement the base class."""
         if self._lease is not None:
-            self._lease.recheck()
+            self._lease.ensure_held()
 
     def forget_lost(self) -> None:
         """Implement the base class."""
         try:
-            self.recheck()
+            self.ensure_held()
         except (OSError, CheckpointError):
             self._lease = None
 
-    def confirm(self) -> None:
+    def check_before_release(self) -> None:
         """Implement the base class."""
         if self._lease is not None:
-            self._lease.confirm()
+            self._lease.check_before_release()
 
 
 def _now() -> float:

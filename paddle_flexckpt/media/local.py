@@ -243,7 +243,7 @@ class LocalBackend(Backend):
         Raises:
             CheckpointError: Another saver has taken the lease over, and may have files of this name by now.
         """
-        self.locks.recheck()
+        self.locks.ensure_held()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.where(name))
 

@@ -66,7 +66,7 @@ class Flock(Lock):
 
 
 class DirectoryLock(Flock, SaveLock):
-    """The right to save, by ``flock`` of the directory itself. It needs no file."""
+    """The save lock, by ``flock`` of the directory itself. It needs no file."""
 
     @classmethod
     def take(cls, path: str) -> DirectoryLock:

@@ -204,7 +204,7 @@ class Medium:
             before()
             self.file_system.pipe_file(self.path(name), bytes(data), **keywords)
 
-        self.ask(name, send, again=is_ours)
+        self.ask(name, send, recover=is_ours)
 
     def look(self, name: str) -> str:
         """Return the version that :meth:`publish` would replace; empty if there is none, or the medium has none."""

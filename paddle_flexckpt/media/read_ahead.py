@@ -65,6 +65,10 @@ def plan_requests(wanted: Wanted, budget: Budget = Budget()) -> Requests:
 def plan_for_readers(wanted: Wanted, reader: np.ndarray, budget: Budget = Budget()) -> tuple[Requests, np.ndarray]:
     """Plan the requests of several readers at once, each as :func:`plan_requests` does its own.
 
+    Ranges that are near each other in a file become stretches. The stretches are laid end to end on one line, which is
+    cut into requests. The requests of a reader are halved until those that it holds at a time fit into half of its
+    budget. A load has one reader; a rehearsal has one for each rank.
+
     Args:
         wanted: One reader's ranges after the other's.
         reader: int64 per range, the reader of it; rising.
@@ -97,11 +101,11 @@ def plan_for_readers(wanted: Wanted, reader: np.ndarray, budget: Budget = Budget
     begins, reached = begin + shift, np.maximum.accumulate(end + shift)
     longest = np.full(int(reader[-1]) + 1, min(LONGEST_REQUEST, budget.bytes), dtype=np.int64)
     while True:
-        own = longest[reader[first]]
-        counts = -(-lengths // own)
+        step = longest[reader[first]]
+        counts = -(-lengths // step)
         of = np.repeat(np.arange(len(first)), counts)
-        at = line[of] + (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * own[of]
-        stop = np.minimum(at + own[of], line[of] + lengths[of])
+        at = line[of] + (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * step[of]
+        stop = np.minimum(at + step[of], line[of] + lengths[of])
         one, last = np.searchsorted(reached, at, side="right"), np.searchsorted(begins, stop, side="left") - 1
         need = turn[one] + np.maximum(0, at - begins[one])
         done = np.maximum(need, turn[last] + np.minimum(length[last], stop - begins[last]))

@@ -169,13 +169,13 @@ class FsspecBackend(Backend):
         """
         # S3 accepts a certain number of parts; this many are fine for all stores.
         part_bytes = max(self._settings["part_bytes"], -(-(size or 0) // MOST_PARTS))
-        # Only a holder of the right to save replaces files.
-        before = self.locks.recheck if mode in REPLACING else lambda: None
+        # Only a holder of the save lock replaces files.
+        before = self.locks.ensure_held if mode in REPLACING else lambda: None
         return RemoteOutputFile(self._medium, name, part_bytes, size, mode, self._commit(), before)
 
     def remove(self, name: str) -> None:
         """Implement the base class; each try needs the lease, if this process has taken one."""
-        self._medium.remove(name, self.locks.recheck)
+        self._medium.remove(name, self.locks.ensure_held)
 
     def remove_unfinished(self, wanted: Callable[[str], bool]) -> None:
         """Implement the base class."""

@@ -145,7 +145,12 @@ class Retrier:
     """A maker of requests: it retries where that may help, and turns errors into OSErrors that name the file."""
 
     def __init__(self, retries: int, secrets: Secrets) -> None:
-        """Args: retries: tries after the first one. secrets: what errors must not show."""
+        """Make no request yet.
+
+        Args:
+            retries: The number of tries after the first one.
+            secrets: What errors must not show.
+        """
         self._retries = retries
         self._secrets = secrets
 
@@ -154,13 +159,13 @@ class Retrier:
         where: str,
         function: Callable[..., Result],
         *arguments: Any,
-        again: Callable[[Exception], Result | None] | None = None,
+        recover: Callable[[Exception], Result | None] | None = None,
         stop: threading.Event | None = None,
         **keywords: Any,
     ) -> Result:
         """Make a request about the file ``where``; no more tries once ``stop`` is set.
 
-        ``again`` examines an error of a later try: an earlier try may have succeeded although its answer was lost. If
+        ``recover`` examines an error of a later try: an earlier try may have succeeded although its answer was lost. If
         it returns a value other than None, that is the result.
 
         Raises:
@@ -177,9 +182,9 @@ class Retrier:
             # Whatever an fsspec file system raises: their errors have no common base.
             except Exception as error:
                 if isinstance(error, CheckpointError) and not unanswered:
-                    raise  # the right to repeat the request has expired, and an earlier try has no answer
+                    raise  # the lease is lost, and every earlier try was answered: no request is on its way
                 unanswered = unanswered or _may_be_done(error)
-                result = again(error) if attempt > 1 and again is not None else None
+                result = recover(error) if attempt > 1 and recover is not None else None
                 if result is not None:
                     return result
                 if attempt > self._retries or isinstance(error, CheckpointError) or not is_transient(error):
@@ -207,8 +212,8 @@ class Retrier:
 
     def _presentable(self, error: Exception) -> Exception | None:
         """Return the error as the cause of another; None if its text contains a secret."""
-        told = "".join(f"{each} {each.args!r}" for each in causes(error))
-        return error if self._secrets.hide(told) == told else None
+        text = "".join(f"{each} {each.args!r}" for each in causes(error))
+        return error if self._secrets.hide(text) == text else None
 
 
 def _number_of(error: Exception, status: int | None) -> int:

@@ -114,7 +114,7 @@ class S3Upload(Upload):
             self._collect()
         self._pool.shutdown()
         parts: dict[str, Any] = {"UploadId": self._id, "MultipartUpload": {"Parts": self._parts}}
-        self._s3.conditional(self._exclusive, "complete_multipart_upload", self._name, again=self._is_done, **parts)
+        self._s3.conditional(self._exclusive, "complete_multipart_upload", self._name, recover=self._is_done, **parts)
 
     def _is_done(self, error: Exception) -> dict[str, Any] | None:
         """Return the object's tag if an earlier try has joined the parts, so that there is a new object of its size."""
@@ -299,7 +299,7 @@ class S3Medium(Medium):
         self, name: str, data: bytes | bytearray, exclusive: bool = False, before: Callable[[], None] = lambda: None
     ) -> None:
         """Write a whole object as the base class does."""
-        self.conditional(exclusive, "put_object", name, before=before, again=self._is_put(name, data), Body=data)
+        self.conditional(exclusive, "put_object", name, before=before, recover=self._is_put(name, data), Body=data)
 
     def _is_put(self, name: str, data: bytes | bytearray) -> Callable[[Exception], dict[str, Any] | None]:
         """Return the check whether an earlier try has written the object that fails a condition."""
@@ -314,7 +314,7 @@ class S3Medium(Medium):
         if not self._takes("IfMatch"):
             super().publish(name, data, replaced, before)
             return
-        parameters: dict[str, Any] = {"before": before, "again": self._is_put(name, data), "Body": data}
+        parameters: dict[str, Any] = {"before": before, "recover": self._is_put(name, data), "Body": data}
         for left in reversed(range(_TRIES)):
             condition: dict[str, Any] = {"IfMatch": replaced} if replaced else {"IfNoneMatch": "*"}
             try:

@@ -2,9 +2,9 @@
 
 A file is removed if its save has died, if a later save of its id has replaced it, if it is a message between ranks of
 an ended save, or if it is a manifest or companion that was never put in place. A save has died if its marker is here
-and another save has the right to save. Other files that no manifest names stay: their manifest may be lost.
+and another save has the save lock. Other files that no manifest names stay: their manifest may be lost.
 
-The holder of the right to save lists the directory, checks that it still has the right, and then removes files of that
+The holder of the save lock lists the directory, checks that it still has the lock, and then removes files of that
 listing. No later save has these names, so it does no harm if the right is lost in between.
 
 Tested in tests/native/test_cleaner.py and tests/native/test_directory.py.
@@ -69,7 +69,7 @@ def find_begun(directory: CheckpointDirectory, names: Sequence[str] | None = Non
 
 
 class Cleaner:
-    """A cleaner of one directory: it removes what saves have left. The caller holds the right to save there."""
+    """A cleaner of one directory: it removes what saves have left. The caller holds the save lock there."""
 
     def __init__(self, directory: CheckpointDirectory, companion: CompanionFile) -> None:
         """Take the directory, which need not exist, and its companion."""
@@ -81,14 +81,14 @@ class Cleaner:
     ) -> list[str]:
         """Remove the files of saves that died; return the names of the files removed.
 
-        Prepared saves stay: another node may have published its part of the save. Where the right to save can expire, a
+        Prepared saves stay: another node may have published its part of the save. Where the save lock can expire, a
         save that counts as dead may be suspended right before its commit. So its files stay until the commit of
         ``own``, the save that is being made, which it cannot replace any more.
 
         Args:
             own: The save that is being made, if any.
             aborted: Tokens of prepared saves that no node has published.
-            names: The directory's files as the caller has listed them since it has the right to save. None lists them.
+            names: The directory's files as the caller has listed them since it has the save lock. None lists them.
         """
         names = self._backend.names() if names is None else names
         useless = list(filter(self._temporary.fullmatch, names))
@@ -119,7 +119,8 @@ class Cleaner:
         dead = [each for each in others if each.save.unique_id == own.unique_id or not each.prepared]
         self._remove(useless, dead, names)
         self._companion.remove_refusal(own.marker_file)
-        run_beside(self._backend, partial(self._backend.remove, own.marker_file), self._backend.locks.confirm)
+        remove_marker = partial(self._backend.remove, own.marker_file)
+        run_beside(self._backend, remove_marker, self._backend.locks.check_before_release)
 
     def remove_save(self, save: SaveNames, also: Iterable[str] = ()) -> None:
         """Remove a save that can no longer be committed, and its marker.
@@ -137,30 +138,37 @@ class Cleaner:
         return list(find_begun(self._directory, [name for name in names if own is None or name != own.marker_file]))
 
     def _remove(self, useless: Sequence[str], dead: Sequence[BegunSave], names: Sequence[str]) -> list[str]:
-        named = {each.save.unique_id: self._named(each.save.unique_id) for each in dead}
+        """Remove useless files, and the files of dead saves that no manifest names; return what was removed.
+
+        Args:
+            useless: Names of files to remove in any case.
+            dead: The dead saves.
+            names: The directory's files.
+        """
+        named_by_id = {each.save.unique_id: self._named(each.save.unique_id) for each in dead}
         # If a manifest is damaged, it cannot be known whose files these are.
-        dead = [each for each in dead if named[each.save.unique_id] is not None]
-        saves = {each.save: named[each.save.unique_id] or set() for each in dead}
+        dead = [each for each in dead if named_by_id[each.save.unique_id] is not None]
+        named = {each.save: named_by_id[each.save.unique_id] or set() for each in dead}
         # Saves that died after their commit. They may not yet have removed the files of what they replaced.
-        committed = {save.unique_id: kept for save, kept in saves.items() if save in map(save_of, kept)}
+        committed = {save.unique_id: files for save, files in named.items() if save in map(save_of, files)}
         begun = {*map(marked_by, names)}
 
         def left(names: Iterable[str]) -> list[str]:
-            return [name for name in names if (save := save_of(name)) in saves and name not in saves[save]]
+            return [name for name in names if (save := save_of(name)) in named and name not in named[save]]
 
         def is_replaced(name: str) -> bool:
             save = save_of(name)
-            kept = committed.get(save.unique_id) if save is not None and save not in begun else None
-            return kept is not None and name not in kept
+            replacing = committed.get(save.unique_id) if save is not None and save not in begun else None
+            return replacing is not None and name not in replacing
 
         files = sorted({*useless, *left(names), *filter(is_replaced, names)})
         markers = [each.marker for each in dead]
         if not files and not markers:
             return []
-        # A save that has taken the right to save over meanwhile has a marker here too.
-        self._backend.locks.recheck()
+        # A save that has taken the save lock over meanwhile has a marker here too.
+        self._backend.locks.ensure_held()
         if dead:
-            self._remove_unfinished(saves.keys())
+            self._remove_unfinished(named.keys())
         if committed:
             self._companion.update()
         self._remove_files(files)

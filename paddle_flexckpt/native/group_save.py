@@ -57,7 +57,7 @@ class GroupSave:
         Args:
             items: The items to write, in the order of the file.
             data: The items' bytes, as ``write_data_file`` wants them.
-            before: The directory's files, if the coordinator has listed them since it has the right to save.
+            before: The directory's files, if the coordinator has listed them since it has the save lock.
             step: Training step to record, if known.
             meter: Counts the bytes that are written.
         """

@@ -22,9 +22,7 @@ from paddle_flexckpt.catalog.texts import printable
 from paddle_flexckpt.media.backend import InputFile
 from paddle_flexckpt.media.file_names import check_file_name
 from paddle_flexckpt.native.checksums import ALGORITHM, BLOCK_BYTES, Checksums
-from paddle_flexckpt.native.partitions import Partition, check_columns
-from paddle_flexckpt.native.partitions import from_arrays as partitions_from_arrays
-from paddle_flexckpt.native.partitions import to_arrays as partitions_to_arrays
+from paddle_flexckpt.native.partitions import Partition, check_columns, partitions_from_arrays, partitions_to_arrays
 from paddle_flexckpt.native.safetensors_header import header_bytes, parse_header, read_header
 
 # Version 2 has tensors whose elements lie part by part: a reader of version 1 would assume natural order.
@@ -32,7 +30,7 @@ FORMAT_VERSIONS = ("1", "2", "3")
 FORMAT_VERSION = int(FORMAT_VERSIONS[-1])
 PARTITIONED = FORMAT_VERSIONS[-1]
 # Errors that decoding a container with unexpected contents may raise.
-UNUSABLE = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
+DECODING_ERRORS = (KeyError, ValueError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 # It describes some 20 columns, however many items there are.
 _MAX_HEADER_BYTES = 1 << 16
 # A reader allocates memory for some blocks; the writer's blocks have 1 MiB.
@@ -273,7 +271,7 @@ class Manifest:
                 partitions=partitions,
                 partial=printable(info.get("partial", "")),
             )
-        except UNUSABLE as error:
+        except DECODING_ERRORS as error:
             raise CorruptCheckpointError(f"{file} is not a usable manifest: {repr(error)[:_MAX_REPORTED]}") from error
 
 
@@ -313,7 +311,7 @@ def read_container(data: bytes, file: str) -> tuple[dict[str, str], dict[str, np
 
 
 def catalog_of(arrays: Mapping[str, np.ndarray]) -> Catalog:
-    """Return the catalog of a container's arrays; one of the errors in :data:`UNUSABLE` if they have none."""
+    """Return the catalog of a container's arrays; raise one of :data:`DECODING_ERRORS` if they have none."""
     catalog = Catalog.from_arrays(
         {name[len(CATALOG) :]: array for name, array in arrays.items() if name.startswith(CATALOG)}
     )
@@ -323,7 +321,7 @@ def catalog_of(arrays: Mapping[str, np.ndarray]) -> Catalog:
 
 
 def checksums_of(arrays: Mapping[str, np.ndarray], info: Mapping[str, str], catalog: Catalog) -> Checksums:
-    """Return the checksums of a container; one of the errors in :data:`UNUSABLE` if they are not the catalog's."""
+    """Return the checksums of a container; raise one of :data:`DECODING_ERRORS` if they are not the catalog's."""
     if info["checksum"] != ALGORITHM:
         raise ValueError(f"unknown checksum algorithm {info['checksum']!r}")
     block_bytes = int(info["block_bytes"])

@@ -18,8 +18,8 @@ from paddle_flexckpt.media.backend import Backend, map_files
 from paddle_flexckpt.native.checksums import Checksums
 from paddle_flexckpt.native.manifest import (
     CATALOG,
+    DECODING_ERRORS,
     PARTITIONED,
-    UNUSABLE,
     Manifest,
     catalog_of,
     checksums_of,
@@ -98,7 +98,7 @@ def decode_partition(data: bytes, file: str, manifest: Manifest, number: int) ->
         if len(catalog.keys) and (partition_of(catalog.keys, count) != number).any():
             raise ValueError("there are keys of other partitions")
         return replace(manifest, catalog=catalog, checksums=checksums_of(arrays, info, catalog))
-    except UNUSABLE as error:
+    except DECODING_ERRORS as error:
         raise CorruptCheckpointError(
             f"{file} is not a usable partition of a manifest: {repr(error)[:_MAX_REPORTED]}. Remedy: {_REMEDY}"
         ) from error

@@ -70,7 +70,7 @@ def partition_of(keys: Sequence[str], count: int) -> np.ndarray:
     return np.fromiter(numbers, dtype=np.int64, count=len(keys))
 
 
-def to_arrays(partitions: Sequence[Partition]) -> dict[str, np.ndarray]:
+def partitions_to_arrays(partitions: Sequence[Partition]) -> dict[str, np.ndarray]:
     """Return the columns of a manifest that describe its partitions."""
     low = (1 << 64) - 1
     names = json.dumps([each.file for each in partitions], ensure_ascii=False)
@@ -81,7 +81,7 @@ def to_arrays(partitions: Sequence[Partition]) -> dict[str, np.ndarray]:
     return {f"{_PREFIX}{name}": column for name, column in columns.items()}
 
 
-def from_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[Partition, ...]:
+def partitions_from_arrays(arrays: Mapping[str, np.ndarray]) -> tuple[Partition, ...]:
     """Return the partitions that columns describe; none where there are no such columns.
 
     Raises:

@@ -67,7 +67,13 @@ class ReplicaChoice:
     """
 
     def __init__(self, backend: Backend, manifest: Manifest, allowed: bool) -> None:
-        """Args: backend, manifest: of the checkpoint. allowed: Whether replicas may replace one another."""
+        """Choose no replica yet.
+
+        Args:
+            backend: The checkpoint's directory.
+            manifest: The checkpoint's manifest.
+            allowed: Whether replicas may replace one another.
+        """
         self._backend = backend
         self._manifest = manifest
         self._replicas = StoredReplicas(manifest)

@@ -1,6 +1,6 @@
 """Save into a directory of checkpoints: the id, the files of a save in their order, and the commit.
 
-1. Take the right to save, and write a marker, by which the files of a dead save are recognised.
+1. Take the save lock, and write a marker, by which the files of a dead save are recognised.
 2. Write the data files, then the ranks' parts, and the partitions of a manifest of very many rows; each is durable at
    once. Where ranks write the partitions themselves there are no parts.
 3. Make the directory's entries durable, then put the manifest in place, whole or not at all.
@@ -70,7 +70,7 @@ class SaveDirectory(CheckpointDirectory):
         self.cleaner = Cleaner(self, self.companion)
 
     def lock(self) -> SaveLock:
-        """Take the right to save here; create the directory.
+        """Take the save lock; create the directory.
 
         Raises:
             CheckpointError: Another save has it, or another process removes the directory again and again.
@@ -95,13 +95,13 @@ class SaveDirectory(CheckpointDirectory):
     def begin_save(
         self, unique_id: int | None, world_size: int, overwrite: bool = True
     ) -> tuple[SaveLock, list[str], SaveNames]:
-        """Take the right to save here, and mark a save as begun, as :meth:`lock` and :meth:`open_save` do.
+        """Take the save lock, and mark a save as begun, as :meth:`lock` and :meth:`open_save` do.
 
         Until the marker exists another manager may remove the directory, as an empty one. If the directory is created
-        again, the right to save there is lost, and all is done again.
+        again, the lock is lost, and all is done again.
 
         Returns:
-            The right, the names of the files that were here before, and the names of the save.
+            The lock, the names of the files that were here before, and the names of the save.
 
         Raises:
             CheckpointError: As of :meth:`lock`.

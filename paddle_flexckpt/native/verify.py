@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,7 @@ def verify_files(
     bytes of tensors.
     """
     found = Verification()
-    notes: list[_Note] = []
+    findings: list[_Finding] = []
     catalog = manifest.catalog
     # Rows in the order of files and bytes; the sort is stable, so empty items stay where they were written.
     order = np.lexsort((catalog.byte_offset, catalog.file))
@@ -70,16 +71,17 @@ def verify_files(
     for file, name in enumerate(catalog.files):
         if names is not None and name not in names:
             continue
-        notes += _FileVerifier(directory, manifest, file, order[edges[file] : edges[file + 1]], found, meter).verify()
+        rows = order[edges[file] : edges[file + 1]]
+        findings += _FileVerifier(directory, manifest, file, rows, found, meter).verify()
         meter.add(0, items=1)
     replicas = StoredReplicas(manifest)
-    for note in notes:
+    for finding in findings:
         files: set[int] | None = set()
-        for row in note.rows:
-            serving = _serving_files(manifest, found, replicas, row, note.blocks)
+        for row in finding.rows:
+            serving = _serving_files(manifest, found, replicas, row, finding.blocks)
             files = None if files is None or serving is None else files | serving
         found.recoverable = found.recoverable and files is not None
-        problem = note.problem
+        problem = finding.problem
         if files:
             names = listed([catalog.files[file] for file in sorted(files)], _MAX_NAMED)
             remedy = f"{problem.remedy}; until then, a load reads the intact replica in {names}"
@@ -106,7 +108,7 @@ def _serving_files(
     return files
 
 
-class _Note(NamedTuple):
+class _Finding(NamedTuple):
     """A problem, the items that a load misses bytes of, and their blocks; no blocks stand for all."""
 
     problem: Problem
@@ -142,8 +144,7 @@ class _FileVerifier:
         self._file = file
         self._rows = rows
         self._found = found
-        # This file's problems, each with its row and blocks.
-        self._notes: list[tuple[Problem, int | None, range | None]] = []
+        self._findings: list[_Finding] = []
         self._backend = open_backend(directory)
         self._name = manifest.catalog.files[file]
         self._path = self._backend.where(self._name)
@@ -171,19 +172,20 @@ class _FileVerifier:
             offset=stretch[0],
             end=stretch[1],
         )
-        self._notes.append((problem, row, blocks))
+        self._findings.append(_Finding(problem, self._all_rows if row is None else [row], blocks))
 
-    def verify(self) -> list[_Note]:
+    @cached_property
+    def _all_rows(self) -> list[int]:
+        return self._rows.tolist()  # type: ignore[no-any-return]
+
+    def verify(self) -> list[_Finding]:
         """Find all problems of the file."""
         usable = self._verify()
         if not usable:
+            # A load misses all bytes of the file.
             self._found.lost_files.add(self._file)
-        notes = []
-        for problem, row, blocks in self._notes:
-            rows = self._rows.tolist() if row is None else [row]
-            missed = rows if not usable or blocks is not None else []
-            notes.append(_Note(problem, missed, blocks if usable else None))
-        return notes
+            return [each._replace(blocks=None) for each in self._findings]
+        return [each if each.blocks is not None else each._replace(rows=[]) for each in self._findings]
 
     def _verify(self) -> bool:
         """Find all problems; return whether a load accepts the file as the one that was written."""
@@ -211,13 +213,13 @@ class _FileVerifier:
                 stretch = (min(size, expected), max(size, expected))
                 self._problem(what, None, stretch, f"{expected} bytes", f"{size} bytes")
             self._check_layout(expected)
-            before = len(self._notes)
+            before = len(self._findings)
             other = self._check_header(opened)
             verified = self._found.bytes_verified
             self._check_items(opened)
             if other is not None and verified == self._found.bytes_verified:
                 # Another step and blocks that all differ are one problem.
-                del self._notes[before:]
+                del self._findings[before:]
                 self._problem(_OTHER_TOKEN, None, (0, max(size, expected)), self._manifest.save_token, other)
                 self._found.tokens[self._name] = other
             return size == expected and self._has_token(opened)
@@ -226,7 +228,7 @@ class _FileVerifier:
         try:
             return self._manifest.save_token.encode() in file.read(0, TOKEN_WINDOW)
         except OSError as error:
-            if not self._notes:  # it could be read a moment ago
+            if not self._findings:  # it could be read a moment ago
                 self._problem("the header cannot be read", None, (0, TOKEN_WINDOW), None, error.strerror)
             return False
 
@@ -270,7 +272,7 @@ class _FileVerifier:
             self._problem("the header cannot be read", None, (0, begin), None, error.strerror)
             return None
         where = (_first_difference(data, expected), max(begin, len(data)))
-        before = len(self._notes)
+        before = len(self._findings)
         if len(data) != begin:
             self._problem("the header has another length", None, (0, where[1]), f"{begin} bytes", f"{len(data)} bytes")
         for name in sorted(wanted.info.keys() | header.info.keys()):
@@ -283,7 +285,7 @@ class _FileVerifier:
                 if fields.get(name) != theirs.get(name):
                     what = f"the header describes {name!r} otherwise than the manifest"
                     self._problem(what, rows.get(name), where, fields.get(name, "nothing"), theirs.get(name, "nothing"))
-        if len(self._notes) == before:
+        if len(self._findings) == before:
             self._problem("the header says the same in other bytes", None, where)
         token = header.info.get("save_token", "")
         return None if token == manifest.save_token else token

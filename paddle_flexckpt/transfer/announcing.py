@@ -62,9 +62,9 @@ def ranges_read(
     """
     columns = PieceColumns.of(part, source, target, addresses)
     for rows in columns.turns(part, source):
-        own = part.take(rows)
-        piece, begin, end = ranges_of(own, source, block_bytes)
-        yield own.source[piece], begin, end
+        chosen = part.take(rows)
+        piece, begin, end = ranges_of(chosen, source, block_bytes)
+        yield chosen.source[piece], begin, end
 
 
 def announce_reads(reader: FileReader, parts: list[Pieces]) -> None:

@@ -77,8 +77,9 @@ class Codes:
         packed = _PACKED.fullmatch(leaf)
         stems = [re.escape(leaf), *([re.escape(packed[1])] if packed else [])]
         beside = re.compile(rf"(?:{'|'.join(stems)}|(?:q|\w*weight|quant))?{_SCALE}")
-        own = [name for name in self._siblings[base] if name != leaf and beside.fullmatch(name)]
-        found = [f"{base}{dot}{name}" for name in sorted(own, key=lambda name: (not name.startswith(leaf), len(name)))]
+        names = [name for name in self._siblings[base] if name != leaf and beside.fullmatch(name)]
+        names.sort(key=lambda name: (not name.startswith(leaf), len(name)))
+        found = [f"{base}{dot}{name}" for name in names]
         inside = [f"{key}.{name}" for name in self._siblings.get(key, ()) if re.fullmatch(_SCALE, name)]
         return [*found, *sorted(inside)]
 

@@ -91,30 +91,30 @@ def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -
     if rule is None or rule.axis is None or here is None:
         return None
     axis, column = rule.axis, target.width - ndim + rule.axis
-    extent, own = int(target.global_shape[row, column]), int(target.shape[row, column])
+    extent, size = int(target.global_shape[row, column]), int(target.shape[row, column])
     # Shards without elements are not evidence of the cut.
     rows = (source.key == source_key) & (source.size > 0)
     cuts = set(source.shape[rows, source.width - ndim + axis].tolist())
-    if own == 0 or not cuts:
+    if size == 0 or not cuts:
         return None
     key, rank, found = target.key_name(row), int(target.rank[row]), source.keys[source_key]
-    assumed = there is None and cuts not in ({extent}, {own})
+    assumed = there is None and cuts not in ({extent}, {size})
     if there is None:
         # Written before orders were recorded: equal cuts are taken for equal orders.
-        if cuts == {own}:
+        if cuts == {size}:
             return None
         parts = extent // max(cuts) if len(cuts) == 1 else None
     elif there.parts is not None or cuts == {extent}:
         parts = there.parts or 1
     else:
         return _no_rule_there(key, rank, found, rule, f"parts of {sorted(cuts)} along axis {axis}")
-    if here.parts is None and own != extent:
+    if here.parts is None and size != extent:
         return Problem(
             "a parameter is fused in the source, and here its shards have no rule that says how they lie",
             key,
             rank,
             expected=f"a FusedAxis here too, or a whole tensor; in the source it is {rule.describe()}",
-            got=f"parts of {own} along axis {axis}",
+            got=f"parts of {size} along axis {axis}",
             remedy=f"mark it: FusedAxis({axis}, {rule.statement!r}) if every rank holds its part of all that is fused, "
             f"FusedAxis({axis}, {rule.statement!r}, parts=1) if the whole is in natural order",
         )

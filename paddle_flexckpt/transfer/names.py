@@ -139,8 +139,8 @@ class NameIndex:
         self._parameters = parameters
         self._keys: dict[str, list[tuple[str, str]]] = {}
         for key in keys:
-            for own in state_names.get(key, (key,)):
-                for prefix, name in without_prefix(own):
+            for full_name in state_names.get(key, (key,)):
+                for prefix, name in without_prefix(full_name):
                     self._keys.setdefault(canonical(name, parameters), []).append((prefix, key))
 
     def find(self, names: Iterable[str]) -> list[str]:

@@ -57,12 +57,14 @@ class Tile:
 class FillPlan:
     """The rows that one rank fills.
 
+    A row is a number in ``catalog``; a turn is a number in ``order``. Requests and other ranks count by turns.
+
     Attributes:
         targets: Number of rows that are targets; scratch follows.
         catalog: Targets and scratch.
         order: int64, the rows to fill, in the order of filling.
-        same_memory: The other target by target, for targets with the same memory and another source: they are
-            compared, not written.
+        same_memory: An earlier row, by row, for rows that share its memory and have another source. Such rows are
+            compared, and not written.
         tiles: In the order in which they are computed.
         kept: By row: the elements that stay unchanged, as copies onto themselves.
         covered: int64 per row: elements that come from tiles or stay unchanged.
@@ -131,10 +133,10 @@ def plan_fill(
         ValidationError: A computed value needs a target's own values.
     """
     # Orders do not matter for boxes: renamed targets may have one name and two orders.
-    own = FillPlan(len(catalog), catalog.with_orders({}), rows, same_memory or {})
+    plain = FillPlan(len(catalog), catalog.with_orders({}), rows, same_memory or {})
     if bands:
-        own = _in_bands(own, bands)
-    return own if mapping is None else _Builder(own, mapping).build()
+        plain = _in_bands(plain, bands)
+    return plain if mapping is None else _Builder(plain, mapping).build()
 
 
 def _in_bands(plan: FillPlan, bands: Sequence[tuple[int, Box]]) -> FillPlan:
@@ -188,9 +190,11 @@ class _Regions:
 
 
 class _Builder:
-    def __init__(self, own: FillPlan, mapping: TensorMapping) -> None:
-        self._own, self._mapping = own, mapping
-        catalog = own.catalog
+    """The builder of a plan with computed elements, from the plain plan, which has none."""
+
+    def __init__(self, plain: FillPlan, mapping: TensorMapping) -> None:
+        self._plain, self._mapping = plain, mapping
+        catalog = plain.catalog
         self._scratch = CatalogBuilder(int(catalog.rank[0]) if len(catalog) else 0)
         self._scratches = 0
         self._order: list[int] = []
@@ -200,11 +204,11 @@ class _Builder:
         self._known: dict[str, _Regions] = {}
 
     def build(self) -> FillPlan:
-        own, rows, mapping = self._own.catalog, self._own.order, self._mapping
-        touched = [bool(mapping.regions.get(name)) for name in own.keys]
-        busy = rows[np.asarray(touched, dtype=bool)[own.key[rows]]]
-        part, offset, shape = row_boxes(own, busy)
-        base, strides = addresses(own, busy[part], offset)
+        catalog, rows, mapping = self._plain.catalog, self._plain.order, self._mapping
+        touched = [bool(mapping.regions.get(name)) for name in catalog.keys]
+        busy = rows[np.asarray(touched, dtype=bool)[catalog.key[rows]]]
+        part, offset, shape = row_boxes(catalog, busy)
+        base, strides = addresses(catalog, busy[part], offset)
         order = np.argsort(part, kind="stable")
         start = np.searchsorted(part[order], np.arange(len(busy) + 1))
         numbers = {row: number for number, row in enumerate(busy.tolist())}
@@ -212,7 +216,7 @@ class _Builder:
             self._order.append(row)
             if row not in numbers:
                 continue
-            name, pad, number = own.key_name(row), own.width - int(own.ndim[row]), numbers[row]
+            name, pad, number = catalog.key_name(row), catalog.width - int(catalog.ndim[row]), numbers[row]
             for i in order[start[number] : start[number + 1]].tolist():
                 box = Box(tuple(offset[i, pad:].tolist()), tuple(shape[i, pad:].tolist()))
                 place = _Place(row, name, box.offset, int(base[i]), tuple(strides[i, pad:].tolist()))
@@ -223,7 +227,7 @@ class _Builder:
         """Add a row for a box of an operand, and after it the rows that it is computed from."""
         info = self._mapping.tensors[name]
         self._scratch.add(name, info.dtype, info.shape, box.offset, box.shape)
-        row = self._own.targets + self._scratches
+        row = self._plain.targets + self._scratches
         self._scratches += 1
         self._order.append(row)
         if box.size and self._mapping.regions.get(name):
@@ -246,7 +250,7 @@ class _Builder:
             if region.node is not None:
                 self._compute(place, region, common)
                 continue
-            if not self._own.is_target(place.row):
+            if not self._plain.is_target(place.row):
                 raise ValidationError(
                     Problem(
                         f"a value is computed from what a target has, which statements cannot do"
@@ -299,7 +303,7 @@ class _Builder:
         self._tiles[-1] = replace(self._tiles[-1], freed=tuple(open_rows.values()))
 
     def _finished(self) -> FillPlan:
-        catalog = self._own.catalog
+        catalog = self._plain.catalog
         if self._scratches:
             catalog = concat([catalog, self._scratch.build()])
         covered = np.zeros(len(catalog), dtype=np.int64)
@@ -307,7 +311,7 @@ class _Builder:
             covered[row] = count
         order = np.asarray(self._order, dtype=np.int64)
         return replace(
-            self._own, catalog=catalog, order=order, tiles=tuple(self._tiles), kept=self._kept, covered=covered
+            self._plain, catalog=catalog, order=order, tiles=tuple(self._tiles), kept=self._kept, covered=covered
         )
 
 

@@ -28,9 +28,13 @@ from paddle_flexckpt.transfer.targets import Targets
 
 MASTER_END = ".w_0"
 
-# The way a target is filled: from the source key of its own name, of a tied parameter's name, or of another name of
-# Paddle's; a master weight from its parameter or the other way round; by a statement; not at all.
-OWN, ALIAS, RAW_NAME, MASTER, STATEMENT, MISSING = "own", "alias", "raw name", "master", "statement", "missing"
+# The way a target is filled:
+OWN = "own"  # from the source key of its own name
+ALIAS = "alias"  # from that of a tied parameter's name
+RAW_NAME = "raw name"  # from another name of Paddle's, with raw names among them
+MASTER = "master"  # a master weight from its parameter, or the other way round
+STATEMENT = "statement"  # by a statement
+MISSING = "missing"  # not at all
 
 
 class Resolved(NamedTuple):

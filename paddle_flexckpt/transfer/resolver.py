@@ -73,9 +73,9 @@ def resolve(
     resolver = _Resolver(targets, source, options, mapping, facts)
     problems = [*validate_shards(targets.catalog), *resolver.compatible.problems]
     others = {row: resolver.resolve(row) for row in np.flatnonzero(~resolver.are_plain()).tolist()}
-    told = {problem.key for problem in resolver.compatible.problems}
+    ambiguous = {problem.key for problem in resolver.compatible.problems}
     for row, other in others.items():
-        if other.problem is not None and not (other.how == MISSING and targets.catalog.keys[row] in told):
+        if other.problem is not None and not (other.how == MISSING and targets.catalog.keys[row] in ambiguous):
             problems.append(other.problem)
     if problems:
         raise ValidationError(problems)
@@ -305,9 +305,9 @@ class _Resolver:
         resolved = Resolved(STATEMENT, found, found if found != key else "", cast, master, problem=problem)
         if self._targets.mapping is not None and found in self._numbers and found not in mapping.provenance:
             resolved = resolved._replace(maybe_fused=found if self._unordered[self._numbers[found]] else "")
-        own = self._copied.get(found, found)
+        stored = self._copied.get(found, found)
         # A rename keeps the order; a statement ``key -> key`` takes the stored order.
-        return resolved if problem or own == found else self._in_order(resolved, row, self._numbers[own])
+        return resolved if problem or stored == found else self._in_order(resolved, row, self._numbers[stored])
 
     def _of_codes(self, row: int, name: str) -> Problem | None:
         """Return the problem of a target that would be made of codes without their scales."""

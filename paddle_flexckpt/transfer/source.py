@@ -179,14 +179,14 @@ class CachedLoad:
         cls, plan_keys: Sequence[bytes], task: Task, reads: CachedReads, unexpected: list[str], whole: bool
     ) -> CachedLoad:
         """Return the cached plan of a task, given the plan's key on each rank."""
-        how = task.resolution
-        columns = how.others, how.filled, how.same_memory
+        resolution = task.resolution
+        columns = resolution.others, resolution.filled, resolution.same_memory
         return cls(fingerprint(plan_keys), *columns, task.mapping, task.plan, reads, [*unexpected], whole)
 
     def task(self, targets: Targets) -> Task:
         """Return the task for these targets."""
-        how = Resolution(targets, self.others, self.filled, self.same_memory)
-        return Task(how, self.mapping, self.plan)
+        resolution = Resolution(targets, self.others, self.filled, self.same_memory)
+        return Task(resolution, self.mapping, self.plan)
 
     @property
     def nbytes(self) -> int:
@@ -213,7 +213,7 @@ def describe_load(options: bytes, ranks: Sequence[int], targets: Targets, source
     """
     shared = _shared_memory(targets.spans)
     # Live targets have neither a mapping nor bands. Targets that overlap themselves are refused elsewhere, or unused.
-    if targets.mapping is not None or targets.bands or targets.overlapping:
+    if targets.mapping is not None or targets.bands or targets.self_overlapping:
         return b""
     strides = [targets.strides.get(row) for row in shared[:, 0].tolist()]
     names = repr((targets.aliases, targets.raw_names, strides, sorted(targets.masters))).encode()

@@ -120,7 +120,7 @@ class Targets:
     masters: frozenset[int] = frozenset()
 
     @cached_property
-    def overlapping(self) -> list[int]:
+    def self_overlapping(self) -> list[int]:
         """Return the rows whose own elements may share memory: a stride is shorter than the bytes of the inner axes."""
         found = []
         for row, strides in self.strides.items():
@@ -207,7 +207,7 @@ def _refuse_overlaps(targets: Targets, chosen: list[int]) -> None:
             got=f"steps of {list(targets.strides[row])} bytes, along axes of {catalog.unpadded(row, catalog.shape)}",
             remedy="load into a contiguous copy of it, and use that in its place",
         )
-        for row in targets.overlapping
+        for row in targets.self_overlapping
         if row in chosen
     ]
     # Most targets begin at or after the end of all earlier ones.

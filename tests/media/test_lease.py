@@ -131,7 +131,7 @@ def test_a_free_lease_is_not_looked_for(tmp_path):
     lock = backend.locks.take()
     assert looked == []
     # What it may have forgotten when it is released it asks, unless it has just been asked.
-    backend.locks.confirm()
+    backend.locks.check_before_release()
     lock.release()
     assert looked == [".lease"]
     backend.locks.take().release()
@@ -143,7 +143,7 @@ def test_what_was_confirmed_long_ago_is_asked_again(tmp_path, clock):
     """A process that was stopped between its commit and the release of its lease."""
     backend = LocalBackend(str(tmp_path), lease_seconds=PATIENCE)
     lock = backend.locks.take()
-    backend.locks.confirm()
+    backend.locks.check_before_release()
     clock.now += PATIENCE
     put(tmp_path, token="other")
     lock.release()
@@ -159,7 +159,7 @@ def test_a_lease_that_cannot_be_confirmed_fails_nothing(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(LocalBackend, "read", fail)
-        backend.locks.confirm()
+        backend.locks.check_before_release()
     lock.release()
     assert list(tmp_path.iterdir()) == []
 
@@ -168,7 +168,7 @@ def test_a_lease_of_another_is_not_given_back(tmp_path):
     backend = LocalBackend(str(tmp_path), lease_seconds=PATIENCE)
     lock = backend.locks.take()
     put(tmp_path, token="other")
-    backend.locks.confirm()
+    backend.locks.check_before_release()
     lock.release()
     assert said(tmp_path)["token"] == "other"
 
@@ -321,7 +321,7 @@ def test_a_lease_that_ran_out_before_it_was_adopted_is_not_believed(tmp_path, cl
     late = LocalBackend(str(tmp_path))
     adopted = late.locks.adopt(token, None)
     with pytest.raises(CheckpointError, match="process 77 on elsewhere has taken over"):
-        late.locks.recheck()
+        late.locks.ensure_held()
     adopted.release()
     assert said(tmp_path)["token"] == "other"
 
@@ -331,11 +331,11 @@ def test_the_time_that_a_machine_is_suspended_counts(tmp_path, clock, monkeypatc
     backend = LocalBackend(str(tmp_path))
     lock = backend.locks.take()
     put(tmp_path, token="other")
-    backend.locks.recheck()  # its lease is young
+    backend.locks.ensure_held()  # its lease is young
     monkeypatch.setattr(clock, "monotonic", lambda: 0.0)
     clock.now += 3600
     with pytest.raises(CheckpointError, match="has taken over"):
-        backend.locks.recheck()
+        backend.locks.ensure_held()
     lock.release()
 
 

@@ -381,7 +381,7 @@ def test_a_commit_replaces_what_was_seen_or_asks_again(server, monkeypatch, ther
         if len(asked) > 1 and not may:
             raise CheckpointError("somebody has taken over")
 
-    monkeypatch.setattr(storage.locks, "recheck", ask)
+    monkeypatch.setattr(storage.locks, "ensure_held", ask)
     late = contextlib.nullcontext()
     if other != there and not may:
         late = pytest.raises(CheckpointError, match="^somebody has taken over$")
@@ -412,7 +412,7 @@ def test_a_commit_whose_answer_is_lost_is_known_by_its_bytes(server, monkeypatch
 def test_a_commit_to_an_object_that_changes_all_the_time_is_an_error(server, monkeypatch):
     storage = server.storage(server.new_url())
     elsewhere, count = reopen(storage.reopen_token()), iter(range(100))
-    monkeypatch.setattr(storage.locks, "recheck", lambda: write_file(elsewhere, "m", b"%d" % next(count)))
+    monkeypatch.setattr(storage.locks, "ensure_held", lambda: write_file(elsewhere, "m", b"%d" % next(count)))
     with pytest.raises(FileExistsError), storage.create("m", "publish", 3) as file:
         file.write(b"own")
     assert elsewhere.read("m") == b"4"

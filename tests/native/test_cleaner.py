@@ -351,7 +351,7 @@ def test_nothing_goes_if_the_right_to_save_has_been_lost_since_the_listing(tmp_p
     def lost() -> None:
         raise CheckpointError("somebody has taken the right to save over")
 
-    monkeypatch.setattr(directory.backend.locks, "recheck", lost)
+    monkeypatch.setattr(directory.backend.locks, "ensure_held", lost)
     with pytest.raises(CheckpointError, match="taken the right to save over"):
         directory.cleaner.remove_dead_saves()
     assert names(tmp_path) == before

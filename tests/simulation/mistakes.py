@@ -188,13 +188,13 @@ MISTAKES = {
         Mistake(
             "lease-not-checked",
             "nobody looks before the commit whether the lease is still held",
-            {"media.lease:LeaseLock.check": wrong.nothing, "media.lease:LeaseLock.recheck": wrong.nothing},
+            {"media.lease:LeaseLock.check": wrong.nothing, "media.lease:LeaseLock.ensure_held": wrong.nothing},
             "store",
         ),
         Mistake(
             "lease-checked-once",
             "the lease is looked at beside the last checks only, however long these take",
-            {"media.lease:LeaseLock.recheck": wrong.nothing},
+            {"media.lease:LeaseLock.ensure_held": wrong.nothing},
             "store",
         ),
         Mistake(
