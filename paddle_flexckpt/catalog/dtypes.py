@@ -108,7 +108,7 @@ def assign(target: np.ndarray, values: np.ndarray, row: int = -1) -> None:
     Args:
         target: The array.
         values: Of its shape.
-        row: Number of what is filled, for the error.
+        row: Number of the row that is filled, for the error; -1 if there is none.
 
     Raises:
         OverflowingCastError: Numbers are too large for the type; the target has been written.

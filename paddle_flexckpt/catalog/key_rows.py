@@ -33,7 +33,7 @@ class KeyRows:
         catalog: The shards, keys in the order in which they occur.
         place: int64 ``[n]``, the position in the group of the rank that owns each.
         row: int64 ``[n]``, which row of that rank's own catalog each is.
-        number: int64 ``[n]``, the row that each would have in a catalog of all keys.
+        number: int64 ``[n]``, the row that each would have in the catalog of all ranks and keys.
         flags: int64 ``[n]``, its owner's flags.
         contradictions: Contradictions between ranks (about the order of a tensor's elements, or whose state it is),
             each with the number of a row of the rank that contradicts an earlier one.

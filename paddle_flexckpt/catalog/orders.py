@@ -22,8 +22,8 @@ class Order:
     """The order of a whole tensor's elements along one axis.
 
     Attributes:
-        parts: Number of parts, one after the other, each with its share of everything that is fused; 1: natural order.
-            None: the tensor is cut, and not known to be fused or not to be.
+        parts: Number of tensor-parallel parts that lie one after the other, each with its share of what is fused (q, k
+            and v; gate and up). 1: natural order. None: the tensor is cut, and it is not known whether it is fused.
         axis: The axis, not negative; None where nothing is known to be fused.
         statement: Tags and attributes of the AOA statement that changes the number of parts, if one is known.
     """
@@ -73,6 +73,7 @@ class Order:
 
 
 NATURAL = Order(1)
+# Of a tensor that is cut, and of which it is not known whether it is fused.
 CUT = Order(None)
 
 

@@ -47,8 +47,8 @@ class Catalog(Columns):
         file: int32 ``[n]``, or -1.
         byte_offset: int64 ``[n]``, first byte of the shard in its file.
         orders: Distinct orders of elements; ``key_order`` indexes it.
-        key_order: int16 ``[number of keys]``, the order of each tensor's elements, or -1: not known; or ``[0]`` where
-            none is known.
+        key_order: int16 ``[number of keys]``, the order of each tensor's elements; -1: not known. It has length 0 if no
+            order is known.
         state_names: The structured names of optimizer states whose keys have Paddle's own (raw) name of the
             parameter, by key; only the known ones.
     """

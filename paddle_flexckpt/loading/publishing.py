@@ -31,7 +31,7 @@ from paddle_flexckpt.observers import observed
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import PublishReport
 from paddle_flexckpt.tools.tensor_files import OutputDirectory, choose_tensors, divide_evenly
-from paddle_flexckpt.tools.whole_tensors import Part, WholeTensors, split_box, whole_box
+from paddle_flexckpt.tools.whole_tensors import TensorBox, WholeTensors, split_box, whole_box
 from paddle_flexckpt.transfer.agreement import check_coordinator
 from paddle_flexckpt.transfer.options import (
     GROUP,
@@ -311,9 +311,9 @@ class Publication:
                 builder.add(self._keys[name], info.dtype, info.shape, (0,) * len(info.shape), info.shape)
         return replace(builder.build(), rank=np.asarray(ranks, dtype=np.int32))
 
-    def _batches_of(self, names: Collection[str]) -> Iterator[list[Part]]:
+    def _batches_of(self, names: Collection[str]) -> Iterator[list[TensorBox]]:
         """Yield the parts of some tensors that this rank receives and writes at a time, in the order of file bytes."""
-        batch: list[Part] = []
+        batch: list[TensorBox] = []
         left = BATCH_BYTES
         for name in (name for file in self._own for name in file.names if name in names):
             for box, count in _bands(self._infos[name]):
@@ -332,7 +332,7 @@ class Publication:
 
         self._comm.together(step, self._context)
 
-    def _move(self, memory: WholeTensors, batch: list[Part]) -> None:
+    def _move(self, memory: WholeTensors, batch: list[TensorBox]) -> None:
         key_of = self._keys
 
         def describe() -> Targets:
@@ -341,7 +341,7 @@ class Publication:
 
         self._received += self._state.fill(describe)
 
-    def _store(self, memory: WholeTensors, batch: list[Part], is_last: bool) -> None:
+    def _store(self, memory: WholeTensors, batch: list[TensorBox], is_last: bool) -> None:
         """Have a thread write a received batch while the next one is moved; wait for the one before."""
         files = self._files
         files.wait()
@@ -349,7 +349,7 @@ class Publication:
         if is_last:
             self._end_writing()
 
-    def _write_batch(self, memory: WholeTensors, batch: list[Part]) -> None:
+    def _write_batch(self, memory: WholeTensors, batch: list[TensorBox]) -> None:
         for row, (name, box) in enumerate(batch):
             data = memoryview(memory.take(row)[1].ravel().view(np.uint8))
             info = self._infos[name]

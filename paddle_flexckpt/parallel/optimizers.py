@@ -21,8 +21,8 @@ from paddle_flexckpt.parallel.experts import check_experts
 from paddle_flexckpt.parallel.slices import (
     StateTables,
     belongs_to,
+    buffer_tables,
     flat_shard,
-    fused_tables,
     identity,
     is_small,
     parameter_name,
@@ -110,7 +110,7 @@ class OptimizerMixin:
         else:
             with on_host(self):
                 create_accumulators(self, list(stepped_parameters(self, trainable)), names)
-        tables = fused_tables(self)
+        tables = buffer_tables(self)
         if tables is not None:
             return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
         ranges = slice_ranges(self, model_sharded_state_dict, names)

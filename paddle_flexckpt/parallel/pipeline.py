@@ -120,7 +120,7 @@ def _beside(pipeline: Any, name: str, weight: Any) -> _Shard:
 
 def _of_layer(position: _Position, prefix: str) -> Iterator[_Shard]:
     index = position.index
-    for local, weight, tied in _described(position, prefix):
+    for local, weight, tied in _parameters_of(position, prefix):
         aliases = tuple(f"{index}.{other}" for other in tied)
         names = tuple(f"{path}{local}" for path in position.paddle_prefixes)
         yield _Shard(weight, f"{index}.{local}", aliases, names, _origin(position, local), (index,))
@@ -132,10 +132,10 @@ def _of_shared(here: list[_Position], descs: Mapping[int, Any], prefix: str) -> 
     has_first = here[0].index == first
     one_class = all(_builds(desc) is _builds(descs[first]) for desc in descs.values())
     # Paddle keeps equal the tensors that this stage's positions request, always some of those of the first position.
-    asked = {attribute for position in here for attribute in _attributes(position.desc)}
-    shared = [name for name in _attributes(descs[first]) if has_first or name in asked]
+    requested = {attribute for position in here for attribute in _attributes(position.desc)}
+    shared = [name for name in _attributes(descs[first]) if has_first or name in requested]
     paths = tuple(dict.fromkeys(path for position in here for path in position.paddle_prefixes))
-    for local, weight, tied in _described(here[0], prefix):
+    for local, weight, tied in _parameters_of(here[0], prefix):
         attribute = next((a for a in shared if getattr(here[0].layer, a, None) is weight.local_tensor), None)
         index = first if attribute is not None else here[0].index
         before = [i for i in descs if i < index]
@@ -147,7 +147,7 @@ def _of_shared(here: list[_Position], descs: Mapping[int, Any], prefix: str) -> 
         yield _Shard(weight, f"{index}.{named[0]}", aliases, paddle_names, _origin(here[0], local), layers)
 
 
-def _described(position: _Position, prefix: str) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+def _parameters_of(position: _Position, prefix: str) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
     """Return ``(name, shard, other names)`` of the layer's parameters; names are as in the layer."""
     path = f"{prefix}{position.index}."
     for key, weight in describe_layer(position.layer, path).items():

@@ -20,10 +20,10 @@ from paddle_flexckpt.parallel.optimizers import (
     require_described,
     strip_optimizer_name,
 )
-from paddle_flexckpt.parallel.slices import fused_tables, parameter_name
+from paddle_flexckpt.parallel.slices import buffer_tables, parameter_name
 from paddle_flexckpt.parallel.state_creation import create_states
 from paddle_flexckpt.parallel.tensor_fusion import (
-    fused_pieces,
+    buffer_pieces,
     parameters_in,
     trainable_parameters,
     uses_tensor_fusion,
@@ -75,12 +75,12 @@ class ShardOptimizerMixin:
         parameters = trainable_parameters(self._param_groups)
         require_described(parameters, names)
         create_states(self)
-        tables = fused_tables(self)
+        tables = buffer_tables(self)
         if tables is not None:
             return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
         ranges = None
         if uses_tensor_fusion(self):
-            pieces = fused_pieces(self, parameters)
+            pieces = buffer_pieces(self, parameters)
             ranges = {**{p.name: slice(0, 0) for p in parameters}, **{p.parameter.name: p.flat_range for p in pieces}}
         return describe_states(self._inner_opt, model_sharded_state_dict, names, ranges)
 

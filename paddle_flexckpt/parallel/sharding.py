@@ -41,13 +41,13 @@ class ShardingV1Mixin:
         # With comm_overlap alone, too, parameters are in buffers; but then the step is on the parameters.
         if self.tensor_fusion and self.fuse_optimizer:
             require_described(owned, names)
-            tables = _fused_tables(self, owned)
+            tables = _buffer_tables(self, owned)
             return describe_states(tables, model_sharded_state_dict, names, tables.ranges)
         create_accumulators(self._inner_opt, [p for p in owned if not p.stop_gradient], names)
         return describe_states(self._inner_opt, model_sharded_state_dict, names)
 
 
-def _fused_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
+def _buffer_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
     """Return the tables of a V1 optimizer with tensor fusion, by parameter; missing states are created.
 
     Paddle has no record of the places in its buffers, but a parameter's memory is a part of its buffer's. The step

@@ -282,7 +282,7 @@ _FUSION_MODULES = ("paddle.distributed.fsdp.fully_shard_fusion", "paddle.distrib
 _CONTEXT_MODULES = ("paddle.distributed.fsdp._fsdp_context", *_FUSION_MODULES)
 
 
-def fused_context(has_dist_tensors: bool = True) -> Any:
+def buffer_context(has_dist_tensors: bool = True) -> Any:
     """Return the context that ``fully_shard`` with fused parameters has registered, or None.
 
     Args:
@@ -311,7 +311,7 @@ def steps_on_buffers(parameters: Iterable[Any]) -> bool:
     theirs with ``.dist`` behind. Another model's parameters may have the names of fused ones, too.
     """
     parameters = list(parameters)
-    context = fused_context(any(parameter.is_dist() for parameter in parameters))
+    context = buffer_context(any(parameter.is_dist() for parameter in parameters))
     if context is None:
         return False
     fused = _members(context)
@@ -329,7 +329,7 @@ def describe_buffered(weight: ShardedWeight) -> ShardedWeight:
         ValueError: The buffer has another size than this rank's piece, or is spread over more than one mesh axis.
     """
     parameter = weight.dist_tensor
-    context = None if parameter is None else fused_context()
+    context = None if parameter is None else buffer_context()
     # By identity: another model's parameter may have its name.
     if parameter is None or context is None or id(parameter) not in _members(context):
         return weight
@@ -345,11 +345,11 @@ def describe_buffered(weight: ShardedWeight) -> ShardedWeight:
     return made
 
 
-def fused_tables(optimizer: Any) -> StateTables | None:
+def buffer_tables(optimizer: Any) -> StateTables | None:
     """Return an optimizer's tables by parameter, if it steps on buffers; None otherwise."""
     if not steps_on_buffers(trainable_parameters(optimizer._parameter_list or [])):
         return None
-    context = fused_context()
+    context = buffer_context()
     masters = getattr(optimizer, "_master_weights", None) or {}
     tables = StateTables(bool(getattr(optimizer, "_multi_precision", True)), getattr(optimizer, "_name", None))
     for group in context.buffer_manager.buffer_groups:

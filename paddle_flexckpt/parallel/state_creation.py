@@ -14,9 +14,9 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from paddle_flexckpt.parallel.slices import fused_context, parameter_name, steps_on_buffers
+from paddle_flexckpt.parallel.slices import buffer_context, parameter_name, steps_on_buffers
 from paddle_flexckpt.parallel.tensor_fusion import (
-    fused_pieces,
+    buffer_pieces,
     remember_prediction,
     trainable_parameters,
     uses_tensor_fusion,
@@ -58,7 +58,7 @@ def create_states(optimizer: Any) -> None:
         if buffers:
             _create(optimizer, buffers)
         elif uses_tensor_fusion(optimizer):
-            _create_fused_states(optimizer, parameters)
+            _create_buffer_states(optimizer, parameters)
         elif any(hasattr(parameter, "_need_shard_auto") for parameter in parameters):
             _create_fully_shard_states(optimizer, parameters)
         else:
@@ -171,12 +171,12 @@ def _create_group_states(optimizer: Any) -> None:
                 inner._update_param_group(entry)
 
 
-def _create_fused_states(optimizer: Any, parameters: list[Any]) -> None:
+def _create_buffer_states(optimizer: Any, parameters: list[Any]) -> None:
     """Create states of this rank's part of each fused parameter, as one-dimensional as the step's own."""
     import paddle.distributed as dist
     from paddle.distributed.auto_parallel.api import _dtensor_from_local
 
-    pieces = fused_pieces(optimizer, parameters)
+    pieces = buffer_pieces(optimizer, parameters)
     if not _may_create.get():
         return
     remember_prediction(optimizer, pieces, parameters)
@@ -217,6 +217,6 @@ def _fully_sharded_buffers(parameters: list[Any]) -> list[Any]:
     """Return this rank's parts of the buffers of ``fully_shard``, which a step updates in place of parameters."""
     if not steps_on_buffers(parameters):
         return []
-    groups = fused_context().buffer_manager.buffer_groups
+    groups = buffer_context().buffer_manager.buffer_groups
     buffers = [group.params_buffer.data_buffer for group in groups]
     return [buffer for buffer in buffers if not buffer.stop_gradient]

@@ -18,7 +18,7 @@ _PREDICTED = "_flexckpt_predicted_ranges"
 
 
 @dataclass(frozen=True)
-class FusedPiece:
+class BufferPiece:
     """The part of one parameter that one rank updates: a range, never empty, of its flattened local value."""
 
     parameter: Any  # the live one; whole on every rank of the axis "dp"
@@ -27,16 +27,16 @@ class FusedPiece:
 
 
 def uses_tensor_fusion(optimizer: Any) -> bool:
-    """Return whether a semi-automatic optimizer steps fused buffers."""
+    """Return whether a semi-automatic optimizer steps on buffers."""
     return bool(getattr(optimizer, "enable_tensor_fusion", False))
 
 
-def is_fused(optimizer: Any) -> bool:
+def has_buffers(optimizer: Any) -> bool:
     """Return whether the buffers exist: they do after the first step."""
     return uses_tensor_fusion(optimizer) and not optimizer.do_tensor_fusion_once
 
 
-def fused_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[FusedPiece]:
+def buffer_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[BufferPiece]:
     """Return the pieces that this rank updates, in the order of the buffers.
 
     Before the buffers exist they follow from ``parameters``: those that the first step will update, in its order.
@@ -44,7 +44,7 @@ def fused_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[FusedPiece]:
     Raises:
         ValueError: There is no global mesh with an axis "dp", or this rank is not on it.
     """
-    if is_fused(optimizer):
+    if has_buffers(optimizer):
         group = optimizer._sharding_group
         buffers = [
             (int(storage._numel()), [(view["param"], int(view["index"])) for view in views.values()])
@@ -55,7 +55,7 @@ def fused_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[FusedPiece]:
     return _cut(_buffers(optimizer, list(parameters), degree), place, degree)
 
 
-def _cut(buffers: list[tuple[int, list[tuple[Any, int]]]], place: int, degree: int) -> list[FusedPiece]:
+def _cut(buffers: list[tuple[int, list[tuple[Any, int]]]], place: int, degree: int) -> list[BufferPiece]:
     """Return this rank's part of each buffer; ``buffers`` has sizes, and parameters with their begins."""
     pieces = []
     for number, (size, members) in enumerate(buffers):
@@ -64,7 +64,7 @@ def _cut(buffers: list[tuple[int, list[tuple[Any, int]]]], place: int, degree: i
             start = max(first - index, 0)
             stop = min(first + size // degree - index, int(parameter._numel()))
             if start < stop:
-                pieces.append(FusedPiece(parameter, number, slice(start, stop)))
+                pieces.append(BufferPiece(parameter, number, slice(start, stop)))
     return pieces
 
 
@@ -114,13 +114,13 @@ def _place_on_mesh() -> tuple[int, int]:
     )
 
 
-def remember_prediction(optimizer: Any, pieces: Iterable[FusedPiece], parameters: list[Any]) -> None:
+def remember_prediction(optimizer: Any, pieces: Iterable[BufferPiece], parameters: list[Any]) -> None:
     """Store, until the first step, the ranges that states are created for.
 
     Raises:
         ValueError: Before the first step, states were created for other ranges; nothing is stored then.
     """
-    if optimizer._accumulators and not is_fused(optimizer):
+    if optimizer._accumulators and not has_buffers(optimizer):
         _check_prediction(optimizer, parameters)
     ranges = {piece.parameter.name: piece.flat_range for piece in pieces}
     setattr(optimizer, _PREDICTED, ranges)
@@ -151,7 +151,7 @@ def _check_prediction(optimizer: Any, parameters: list[Any]) -> None:
             "enabled; expected states of fused parts. Remedy: enable tensor fusion before the optimizer is asked for "
             "its state"
         )
-    actual = {piece.parameter.name: piece.flat_range for piece in fused_pieces(optimizer, parameters)}
+    actual = {piece.parameter.name: piece.flat_range for piece in buffer_pieces(optimizer, parameters)}
     if actual == predicted:
         return
     name = next(n for n in (*predicted, *actual) if predicted.get(n) != actual.get(n))

@@ -25,8 +25,8 @@ class ExchangePlan:
         local: Pieces whose source and target are both on this rank.
         outgoing: Pieces to send, by receiving rank.
         incoming: Pieces to receive, by sending rank.
-        repeated: Pieces whose elements arrive with another piece, as two targets want them: copies from that piece's
-            target (``source`` is a row of the target catalog too), to be made when all pieces have arrived.
+        repeated: Copies between targets, to be made when all pieces have arrived. Elements that two targets want are
+            sent for one target, and copied from it to the other. ``source`` is a row of the target catalog.
         repeated_bytes: Bytes of these pieces as messages.
     """
 
@@ -92,7 +92,7 @@ def plan_exchange(
 def _sent_once(pieces: Pieces, source: Catalog, target: Catalog) -> tuple[Pieces, Pieces]:
     """Split a message's pieces into those to send, and copies with the same elements.
 
-    A copy is made from a target of the source's dtype, or else of its own dtype, so that it is rounded as if it had
+    A copy is made only from a target that has the dtype of the source or of the copy. So it is rounded as if it had
     been sent.
     """
     nothing = pieces.take(np.zeros(0, dtype=np.int64))

@@ -66,8 +66,8 @@ def find_sets(groups: ReplicaGroups, holder: np.ndarray) -> tuple[HolderSets, np
         return HolderSets(np.zeros(0, dtype=np.int64), np.zeros(1, dtype=np.int64)), np.zeros(0, dtype=np.int64)
     of_member = holder[groups.order]
     first, last = of_member[groups.start[:-1]], of_member[groups.start[1:] - 1]
-    # Sets of one kind (the ranks along one axis of a mesh) are adjacent: they have no rank in common. Sets are hashed
-    # by the sum of a random-looking number per rank, and sets with equal hashes are compared.
+    # Sort sets so that those of one kind are neighbours. Such sets (the ranks along one axis of a mesh) have no rank in
+    # common. The hash of a set is the sum of a random-looking number per rank; sets of equal hashes are compared.
     order = np.lexsort((np.add.reduceat(_mixed(of_member), groups.start[:-1]), first, last - first, count))
     width = count[order]
     start = np.append(0, np.cumsum(width))
@@ -91,8 +91,8 @@ def _mixed(holder: np.ndarray) -> np.ndarray:
 def share_out(sets: HolderSets, amount: np.ndarray, world: int) -> np.ndarray:
     """Return how much of each set's line each of its members gets, int64 like ``sets.members``.
 
-    Sets that contain each other, or have no rank in common, are level after one round. Where sets cross, the sets after
-    one change the loads on which its shares were based; so lines are taken back and poured again, round by round.
+    One round makes the loads level if sets contain each other or have no rank in common. If sets cross, later sets
+    change the loads on which earlier shares were based. So the shares are computed again, round by round.
 
     Args:
         sets: The sets, by places below ``world``.

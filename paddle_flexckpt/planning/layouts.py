@@ -38,7 +38,7 @@ class _Part:
         shape: Extents of the local boxes, int64 ``[t, d]``, padded on the left.
         size: Elements of these, int64 ``[t]``.
         trained: Positions in ``tensor`` of those that the optimizer has, in the order in which it gets their states.
-        coloured: For each of these, whether sharding V2 puts it into the buffers of experts.
+        has_expert_color: For each of these, whether sharding V2 puts it into the buffers of experts.
         order: Positions in ``tensor`` in the order of the model's state: a tied tensor is at the place of its layer.
     """
 
@@ -46,7 +46,7 @@ class _Part:
     shape: np.ndarray
     size: np.ndarray
     trained: np.ndarray
-    coloured: np.ndarray
+    has_expert_color: np.ndarray
     order: np.ndarray
 
 
@@ -62,8 +62,8 @@ class _Shared:
         shape: Extents of their local boxes, int64 ``[k, d]``.
         step: Distance between the boxes of neighbours in tensor parallelism, int64 ``[k, d]``.
         size: Elements of the tensors' boxes, int64 ``[k]``.
-        is_box: Whether it is never flattened, bool ``[k]``.
-        may_be_box: Whether it is not flattened where a rank owns all of it, bool ``[k]``.
+        is_box: Whether it is stored as a box even if a rank owns only a part, bool ``[k]``.
+        may_be_box: Whether it is stored as a box if a rank owns all of it, bool ``[k]``.
     """
 
     shares: Shares
@@ -196,11 +196,13 @@ class Layout(JobLayout):
             order.insert(before[-1] + 1 if before else 0, place)
         trained, size = np.flatnonzero(self._is_trained[tensor]), shape.prod(axis=1)
         # Where experts are spread over dp alone, all ranks that share an optimizer hold the same ones.
-        coloured = self._is_expert[tensor[trained]] & (self.strategy.ep > 1 and self.strategy.experts != "dp")
-        ordered = self._in_order(tensor[trained], size[trained], coloured)
-        return _Part(tensor, shape, size, trained[ordered], coloured[ordered], np.asarray(order, dtype=np.int64))
+        has_expert_color = self._is_expert[tensor[trained]] & (self.strategy.ep > 1 and self.strategy.experts != "dp")
+        ordered = self._in_order(tensor[trained], size[trained], has_expert_color)
+        return _Part(
+            tensor, shape, size, trained[ordered], has_expert_color[ordered], np.asarray(order, dtype=np.int64)
+        )
 
-    def _in_order(self, tensor: np.ndarray, size: np.ndarray, coloured: np.ndarray) -> np.ndarray:
+    def _in_order(self, tensor: np.ndarray, size: np.ndarray, has_expert_color: np.ndarray) -> np.ndarray:
         """Return the order in which the optimizer gets the states of parameters.
 
         Sharding V1 sorts them by size, the largest first; V2 by buffer: those of a color together, the color of the
@@ -213,7 +215,7 @@ class Layout(JobLayout):
         names = [self._model.tensors[row].dtype for row in tensor.tolist()]
         places = {name: place for place, name in enumerate(sorted(set(names)))}
         is_matrix, dtype = self._is_matrix[tensor], [places[name] for name in names]
-        return np.lexsort((np.where(is_matrix, -size, dtype), coloured != coloured[0], is_matrix))
+        return np.lexsort((np.where(is_matrix, -size, dtype), has_expert_color != has_expert_color[0], is_matrix))
 
     def _find_shared(self, stage: int, expert_place: int) -> _Shared:
         """Return the shares of the ranks of a part.
@@ -233,7 +235,7 @@ class Layout(JobLayout):
         elif self._kind in ("v2", "muon"):
             stride = self.strategy.expert_stride or 1  # 0: there are no experts
             for is_expert, neighbours in ((False, 1), (True, stride)):
-                rows, count = part.trained[part.coloured == is_expert], degree // neighbours
+                rows, count = part.trained[part.has_expert_color == is_expert], degree // neighbours
                 ranks[rows] = neighbours
                 # Muon gives whole matrices, the largest first, to the rank with the least so far.
                 whole, rows = rows[is_matrix[rows]], rows[~is_matrix[rows]]

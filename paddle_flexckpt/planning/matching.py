@@ -133,10 +133,10 @@ class ShardMatcher:
         self._key_start = np.searchsorted(key[order], np.arange(len(source.keys) + 1))
 
     def held_by(self, rank: int) -> ShardMatcher:
-        """Return a matcher for the pieces that a rank may have to send; it finds few others.
+        """Return a matcher that has only the shards of one rank, and all shards of keys with overlaps.
 
-        It has the rank's own shards alone (and all shards of a key with overlaps). So matching the targets of all ranks
-        takes time in proportion to their number, not to its square.
+        It finds all pieces that the rank has to send, and few others. So matching the targets of all ranks takes time
+        in proportion to their number, not to its square.
         """
         part, groups = copy.copy(self), np.arange(len(self.groups))
         key = self.source.key[self.groups.first[self._group]]

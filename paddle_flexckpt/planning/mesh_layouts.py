@@ -57,15 +57,16 @@ class MeshLayout(JobLayout):
         self._cuts = tuple(self._columns(each) for each in (placed, dense, masters))
         only = [[_NO_AXIS if p.only is None else p.only for p in each] for each in placed]
         self._only = np.asarray(only, dtype=np.int64).reshape(len(placed), len(strategy.axes))
-        # A rank's part of each follows from its place on these axes of the mesh.
-        stands = np.asarray((self._only >= 0).any(axis=0))
+        # Mesh axes with stages of a pipeline. A rank's part of a tensor follows from its place on these axes, and on
+        # those that cut the tensor.
+        has_stages = np.asarray((self._only >= 0).any(axis=0))
         cuts = [(cut >= 0).any(axis=0) for cut in self._cuts]
-        self._axes_of = tuple(tuple(map(bool, np.logical_or(each, stands))) for each in cuts)
+        self._axes_of = tuple(tuple(map(bool, np.logical_or(each, has_stages))) for each in cuts)
         self._fused_axis = strategy.axes.index("dp") if stage == "fusion" else _NO_AXIS
         used = zip(*self._axes_of)
         self._used = tuple(any(each) or number == self._fused_axis for number, each in enumerate(used))
         # Ranks at different places on these axes have states of other tensors, or other parts of buffers.
-        self._apart = self._used if stage == "fusion" else tuple(map(bool, stands))
+        self._axes_of_kinds = self._used if stage == "fusion" else tuple(map(bool, has_stages))
         self._states = functools.lru_cache(maxsize=None)(self._find_states)
 
     def _with_shapes(self, placed: list[Placements]) -> Iterable[tuple[Placements, tuple[int, ...]]]:
@@ -119,8 +120,8 @@ class MeshLayout(JobLayout):
         ``_set_and_check_sharding_prop_from_param`` in paddle/distributed/auto_parallel/api.py. A mesh of one stage of a
         pipeline has no axis for that.
         """
-        stands = {number for placements in placed for number, p in enumerate(placements) if p.only is not None}
-        axis = next((number for number in range(len(self.strategy.axes)) if number not in stands), 0)
+        of_stages = {number for placements in placed for number, p in enumerate(placements) if p.only is not None}
+        axis = next((number for number in range(len(self.strategy.axes)) if number not in of_stages), 0)
         for each, placements in zip(self._model.tensors, placed):
             if not each.is_trained:
                 continue
@@ -170,7 +171,7 @@ class MeshLayout(JobLayout):
 
     def _catalogs(self, ranks: np.ndarray) -> Iterator[Catalog]:
         places = np.stack(self.strategy.place(ranks), axis=1)
-        kinds, kind_of = np.unique(np.where(self._apart, places, 0), axis=0, return_inverse=True)
+        kinds, kind_of = np.unique(np.where(self._axes_of_kinds, places, 0), axis=0, return_inverse=True)
         for number, kind in enumerate(kinds.tolist()):
             some = np.flatnonzero(kind_of.reshape(-1) == number)
             yield self._catalog_at(ranks[some], places[some], tuple(kind))

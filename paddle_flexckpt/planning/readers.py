@@ -25,8 +25,8 @@ SECTIONS_OF_A_RANK = 100
 # Bytes of a round; it may read up to one section more.
 ROUND_BYTES = 8 << 20
 
-# Declared, not measured: what one process reads from an object store, and sends to and receives from other hosts. Only
-# their ratio counts, and it is taken to favour direct reads.
+# Assumed, not measured: the bytes per second that one process reads from an object store, and that it sends to and
+# receives from other hosts. Only their ratio matters; it is chosen in favour of direct reads.
 READ_BYTES_PER_SECOND = 500e6
 LINK_BYTES_PER_SECOND = 1000e6
 # Seconds to agree on the plan and to connect.
@@ -81,7 +81,15 @@ def cut_sections(stored: Catalog, groups: ReplicaGroups, ranks: int, block_bytes
 
 
 class MatchedSections(NamedTuple):
-    """Sections; the same as shards that no rank holds, with groups and coverage; and the pieces that fill targets."""
+    """The sections, and the pieces that fill targets from them.
+
+    Attributes:
+        sections: The sections.
+        rows: The sections as shards of a rank that does not exist, so that no rank has them in its memory.
+        alike: The replica groups of these shards.
+        coverage: Their coverage.
+        pieces: The pieces.
+    """
 
     sections: Sections
     rows: Catalog
@@ -144,8 +152,8 @@ def choose_readers(
         nbytes: int64 per section.
         ranks: Number of ranks.
         sees: bool ``[ranks, sections]``, whether a rank can read a section; None: each can read all.
-        together: Whether one rank alone reads a section. Else every rank reads what it wants and sees, and one rank
-            reads what only ranks see that do not want it.
+        together: Whether each section is read by one rank only. Else every rank reads the sections that it wants and
+            sees, and one other rank reads a section that none of those that want it sees.
     """
     section, place = wanted
     own, others = wanted, (section[:0], place[:0])

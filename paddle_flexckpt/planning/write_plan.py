@@ -144,12 +144,14 @@ class Lines:
         if before is not None:
             cut = np.clip(cut - before[of_member], 0, self.amount[of_member])
         cut += base[of_member]
-        # A cut inside a small shard moves to the nearer end of it; inside a large one, to the nearest row.
+        # So far a cut may lie anywhere in a shard, as after member a in: |--shard 0--|--sha|rd 1--|. A cut inside a
+        # small shard moves to the nearer end of it, and a cut inside a large one to the nearest row.
         shard = np.minimum(np.searchsorted(end, cut, side="right"), len(size) - 1)
         inside = np.clip(cut - begin[shard], 0, length[shard])
         step = np.where(length[shard] < min_split_bytes, length[shard], self.unit[shard] * itemsize[shard])
         step = np.maximum(step, 1)
         inside = np.minimum((inside + step // 2) // step * step, length[shard])
+        # Each member has the bytes from low to high, which may be of several shards: an item for each.
         high = np.maximum.accumulate(begin[shard] + inside)
         low = np.append(0, high[:-1])
         count = np.searchsorted(begin, high, side="left") - np.searchsorted(end, low, side="right")

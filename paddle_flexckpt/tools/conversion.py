@@ -228,8 +228,8 @@ class _Conversion:
         self._chosen, self._keys, self._mapping = chosen, chosen.keys, chosen.mapping
         codes = Codes(catalog, self._mapping, lambda: read_settings(directory))
         scales = {scale for key in chosen.keys.values() for scale in codes.scales(key)}
-        kept = {name for name, key in chosen.keys.items() if key in scales}
-        self._infos = chosen.infos if options.dtype is None else _cast(chosen.infos, options.dtype, kept)
+        uncast = {name for name, key in chosen.keys.items() if key in scales}
+        self._infos = chosen.infos if options.dtype is None else _cast(chosen.infos, options.dtype, uncast)
         problems = [codes.problem(key, self._infos[name].dtype) for name, key in chosen.keys.items()]
         if any(problems):
             raise ValidationError([problem for problem in problems if problem is not None])
@@ -344,12 +344,12 @@ def _metered(arrays: Iterable[np.ndarray], meter: Meter) -> Iterator[np.ndarray]
         meter.add(nbytes)
 
 
-def _cast(infos: Mapping[str, TensorInfo], dtype: str, kept: Collection[str]) -> dict[str, TensorInfo]:
-    """Return the same with another type for floating-point weights, but not for states, counters and ``kept``."""
+def _cast(infos: Mapping[str, TensorInfo], dtype: str, uncast: Collection[str]) -> dict[str, TensorInfo]:
+    """Return the same with another type for floating-point weights, but not for states, counters and ``uncast``."""
     name, everything = dtype_of(dtype).name, set(infos)
 
     def is_cast(key: str) -> bool:
-        return not (key in kept or key.startswith(EXTRA_STATE) or is_counter(key) or is_state(key, everything))
+        return not (key in uncast or key.startswith(EXTRA_STATE) or is_counter(key) or is_state(key, everything))
 
     return {
         key: replace(info, dtype=name) if is_float(info.dtype) and is_cast(key) else info for key, info in infos.items()
@@ -357,7 +357,7 @@ def _cast(infos: Mapping[str, TensorInfo], dtype: str, kept: Collection[str]) ->
 
 
 def _copied(keys: Mapping[str, str], mapping: TensorMapping | None) -> dict[str, str]:
-    """Return the source's key by written name, for names whose tensor is the source's, unchanged."""
+    """Map each written name to the source key whose tensor it copies unchanged; leave out other names."""
     if mapping is None:
         return dict(keys)
     copied = mapping.copied_keys(keys.values())
@@ -386,6 +386,6 @@ def _stored(keys: Mapping[str, str], source: Catalog, mapping: TensorMapping | N
     """Return the source's shards of tensors that are written unchanged, under their new names."""
     names = {key: name for name, key in _copied(keys, mapping).items()}
     chosen = np.asarray([key in names for key in source.keys], dtype=bool)
-    kept = source.take(chosen[source.key]).compact()
+    unchanged = source.take(chosen[source.key]).compact()
     known = {names[key]: details for key, details in source.state_names.items() if key in names}
-    return replace(kept, keys=tuple(names[key] for key in kept.keys), state_names=known)
+    return replace(unchanged, keys=tuple(names[key] for key in unchanged.keys), state_names=known)

@@ -38,7 +38,7 @@ from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.planning.strategy import Strategy
 from paddle_flexckpt.tools.models import layout_for
 from paddle_flexckpt.tools.tensor_files import group, write_arrays
-from paddle_flexckpt.tools.whole_tensors import Part
+from paddle_flexckpt.tools.whole_tensors import TensorBox
 from paddle_flexckpt.transfer.files import CONFIG_FILE
 
 # A header of 100 MB, the largest that safetensors allows, can hold more than twice as many.
@@ -49,7 +49,7 @@ _BESIDE = re.compile(
     r".*tokeni[sz]er.*|vocab\..*|merges\.txt|spiece\.model|sentencepiece.*|special_tokens_map\.json|added_tokens\.json|"
     r"generation_config\.json|chat_template\..*|.*processor_config\.json"
 )
-_HEADS = ("num_key_value_heads", "num_attention_heads", "n_head")
+_HEAD_COUNTS = ("num_key_value_heads", "num_attention_heads", "n_head")
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +91,7 @@ class PlannedFile:
     """
 
     name: str
-    parts: Sequence[Part]
+    parts: Sequence[TensorBox]
     data_bytes: int
     nbytes: int = 0
 
@@ -269,9 +269,9 @@ def _whole_rows(rank: int, infos: Mapping[str, TensorInfo]) -> Catalog:
     return builder.build()
 
 
-def parts_of(items: Catalog) -> list[Part]:
+def parts_of(items: Catalog) -> list[TensorBox]:
     """Return name and boxes of items, in the order of their data, without those without elements."""
-    parts: list[Part] = []
+    parts: list[TensorBox] = []
     lengths = items.byte_length
     for row in range(len(items)):
         name, offset, shape = items.key_name(row), items.unpadded(row, items.offset), items.unpadded(row, items.shape)
@@ -339,7 +339,7 @@ def _of_dtype(known: dict[str, Any], dtype: str | None) -> Iterator[str]:
 
 def _of_heads(known: dict[str, Any], strategy: Strategy | Mesh | None) -> Iterator[str]:
     ranks = strategy.tp if isinstance(strategy, Strategy) else 1
-    name = next((name for name in _HEADS if type(known.get(name)) is int), None)
+    name = next((name for name in _HEAD_COUNTS if type(known.get(name)) is int), None)
     if name is not None and known[name] % ranks:
         yield (
             f"tp={ranks} cuts inside of heads: {CONFIG_FILE} has {name}={known[name]}, which that does not divide. A "

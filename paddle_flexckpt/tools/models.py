@@ -33,7 +33,7 @@ from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
 
 _PIPELINE, _LAYER = re.compile(r"(\d+)\."), re.compile(r"\.(\d+)\.")
 _EXPERT = re.compile(r"(.*\bexperts\.)(\d+)(\..*)")
-# Stands for an axis where no single axis explains the stored parts of a tensor.
+# In place of an axis, if no single axis explains the stored parts of a tensor.
 _SEVERAL, _UNEVEN = 1 << 30, 1 << 31
 _UNCLEAR = {
     _SEVERAL: "a tensor is stored in parts along several axes",
@@ -129,10 +129,10 @@ def layout_for(
 
     Args:
         strategy: The job's.
-        infos: As of :func:`model_of`, as are those that follow.
+        infos: As of :func:`model_of`.
         stored: The shards of the checkpoint, except those of tensors that statements make.
-        cuts: See there.
-        states: See there.
+        cuts: As of :func:`model_of`.
+        states: As of :func:`model_of`.
 
     Raises:
         ValidationError: The strategy cannot cut the model.
@@ -329,7 +329,10 @@ def kept_states(found: Mapping[str, Mapping[str, str]], infos: Mapping[str, Tens
 
 
 def lacking_states(own: Collection[str], kept: Sequence[State]) -> tuple[str, ...]:
-    """Return the states that other parameters have and this one lacks, master weights excepted; none if it has none."""
+    """Return the states that other parameters have and this one lacks, except master weights.
+
+    A parameter without any state lacks none.
+    """
     return tuple(state.suffix for state in kept if state.suffix not in own and not state.is_master) if own else ()
 
 

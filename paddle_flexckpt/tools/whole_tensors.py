@@ -36,7 +36,7 @@ BAND_BYTES = 64 << 20
 # The options of a transfer whose keys are the source's own: nothing is renamed or refused.
 AS_STORED = TransferOptions(optimizer_states="ignore", mw_name_compatibility=False, raw_names="trusted")
 # The key of a tensor, and a box in it.
-Part = tuple[str, Box]
+TensorBox = tuple[str, Box]
 
 
 @dataclass
@@ -69,7 +69,7 @@ class WholeTensors(Memory):
         self,
         infos: Mapping[str, TensorInfo],
         mapping: TensorMapping | None,
-        parts: Sequence[Part] | None = None,
+        parts: Sequence[TensorBox] | None = None,
         is_cut: bool = False,
     ) -> Targets:
         """Return the targets.
@@ -122,9 +122,9 @@ def whole_box(info: TensorInfo) -> Box:
     return Box((0,) * len(info.shape), info.shape)
 
 
-def whole_parts(infos: Mapping[str, TensorInfo], part_bytes: int | None = None) -> list[Part]:
+def whole_parts(infos: Mapping[str, TensorInfo], part_bytes: int | None = None) -> list[TensorBox]:
     """Return key and box of tensors: of each one all, or parts of its rows of at most so many bytes, in order."""
-    parts: list[Part] = []
+    parts: list[TensorBox] = []
     for key, info in infos.items():
         box = whole_box(info)
         itemsize = dtype_of(info.dtype).itemsize

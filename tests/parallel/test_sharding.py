@@ -16,7 +16,7 @@ from paddle import nn
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.optimizers import OptimizerMixin, describe_states, keys_by_parameter_name
 from paddle_flexckpt.parallel.sharding import MuonShardingMixin, _owned_range
-from paddle_flexckpt.parallel.slices import fused_context, parameter_name
+from paddle_flexckpt.parallel.slices import buffer_context, parameter_name
 from tests.remedies.following import provoked
 
 
@@ -418,16 +418,16 @@ def test_what_is_fused_is_found_where_this_paddle_keeps_it(monkeypatch, where, o
         found = context if name in where else None
         module = types.SimpleNamespace(get_fsdp_context=lambda found=found: found)
         monkeypatch.setitem(sys.modules, name, module)
-    assert fused_context() is context
+    assert buffer_context() is context
 
 
 def test_a_paddle_that_does_not_tell_what_is_fused_is_refused_where_there_are_dist_tensors(monkeypatch):
     monkeypatch.setitem(sys.modules, OLD, types.SimpleNamespace())
     with pytest.raises(RuntimeError, match="expected get_fsdp_context in one of .*_fsdp_context.* Remedy: use"):
-        fused_context()
-    assert fused_context(has_dist_tensors=False) is None
+        buffer_context()
+    assert buffer_context(has_dist_tensors=False) is None
 
 
 def test_a_paddle_that_fuses_nothing_has_no_context(monkeypatch):
     monkeypatch.delitem(sys.modules, OLD, raising=False)
-    assert fused_context() is None
+    assert buffer_context() is None

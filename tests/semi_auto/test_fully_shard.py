@@ -124,7 +124,7 @@ def two_axes(directory):
     fc.install()
     mesh = dist.ProcessMesh([list(range(dist.get_world_size()))], dim_names=["dp", "mp"])
     model, _ = fused(mesh)
-    context = slices.fused_context()
+    context = slices.buffer_context()
     buffer = context.buffer_manager.buffer_groups[0].params_buffer
     texts = []
     for call in (lambda: fc.check(model), lambda: fc.save_state_dict(model.sharded_state_dict(), directory)):
@@ -249,18 +249,18 @@ def test_describing_looks_at_each_parameter_a_few_times_however_many_there_are(m
         comm_manager=SimpleNamespace(reset_params_buffer_status=lambda: list(groups)),
         mesh=SimpleNamespace(process_ids=[0]),
     )
-    monkeypatch.setattr(slices, "fused_context", lambda: context)
+    monkeypatch.setattr(slices, "buffer_context", lambda: context)
     table = {group.params_buffer.data_buffer.name: paddle.zeros([4 * per_buffer]) for group in groups}
     optimizer = SimpleNamespace(_accumulators={"moment1": table, "moment2": dict(table)}, _parameter_list=[])
 
     for parameter in parameters:
         parameter.stop_gradient = False
         weight = SimpleNamespace(key=parameter.name, dist_tensor=parameter)
-        shard = slices.describe_fused(weight)
+        shard = slices.describe_buffered(weight)
         assert isinstance(shard, ShardedWeight)
         assert shard.flattened_range == slice(0, 3)
     monkeypatch.setattr(slices, "steps_on_buffers", lambda _: True)
-    tables = slices.fused_tables(optimizer)
+    tables = slices.buffer_tables(optimizer)
     assert tables.ranges == {parameter.name: slice(0, 3) for parameter in parameters}
     assert max(parameter.looks for parameter in parameters) <= 4
     assert groups.walks <= 4

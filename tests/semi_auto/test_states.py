@@ -17,7 +17,7 @@ import paddle.distributed as dist
 import paddle_flexckpt as fc
 from paddle_flexckpt.parallel.install import install, uninstall
 from paddle_flexckpt.parallel.state_creation import create_states
-from paddle_flexckpt.parallel.tensor_fusion import fused_pieces, trainable_parameters
+from paddle_flexckpt.parallel.tensor_fusion import buffer_pieces, trainable_parameters
 from tests.remedies.following import advised
 from tests.semi_auto.strategies import BY_NAME
 from tests.semi_auto.training import build, gather
@@ -140,7 +140,7 @@ def predicted(strategy, sizes, megabytes):
     optimizer._strategy.sharding.comm_buffer_size_MB = megabytes
 
     def pieces():
-        found = fused_pieces(optimizer, trainable_parameters(optimizer._param_groups))
+        found = buffer_pieces(optimizer, trainable_parameters(optimizer._param_groups))
         return [[p.parameter.name, p.buffer, p.flat_range.start, p.flat_range.stop] for p in found]
 
     before = pieces()
@@ -266,7 +266,7 @@ def half_precision(strategy):
         moment = local(built.inner._accumulators["moment1"][masters[parameter.name].name])
         whole = parameter._local_value().astype("float32").numpy()
         if built.strategy.fusion:
-            pieces = fused_pieces(built.optimizer, trainable_parameters(built.optimizer._param_groups))
+            pieces = buffer_pieces(built.optimizer, trainable_parameters(built.optimizer._param_groups))
             whole = whole.reshape(-1)[next(p.flat_range for p in pieces if p.parameter is parameter)]
         elif built.strategy.stage == 1:
             whole = np.array_split(whole, dist.get_world_size())[dist.get_rank()]
