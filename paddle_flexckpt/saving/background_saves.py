@@ -23,7 +23,7 @@ from paddle_flexckpt.memory.device_memory import DeviceMemory, current_device
 from paddle_flexckpt.native.checksums import BLOCK_BYTES, Checksums, hash_block
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.saving.save_plan import Share, Source, Written
+from paddle_flexckpt.saving.save_plan import Share, Source, WriteMessages
 from paddle_flexckpt.saving.shared_saves import SharedSave
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class BackgroundSave(SharedSave):
         self._staging: Staging | None = None
         # For a save in slices: its memory, the items' digests at the call, and the error of a slice.
         self._space: np.ndarray = np.empty(0, dtype=np.uint8)
-        self._then: np.ndarray = self._space
+        self._digests_at_call: np.ndarray = self._space
         self._small = min(SMALL_BYTES, self._options.slice_bytes or 0)
         self._failure: Exception | None = None
 
@@ -90,8 +90,8 @@ class BackgroundSave(SharedSave):
         """Allocate memory for this rank's data, copy small items, and return a digest of each item as it is now."""
         self._staging = self._open_staging(share)
         self._staging.begin(share.sources(), self._small)
-        self._then = share.digests()
-        digests: np.ndarray = self._then["digest"]
+        self._digests_at_call = share.digests()
+        digests: np.ndarray = self._digests_at_call["digest"]
         return digests
 
     def register(self, handle: SlicedSave) -> SlicedSave:
@@ -109,7 +109,7 @@ class BackgroundSave(SharedSave):
             self._failure = error
         return self._failure is None and not self._staging.is_done
 
-    def write(self, share: Share, hashed: np.ndarray) -> Written:
+    def write(self, share: Share, hashed: np.ndarray) -> WriteMessages:
         """Copy this rank's data, or what slices have left of it, to memory that the writer shares.
 
         Raises:
@@ -125,7 +125,8 @@ class BackgroundSave(SharedSave):
         else:
             checksums = (self._staging or self._open_staging(share)).finish(spans)
         if self._staging is not None:
-            changed = np.flatnonzero((self._then != share.digests(self._space)) & (lengths > self._small))
+            is_changed = self._digests_at_call != share.digests(self._space)
+            changed = np.flatnonzero(is_changed & (lengths > self._small))
             if len(changed):
                 rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
                 raise ValidationError(
@@ -134,7 +135,7 @@ class BackgroundSave(SharedSave):
                     "something else changes it, as the forward pass a buffer, save without slice_bytes"
                 )
         sums = np.asarray(checksums, dtype=np.uint64)
-        return Written(b"", Checksums.of_items(sums, np.where(hashed, lengths, 0)))
+        return WriteMessages(b"", Checksums.of_items(sums, np.where(hashed, lengths, 0)))
 
     def _write_in_waves(self, share: Share, nbytes: int, hashed: Iterable[tuple[int, int]]) -> list[int]:
         """Have the writer write while this rank's data is copied, through so much memory; wait for the last copy.
@@ -143,7 +144,6 @@ class BackgroundSave(SharedSave):
         """
         job = self._job(share)
         lock, self.lock = self.lock, None
-        self._is_removable = False  # the files belong to the writer
         waves = self._slot.stage_in_waves(job, nbytes, _page_lock(share), lock)
         staging, left = Staging(share.sources(), np.empty(0, dtype=np.uint8), None), job.data_bytes
         blocks, checksums, begin = blocks_of(hashed), [], 0
@@ -165,7 +165,7 @@ class BackgroundSave(SharedSave):
         return self._slot.hand_over(report, begin, lock, handle)
 
     def lose_rank(self, error: LostRankError) -> None:
-        """Tell the other ranks' writers, as those ranks may not have noticed, and have handed their shares over."""
+        """Have the other ranks' writers end the save: their ranks may have handed over without noticing the loss."""
         self._slot.refuse(error)
 
 
@@ -175,7 +175,7 @@ def _page_lock(share: Share) -> LockPages | None:
 
 
 def blocks_of(items: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield first bytes and last ones exclusive of the blocks of items, of which these are given too."""
+    """Yield the range of bytes, begin and end, of each block; ``items`` has the range of each item."""
     for begin, end in items:
         for start in range(begin, end, BLOCK_BYTES):
             yield start, min(start + BLOCK_BYTES, end)
@@ -192,7 +192,7 @@ class Staging:
         """Take the items, uint8 memory of their size, and the device that the memory is page-locked for, if any."""
         self._sources, self._space, self._device = iter(sources), space, device
         self._source: Source | None = None
-        self._is_there = False
+        self._is_copied = False
         # Items of at most so many bytes have been copied already.
         self._small = -1
         self._position = 0
@@ -219,8 +219,8 @@ class Staging:
     def finish(self, hashed: Iterable[tuple[int, int]] = ()) -> list[int]:
         """Copy the rest, and wait for all of it.
 
-        Returns the block checksums of ``hashed``: of items, by their first bytes in the memory and last ones exclusive.
-        Bytes that are copied now are hashed while they are in cache.
+        Returns the block checksums of ``hashed``, which has the range of bytes in the memory, begin and end, of each
+        item. Bytes that are copied now are hashed while they are in cache.
         """
         if self._stream is not None:
             self._stream.synchronize()
@@ -246,14 +246,14 @@ class Staging:
                 self._source = next(self._sources, None)
                 if self._source is None:
                     break
-                self._is_there = self._source[2] <= self._small
+                self._is_copied = self._source[2] <= self._small
             memory, start, left = self._source
             count = min(left, len(space) - position)
             if count < left:
                 count -= count % unit
                 if not count:
                     break
-            if not self._is_there:
+            if not self._is_copied:
                 _copy_bytes(memory, start, space[position : position + count], wait)
             position += count
             self._source = (memory, start + count, left - count) if count < left else None

@@ -28,7 +28,7 @@ from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.saving.save_options import SaveOptions
-from paddle_flexckpt.saving.save_plan import Share, Written
+from paddle_flexckpt.saving.save_plan import Share, WriteMessages
 from paddle_flexckpt.transfer.agreement import check_same
 from paddle_flexckpt.transfer.copies import CHUNK_BYTES
 from paddle_flexckpt.transfer.plan_cache import gather_full
@@ -96,16 +96,16 @@ class NodeSave:
         return self.names, self._transport.address()
 
     def agree(self, names: SaveNames, places: Sequence[bytes], messages: Sequence[bytes]) -> None:
-        """Process what :meth:`begin` returned on every rank; the names are then known."""
+        """Take the addresses for copies, which :meth:`begin` returned on every rank. Names and places are known."""
         self._addresses = messages
 
-    def write(self, share: Share, hashed: np.ndarray) -> Written:
+    def write(self, share: Share, hashed: np.ndarray) -> WriteMessages:
         """Write this rank's data file; return its part of the manifest, and the block checksums of all items."""
         self._clean_up()
         with share.data() as data:
             size, directory = self.comm.size, self.directory
-            part = directory.write_data(self.names, share.items, data, world_size=size, **share.written())
-        return Written(part.encode(), part.checksums)
+            part = directory.write_data(self.names, share.items, data, world_size=size, **share.write_arguments())
+        return WriteMessages(part.encode(), part.checksums)
 
     def write_partitions(self, payloads: Sequence[bytes], received: Mapping[int, bytes]) -> dict[int, bytes]:
         """Write none: those of a large manifest are written on each node, by :meth:`commit`."""
@@ -190,7 +190,10 @@ class NodeSave:
             self.directory.discard(self.names, self.comm.ranks)
 
     def lose_rank(self, error: LostRankError) -> None:
-        """Leave everything as it is, as the progress of other ranks is not known; or report that this rank is late."""
+        """Keep the files, as other ranks may still commit.
+
+        If the save is over and was not committed, remove the files that this rank has written.
+        """
         here = self.comm.position
         written = [
             rank for position, rank in enumerate(self.comm.ranks) if here in (position, *self._receivers(position))
@@ -280,15 +283,15 @@ def find_nodes(
     if any(each["prepared"] for each in known):
         published = _newest(comm, open_directory(), comm.position in committers, context)
     return NodeSave(
-        comm,
-        open_directory(),
-        context,
-        SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen)),
-        [[p for p in range(comm.size) if seen[p]["committer"] == committer] for committer in committers],
-        node_names,
-        published,
-        aborted,
-        options.node_copies,
+        comm=comm,
+        directory=open_directory(),
+        context=context,
+        names=SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen)),
+        nodes=[[p for p in range(comm.size) if seen[p]["committer"] == committer] for committer in committers],
+        node_names=node_names,
+        published=published,
+        aborted=aborted,
+        copies=options.node_copies,
     )
 
 

@@ -36,7 +36,7 @@ def encode_part(part: Manifest, count: int) -> dict[int, bytes]:
     """
     catalog = part.catalog
     number = partition_of(catalog.keys, count)
-    # The only field of a row that planners do not have.
+    # The column for flags carries the byte offsets.
     messages = encode_rows(catalog, catalog.byte_offset, number)
     of_row = number[catalog.key]
     order = np.argsort(of_row, kind="stable")

@@ -80,7 +80,11 @@ class RankSummary(NamedTuple):
 
 
 def encode_shards(catalog: Catalog, flags: np.ndarray, size: int | None = None) -> bytes:
-    """Return a rank's shards for ranks that plan all keys; nothing if planning is spread, or with one rank alone."""
+    """Return a rank's shards as a message to ranks that plan all keys.
+
+    ``size`` is the number of ranks: the message is empty if there is one, or if planning is spread over so many. None:
+    whatever their number.
+    """
     if size is not None and (size == 1 or len(catalog) * size > SPREAD_ROWS):
         return b""
     return encode_rows(catalog, flags, np.zeros(len(catalog.keys), dtype=np.int64)).get(0, b"")
@@ -120,7 +124,7 @@ class Planners:
         flags: np.ndarray,
         summaries: Sequence[RankSummary],
         context: str,
-        alone: str,
+        gather_reason: str,
     ) -> None:
         """Take this rank's shards, and the summaries of all ranks.
 
@@ -130,7 +134,7 @@ class Planners:
             flags: int64 ``[n]``, more about each shard for planners; bit 0: one rank has to write it whole.
             summaries: The summaries of all ranks.
             context: What is being done, for errors.
-            alone: Why every rank has to plan all keys, if there is a reason.
+            gather_reason: Why every rank has to plan all keys, if there is a reason.
         """
         counts = np.asarray([each.rows for each in summaries], dtype=np.int64)
         self.comm, self._catalog, self._flags, self._context = comm, catalog, flags, context
@@ -138,8 +142,8 @@ class Planners:
         self._shards = {place: each.shards for place, each in enumerate(summaries) if each.rows}
         self.before = np.cumsum(counts) - counts
         self.is_spread = comm.size > 1 and not all(self._shards.values())
-        if self.is_spread and alone:
-            self._gather(alone)
+        if self.is_spread and gather_reason:
+            self._gather(gather_reason)
 
     def _gather(self, reason: str) -> None:
         """Send all shards to all ranks after all. One collective."""
@@ -168,13 +172,17 @@ class Planners:
         self.overlaps = self._layout.coverage.overlaps
 
     def _look(self, shards: Mapping[int, bytes]) -> None:
+        """Find the shards of the keys that this rank plans, in the messages of ranks, and inspect them."""
         comm = self.comm
-        alone = comm.size == 1
-        self.rows = rows_of(self._catalog, self._flags) if alone else decode_rows(shards, comm.ranks, self.before)
+        if comm.size == 1:
+            self.rows = rows_of(self._catalog, self._flags)
+        else:
+            self.rows = decode_rows(shards, comm.ranks, self.before)
         self._layout: Inspection = inspect(self.rows.catalog, self.rows.number, self.rows.contradictions)
         self.groups, self.overlaps = self._layout.groups, []
 
     def _lay(self, shards: Mapping[int, bytes]) -> tuple[None, bytes, dict[int, bytes]]:
+        """Find this rank's shards, and lay out the lines to divide; return what is wrong, and requests to others."""
         self._look(shards)
         findings, overlaps = self._layout.findings, self._layout.coverage.overlaps
         if findings or overlaps:
@@ -335,7 +343,7 @@ def compare_written(
             problems = [each for each in error.problems if isinstance(each, Problem)]
             if not problems:
                 raise
-            findings = [(0, 0, plan.number_of(each), str(each)) for each in problems]
+            findings = [(0, 0, plan.first_row_of(each), str(each)) for each in problems]
             return (np.zeros(0, dtype=bool), plan, {}), json.dumps(findings).encode(), {}
         messages = join_by_position(encode_assignments(assignments, comm.position), described)
         return (differing, turned, assignments), b"", messages

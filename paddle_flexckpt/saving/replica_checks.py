@@ -78,9 +78,10 @@ class Replicas:
         return compare_whole(self._catalog, self._groups, self._may_differ)
 
     def beside(self, items: Items, turn: int) -> Comparison:
-        """Plan the comparison beside the writes: the replicas not in :meth:`first`, of what is written or of all.
+        """Plan the comparison that runs beside the writes. It has the replicas that :meth:`first` leaves out.
 
-        ``items`` are the written ones; ``turn`` is a number that all ranks agree on, another one for each save.
+        Of most replicas it has the written bytes, of some all bytes. ``items`` are the written items; ``turn`` is a
+        number that all ranks agree on, another one for each save.
         """
         rest = np.full(len(self._groups), self.compares) & ~(self._may_differ & self.comes_first)
         all_of, part_of = rest & self._looks_at_all, rest & ~self._looks_at_all
@@ -90,7 +91,7 @@ class Replicas:
         return written.concat(samples).concat(whole)
 
     def take(self, comparison: Comparison, on_device: bool | None = None) -> bytes:
-        """Return the digests of this rank's lines, if nothing is written meanwhile."""
+        """Return the digests of this rank's lines, taken by themselves. A save takes digests while it writes."""
         with Digests(
             self.held, self._catalog, comparison.of_rank(self._catalog, self._comm.rank), on_device
         ) as digests:
@@ -139,7 +140,7 @@ class Replicas:
         catalog, row, other = self._catalog, comparison.row[line], comparison.row[comparison.first[line]]
         key, start, stop = catalog.key_name(row), comparison.start[line], comparison.stop[line]
         part = "" if stop - start == catalog.size[row] else f", elements {start} to {stop - 1} of it,"
-        drift = _drift([int(catalog.rank[row]), int(catalog.rank[other])])
+        drift = _drift_remedy([int(catalog.rank[row]), int(catalog.rank[other])])
         return Problem(
             "replicas of one shard differ",
             key=key,
@@ -148,14 +149,14 @@ class Replicas:
             got="others",
             remedy=drift
             if drift
-            else f"{_causes()}; only if they are one tensor and one rank's values will do, pass check_replicas="
+            else f"{_remedies()}; only if they are one tensor and one rank's values will do, pass check_replicas="
             f"{{{key!r}: 'first'}}, or 'close' to be told how far apart they are",
         )
 
     def _too_far(self, row: int, part: float, bound: float) -> Problem:
         catalog = self._catalog
         key = catalog.key_name(row)
-        drift = _drift(self._holders(row))
+        drift = _drift_remedy(self._holders(row))
         return Problem(
             "replicas of one shard are not close",
             key=key,
@@ -164,7 +165,7 @@ class Replicas:
             got=f"{part:.3g} of it",
             remedy=drift
             if drift
-            else f"{_causes()}; only if they are one tensor and one rank's values will do, pass "
+            else f"{_remedies()}; only if they are one tensor and one rank's values will do, pass "
             f"check_replicas={{{key!r}: 'first'}}",
         )
 
@@ -292,7 +293,13 @@ class Replicas:
 
 
 class _Distance(NamedTuple):
-    """The distance of replicas: at most, as a part of the largest value, and whether all was compared."""
+    """The distance of replicas.
+
+    Attributes:
+        difference: The largest difference of two elements.
+        part: The same as a part of the largest value.
+        whole: Whether all elements were compared.
+    """
 
     difference: float
     part: float
@@ -338,8 +345,8 @@ def _difference(values: np.ndarray, others: np.ndarray) -> tuple[float, float]:
     return difference, difference / largest if largest else difference
 
 
-def _causes() -> str:
-    """Return the remedy for each cause of differing replicas, except for ranks that may differ."""
+def _remedies() -> str:
+    """Return the remedies for the causes of differing replicas, except for ranks that may differ."""
     return (
         "if each rank has its own part of a tensor, describe it by shard_weight(key, tensor, axis, group): "
         "one rank's part would be saved as the whole; give different tensors (such as the experts of different ranks) "
@@ -347,7 +354,7 @@ def _causes() -> str:
     )
 
 
-def _drift(ranks: Collection[int]) -> str:
+def _drift_remedy(ranks: Collection[int]) -> str:
     """Return the remedy where Paddle itself lets replicas on these ranks drift apart; else an empty text.
 
     Sharding V2 updates slices of parameters, whose gradients fleet does not average over data and segment parallelism.

@@ -86,17 +86,20 @@ class SaveOptions(ProgressOptions):
             )
         if self.progress is not None and self.async_save is not False:
             raise ValidationError(
-                "progress= is of synchronous saves: of an asynchronous one, the handle's progress says how far it is. "
-                "Remedy: leave progress= out, and ask handle.progress"
+                "progress= works only with synchronous saves. Remedy: leave progress= out, and ask handle.progress"
             )
         if self.staging_bytes is not None and (
-            self.async_save is False or self.slice_bytes is not None or not _is_least(self.staging_bytes, LEAST_BYTES)
+            self.async_save is False
+            or self.slice_bytes is not None
+            or not _is_at_least(self.staging_bytes, LEAST_BYTES)
         ):
             raise ValidationError(
                 f"staging_bytes={self.staging_bytes!r} needs async_save, no slice_bytes, and {LEAST_BYTES} bytes or "
                 "more. Remedy: leave it out, or save synchronously, which takes less"
             )
-        if self.slice_bytes is not None and (self.async_save is False or not _is_least(self.slice_bytes, _LEAST_SLICE)):
+        if self.slice_bytes is not None and (
+            self.async_save is False or not _is_at_least(self.slice_bytes, _LEAST_SLICE)
+        ):
             raise ValidationError(
                 f"slice_bytes={self.slice_bytes!r} needs async_save, and at least {_LEAST_SLICE} bytes. Remedy: give "
                 "both, or neither"
@@ -105,6 +108,6 @@ class SaveOptions(ProgressOptions):
             raise ValidationError([f"node_copies={self.node_copies!r} needs storage='per_node'"])
 
 
-def _is_least(nbytes: object, least: int) -> bool:
+def _is_at_least(nbytes: object, least: int) -> bool:
     """Return whether this is a number of bytes, and large enough."""
     return type(nbytes) is int and nbytes >= least

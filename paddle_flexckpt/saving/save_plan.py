@@ -49,7 +49,7 @@ class RankAssignment(NamedTuple):
 
     Attributes:
         written: The rows that it writes, each with the number of its tensor's order, or -1.
-        compared: The rows that it compares, in the order of the planner's lines.
+        compared: The rows of which it sends digests to the planner, in the order in which the planner compares them.
         orders: The orders.
     """
 
@@ -59,7 +59,7 @@ class RankAssignment(NamedTuple):
 
 
 def assign(rows: KeyRows, items: Items, lines: Stretches) -> dict[int, RankAssignment]:
-    """Return a planner's assignments, by position of the rank; only for ranks that write or compare something."""
+    """Return a planner's assignments, by position of the rank; only for ranks that write or digest something."""
     catalog = rows.catalog
     written = np.zeros(len(items.row), dtype=_ITEM)
     written["row"], written["start"], written["stop"] = rows.row[items.row], items.start, items.stop
@@ -140,7 +140,7 @@ def items_of(assignments: Mapping[int, RankAssignment], own: Catalog) -> tuple[I
 
 
 def lines_of(assignments: Mapping[int, RankAssignment]) -> dict[int, Stretches]:
-    """Return the rows that this rank compares for each planner, by the planner's position."""
+    """Return the rows of which this rank sends digests to each planner, by the planner's position."""
     return {
         planner: Stretches(*(each.compared[name].astype(np.int64) for name in ("row", "start", "stop")))
         for planner, each in assignments.items()
@@ -222,20 +222,23 @@ class SavePlan:
         return Stretches(*(np.concatenate([np.zeros(0, dtype=np.int64), *column]) for column in columns))
 
     @property
-    def written(self) -> Stretches:
+    def written_lines(self) -> Stretches:
         """Return the written items, as stretches of this rank's shards."""
         source, start = self.file.source, self.file.source_start
         return Stretches(source, start, start + self.file.catalog.size)
 
-    def number_of(self, problem: Problem) -> int:
-        """Return the first row that a problem of this rank's catalog may be about, as a row of all keys'."""
+    def first_row_of(self, problem: Problem) -> int:
+        """Return the first row of a problem's key and rank, numbered among the rows of all keys.
+
+        By it the problems that several planners have found are sorted.
+        """
         rows = self.catalog.rank == problem.rank
         rows &= self.catalog.key == self.catalog.keys.index(problem.key or "")
         return int(self.shards.number[np.argmax(rows)])
 
-    def encode_report(self, planned: float, written: float) -> bytes:
+    def encode_report(self, plan_seconds: float, write_seconds: float) -> bytes:
         """Return this rank's message to all for the report, with the seconds of planning and of writing."""
-        return np.asarray((self.counts, (planned, written)), dtype=_REPORT).tobytes()
+        return np.asarray((self.counts, (plan_seconds, write_seconds)), dtype=_REPORT).tobytes()
 
 
 def report_fields(reports: Sequence[bytes], own: SavePlan, writing: str) -> dict[str, Any]:
@@ -262,8 +265,8 @@ def report_fields(reports: Sequence[bytes], own: SavePlan, writing: str) -> dict
     }
 
 
-class Written(NamedTuple):
-    """A rank's messages to others about what it has written.
+class WriteMessages(NamedTuple):
+    """A rank's messages to others about what it has written, and the checksums of that.
 
     Attributes:
         payload: The message to all ranks.
@@ -304,7 +307,7 @@ class Share:
         self._starts = plan.file.source_start * self.items.itemsize
         self._stops = self._starts + self.items.byte_length
 
-    def written(self) -> dict[str, Any]:
+    def write_arguments(self) -> dict[str, Any]:
         """Return keyword arguments for the writer of the data file: the step, and a meter that counts the items."""
         nbytes = int(self.items.byte_length.sum())
         return {"step": self.step, "meter": Meter(self._progress, "write", nbytes, len(self.items))}

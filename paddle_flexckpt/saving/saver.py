@@ -206,7 +206,7 @@ class Save:
             raise
 
     def describe(self) -> bytes:
-        """Describe this rank's shards, and begin the save, when there is room for it and earlier ones are over.
+        """Open the destination, wait for earlier saves, begin this one, and describe this rank's shards.
 
         Return a fingerprint of this rank's inputs to a plan.
         """
@@ -307,26 +307,26 @@ class Save:
         """Return this rank's share of a plan."""
         options = self._options
         file = self.destination.names.data_file(self._comm.rank)
-        self._planned = time.perf_counter()
+        self._planned_at = time.perf_counter()
         return Share(plan, file, self.state.tensors, options.step, self._devices, options.progress)
 
     def _finish(
         self,
         plan: SavePlan,
         share: Share,
-        found: bytes | None = None,
+        early_digests: bytes | None = None,
         handle: SaveHandle | None = None,
         elsewhere: float = 0.0,
     ) -> SaveReport | SaveHandle:
         """Write, compare and commit what is planned.
 
-        A save in slices has digests of its share at the time of the call, a handle, and the seconds that its caller
-        spent ``elsewhere``, between the slices.
+        The last three arguments are those of a save in slices: the digests of its share at the time of the call, its
+        handle, and the seconds that its caller spent ``elsewhere``, between the slices.
         """
         comm, context, options, destination = self._comm, self._context, self._options, self.destination
         # All have written, or staged: one collective.
-        planning = self._planned - self._begin - self._waited
-        write = functools.partial(self._write, plan, share, found, planning)
+        plan_seconds = self._planned_at - self._begin - self._waited
+        write = functools.partial(self._write, plan, share, early_digests, plan_seconds)
         payloads, digests, rows = exchange_written(comm, plan.is_spread, write, context)
         reports, parts = map(list, zip(*map(split, payloads)))
         # Replicas are equal: a collective only where planning is spread.
@@ -336,45 +336,48 @@ class Save:
         if plan.origin:
             plans_of(comm).put(self._inputs.fingerprint, plan)
         is_coordinator = comm.position == options.coordinator_rank
+        # Replicas that have to be close are: two collectives if some differ.
+        replica_texts = replicas.report(differing, warns=is_coordinator)
         report = functools.partial(
             SaveReport,
             path=destination.directory.path,
             unique_id=destination.names.unique_id,
-            replicas=replicas.report(differing, warns=is_coordinator),
+            replicas=replica_texts,
             **report_fields(reports, plan, "stage" if options.async_save else "write"),
         )
         written = time.perf_counter()
-        spent, blocked = written - self._planned - elsewhere, written - self._begin - elsewhere
+        spent, blocked = written - self._planned_at - elsewhere, written - self._begin - elsewhere
         if options.async_save is not False:
-            seconds = {"plan": planning, "queue": self._waited, "stage": spent, "blocked": blocked}
+            seconds = {"plan": plan_seconds, "queue": self._waited, "stage": spent, "blocked": blocked}
             background = cast("BackgroundSave", destination)
             return background.hand_over(report(seconds=seconds), self._begin, handle)
         # The checkpoint exists: one collective; more where it goes to nodes.
         destination.commit(parts, rows, described)
         end = time.perf_counter()
-        seconds = {"plan": planning, "write": spent, "commit": end - written, "total": end - self._begin}
+        seconds = {"plan": plan_seconds, "write": spent, "commit": end - written, "total": end - self._begin}
         done = report(seconds=seconds)
         if is_coordinator:
             logger.info(done.summary())
         return done
 
-    def _write(self, plan: SavePlan, share: Share, found: bytes | None, planning: float) -> RankMessages:
-        """Write this rank's share, and take digests of it unless some were ``found``; return its messages to others."""
+    def _write(self, plan: SavePlan, share: Share, early: bytes | None, plan_seconds: float) -> RankMessages:
+        """Write this rank's share, and take its digests or use the ``early`` ones; return its messages to others."""
         begin = time.perf_counter()
-        if found is None:
-            with self._digests(plan) as digests:
-                written = self.destination.write(share, digests.written)
-                found = digests.encode(written.checksums)
+        if early is None:
+            with self._digests(plan) as taken:
+                messages = self.destination.write(share, taken.written)
+                digests = taken.encode(messages.checksums)
         else:
-            written = self.destination.write(share, np.zeros(len(share.items), dtype=bool))
+            digests = early
+            messages = self.destination.write(share, np.zeros(len(share.items), dtype=bool))
         ends = np.cumsum([len(lines) * DIGEST.itemsize for lines in plan.lines.values()]).tolist()
-        of_planner = {planner: found[low:high] for planner, low, high in zip(plan.lines, [0, *ends], ends)}
-        report = plan.encode_report(planning, time.perf_counter() - begin)
-        return RankMessages(join((report, written.payload)), of_planner, written.payloads)
+        of_planner = {planner: digests[low:high] for planner, low, high in zip(plan.lines, [0, *ends], ends)}
+        report = plan.encode_report(plan_seconds, time.perf_counter() - begin)
+        return RankMessages(join((report, messages.payload)), of_planner, messages.payloads)
 
     def _digests(self, plan: SavePlan) -> Digests:
         held, catalog = dict(enumerate(self.state.tensors)), self.state.catalog
-        return Digests(held, catalog, plan.all_lines, plan.by_device or None, plan.written)
+        return Digests(held, catalog, plan.all_lines, plan.by_device or None, plan.written_lines)
 
     def _stage_in_slices(self, plan: SavePlan, share: Share) -> SlicedSave:
         """Digest this rank's share as it is now, and return a handle that stages it in slices. One collective."""
@@ -390,11 +393,11 @@ class Save:
             with stack, self._tidying():
                 step(*arguments)
 
-        found, _ = self._comm.together(begin, self._context)
+        early_digests, _ = self._comm.together(begin, self._context)
         stack = self._stack.pop_all()
         open_save = OpenSave(
             stage_slice=functools.partial(staging.stage_slice, self._options.slice_bytes or 0),
-            hand_over=functools.partial(last_step, self._finish, plan, share, found),
+            hand_over=functools.partial(last_step, self._finish, plan, share, early_digests),
             give_up=functools.partial(last_step, exchange_written, self._comm, plan.is_spread, refuse, self._context),
         )
         return staging.register(SlicedSave(staging.directory.path, staging.names.unique_id, open_save))

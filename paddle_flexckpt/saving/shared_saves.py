@@ -17,7 +17,7 @@ from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.saving.save_options import SaveOptions
-from paddle_flexckpt.saving.save_plan import Share, Written
+from paddle_flexckpt.saving.save_plan import Share, WriteMessages
 
 if TYPE_CHECKING:
     from paddle_flexckpt.saving.partition_writers import PartitionWriter
@@ -42,8 +42,6 @@ class SharedSave:
         self._coordinator_rank = options.coordinator_rank
         # The files that the coordinator found here when it had the lock.
         self._before: list[str] = []
-        # Whether this rank may remove files here: not from the commit on.
-        self._is_removable = False
         self._is_committing = False
         self._partitions: PartitionWriter | None = None
 
@@ -62,7 +60,6 @@ class SharedSave:
         self.lock, self._before, self.names = self.directory.begin_save(
             self._options.unique_id, self._comm.size, self._options.overwrite
         )
-        self._is_removable = True
         return self.names, b""
 
     def agree(self, names: SaveNames, places: Sequence[bytes], messages: Sequence[bytes]) -> None:
@@ -75,7 +72,7 @@ class SharedSave:
         """
         if len(set(places)) > 1:
             self._comm.together(lambda: self._check_visible(names), "cannot save, and nothing was written")
-        self.names, self._is_removable = names, True
+        self.names = names
 
     def _check_visible(self, names: SaveNames) -> tuple[None, bytes]:
         if not self.directory.sees(names):
@@ -87,7 +84,7 @@ class SharedSave:
             )
         return None, b""
 
-    def write(self, share: Share, hashed: np.ndarray) -> Written:
+    def write(self, share: Share, hashed: np.ndarray) -> WriteMessages:
         """Write this rank's data file.
 
         Returns block checksums at least of the items ``hashed``, bool ``[n]``; and messages to others: the rows, to
@@ -95,14 +92,14 @@ class SharedSave:
         """
         save = self._save = GroupSave(self._comm, self.directory, self.names, self._coordinator_rank)
         with share.data() as data:
-            part = save.write(share.items, data, before=self._before, **share.written())
+            part = save.write(share.items, data, before=self._before, **share.write_arguments())
         if not share.partitions:
-            return Written(b"", part.checksums, save.send(part))
+            return WriteMessages(b"", part.checksums, save.send(part))
         from paddle_flexckpt.saving.partition_writers import PartitionWriter
 
         self._partitions = PartitionWriter(self._comm, self.directory, self.names, share.partitions)
         payload, rows = self._partitions.send(part)
-        return Written(payload, part.checksums, rows)
+        return WriteMessages(payload, part.checksums, rows)
 
     def write_partitions(self, payloads: Sequence[bytes], received: Mapping[int, bytes]) -> dict[int, bytes]:
         """Write this rank's partitions, if ranks write them; return its message to the coordinator, by position.
@@ -127,7 +124,7 @@ class SharedSave:
             CheckpointError: The coordinator could not commit.
         """
         # Only the coordinator knows whether it has committed.
-        self._is_removable, self._is_committing = False, True
+        self._is_committing = True
         if self._partitions is None:
             self._save.commit(received, self._context)
         else:
@@ -151,7 +148,10 @@ class SharedSave:
             self.directory.discard(self.names, self._comm.ranks, count)
 
     def lose_rank(self, error: LostRankError) -> None:
-        """Leave everything as it is, as the progress of other ranks is not known; or report that this rank is late."""
+        """Keep the files, as other ranks may still commit.
+
+        If the save is over and was not committed, remove this rank's own files.
+        """
         self.directory.discard_late(self.names, [self._comm.rank])
 
     def release(self) -> None:
