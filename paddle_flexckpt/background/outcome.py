@@ -51,11 +51,11 @@ def save_together(
         directory: The directory of the save.
         group: The group of the writers; it is closed in the end.
         write: Writes the rank's data file, and returns its part of the manifest.
-        refusal: Why the rank's training process has not handed the share over, if it has not.
+        refusal: The reason for which this rank refuses the save; empty if it does not. The other writers get it.
     """
     begin = time.perf_counter()
     outcome = Outcome(None)
-    save = GroupSave(group, directory, job.names, job.committer)
+    save = GroupSave(group, directory, job.names, job.coordinator_position)
     parts, is_unknown = None, False
     try:
         if refusal:
@@ -69,8 +69,10 @@ def save_together(
         outcome.failure = Failure.of(error)
     group.close(b"" if outcome.failure is None else outcome.failure.encode())
     if outcome.failure is not None:
-        # Where the coordinator has ended the save before its commit, nobody can be reading this rank's file.
-        directory.discard_late(job.names, [job.rank], parts is None and not is_unknown)
+        # If the save failed before its commit, nobody reads this rank's file: it is removed without a look at the
+        # manifest.
+        is_unread = parts is None and not is_unknown
+        directory.discard_late(job.names, [job.rank], is_unread)
     outcome.seconds.setdefault("write", time.perf_counter() - begin)
     outcome.seconds["commit"] = time.perf_counter() - begin - outcome.seconds["write"]
     return outcome
@@ -91,33 +93,35 @@ def _write(group: WriterGroup, save: GroupSave, write: Callable[[GroupSave], Man
     return parts
 
 
-def find_outcome(job: WriteJob, directory: SaveDirectory, how: str) -> Failure | None:
+def find_outcome(job: WriteJob, directory: SaveDirectory, end_of_writer: str) -> Failure | None:
     """Return the outcome of a save whose writer has died on this rank, in its training process.
 
     Args:
         job: The rank's share.
         directory: The directory of the save.
-        how: The way the writer has ended.
+        end_of_writer: The way the writer has ended.
     """
     if not job.is_coordinator:
-        answer = ask_outcome(job.addresses[job.committer], bytes.fromhex(job.names.token), job.timeout)
+        answer = ask_outcome(job.addresses[job.coordinator_position], bytes.fromhex(job.names.token), job.timeout)
         if answer is not None:
             return Failure.decode(answer) if answer else None
-    return look_for_manifest(job, directory, how)
+    return look_for_manifest(job, directory, end_of_writer)
 
 
-def look_for_manifest(job: WriteJob, directory: SaveDirectory, how: str = "") -> Failure | None:
+def look_for_manifest(job: WriteJob, directory: SaveDirectory, end_of_writer: str = "") -> Failure | None:
     """Return the outcome of a save whose coordinator's writer has died, or does not answer.
 
-    ``how`` is the way it has ended, if that is known.
+    If the manifest is there, it is made durable, and the save is committed. ``end_of_writer`` is the way the writer has
+    ended, if that is known.
     """
     try:
         if directory.is_committed(job.names):
             directory.backend.sync()  # the coordinator may not have come to the commit yet
             return None
     except OSError as error:
-        how = f"{how}: {error}" if how else str(error)
+        end_of_writer = f"{end_of_writer}: {error}" if end_of_writer else str(error)
     if len(job.ranks) == 1 and directory.backend.has_path:
-        return combine([(job.rank, Failure.of(CheckpointError(how)))])  # no other process can commit
+        # With one rank, and on a file system, no other process can still commit.
+        return combine([(job.rank, Failure.of(CheckpointError(end_of_writer)))])
     text = UNKNOWN_OUTCOME.format(timeout=job.timeout)
     return combine([(job.coordinator, Failure(LostRankError.__name__, (text,)))])

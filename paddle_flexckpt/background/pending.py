@@ -26,8 +26,8 @@ from paddle_flexckpt.report import SaveReport
 class SaveHandle:
     """A handle of an asynchronous save, which is pending, committed or failed. The outcome is the same on every rank.
 
-    A failure that nobody has seen is raised by the next save. Without one it is printed when the interpreter exits, and
-    the exit status is 1.
+    A failure that nobody has seen is raised by the next save. If no save follows, it is printed when the interpreter
+    exits, and the exit status is 1.
 
     Attributes:
         path: The checkpoint's directory.
@@ -108,10 +108,10 @@ def describe_failure(handle: SaveHandle) -> str:
 
 
 def raise_failures(handles: list[SaveHandle]) -> None:
-    """Raise the errors of failed saves as one, of their class if they have one in common; do nothing if there are none.
+    """Raise the errors of failed saves as one error; do nothing if there are none.
 
     Raises:
-        CheckpointError: There are failed saves.
+        CheckpointError: There are failed saves. The error has their class, if they have one in common.
     """
     errors = [handle.error for handle in handles if handle.error is not None]
     if errors:
@@ -131,7 +131,7 @@ class PendingSave:
         lock: The coordinator's lock, until the writer has taken it over.
         process: The writer process that has it; None once that has died.
         waves: The sender of its data, if the data goes in waves.
-        refusal: Why it is not handed over after all, for the other ranks' writers.
+        refusal: The reason for which this rank refuses the save; empty if it does not. The other writers get it.
     """
 
     handle: SaveHandle
@@ -164,20 +164,20 @@ class SaveSlot:
         self._save: PendingSave | None = None
         self.sliced: SaveHandle | None = None
 
-    def stage(self, job: WriteJob, lock: LockPages | None = None) -> np.ndarray:
+    def stage(self, job: WriteJob, lock_pages: LockPages | None = None) -> np.ndarray:
         """Return memory for the data of a job: uint8, for the bytes of the job's items, end to end.
 
-        ``lock`` page-locks it for the device that the data comes from.
+        ``lock_pages`` page-locks it for the device that the data comes from.
 
         Raises:
             CheckpointError: The machine has too little memory left.
         """
-        return self._take(job, job.data_bytes, lock)[1]
+        return self._take(job, job.data_bytes, lock_pages)[1]
 
     def stage_in_waves(
         self, job: WriteJob, nbytes: int, lock_pages: LockPages | None, lock: SaveLock | None
     ) -> WaveSender:
-        """Hand a job over whose data goes through so much memory in waves; :meth:`hand_over` follows the last one.
+        """Start a save whose data goes through ``nbytes`` of memory in waves; :meth:`hand_over` follows the last one.
 
         The coordinator's lock belongs to the save from now on. If the slot is dropped before, the save fails.
 
@@ -195,7 +195,7 @@ class SaveSlot:
         segment = self._pool.take(nbytes + len(text))
         self._save = PendingSave(SaveHandle(job.path, job.names.unique_id), job, segment)
         self._save.handle.seen = True  # until the save is handed over, the caller raises its errors
-        segment.fill(nbytes, text)
+        segment.put_job(nbytes, text)
         if lock_pages is not None:
             segment.lock_pages(lock_pages)
         return self._save, segment.view(0, nbytes)
@@ -304,7 +304,10 @@ class PendingSaves:
             self._changed.notify_all()
 
     def wait(self, timeout: float | None = None, which: Callable[[PendingSave], bool] = lambda save: True) -> bool:
-        """Wait until no save is pending, or none of ``which``, at most so many seconds; return whether that is true."""
+        """Wait until no save for which ``which`` is true is pending.
+
+        Return False if ``timeout`` seconds passed first.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: not any(map(which, self._saves.values())), timeout)
 

@@ -35,9 +35,10 @@ main(**options)
 """
 # The writer hashes and writes; threads of numerical libraries would only take memory.
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-# A process that has closed its end has no work left.
+# The time for a process to end after it has closed its end of the connection: it has no work left then.
 _END_SECONDS = 10.0
-_MAX_WORDS_BYTES = 4000
+# The last bytes of the process's stderr that an error has.
+_MAX_STDERR_BYTES = 4000
 
 
 class WriterProcess:
@@ -66,10 +67,10 @@ class WriterProcess:
             CheckpointError: It could not be started.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        # For its last words; a file without a name, as the descriptors of this process may be a pipe that somebody
-        # reads to its end.
-        self._words = os.memfd_create("paddle_flexckpt-stderr", os.MFD_CLOEXEC)
-        close_in_forks(self, WriterProcess._close_words)
+        # Takes the process's stderr. It is a file without a name: an inherited pipe would stay open as long as the
+        # process runs, for somebody who reads it to its end.
+        self._stderr = os.memfd_create("paddle_flexckpt-stderr", os.MFD_CLOEXEC)
+        close_in_forks(self, WriterProcess._close_stderr)
         options = {"path": list(map(str, sys.path)), "nice": nice, "io_class": io_class}
         try:
             with theirs, open_presence() as presence:
@@ -81,7 +82,7 @@ class WriterProcess:
                     [sys.executable, "-c", _BOOT, json.dumps({**options, **descriptors})],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
-                    stderr=self._words,
+                    stderr=self._stderr,
                     pass_fds=tuple(descriptors.values()),
                     env={**os.environ, **_ONE_THREAD},
                     # Signals to the job's process group and terminal do not reach it.
@@ -89,7 +90,7 @@ class WriterProcess:
                 )
         except OSError as error:
             ours.close()
-            self._close_words()
+            self._close_stderr()
             raise CheckpointError(f"the background writer could not be started: {error}") from error
         self.pid = self._process.pid
         self.is_finishing = False
@@ -114,7 +115,7 @@ class WriterProcess:
             segment: The memory with the data, followed by the encoded job.
             lock: The descriptor of the save's lock, if any.
             waves: The descriptor of the connection by which the data comes, if it comes in waves.
-            refusal: Why this rank's share is not written after all, for the other writers.
+            refusal: The reason for which this rank refuses the save; empty if it does not. The other writers get it.
 
         Raises:
             ConnectionError: The process has ended.
@@ -150,30 +151,30 @@ class WriterProcess:
             while (received := self._channel.receive()) is not None:
                 message = received[0]
                 self._on_message(int(message.pop("save")), message)
-            how = self._end()
+            ending = self._end()
         except Exception as error:  # after any error: callers that wait for this process need an answer
-            how = f"cannot be understood ({type(error).__name__}: {error})"
+            ending = f"cannot be understood ({type(error).__name__}: {error})"
             self._process.kill()
             self._process.wait()
-        self._on_end(self, f"the background writer (pid {self.pid}) {how}")
+        self._on_end(self, f"the background writer (pid {self.pid}) {ending}")
         self._channel.close()
-        self._close_words()
+        self._close_stderr()
 
-    def _close_words(self) -> None:
-        words, self._words = self._words, -1
-        if words >= 0:
-            os.close(words)
+    def _close_stderr(self) -> None:
+        descriptor, self._stderr = self._stderr, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def _end(self) -> str:
-        """Wait for the process to end; return the way it ended."""
+        """Wait for the process to end; return the way it ended, as the end of a sentence about it."""
         try:
             status = self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             self._process.kill()
             status = self._process.wait()
-        words = os.pread(self._words, _MAX_WORDS_BYTES, max(0, os.fstat(self._words).st_size - _MAX_WORDS_BYTES))
-        text = words.decode(errors="replace").strip()
-        how = f"ended with status {status}"
+        begin = max(0, os.fstat(self._stderr).st_size - _MAX_STDERR_BYTES)
+        text = os.pread(self._stderr, _MAX_STDERR_BYTES, begin).decode(errors="replace").strip()
+        ending = f"ended with status {status}"
         if status < 0:
-            how = f"was killed by signal {-status} ({signal.strsignal(-status)})"
-        return f"{how}: {text}" if text else how
+            ending = f"was killed by signal {-status} ({signal.strsignal(-status)})"
+        return f"{ending}: {text}" if text else ending

@@ -74,7 +74,7 @@ class WriteJob:
         return self.ranks.index(self.rank)
 
     @property
-    def committer(self) -> int:
+    def coordinator_position(self) -> int:
         """Return the position of the rank that commits."""
         return self.ranks.index(self.coordinator)
 

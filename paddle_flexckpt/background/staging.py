@@ -38,7 +38,7 @@ class Segment:
         number: Its number, in both processes.
         descriptor: Its memfd.
         nbytes: Bytes of it that are mapped here.
-        text: The begin and end of the text that :meth:`fill` has put there.
+        text: The begin and end of the encoded job that :meth:`put_job` has put there.
     """
 
     def __init__(self, number: int, descriptor: int) -> None:
@@ -82,7 +82,7 @@ class Segment:
         self._memory, self.nbytes = np.frombuffer(mapped, dtype=np.uint8), nbytes
 
     def view(self, start: int, stop: int) -> np.ndarray:
-        """Return the segment's own memory as uint8 ``[stop - start]``.
+        """Return the bytes from ``start`` to ``stop`` of the segment, not copied: uint8 ``[stop - start]``.
 
         Raises:
             ValueError: The segment is smaller.
@@ -91,15 +91,15 @@ class Segment:
             raise ValueError(f"bytes {start} to {stop} of segment {self.number}, which has {self.nbytes}")
         return self._memory[start:stop]
 
-    def fill(self, start: int, text: bytes) -> None:
-        """Append a text to the segment, after its data."""
+    def put_job(self, start: int, text: bytes) -> None:
+        """Put an encoded job behind the segment's data, which ends at ``start``."""
         self.text = start, start + len(text)
         self.view(*self.text)[:] = np.frombuffer(text, dtype=np.uint8)
 
-    def lock_pages(self, lock: LockPages) -> None:
+    def lock_pages(self, lock_pages: LockPages) -> None:
         """Page-lock the segment's memory, once for as long as it is mapped."""
         if not self._was_asked:
-            self._was_asked, self._unlock = True, lock(self._memory)
+            self._was_asked, self._unlock = True, lock_pages(self._memory)
 
     @property
     def is_locked(self) -> bool:
@@ -183,8 +183,8 @@ class StagingPool:
             self._segments, self._free = [], []
 
 
-# The writer holds the last arrays that it has requested: up to a batch of a data file, which is less than a bucket. So
-# two buckets are being written while two are being filled.
+# The writer still uses the bucket before the one that it requested last: it holds the last arrays that it requested, up
+# to a batch of a data file, which is less than a bucket. So it holds two, and the training process fills the other two.
 BUCKETS = 4
 _NUMBER_BYTES = 8
 _GO = 0
@@ -211,6 +211,7 @@ class WaveSender:
         Raises:
             CheckpointError: The writer failed, or has ended.
         """
+        # The writer has its own copy by now. Without this one, the connection ends with the writer.
         self.theirs.close()
         self._count += 1
         if self._count > BUCKETS:
@@ -240,10 +241,10 @@ class WaveSender:
         raise CheckpointError(text)
 
     def _receive(self, nbytes: int) -> bytes:
-        """Return the next message, or nothing at the end. A writer that ended with unread messages causes a reset."""
+        """Return the next message, or nothing at the end."""
         try:
             return self._ours.recv(nbytes)
-        except ConnectionError:
+        except ConnectionError:  # the kernel resets the connection if the writer ends with unread messages
             return b""
 
     def go(self) -> None:
@@ -301,7 +302,7 @@ class WaveReceiver:
         return int.from_bytes(data, "little")
 
     def fail(self, error: BaseException) -> None:
-        """Tell the training process why this rank cannot write."""
+        """Send the training process the error for which this rank cannot write."""
         with contextlib.suppress(OSError):  # the other end has died, or has sent the reason itself
             self._socket.sendall(_ERROR + str(error).encode())
 

@@ -102,7 +102,7 @@ def _send_progress(channel: Channel, number: int, progress: Progress) -> None:
 def join_group(job: WriteJob, listener: GroupListener) -> WriterGroup:
     """Return the group of the writers that make a save; the others reach this one at ``listener``."""
     token = bytes.fromhex(job.names.token)
-    return WriterGroup(listener, job.addresses, token, job.ranks, job.position, job.committer, job.timeout)
+    return WriterGroup(listener, job.addresses, token, job.ranks, job.position, job.coordinator_position, job.timeout)
 
 
 def write_share(

@@ -246,7 +246,10 @@ class BackgroundWriter:
         return self._process
 
     def _running_for(self, job: WriteJob) -> WriterProcess:
-        """Return the process that other writers know, or for a rank alone any; the caller holds the lock."""
+        """Return the process that is to run a job; the caller holds the lock.
+
+        For one rank it may be a new one. For several it has to be the one whose address the other writers have.
+        """
         process = self._process
         if len(job.ranks) == 1:
             return self._running()
@@ -255,16 +258,17 @@ class BackgroundWriter:
         return process
 
     def _launch(self, save: PendingSave) -> None:
-        how = ""
+        """Give a save to the process; if that has ended, have its outcome found. Errors become the save's outcome."""
+        problem = ""
         with self._lock:
             try:
                 save.process = self._running_for(save.job)
             except CheckpointError as error:
-                how = str(error)
+                problem = str(error)
             number = self._saves.add(save)
         process = save.process
         if process is None:
-            self._finish_dead(number, how)
+            self._finish_dead(number, problem)
             return
         # Without a descriptor, a lock is known by its description, which is in the job.
         descriptor = None if save.lock is None else save.lock.handover()[1]
@@ -293,32 +297,34 @@ class BackgroundWriter:
             save.lock.detach()
             save.lock = None
 
-    def _on_end(self, process: WriterProcess, how: str) -> None:
+    def _on_end(self, process: WriterProcess, ending: str) -> None:
+        """Forget a process that has ended, and have the outcomes of the saves found that it had."""
         with self._lock:
             if self._process is process:
                 self._process = None
             orphans = self._saves.take_orphans(process)
         for number in orphans:
-            self._finish_dead(number, f"{how} while it was saving")
+            self._finish_dead(number, f"{ending} while it was saving")
         if not orphans and not process.is_finishing:
-            logger.warning("%s while it had nothing to save; the next save starts another", how)
+            logger.warning("%s while it had nothing to save; the next save starts another", ending)
 
-    def _finish_dead(self, number: int, how: str) -> None:
-        """Find the outcome of a save whose process has died. The other ranks decide, so it may take time."""
+    def _finish_dead(self, number: int, ending: str) -> None:
+        """Have a thread find the outcome of a save whose process has died: the other ranks decide, which takes time."""
         job = self._saves[number].job
 
         def finish() -> None:
-            logger.warning(how)  # only the end of the connection shows others that it has died
+            logger.warning(ending)  # only the end of the connection shows others that it has died
             try:
                 directory = open_to_save(reopen(job.storage))
-                failure = find_outcome(job, directory, how)
+                failure = find_outcome(job, directory, ending)
             except Exception as unknown:  # after any error, as callers wait for the outcome
-                failure = Failure.of(CheckpointError(f"{how}; it is not known what became of the save: {unknown!r}"))
+                failure = Failure.of(CheckpointError(f"{ending}; it is not known what became of the save: {unknown!r}"))
             self._finish(number, failure, {}, [])
 
         threading.Thread(target=finish, name="paddle_flexckpt-finish", daemon=True).start()
 
     def _finish(self, number: int, failure: Failure | None, seconds: dict[str, float], warnings: list[str]) -> None:
+        """End a save: log its warnings, free what it has, and give its handle the outcome."""
         save = self._saves[number]
         for warning in warnings:
             logger.warning(warning)

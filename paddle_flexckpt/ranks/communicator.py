@@ -16,6 +16,10 @@ Result = TypeVar("Result")
 class Communicator(ABC):
     """A connection of the ranks that take part in one call.
 
+    An exchange sends data: :meth:`all_gather` and :meth:`all_to_all`. A step does some work first, and an error on one
+    member is raised on all of them: :meth:`together` (then everybody's payload goes to everybody), :meth:`trade` (then
+    payloads go to single members) and :meth:`lead` (one member works). :meth:`agree` is the end of a step.
+
     Attributes:
         ranks: Global ranks of the members, in the group's order.
         position: This rank's place in ``ranks``.
@@ -66,7 +70,7 @@ class Communicator(ABC):
         return self._all_to_all(note, payloads)
 
     def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        """Do the same where members can only send everything to everybody, as with gloo."""
+        """Implement :meth:`all_to_all` by gathering everything: some members can only send everything to everybody."""
         gathered = [split(each) for each in self._all_gather(join((note, *pack_by_position(payloads))))]
         own = [unpack_by_position(parts[1:]).get(self.position) for parts in gathered]
         return _present(parts[0] or None for parts in gathered), _present(own)
@@ -94,7 +98,7 @@ class Communicator(ABC):
         return result, self.agree(None, payload, context)
 
     def lead(self, leader: int, work: Callable[[], object], context: str = "") -> None:
-        """Take a step on one member, by its position; go on only if it succeeds.
+        """Run ``work`` on the member at one position; go on only if it succeeds.
 
         Raises:
             CheckpointError: The step failed; the same error on every member.
@@ -110,7 +114,7 @@ class Communicator(ABC):
             CheckpointError: A rank has failed; all ranks' problems are in the text, with their rank.
             LostRankError: A rank has died; the same error on every other rank.
         """
-        payload = b"+" + payload if error is None else failed(error, context)
+        payload = b"+" + payload if error is None else encode_failure(error, context)
         gathered = _exchange(lambda: self.all_gather(payload), error, context)
         raise_failures(self.ranks, enumerate(gathered), error)
         return [answer[1:] for answer in gathered]
@@ -118,7 +122,7 @@ class Communicator(ABC):
     def trade(
         self, work: Callable[[], tuple[Result, bytes, Mapping[int, bytes]]], context: str = ""
     ) -> tuple[Result, dict[int, bytes], dict[int, bytes]]:
-        """Take a step as in :meth:`together`, in which members also send payloads to single members.
+        """Take a step on every member, as :meth:`together` does, after which members send payloads to single members.
 
         Args:
             work: The step; returns its result for this rank, a note for all, and the payloads for members by position.
@@ -136,7 +140,7 @@ class Communicator(ABC):
             result, note, payloads = work()
             note = b"+" + note if note else b""
         except Exception as error:
-            failure, note = error, failed(error, context)
+            failure, note = error, encode_failure(error, context)
         notes, received = _exchange(lambda: self.all_to_all(note, payloads), failure, context)
         raise_failures(self.ranks, notes.items(), failure)
         return result, {position: each[1:] for position, each in notes.items()}, received
@@ -146,7 +150,7 @@ def _exchange(collective: Callable[[], Result], error: Exception | None, context
     try:
         return collective()
     except LostRankError as lost:
-        # This rank's own error, if there is one, becomes the context of that.
+        # This rank's own error, if there is one, becomes the cause.
         raise type(lost)(f"{context}: {lost}" if context else str(lost)) from error or lost.__cause__
 
 
@@ -159,7 +163,7 @@ def raise_failures(ranks: Sequence[int], answers: Iterable[tuple[int, bytes]], e
         raise combined.error(failures[0][1][0].decode()) from error
 
 
-def failed(error: Exception, context: str) -> bytes:
+def encode_failure(error: Exception, context: str) -> bytes:
     """Return the answer of a member that has failed, for :func:`raise_failures`."""
     return b"-" + join((context.encode(), Failure.of(error).encode()))
 

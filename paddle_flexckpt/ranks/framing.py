@@ -10,7 +10,7 @@ import struct
 from collections import deque
 from collections.abc import Sequence
 
-# Smaller payloads are joined, so that they leave in one system call.
+# The parts of a message with fewer bytes of payload are joined, so that it leaves in one system call.
 _JOIN_BYTES = 1 << 20
 # More than the memory of any host: a header with such a length is invalid.
 _MOST_BYTES = 1 << 40
@@ -30,8 +30,8 @@ def encode(exchange: int, payloads: Sequence[bytes | memoryview]) -> list[memory
     return [memoryview(part) for part in parts if len(part)]
 
 
-class Leaving:
-    """Messages on their way out of one connection, each sent as fast as the connection accepts it."""
+class SendQueue:
+    """The messages that are to leave by one connection, sent as fast as it accepts them."""
 
     def __init__(self, message: Sequence[memoryview] = ()) -> None:
         """Args: message: the parts of the first message, if there is one already."""
@@ -54,7 +54,7 @@ class Leaving:
             self._parts.popleft()
 
 
-class Arriving:
+class IncomingMessage:
     """A message on its way in.
 
     Attributes:

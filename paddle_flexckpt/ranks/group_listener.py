@@ -19,7 +19,7 @@ from collections import OrderedDict
 from typing import Any
 
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.ranks.framing import Arriving, encode
+from paddle_flexckpt.ranks.framing import IncomingMessage, encode
 from paddle_flexckpt.ranks.lost_ranks import BACKLOG, CONNECT_SECONDS, SECRET_BYTES, split_address
 
 # A connecting process sends its greeting at once; one that sends nothing is disconnected.
@@ -27,7 +27,7 @@ GREETING_SECONDS = 10.0
 # Secret of the listener, token of the save, and the sender's position in its group; or a request for the outcome.
 _HELLO = struct.Struct(f"<{SECRET_BYTES}s16si")
 _ASKS = -1
-# The number of a message that is the last one for its receiver.
+# The exchange number of a message that is the last one for its receiver.
 FAREWELL = (1 << 64) - 1
 # The number of payloads of every message; most are empty.
 PAYLOADS = 2
@@ -54,15 +54,16 @@ class GroupListener:
         self._listener.setblocking(False)
         self.selector = selectors.DefaultSelector()
         self.selector.register(self._listener, selectors.EVENT_READ)
-        self._strangers: dict[socket.socket, tuple[bytearray, float]] = {}
-        # By token, and whether they only ask for the outcome.
-        self._callers: OrderedDict[tuple[bytes, bool], list[tuple[int, socket.socket]]] = OrderedDict()
-        # By token, the outcome, and the text for members that come too late.
+        # Connections that have sent no greeting yet, with what has come of it, and the time at which they are dropped.
+        self._ungreeted: dict[socket.socket, tuple[bytearray, float]] = {}
+        # Positions and connections that have greeted, by token, and whether they only ask for the outcome.
+        self._greeted: OrderedDict[tuple[bytes, bool], list[tuple[int, socket.socket]]] = OrderedDict()
+        # By token, the outcome, and the text of the error for members that come too late.
         self._ended: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
 
     def select(self, timeout: float | None = None) -> list[Any]:
-        """Wait at most so many seconds; return the data of the others' sockets that are ready, perhaps none."""
-        if self._strangers:
+        """Wait at most so many seconds; return the data of ready sockets that others have registered, perhaps none."""
+        if self._ungreeted:
             left = max(0.0, self._oldest[1] - time.monotonic())
             timeout = left if timeout is None else min(left, timeout)
         ready = []
@@ -70,18 +71,18 @@ class GroupListener:
             if key.fileobj is self._listener:
                 self._accept()
             elif key.data is None:
-                self._hear(key.fileobj)
+                self._read_greeting(key.fileobj)
             else:
                 ready.append(key.data)
-        while self._strangers and self._oldest[1] <= time.monotonic():
+        while self._ungreeted and self._oldest[1] <= time.monotonic():
             self._forget(self._oldest[0]).close()
         return ready
 
     @property
     def _oldest(self) -> tuple[socket.socket, float]:
-        """Return the stranger that came first, and the end of its time: all have the same time."""
-        stranger, (_, until) = next(iter(self._strangers.items()))
-        return stranger, until
+        """Return the ungreeted connection that came first, and the end of its time: all have the same time."""
+        connection, (_, until) = next(iter(self._ungreeted.items()))
+        return connection, until
 
     def serve(self) -> None:
         """Serve all that have connected and greeted by now, without waiting."""
@@ -99,14 +100,15 @@ class GroupListener:
 
     def take(self, token: bytes) -> list[tuple[int, socket.socket]]:
         """Return positions and connections of a save's members that have come since the last call."""
-        return self._callers.pop((token, False), [])
+        return self._greeted.pop((token, False), [])
 
-    def end(self, token: bytes, outcome: bytes, loss: str) -> None:
-        """End a save: later requests get its outcome, members that come too late the text ``loss``, if there is one.
+    def end(self, token: bytes, outcome: bytes, late_error: str) -> None:
+        """End a save. Requests for its outcome get ``outcome`` from now on.
 
-        Requests that have come by now are answered when this returns, as the process may be about to end.
+        Members that come too late get the text ``late_error``; without one they are disconnected. Requests that have
+        come by now are answered when this returns, as the process may be about to end.
         """
-        self._ended.setdefault(token, (outcome, loss.encode()))
+        self._ended.setdefault(token, (outcome, late_error.encode()))
         if len(self._ended) > _MOST_SAVES:
             self._ended.popitem(last=False)
         self._answer(token)
@@ -114,35 +116,35 @@ class GroupListener:
 
     def close(self) -> None:
         """Close the listening socket, and the connections that nobody has used."""
-        callers = [connection for several in self._callers.values() for _, connection in several]
+        callers = [connection for several in self._greeted.values() for _, connection in several]
         self.selector.close()
-        for each in (self._listener, *self._strangers, *callers):
+        for each in (self._listener, *self._ungreeted, *callers):
             each.close()
 
     def _accept(self) -> None:
         for turn in range(BACKLOG):
             try:
-                stranger, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except ConnectionAbortedError:
                 continue  # it has disconnected again
             except OSError:  # too many open files, or no memory: this may pass
-                if turn == 0 and self._strangers:  # each has had a turn in which it could greet
+                if turn == 0 and self._ungreeted:  # each has had a turn in which it could greet
                     self._forget(self._oldest[0]).close()
                 elif turn == 0:
                     time.sleep(_PAUSE_SECONDS)
                 return
-            stranger.setblocking(False)
-            self._strangers[close_in_forks(stranger)] = bytearray(), time.monotonic() + GREETING_SECONDS
-            self.selector.register(stranger, selectors.EVENT_READ)
+            connection.setblocking(False)
+            self._ungreeted[close_in_forks(connection)] = bytearray(), time.monotonic() + GREETING_SECONDS
+            self.selector.register(connection, selectors.EVENT_READ)
 
-    def _hear(self, stranger: Any) -> None:
-        if stranger not in self._strangers:
+    def _read_greeting(self, connection: Any) -> None:
+        if connection not in self._ungreeted:
             return  # it has just been dropped for another
-        hello, heard = self._strangers[stranger][0], b""
+        hello, heard = self._ungreeted[connection][0], b""
         try:
-            heard = stranger.recv(_HELLO.size - len(hello))
+            heard = connection.recv(_HELLO.size - len(hello))
         except BlockingIOError:
             return
         except OSError:
@@ -150,30 +152,30 @@ class GroupListener:
         hello += heard
         if heard and len(hello) < _HELLO.size:
             return
-        self._forget(stranger)
+        self._forget(connection)
         secret, token, position = _HELLO.unpack(hello) if heard else (b"", b"", 0)
         if not secrets.compare_digest(secret, self._secret):
-            stranger.close()
+            connection.close()
             return
-        self._callers.setdefault((token, position == _ASKS), []).append((position, stranger))
-        if len(self._callers) > 2 * _MOST_SAVES:
-            for _, old in self._callers.popitem(last=False)[1]:
+        self._greeted.setdefault((token, position == _ASKS), []).append((position, connection))
+        if len(self._greeted) > 2 * _MOST_SAVES:
+            for _, old in self._greeted.popitem(last=False)[1]:
                 old.close()
         if token in self._ended:
             self._answer(token)
 
-    def _forget(self, stranger: socket.socket) -> socket.socket:
-        self.selector.unregister(stranger)
-        del self._strangers[stranger]
-        return stranger
+    def _forget(self, connection: socket.socket) -> socket.socket:
+        self.selector.unregister(connection)
+        del self._ungreeted[connection]
+        return connection
 
     def _answer(self, token: bytes) -> None:
-        outcome, loss = self._ended[token]
-        for _, asker in self._callers.pop((token, True), []):
+        outcome, late_error = self._ended[token]
+        for _, asker in self._greeted.pop((token, True), []):
             _dismiss(asker, outcome)
         for _, member in self.take(token):
-            if loss:
-                _dismiss(member, loss)
+            if late_error:
+                _dismiss(member, late_error)
             else:
                 member.close()
 
@@ -195,7 +197,13 @@ def hang_up(connection: socket.socket) -> None:
 
 
 def greet(address: str, token: bytes, position: int, timeout: float) -> socket.socket:
-    """Connect to the writer of another rank as the member at a position of the group that makes a save.
+    """Connect to the listener of another process, and send a greeting; return the connection, which does not block.
+
+    Args:
+        address: The listener's address, "host:port/secret".
+        token: The token of a save, or of what else the two processes connect for.
+        position: The place of this rank in the group; or that it only asks for the outcome of the save.
+        timeout: Seconds to wait for the connection at most.
 
     Raises:
         OSError: It has died, or does not answer within ``timeout`` seconds.
@@ -213,7 +221,7 @@ def greet(address: str, token: bytes, position: int, timeout: float) -> socket.s
 
 def ask_outcome(address: str, token: bytes, timeout: float) -> bytes | None:
     """Return the outcome of a save from the coordinator's writer; None if that has died or does not answer in time."""
-    deadline, answer = time.monotonic() + timeout, Arriving([FAREWELL], PAYLOADS)
+    deadline, answer = time.monotonic() + timeout, IncomingMessage([FAREWELL], PAYLOADS)
     try:
         with greet(address, token, _ASKS, timeout) as connection:
             while not answer.is_done:

@@ -32,7 +32,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.forks import close_in_forks
-from paddle_flexckpt.ranks.framing import Arriving, Leaving, encode
+from paddle_flexckpt.ranks.framing import IncomingMessage, SendQueue, encode
 from paddle_flexckpt.ranks.group_listener import GroupListener, greet, prepare
 from paddle_flexckpt.ranks.lost_ranks import (
     CONNECT_SECONDS,
@@ -59,7 +59,9 @@ _MEETING = bytes(16)
 
 
 class Meeting:
-    """One rank's part in a meeting. Leaving its context closes what it opened, except the connections if all were made.
+    """One rank's part in a meeting, in which the ranks of a group connect to each other.
+
+    Leaving the context closes the listener, and after an error all connections.
 
     Attributes:
         targets: Connections, which do not block, to the ranks that this one was to connect to.
@@ -109,7 +111,7 @@ class Meeting:
         """Return the ranks that have not come."""
         return sorted(self._wanted | self._expected)
 
-    def hold(self, patience: float) -> None:
+    def wait_for_all(self, patience: float) -> None:
         """Wait until all have come, at most so many seconds.
 
         Raises:
@@ -127,7 +129,7 @@ class Meeting:
             if self._store.add(f"{self._prefix}/failed", 0):
                 raise ConnectionError("another rank could not connect to all that it needs")
             if time.monotonic() > notice:
-                say_waiting(self._rank, self.absent)
+                warn_of_waiting(self._rank, self.absent)
                 notice = deadline
             if time.monotonic() > deadline:
                 raise TimeoutError(f"rank {', '.join(map(str, self.absent))} has not come for {patience:g} s")
@@ -169,7 +171,7 @@ class Meeting:
             self._listener.selector.register(connection, selectors.EVENT_READ, rank)
 
 
-def say_waiting(rank: int, others: Sequence[int]) -> None:
+def warn_of_waiting(rank: int, others: Sequence[int]) -> None:
     """Warn that a rank has waited for others for long."""
     names = f"{'rank' if len(others) == 1 else 'ranks'} {', '.join(map(str, others))}"
     logger.warning(f"rank {rank} has waited {NOTICE_SECONDS:g} s for {names} in a call of this library. {EVERY_RANK}")
@@ -312,8 +314,8 @@ class HostChannel:
         target, source = self._targets[distance], self._sources[distance]
         target_rank = self.ranks[(self.position - distance) % len(self.ranks)]
         source_rank = self.ranks[(self.position + distance) % len(self.ranks)]
-        leaving = Leaving(encode(self._exchanges, payloads))
-        arriving = Arriving([self._exchanges], len(payloads))
+        leaving = SendQueue(encode(self._exchanges, payloads))
+        arriving = IncomingMessage([self._exchanges], len(payloads))
         self.messages += 1
         self.bytes_sent += sum(len(payload) for payload in payloads)
         with selectors.DefaultSelector() as waiting:
@@ -323,7 +325,7 @@ class HostChannel:
             while not (leaving.is_done and arriving.is_done):
                 ready = waiting.select(min(NOTICE_SECONDS, self._patience))
                 if not ready and self._patience > NOTICE_SECONDS:
-                    say_waiting(self.rank, [target_rank if arriving.is_done else source_rank])
+                    warn_of_waiting(self.rank, [target_rank if arriving.is_done else source_rank])
                     ready = waiting.select(self._patience - NOTICE_SECONDS)
                 if not ready and not arriving.is_done:
                     raise TimeoutError(f"rank {source_rank} has sent nothing for {self._patience:g} s")
@@ -352,12 +354,13 @@ class HostChannel:
         targets = {distance: self.ranks[(self.position - distance) % size] for distance in distances}
         sources = {distance: self.ranks[(self.position + distance) % size] for distance in distances}
         with Meeting(self._store, self._name, self.rank, {*targets.values()}, {*sources.values()}) as meeting:
-            meeting.hold(self._patience)
+            meeting.wait_for_all(self._patience)
         self._targets = {distance: meeting.targets[rank] for distance, rank in targets.items()}
         self._sources = {distance: meeting.sources[rank] for distance, rank in sources.items()}
         self._has_met = True
 
 
+# The head of a letter: its remaining distance, the position of its sender, and the length of its payload.
 _LETTER = np.dtype([("far", "<u4"), ("source", "<u4"), ("length", "<u8")])
 
 
@@ -378,7 +381,7 @@ def _decode_letters(message: memoryview) -> list[tuple[int, int, bytes]]:
 def _expect_nothing(connection: socket.socket) -> None:
     if not connection.recv(1):
         raise EOFError
-    raise OSError("it says something, which it never should")
+    raise OSError("data came from a rank that only receives")
 
 
 @contextlib.contextmanager

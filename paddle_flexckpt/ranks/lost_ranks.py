@@ -19,9 +19,9 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-# A save that all ranks write at about the same time ends before the first check.
+# The time before the first check of a wait, and between checks. A save in which no rank is late ends before the first.
 FIRST_LOOK_SECONDS, LOOK_SECONDS = 1.0, 3.0
-# The longest time to check an address, and all of them in one check: the caller has other work to do.
+# The longest time to check one address, and also for all addresses in one check: the caller has other work to do.
 _ANSWER_SECONDS = 0.5
 # The connections that the kernel accepts for a busy process.
 BACKLOG = 4096
@@ -53,7 +53,11 @@ def split_address(address: str) -> tuple[tuple[str, int], bytes]:
 
 
 class DeathWatch:
-    """A watch that checks now and then which members of a group have died: their processes do not answer any more."""
+    """A watch that checks from time to time which members of a group have died.
+
+    A process counts as dead when its host refuses connections to it. A host that does not answer at all proves nothing:
+    it may be down, or a firewall may block connections to it.
+    """
 
     def __init__(self, addresses: Sequence[str]) -> None:
         """Args: addresses: presences of the members, in the group's order."""
@@ -62,11 +66,7 @@ class DeathWatch:
         self._last = -1
 
     def look(self, positions: Iterable[int]) -> list[int]:
-        """Return those of some members that have died; none while it is not time for the next check.
-
-        A process has died when its host refuses connections to it. A host that does not answer at all proves nothing:
-        it may be down, or a firewall may block connections to it.
-        """
+        """Return those of some members that have died; none while it is not time for the next check."""
         now = time.monotonic()
         if now < self._next:
             return []
@@ -128,8 +128,7 @@ _announced: list[tuple[KeyValueStore, int]] = []
 @functools.cache
 def own_presence() -> str:
     """Return the address of this process's presence, which lasts as long as the process."""
-    # Connections are never accepted: it is enough that they can be made. They stay in the backlog, but a job in which
-    # presences are checked is about to end.
+    # The connections stay in the backlog, which may fill up; but a job in which presences are checked is about to end.
     listener = open_presence()
     os.register_at_fork(after_in_child=functools.partial(_leave, listener))
     return address_of(listener)
@@ -164,7 +163,7 @@ class Missing(NamedTuple):
     Attributes:
         lost: Ranks that have died.
         silent: Ranks that are alive but take no part.
-        unknown: Ranks that had not made a call before, so that their address is not known.
+        unknown: Ranks that have not announced their address: they have made no call yet, or died before their first.
     """
 
     lost: list[int]
@@ -184,12 +183,12 @@ def find_missing_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], r
     """
     prefix = f"flexckpt/{group}"
     found: list[Missing] = []
-    heard = [time.monotonic()]
+    last_reply = [time.monotonic()]
 
     def look(others: Sequence[int], failures: int) -> Missing:
         missing = Missing([], [], [])
         for other in others:
-            heard[0] = time.monotonic()
+            last_reply[0] = time.monotonic()
             if store.add(f"{prefix}/{other}", 0) < failures:
                 presence = presence_of(store, other)
                 if presence is None:
@@ -203,7 +202,8 @@ def find_missing_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], r
 
     def ask() -> None:
         try:
-            # Ranks that have failed equally often are at the same failure.
+            # A rank's counter is the number of exchanges that failed on it. If it is behind, the rank has not noted
+            # this failure yet.
             failures = store.add(f"{prefix}/{rank}", 1)
             missing = look([other for other in ranks if other != rank], failures)
             # Few checks, as each leaves a connection in the backlog of those that live. A dead rank may need a second
@@ -226,7 +226,7 @@ def find_missing_ranks(store: KeyValueStore, group: str, ranks: Sequence[int], r
     # In a thread: the store's client cannot be interrupted.
     asking = threading.Thread(target=ask, name="flexckpt-lost-ranks", daemon=rank != 0)
     asking.start()
-    while not found and asking.is_alive() and time.monotonic() - heard[0] < STORE_SECONDS:
+    while not found and asking.is_alive() and time.monotonic() - last_reply[0] < STORE_SECONDS:
         asking.join(_POLL_SECONDS)
     if found:
         asking.join(SPREAD_SECONDS)

@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from paddle_flexckpt.catalog import LostRankError
 from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.catalog.wire import join, pack_by_position, split, unpack_by_position
-from paddle_flexckpt.ranks.communicator import Communicator, failed, raise_failures
-from paddle_flexckpt.ranks.framing import Arriving, Leaving, encode
+from paddle_flexckpt.ranks.communicator import Communicator, encode_failure, raise_failures
+from paddle_flexckpt.ranks.framing import IncomingMessage, SendQueue, encode
 from paddle_flexckpt.ranks.group_listener import FAREWELL, PAYLOADS, GroupListener, greet, hang_up, prepare
 from paddle_flexckpt.ranks.lost_ranks import FIRST_LOOK_SECONDS, DeathWatch
 
@@ -43,8 +43,8 @@ class _Link:
     def __init__(self, connection: socket.socket, position: int) -> None:
         """Args: connection: to the other end. position: the place of that in the group."""
         self.connection, self.position = connection, position
-        self._leaving = Leaving()
-        self._arriving: Arriving | None = None
+        self._leaving = SendQueue()
+        self._arriving: IncomingMessage | None = None
 
     def enqueue(self, message: Sequence[memoryview]) -> None:
         """Append a message, to leave after the others."""
@@ -58,17 +58,17 @@ class _Link:
         except BlockingIOError:
             return False
         except OSError:  # the other end receives nothing any more; its earlier messages can still be read
-            self._leaving = Leaving()
+            self._leaving = SendQueue()
         return True
 
-    def receive(self, exchange: int) -> Arriving | None:
+    def receive(self, exchange: int) -> IncomingMessage | None:
         """Return a message of an exchange, or the last message, once it has arrived as a whole; None before.
 
         Raises:
             EOFError: The other end has died.
             OSError: The connection broke, or another message came.
         """
-        arriving = self._arriving = self._arriving or Arriving([exchange, FAREWELL], PAYLOADS)
+        arriving = self._arriving = self._arriving or IncomingMessage([exchange, FAREWELL], PAYLOADS)
         with contextlib.suppress(BlockingIOError):
             arriving.receive(self.connection)
         if not arriving.is_done:
@@ -127,7 +127,7 @@ class WriterGroup(Communicator):
         self._lost = self._lost or LostRankError("this group of writers is closed")
 
     def lead(self, leader: int, work: Callable[[], object], context: str = "") -> None:
-        """Take a step on the coordinator, as the base class does; other members may have died by then."""
+        """Run ``work`` on the coordinator, as the base class does; other members may have died by then."""
         if leader != self._coordinator:
             raise ValueError("the coordinator alone leads a group of writers")
         self._begin_exchange()
@@ -137,11 +137,11 @@ class WriterGroup(Communicator):
             try:
                 work()
             except Exception as failure:
-                error, notes = failure, {leader: failed(failure, context)}
+                error, notes = failure, {leader: encode_failure(failure, context)}
             self._answer(notes)
         else:
-            # The coordinator has begun the step by now. The wait for it is as long as for a share.
-            notes = self._hear()
+            # The coordinator works now. Members wait for it as long as for the shares of others.
+            notes = self._receive_notes()
         raise_failures(self.ranks, notes.items(), error)
 
     def abort(self, problem: str) -> LostRankError:
@@ -152,7 +152,7 @@ class WriterGroup(Communicator):
             if self._leads:
                 return self._give_up(text)
             self._links[self._coordinator].enqueue(encode(FAREWELL, [text.encode(), b""]))
-            self._hear()
+            self._receive_notes()
         except LostRankError as error:
             return error
         raise RuntimeError("an exchange went on after its end")
@@ -169,7 +169,7 @@ class WriterGroup(Communicator):
         own = note, payloads.get(self._coordinator, b"")
         if not self._leads:
             self._links[self._coordinator].enqueue(encode(self._exchanges, own))
-            return self._hear(), {}
+            return self._receive_notes(), {}
         messages = sorted([(self.position, own), *self._collect().items()])
         notes = {position: each for position, (each, _) in messages if each}
         self._answer(notes)
@@ -197,13 +197,14 @@ class WriterGroup(Communicator):
                 self._invite(link)
             while len(messages) < len(others):
                 self._admit(absent)
-                left, gone = deadline - time.monotonic(), watch.look(absent)
-                if gone or left <= 0:
+                left, dead = deadline - time.monotonic(), watch.look(absent)
+                if dead or left <= 0:
                     # A member that had connected before is still admitted.
                     self._listener.serve()
                     self._admit(absent)
-                if gone := [position for position in gone if position in absent]:
-                    raise self._give_up(self._problems(gone, _gone()))
+                dead = [position for position in dead if position in absent]
+                if dead:
+                    raise self._give_up(self._problems(dead, _gone()))
                 ready = self._listener.select(min(left, FIRST_LOOK_SECONDS) if absent else left)
                 if not ready and left <= 0:
                     silent = sorted(others - messages.keys())
@@ -239,7 +240,7 @@ class WriterGroup(Communicator):
             self._invite(self._links[position])
 
     def _invite(self, link: _Link) -> None:
-        """Inform a member, by a message without a byte, that the coordinator is there, and wait for its message."""
+        """Inform a member, by an empty message, that the coordinator takes part; from now on listen to the member."""
         link.enqueue(encode(self._exchanges, [b"", b""]))
         link.send()
         self._listener.selector.register(link.connection, selectors.EVENT_READ, link)
@@ -285,7 +286,7 @@ class WriterGroup(Communicator):
                     raise self._lose_coordinator() from error
             time.sleep(FIRST_LOOK_SECONDS)
 
-    def _hear(self) -> dict[int, bytes]:
+    def _receive_notes(self) -> dict[int, bytes]:
         """Send the waiting messages, and return the coordinator's notes of this exchange, by position."""
         link, patience = self._links[self._coordinator], self._timeout + _GRACE_SECONDS
         deadline, selector = time.monotonic() + patience, self._listener.selector

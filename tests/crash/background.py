@@ -24,7 +24,7 @@ from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import SaveLock
 from paddle_flexckpt.media.opening import reopen
-from paddle_flexckpt.ranks.communicator import Communicator, failed, raise_failures
+from paddle_flexckpt.ranks.communicator import Communicator, encode_failure, raise_failures
 from paddle_flexckpt.ranks.writer_group import LostCoordinatorError
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.saving.saver import save_state_dict
@@ -58,7 +58,7 @@ class _Group(Communicator):
 
     def __init__(self, comm: JobCommunicator, job: WriteJob) -> None:
         super().__init__(comm.ranks, comm.position)
-        self._job, self._token, self._coordinator = comm.job, job.names.token, job.committer
+        self._job, self._token, self._coordinator = comm.job, job.names.token, job.coordinator_position
         self._exchanges = 0
 
     @property
@@ -82,7 +82,7 @@ class _Group(Communicator):
                 work()
             except Exception as failure:
                 error = failure
-            note = b"" if error is None else failed(error, context)
+            note = b"" if error is None else encode_failure(error, context)
             self._job.tell(self._token, self._exchanges, self.position, note)
         else:
             heard = self._job.hear(self._token, self._exchanges, self.position, leader)
@@ -147,7 +147,7 @@ class _Slot:
     def _find_outcome(self) -> Failure | None:
         if not self._job.is_coordinator:
             token, rank = self._job.names.token, self._comm.position
-            answer = self._comm.job.hear(token, _Group.OUTCOME, rank, self._job.committer)
+            answer = self._comm.job.hear(token, _Group.OUTCOME, rank, self._job.coordinator_position)
             if answer is not None:
                 return Failure.decode(answer) if answer else None
         directory = open_to_save(reopen(self._job.storage))

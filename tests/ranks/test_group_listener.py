@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from paddle_flexckpt.ranks import group_listener
-from paddle_flexckpt.ranks.framing import Arriving
+from paddle_flexckpt.ranks.framing import IncomingMessage
 from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome, greet
 from paddle_flexckpt.ranks.lost_ranks import address_of, open_presence, split_address
 
@@ -70,7 +70,7 @@ def writer() -> Iterator[Writer]:
 
 def heard(connection: socket.socket) -> bytes | None:
     """The text that comes last; None if there is none."""
-    arriving = Arriving([group_listener.FAREWELL], 2)
+    arriving = IncomingMessage([group_listener.FAREWELL], 2)
     try:
         while not arriving.is_done:
             arriving.receive(connection)
@@ -104,7 +104,7 @@ def test_strangers_are_let_go(writer, monkeypatch, said):
     with writer.idle():
         assert heard(writer.call(said)) is None
         assert heard(writer.call(hello())) == b"too late"
-    assert not writer.listener._strangers and not writer.listener.take(TOKEN)
+    assert not writer.listener._ungreeted and not writer.listener.take(TOKEN)
     assert len(writer.listener.selector.get_map()) == 1
 
 
@@ -139,7 +139,7 @@ def test_the_listener_outlives_a_lack_of_files(writer, monkeypatch, silent):
         writer.listener.select(0)
     assert not refusals
     assert [place for place, _ in writer.listener.take(TOKEN)] == [1] and member
-    assert len(writer.listener._strangers) == max(0, silent - 1)
+    assert len(writer.listener._ungreeted) == max(0, silent - 1)
     if silent:
         assert heard(strangers[0]) is None
 
@@ -150,7 +150,7 @@ def test_one_turn_accepts_no_more_than_may_have_waited(writer, monkeypatch):
     for _ in range(8):
         writer.call(b"")
     writer.listener.select(0)
-    assert len(writer.listener._strangers) == 5
+    assert len(writer.listener._ungreeted) == 5
 
 
 # -- the outcome -------------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_sixteen_saves_are_remembered(writer):
     tokens = [bytes([number]) * 16 for number in range(20)]
     waiting = [writer.greet(token, is_asking=number % 2 == 0) for number, token in enumerate([*tokens, *tokens])]
     writer.listener.serve()
-    assert len(writer.listener._callers) == 20
+    assert len(writer.listener._greeted) == 20
     for token in tokens[:17]:
         writer.listener.end(token, token, "")
     with writer.idle():
@@ -221,5 +221,5 @@ def test_sixteen_saves_are_remembered(writer):
         assert writer.ask(tokens[0], 0.01) is None
     more = [writer.greet(os.urandom(16), is_asking=number % 2 == 0) for number in range(40)]
     writer.listener.serve()
-    assert len(writer.listener._callers) == 2 * 16
+    assert len(writer.listener._greeted) == 2 * 16
     assert heard(more[0]) is heard(more[1]) is None and heard(waiting[18]) is heard(waiting[19]) is None

@@ -291,7 +291,7 @@ def test_a_stranger_that_says_nothing_is_not_kept(store, monkeypatch):
         place, _ = split_address(store.get("flexckpt/meeting/g/0").decode())
         with socket.create_connection(place, timeout=300) as stranger:
             with pytest.raises(TimeoutError, match="rank 1 has not come for 1 s"):
-                open_meeting.hold(1.0)
+                open_meeting.wait_for_all(1.0)
             assert stranger.recv(1) == b""
 
 

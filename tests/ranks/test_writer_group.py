@@ -16,7 +16,7 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.ranks import lost_ranks, writer_group
 from paddle_flexckpt.ranks.communicator import Communicator
-from paddle_flexckpt.ranks.framing import Leaving, encode
+from paddle_flexckpt.ranks.framing import SendQueue, encode
 from paddle_flexckpt.ranks.group_listener import GroupListener, ask_outcome, greet
 from paddle_flexckpt.ranks.lost_ranks import address_of, open_presence
 from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
@@ -336,13 +336,13 @@ def test_a_member_that_dies_before_it_sends_is_named_on_all_others_for_ever(writ
 
 def killed_while_sending(member: Writers, position: int) -> None:
     group = member.join(position)
-    real = Leaving.send
+    real = SendQueue.send
 
-    def send(self: Leaving, connection: socket.socket) -> None:
+    def send(self: SendQueue, connection: socket.socket) -> None:
         real(self, connection)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    Leaving.send = send  # type: ignore[method-assign]
+    SendQueue.send = send  # type: ignore[method-assign]
     group.trade(lambda: (None, b"", {0: bytes(100 << 20)}))
 
 
