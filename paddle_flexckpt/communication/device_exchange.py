@@ -103,7 +103,10 @@ class Traffic:
 
 
 class _Side:
-    """The messages between devices that one rank sends, or those that it receives, cut into rounds."""
+    """The messages between devices that one rank sends, or those that it receives, cut into rounds of bounded size.
+
+    (Between hosts, ``rounds.Rounds`` cuts by the rows that a rank has at a time.)
+    """
 
     def __init__(self, messages: Mapping[int, Message], quota: Mapping[int, int], here: int, size: int) -> None:
         self._messages, self._quota, self._here, self._size = messages, quota, here, size

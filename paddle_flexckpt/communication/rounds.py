@@ -30,7 +30,7 @@ class HeldRows:
         """Args: storage: gives the storage of a row."""
         self._storage = storage
 
-    def of(self, number: int) -> Storage:
+    def storages(self, number: int) -> Storage:
         """Return the storages of a round's rows, as a function of the row; wait until the rows are there."""
         return self._storage
 
@@ -61,8 +61,8 @@ class RowsReadAhead(HeldRows):
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
-    def of(self, number: int) -> Storage:
-        """Implement :meth:`HeldRows.of`.
+    def storages(self, number: int) -> Storage:
+        """Implement :meth:`HeldRows.storages`.
 
         Raises:
             BaseException: What reading them raised.
@@ -109,7 +109,7 @@ class RowsReadAhead(HeldRows):
                     return
             try:
                 rows = self._read(number)
-            except BaseException as error:  # raised by :meth:`of`
+            except BaseException as error:  # raised by :meth:`storages`
                 self._fail(error)
                 return
             with self._changed:
@@ -126,7 +126,7 @@ class _Cut:
         self.count = int(number.max(initial=-1)) + 1
         self._start = np.searchsorted(number[self._order], np.arange(self.count + 1))
 
-    def of(self, number: int) -> Pieces:
+    def pieces(self, number: int) -> Pieces:
         """Return the pieces of a round."""
         first, last = self._start[number : number + 2] if number < self.count else (0, 0)
         return self._pieces.take(self._order[first:last])
@@ -152,13 +152,13 @@ class Rounds:
 
     def used(self, number: int) -> list[Pieces]:
         """Return the pieces of a round that this rank needs of its own rows."""
-        return [self._local.of(number), *(cut.of(number) for cut in self._outgoing.values())]
+        return [self._local.pieces(number), *(cut.pieces(number) for cut in self._outgoing.values())]
 
     def sending(self, rows: HeldRows) -> Iterator[Streams]:
         """Yield the data that this rank sends in each round."""
         for number in range(self.count):
-            storage = rows.of(number)
-            parts = {rank: cut.of(number) for rank, cut in self._outgoing.items()}
+            storage = rows.storages(number)
+            parts = {rank: cut.pieces(number) for rank, cut in self._outgoing.items()}
             yield {rank: pack(pieces, storage) for rank, pieces in parts.items() if len(pieces)}
             rows.done(number)
 
@@ -171,8 +171,8 @@ class Rounds:
             dtype: Gives the type of a source row's elements.
         """
         for number in range(max([self.count, *(cut.count for cut in self._incoming.values())])):
-            parts = {rank: cut.of(number) for rank, cut in self._incoming.items()}
+            parts = {rank: cut.pieces(number) for rank, cut in self._incoming.items()}
             yield {rank: unpack(pieces, target, dtype) for rank, pieces in parts.items() if len(pieces)}
             if number < self.count:
-                self.bytes_copied += copy_pieces(self._local.of(number), rows.of(number), target)
+                self.bytes_copied += copy_pieces(self._local.pieces(number), rows.storages(number), target)
                 rows.done(number)

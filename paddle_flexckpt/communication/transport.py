@@ -32,7 +32,7 @@ STALL_SECONDS = 600.0
 # How long a rank waits for connections before it checks whether the others live; twice as long after each check.
 FIRST_CHECK_SECONDS = 1.0
 
-# The data that a rank sends in one round, by receiver, or receives, by sender.
+# The data that a rank sends in one round, by receiver, or receives, by sender. An exchange has one for each round.
 Streams = Mapping[int, Iterator[np.ndarray]]
 
 _HELLO = struct.Struct("<16si")  # the token of the listener, the rank that connects
@@ -198,7 +198,7 @@ class SocketTransport(Transport):
                         for rank in receivers:
                             if rank in streams and self._failure is None:
                                 self._send(connections[rank], shared.get(rank), streams[rank])
-                        if self._failure is not None:
+                        if self._failure is not None:  # the ``with`` closes the connections, which others notice
                             return
                     for sender in shared.values():
                         sender.finish()

@@ -58,7 +58,7 @@ class DirectFiles(Files):
     """
 
     def __init__(self, comm: Communicator, location: Location, options: LoadOptions, context: str, reason: str) -> None:
-        """Open nothing yet.
+        """Take what describes the load; :meth:`open` opens the checkpoint.
 
         Args:
             comm: The ranks.

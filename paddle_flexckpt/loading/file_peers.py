@@ -113,7 +113,7 @@ class FilePeers(Peers):
     def __init__(
         self, comm: Communicator, files: Files, options: LoadOptions, context: str, found: Found | None = None
     ) -> None:
-        """Open nothing yet.
+        """Take the checkpoint and what describes the load; :meth:`open` opens it.
 
         Args:
             comm: The ranks.

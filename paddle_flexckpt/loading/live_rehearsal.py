@@ -7,7 +7,6 @@ Tested in tests/distributed/test_live_rehearsal.py.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -85,16 +84,9 @@ def rehearse(
         ValidationError: There is no such checkpoint, strategy or model, or the strategy cannot cut the model.
         CorruptCheckpointError: A manifest is damaged.
     """
-    if isinstance(layout, str):
-        if options is None and not states:
-            options = LoadOptions(optimizer_states="ignore")
-        of_files = functools.partial(_layout_of_files, path, options or LoadOptions(), variant)
-        of_model = functools.partial(layout_of_model, optimizer=optimizer, seg_method=seg_method)
-        is_live = hasattr(model, "sharded_state_dict")
-        layout, found = (of_model if is_live else of_files)(model, layout, states=states, cuts=cuts)
-        notes = [*notes, *found]
-    elif model is not None or optimizer is not None:
-        raise ValidationError(["a layout has its own model. Remedy: give the strategy as a text beside model="])
+    if options is None and isinstance(layout, str) and not states:
+        options = LoadOptions(optimizer_states="ignore")
+    layout, found = _layout_for(path, layout, options, model, optimizer, states, cuts, variant, seg_method)
     return rehearsal.rehearse(
         path,
         layout,
@@ -104,17 +96,36 @@ def rehearse(
         object_store=object_store,
         bytes_per_second=bytes_per_second,
         request_seconds=request_seconds,
-        notes=notes,
+        notes=[*notes, *found],
     )
 
 
-def _layout_of_files(
-    path: Location, options: LoadOptions, variant: str, model: Any, strategy: str, *, states: bool, cuts: Cuts
+def _layout_for(
+    path: Location,
+    layout: JobLayout | str,
+    options: LoadOptions | None,
+    model: Any,
+    optimizer: Any,
+    states: bool,
+    cuts: Cuts,
+    variant: str,
+    seg_method: str | None,
 ) -> tuple[JobLayout, list[str]]:
-    """Return the layout of a job whose model is that of a checkpoint or a ``config.json``, and its assumptions."""
+    """Return the layout that the arguments of :func:`rehearse` describe, and the assumptions that it makes.
+
+    Raises:
+        ValidationError: The arguments do not fit, or the strategy cannot cut the model.
+    """
+    if not isinstance(layout, str):
+        if model is not None or optimizer is not None:
+            raise ValidationError(["a layout has its own model. Remedy: give the strategy as a text beside model="])
+        return layout, []
+    if hasattr(model, "sharded_state_dict"):
+        return layout_of_model(model, layout, optimizer=optimizer, states=states, cuts=cuts, seg_method=seg_method)
+    options = options or LoadOptions()
     return layout_of(
         path,
-        strategy,
+        layout,
         unique_id=options.unique_id,
         aoa_config=options.aoa_config,
         model=model,
@@ -264,7 +275,7 @@ def _layers(
     descs = _descriptions(model)
     if descs is None:
         if seg_method is not None:
-            raise ValidationError([f"seg_method={seg_method!r} is of a PipelineLayer; got a {type(model).__name__}"])
+            raise ValidationError([f"seg_method={seg_method!r} needs a PipelineLayer; got a {type(model).__name__}"])
         return layer_places(list(shards), infos)
     places = {key: tuple(getattr(weight, "layers", ())) for key, weight in shards.items()}
     names = [_class_name(desc) for desc in descs]

@@ -222,7 +222,7 @@ def _names_in_place(task: Task) -> list[str]:
     """
     keys, names = list(task.resolution.targets.catalog.keys), task.resolution.catalog.keys
     for row in task.resolution.targets.masters:
-        keys[row] = names[row]  # as the source has it, if it is the same
+        keys[row] = names[row]  # the source has the master under this name, if it is the same tensor
     moved = set() if task.mapping is None else task.mapping.moved_keys(names)
     return [
         f"{key} as AOA makes it" if task.mapping is not None and (key != name or name in moved) else key

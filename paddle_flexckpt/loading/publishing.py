@@ -167,6 +167,7 @@ class Publication:
 
     _output: OutputDirectory
     _files: ModelFiles
+    # Whether the model may have been published. The coordinator knows; the others do not, when they have written all.
     _may_be_there = False
 
     def __init__(
@@ -187,7 +188,7 @@ class Publication:
             options: Those of the call.
             call: Its name.
             file_prefix: What the names of files start with.
-            skips: Endings of keys to leave out, optimizer states included; None: leave out all optimizer states.
+            skips: Endings of the keys to leave out, where optimizer states are written too; None: these are left out.
         """
         self._comm, self._location, self._options, self._call = comm, output, options, call
         self._file_prefix, self._skips = file_prefix, skips
@@ -256,15 +257,17 @@ class Publication:
         return None, join(self._state.replica_digests())
 
     def _begin(self) -> None:
-        """Choose tensors and divide them among files: the same on every rank, as all know all sources. Begin own files.
+        """Choose tensors, divide them among files, and begin this rank's own files.
+
+        The choice is the same on every rank, as all know all sources.
 
         Raises:
             ValidationError: They cannot be written so.
         """
-        options, comm, states = self._options, self._comm, self._skips is not None
+        options, comm, has_states = self._options, self._comm, self._skips is not None
         start, skips = f"{options.prefix}." if options.prefix else "", self._skips or ()
         self._chosen = choose_tensors(
-            self._state.catalog, options.aoa_config, start, states, skips=skips, extra_state=not states
+            self._state.catalog, options.aoa_config, start, has_states, skips=skips, extra_state=not has_states
         )
         self._keys, self._infos = self._chosen.keys, self._chosen.infos
         all_files = self._all_files = divide_evenly(self._infos, options.max_file_bytes, comm.size, self._file_prefix)

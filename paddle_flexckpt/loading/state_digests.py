@@ -111,7 +111,7 @@ def digest_state_dict(state_dict: Mapping[str, Any], process_group: Any = None) 
         # Laid end to end, the boxes of a shard are its elements in order.
         of_row = np.split(order, np.searchsorted(part[order], np.arange(1, len(owned)))) if len(owned) else []
         for row, boxes in zip(owned.tolist(), of_row):
-            array, done = HostTensor(state.tensor(row - begin)).array, 0
+            array, done = HostTensor(state.tensors[row - begin]).array, 0
             whole = tuple(catalog.global_shape[row].tolist())
             for low, extents in zip(offset[boxes].tolist(), shape[boxes].tolist()):
                 size = math.prod(extents)

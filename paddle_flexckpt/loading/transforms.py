@@ -89,7 +89,7 @@ def logical_tensors(transform: Any, stored: Catalog) -> list[LogicalTensor]:
     taken = {name for tensor in found for name in tensor.sources}
     for tensor in found:
         if tensor.key in there and tensor.key not in taken:
-            what = "load_transform makes a tensor that the checkpoint has, and not of that"
+            what = "load_transform makes a tensor under the name of a stored one, and not of that"
             problems.append(Problem(what, tensor.key, got=f"sources {list(tensor.sources)}", remedy="rename it"))
     if problems:
         raise ValidationError(problems)
@@ -110,7 +110,7 @@ def _logical_tensor(transform: Any, key: Any, described: Any) -> LogicalTensor:
         what = "logical_metadata() has to give global_shape and dtype of each tensor"
         raise ValidationError([Problem(what, key, got=repr(described)[:200])]) from error
     if not all(isinstance(extent, (int, np.integer)) and extent > 0 for extent in shape):
-        raise ValidationError([Problem("logical_metadata() gives a shape that is none", key, got=list(shape))])
+        raise ValidationError([Problem("logical_metadata() gives an invalid shape", key, got=list(shape))])
     return LogicalTensor(key, tuple(map(int, shape)), dtype_of(dtype).name, tuple(sources))
 
 

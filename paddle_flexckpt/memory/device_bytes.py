@@ -51,7 +51,7 @@ class DeviceBytes:
     """
 
     def __init__(self, spans: Iterable[Span], device: str, nbytes: int) -> None:
-        """Take the spans, the device that most are on, and an upper bound of their bytes, alignment included."""
+        """Take the spans, the device that most of them are on, and an upper bound of their bytes with alignment."""
         # A buffer may lack a block at its end.
         count = min(BUFFERS, nbytes // (BUFFER_BYTES - BLOCK_BYTES) + 1)
         memory = np.empty(count * BUFFER_BYTES, dtype=np.uint8)

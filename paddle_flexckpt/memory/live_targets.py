@@ -44,7 +44,7 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
     if not half.any():
         return 0
     rows = [row for row, key in enumerate(state.catalog.keys) if key not in untouched]
-    tensors = [state.tensor(row) for row in rows]
+    tensors = [state.tensors[row] for row in rows]
     loaded: dict[str, list[Any]] = {}
     for row, tensor, is_half in zip(rows, tensors, half[state.catalog.dtype[rows]].tolist()):
         name = tensor_name(state.weights[row] or tensor) if is_half else None
@@ -77,10 +77,12 @@ def _renew_all(loaded: Mapping[str, Sequence[Any]], filled: Sequence[int]) -> tu
             named, stepped = loaded.get(raw_parameter(name), ()), own.get(raw_parameter(name))
             if not named or _is_filled(_local(master), filled):
                 continue
-            # Parameters of several networks may have one name.
+            # Parameters of several networks may have one name: the one that the optimizer itself has is meant.
             parameter = next((each for each in named if each is stepped), None)
             if parameter is not None and _alike(parameter, master):
                 renewed += _renew(_local(master), _local(parameter))
+            # Stale, if the loaded parameter is laid out otherwise, if it is not known whether it was loaded (the
+            # optimizer has no such parameter), or if what was loaded may overlap the optimizer's parameter.
             elif parameter is not None or stepped is None or not all(_is_elsewhere(stepped, each) for each in named):
                 stale.append(name)
     return renewed, stale
@@ -192,7 +194,12 @@ def _is_read_only(tensor: Any) -> bool:
 
 
 def _locate(state: LocalState) -> tuple[np.ndarray, np.ndarray, list[str], dict[int, tuple[int, ...]]]:
-    """Return the spans of a state's tensors, addresses of those that can be filled in place, devices, odd strides."""
+    """Return where a state's tensors are.
+
+    Returns:
+        The spans, int64 ``[n, 2]``; the addresses of those that can be filled in place, -1 for others; the devices of
+        those that are on one; and by row, the strides of those that are not contiguous.
+    """
     tensors, sizes = state.tensors, state.catalog.byte_length
     places: list[tuple[int, bool]] = []
     elsewhere = []
@@ -232,7 +239,7 @@ class TargetTensors(Memory):
 
     def open(self, row: int, fresh: bool) -> HostTensor:
         """Open a target as host memory; ``fresh``: all of it will be written."""
-        return HostTensor(self._state.tensor(row), fresh=fresh)
+        return HostTensor(self._state.tensors[row], fresh=fresh)
 
     def addresses(self) -> np.ndarray:
         """Return int64 per target: the address of a contiguous one on the host, else -1."""
@@ -240,7 +247,7 @@ class TargetTensors(Memory):
 
     def on_device(self, row: int) -> DeviceStorage | None:
         """Return the storage of a target on a device; None for host memory."""
-        tensor = self._state.tensor(row)
+        tensor = self._state.tensors[row]
         return None if device_of(tensor) is None else DeviceMemory(tensor)
 
     @contextlib.contextmanager
@@ -258,7 +265,7 @@ class TargetTensors(Memory):
 
     def overlap(self, one: int, other: int) -> bool:
         """Return whether two targets whose addresses overlap have an element in common, or may have one."""
-        tensors = self._state.tensor(one), self._state.tensor(other)
+        tensors = self._state.tensors[one], self._state.tensors[other]
         if all(map(is_contiguous, tensors)):
             return True
         shares_memory: Any = np.shares_memory  # whose stub knows no number for max_work
@@ -269,7 +276,7 @@ class TargetTensors(Memory):
 
     def beta(self, row: int, number: int) -> float | None:
         """Return the beta of the live optimizer that a power of it belongs to."""
-        span = address_range(self._state.tensor(row))
+        span = address_range(self._state.tensors[row])
         return None if span is None else self._betas.get((span[0], number))
 
     @cached_property

@@ -31,7 +31,8 @@ _SCHEDULER = "LR_Scheduler"  # the key under which Paddle's optimizer.state_dict
 _SLICE = re.compile(r"(?:^|\.)slice@")
 _SHAPES = ("local_shape", "global_shape", "global_offset")
 _TENSORS = ("local_tensor", "dist_tensor")
-_ODD = re.compile("slice@|[\ud800-\udfff]")
+# In a name that is refused, or refused for a plain tensor.
+_SUSPECT = re.compile("slice@|[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +48,6 @@ class LocalState:
     weights: list[Any]
     tensors: list[Any]
     catalog: Catalog
-
-    def tensor(self, row: int) -> Any:
-        """Return the live tensor of a row."""
-        return self.tensors[row]
 
 
 class _Row(NamedTuple):
@@ -187,9 +184,9 @@ def open_state(
     dtypes = [tensor.dtype for tensor in tensors]
     numbers = list(map(id, dtypes))  # Paddle's are slow to hash
     names = {number: dtype_name(tensor) for number, tensor in dict(zip(numbers, tensors)).items()}
-    odd = {number for number, name in names.items() if name not in DTYPES}
-    if odd:
-        pairs = ((keys[row], tensors[row]) for row, number in enumerate(numbers) if number in odd)
+    unsupported = {number for number, name in names.items() if name not in DTYPES}
+    if unsupported:
+        pairs = ((keys[row], tensors[row]) for row, number in enumerate(numbers) if number in unsupported)
         found = (unusable_tensor(tensor, functools.partial(Problem, key=key, rank=rank)) for key, tensor in pairs)
         raise ValidationError(list(filter(None, found)))
     orders = with_orders_of_states(keys, orders, global_shapes, shapes)
@@ -209,8 +206,12 @@ def _with_parameters(flat_state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _usual_rows(flat_state: Mapping[str, Any], rank: int) -> list[_Row | None]:
-    """Describe ordinary values without a call for each; return None for those that need :func:`_described`."""
-    kinds, odd, new = _kinds(flat_state.values()), _suspect_names(flat_state), tuple.__new__
+    """Describe usual values without a call for each; return None for those that need :func:`_described`.
+
+    A value is usual if it is a shard, a tensor or an array whose rules can be checked by a few attributes. The rules
+    are those of :func:`_unusable` and :func:`_malformed`, which find out what is wrong with the others.
+    """
+    kinds, suspect, new = _kinds(flat_state.values()), _suspect_names(flat_state), tuple.__new__
     found: list[_Row | None] = [None] * len(flat_state)
     origins: dict[int, tuple[int, ...]] = {}
     for number, (key, value) in enumerate(flat_state.items()):
@@ -218,7 +219,7 @@ def _usual_rows(flat_state: Mapping[str, Any], rank: int) -> list[_Row | None]:
         if kind == _SHARD:
             weight, tensor = value, value.local_tensor
             kind = kinds[type(tensor)]
-        if kind == _OTHER or key in odd:
+        if kind == _OTHER or key in suspect:
             continue
         extents = tuple(tensor.shape)
         if kind == _TENSOR and not (tensor.is_dense() and (tensor._is_initialized() or 0 in extents)):
@@ -290,9 +291,9 @@ def _kinds(values: Collection[Any]) -> dict[type, int]:
 def _suspect_names(names: Collection[str]) -> set[str]:
     """Return the names that :func:`_unusable` may refuse."""
     text = "\n".join(names)
-    if "" not in names and (("slice@" not in text) if text.isascii() else not _ODD.search(text)):
+    if "" not in names and (("slice@" not in text) if text.isascii() else not _SUSPECT.search(text)):
         return set()
-    return {name for name in names if not name or _ODD.search(name)}
+    return {name for name in names if not name or _SUSPECT.search(name)}
 
 
 def state_fingerprint(state_dict: Mapping[str, Any]) -> list[Any]:
@@ -364,7 +365,7 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
     """Return why a value cannot be a shard, or None."""
     problem = functools.partial(Problem, key=key, rank=rank)
     if not key or any("\ud800" <= letter <= "\udfff" for letter in key):
-        what = "a name is not empty" if not key else "a name is text, without lone surrogates"
+        what = "a name is empty" if not key else "a name has lone surrogates, which are no text"
         return problem(what, key=ascii(key)[1:-1], remedy="give the entry another name")
     if is_sharded_weight(value):
         if not is_tensor(value.local_tensor):
@@ -402,7 +403,7 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
 
 
 def _malformed(key: str, weight: ShardedWeight, rank: int) -> Problem | None:
-    """Return what is wrong with a shard by itself, or None (what columns could not even hold)."""
+    """Return what is wrong with a shard by itself, which a catalog could not even hold; None if nothing is."""
     problem = functools.partial(Problem, key=key, rank=rank)
     tensor = weight.local_tensor
     lengths = [len(weight.global_shape), len(weight.global_offset), len(weight.local_shape)]

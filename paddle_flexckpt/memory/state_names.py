@@ -1,8 +1,8 @@
-"""Find the parameters of the states in a plain state dict: ``optimizer.state_dict()`` uses names with Paddle's numbers.
+"""Names of optimizer states in a plain state dict. ``optimizer.state_dict()`` uses names with Paddle's numbers.
 
-The same number means another layer in another process. But parameters know their raw names. So where the model's
-parameters are in the same state dict, they give the states' structured names, which a save records and a load compares.
-States also have the order of their parameter's elements, where that is cut and they have no rule of their own.
+The same number means another layer in another process. But parameters know their raw names. If the model's parameters
+are in the same state dict, the states get structured names from them, which a save records and a load compares. States
+also have the order of their parameter's elements, where that is cut and they have no rule of their own.
 
 Tested in tests/memory/test_state_names.py.
 """
@@ -93,9 +93,9 @@ def state_names(flat_state: Mapping[str, Any], rank: int, *, are_placed: bool = 
         else:
             ((keys),) = holders[owner.parameter].values()
             # An optimizer with a name prefixes it to the names of its accumulators.
-            suffixes = {owner.state, *_UNNAMED.findall(owner.state)}
+            suffixes = {owner.suffix, *_UNNAMED.findall(owner.suffix)}
             owners = {name for each in keys for name in (each, bare(each))}
-            names = {f"{owner.path}{name}.{state}" for name in owners for state in suffixes}
+            names = {f"{owner.path}{name}.{suffix}" for name in owners for suffix in suffixes}
             found.names[key] = tuple(sorted(names))
             problem = None if are_placed else _part_problem(key, value, rank, keys[0], flat_state[keys[0]])
         if problem is not None:
@@ -104,9 +104,17 @@ def state_names(flat_state: Mapping[str, Any], rank: int, *, are_placed: bool = 
 
 
 class _Owner(NamedTuple):
+    """The parameter that an optimizer state belongs to.
+
+    Attributes:
+        path: What precedes the parameter's raw name in the key.
+        parameter: The raw name.
+        suffix: What follows it: the name of the state.
+    """
+
     path: str
     parameter: str
-    state: str
+    suffix: str
 
 
 def _owner(key: str, holders: Mapping[str, Any]) -> _Owner | None:

@@ -47,14 +47,13 @@ class HostTensor:
         staged: Whether ``array`` is a copy.
     """
 
-    def __init__(self, tensor: Any, stage: bool = False, fresh: bool = False) -> None:
+    def __init__(self, tensor: Any, fresh: bool = False) -> None:
         """Open an initialised tensor or an array.
 
-        ``stage`` copies even where the memory could be used directly. ``fresh``: all of the array will be written
-        before :meth:`store`, so a copy starts without the tensor's values.
+        ``fresh``: all of the array will be written before :meth:`store`, so a copy starts without the tensor's values.
         """
         self._tensor = tensor
-        direct = not stage and is_contiguous(tensor) and device_of(tensor) is None
+        direct = is_contiguous(tensor) and device_of(tensor) is None
         self.staged = not direct
         self._copy = None if direct else _host_copy(tensor, fresh)
         self.array = host_memory(tensor if direct else self._copy)

@@ -31,7 +31,7 @@ def test_no_more_rounds_are_read_than_may_be_held():
     rows = RowsReadAhead(10, load)
     assert not may_read.acquire(timeout=0.01)  # nobody has asked yet
     for number in range(10):
-        assert rows.of(number)(0)[0] == number
+        assert rows.storages(number)(0)[0] == number
         for _ in range(2):
             # Nobody has gone on: at most the next one is read.
             assert len(read) <= number + ROUNDS_HELD
@@ -47,11 +47,11 @@ def test_what_reading_raises_both_users_get():
         return lambda row: np.zeros(4)
 
     rows = RowsReadAhead(3, load)
-    rows.of(0)
+    rows.storages(0)
     for _ in range(2):
         with pytest.raises(OSError, match="broken"):
-            rows.of(1)
-    rows.of(0)  # is still there
+            rows.storages(1)
+    rows.storages(0)  # is still there
     rows.close()
 
 
@@ -68,7 +68,7 @@ def test_a_stop_wakes_whoever_waits_and_ends_the_thread():
 
     def wait():
         with pytest.raises(StoppedExchangeError):
-            rows.of(0)
+            rows.storages(0)
         outcome.append("stopped")
 
     waiting = threading.Thread(target=wait)

@@ -143,7 +143,7 @@ def test_a_load_is_rehearsed_and_what_is_not_known_is_refused(world, tmp_path):
     assert said["own cut"] is None
     assert "nothing says how tensor parallelism cuts" in said["whole"] and "cuts=" in said["whole"]
     assert "'layer:NAME' with one of ['Block', 'Embedding']" in said["seg_method"]
-    assert "is of a PipelineLayer" in said["no pipeline"]
+    assert "needs a PipelineLayer" in said["no pipeline"]
     assert "frozen parameters" in said["frozen"] and "without stop_gradient" in said["frozen"]
     assert said["frozen, whole"] is None
     assert said["uniform"] is None

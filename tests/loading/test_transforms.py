@@ -242,11 +242,11 @@ class Negative(Scaled):
         (NoTensor, "gave a ndarray; expected a Tensor"),
         (Lacking, "of one that the checkpoint lacks (key 'w'); expected w.zero_points; got 3 other keys. Remedy"),
         (Silent, "load_transform.logical_metadata() raised OSError: no index. Remedy: correct the transform"),
-        (Hiding, "load_transform makes a tensor that the checkpoint has, and not of that (key 'plain')"),
+        (Hiding, "load_transform makes a tensor under the name of a stored one, and not of that (key 'plain')"),
         (Empty, "source_keys() has to give a list of names (key 'w')"),
         (Twice, "source_keys() gives a name twice (key 'w')"),
         (Odd, "logical_metadata() has to give global_shape and dtype of each tensor (key 'w')"),
-        (Negative, "logical_metadata() gives a shape that is none (key 'w')"),
+        (Negative, "logical_metadata() gives an invalid shape (key 'w')"),
         (object, "logical_metadata, source_keys, apply; a object lacks logical_metadata, source_keys, apply"),
     ],
 )

@@ -99,8 +99,8 @@ def test_a_state_is_described_row_by_row():
         "float32 [2:4, 0:3] of [4, 3], flattened range [1, 5)",
     ]
     assert catalog.files == ("vfile_1",)
-    assert [state.tensor(row) for row in range(3)][0] is tensors["plain"]
-    assert state.tensor(1) is tensors["cut"].local_tensor
+    assert state.tensors[0] is tensors["plain"]
+    assert state.tensors[1] is tensors["cut"].local_tensor
 
 
 def test_an_empty_state_is_a_state():

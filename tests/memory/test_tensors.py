@@ -126,16 +126,6 @@ def test_a_view_is_written_through_and_nothing_around_it(name, which):
     assert HostTensor(tensor).array.tobytes() == expected.tobytes()
 
 
-def test_staging_on_request_leaves_the_tensor_until_it_is_stored():
-    tensor, values = of_bits("float32", (8,))
-    host = HostTensor(tensor, stage=True)
-    assert host.staged
-    host.array[...] = 1
-    assert tensor.numpy().tobytes() == values.tobytes()
-    host.store()
-    assert (tensor.numpy() == 1).all()
-
-
 def test_the_array_outlives_the_tensor():
     tensor, values = of_bits("float32", (1 << 18,))
     array = HostTensor(tensor).array
