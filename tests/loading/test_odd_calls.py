@@ -32,7 +32,7 @@ def state(version: int = 1) -> dict[str, np.ndarray]:
         ("extra_state.weight", "a run's extra state, which no model gets back .key 'extra_state.weight'"),
         ("extra_state.commoner", "those of a run's extra state"),
         ("", "a name is empty .key '', rank 0"),
-        ("a\ud800b", r"without lone surrogates .key 'a\\\\ud800b', rank 0"),
+        ("a\ud800b", r"a name has lone surrogates, which are no text .key 'a\\\\ud800b', rank 0"),
     ],
 )
 def test_names_that_would_not_come_back_are_refused(tmp_path, key, said):
