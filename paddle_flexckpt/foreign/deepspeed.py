@@ -54,8 +54,34 @@ _FP32 = "fp32"
 _CONVERT = "convert it in DeepSpeed (python -m deepspeed.checkpoint.ds_to_universal), and give the new directory"
 
 
+class _FlatRange(NamedTuple):
+    """A range of a parameter's elements, and its place in a flat buffer.
+
+    Attributes:
+        in_parameter: The range's first element in the flattened parameter.
+        in_buffer: Its first element in the buffer.
+        length: The number of its elements.
+    """
+
+    in_parameter: int
+    in_buffer: int
+    length: int
+
+
 class _Row(NamedTuple):
-    """A shard: its file, key, element type, the tensor's shape, the box or flat range, its first byte."""
+    """A shard.
+
+    Attributes:
+        file: The shard's file.
+        key: Its key.
+        dtype: The name of its element type.
+        whole: The shape of the whole tensor.
+        offset: The first element of the shard's box in the whole.
+        shape: The shape of the box.
+        flat: The range of the shard in the flattened box, if it has not all of the box.
+        begin: The shard's first byte in the file.
+        progress: The optimizer's progress, of moments.
+    """
 
     file: DeepSpeedFile
     key: str
@@ -205,11 +231,10 @@ def _first_stages(
                     raise _contradiction(backend, file, f"a slice of {str(name)[:80]!r}, which has no shape")
                 begin = done.get(name, 0)
                 done[name] = begin + fragment.numel
+                part = _FlatRange(begin, fragment.start, fragment.numel)
                 for suffix, tensor in columns.items():
-                    key, place = f"{name}.{suffix}", (begin, fragment.start, fragment.numel)
-                    yield from _with_progress(
-                        progress, suffix, _slice(backend, file, key, shapes[name], tensor, *place)
-                    )
+                    rows = _slice(backend, file, f"{name}.{suffix}", shapes[name], tensor, part)
+                    yield from _with_progress(progress, suffix, rows)
 
 
 def _third_stage(
@@ -230,22 +255,22 @@ def _third_stage(
         length = columns[MASTER].size[0]
         buffers.append((begin, begin + length, columns, file.progress(base, number)))
         begin += length
+    # All buffers of the rank count as one, in which a parameter's slice begins at ``at``.
     at = 0
     for name, shape in shapes.items():
         size = math.prod(shape)
-        part = -(-size // count)
-        first, last = min(rank * part, size), min((rank + 1) * part, size)
-        for low, high, columns, progress in buffers:
-            # The part of [at, at + last - first) in this buffer.
-            start, stop = max(at, low), min(at + last - first, high)
+        length = -(-size // count)
+        first, last = min(rank * length, size), min((rank + 1) * length, size)
+        for buffer_start, buffer_stop, columns, progress in buffers:
+            start, stop = max(at, buffer_start), min(at + last - first, buffer_stop)
             if start >= stop:
                 continue
+            part = _FlatRange(first + start - at, start - buffer_start, stop - start)
             for suffix, tensor in columns.items():
                 keys = [name, f"{name}.{suffix}"] if suffix == MASTER else [f"{name}.{suffix}"]
-                place = first + start - at, start - low, stop - start
                 for key in keys:
-                    yield from _with_progress(progress, suffix, _slice(backend, file, key, shape, tensor, *place))
-        at += part
+                    yield from _with_progress(progress, suffix, _slice(backend, file, key, shape, tensor, part))
+        at += length
     if at != begin:
         raise _contradiction(backend, file, f"parameters of {at} elements a rank in buffers of {begin}")
 
@@ -261,9 +286,9 @@ def _frozen(backend: Backend, models: Sequence[DeepSpeedFile], count: int) -> It
             if type(name) is not str or type(shape) is not tuple or type(tensor) is not SavedTensor:
                 raise _contradiction(backend, file, f"the frozen parameter {str(name)[:80]!r} is not a tensor")
             size = math.prod(shape)
-            part = -(-size // count)
-            first, last = min(file.rank * part, size), min((file.rank + 1) * part, size)
-            yield from _slice(backend, file, name, shape, tensor, first, 0, last - first)
+            length = -(-size // count)
+            first, last = min(file.rank * length, size), min((file.rank + 1) * length, size)
+            yield from _slice(backend, file, name, shape, tensor, _FlatRange(first, 0, last - first))
 
 
 def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
@@ -305,11 +330,12 @@ def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
             keys = [name, f"{name}.{MASTER}"] if len(listing[name]) > 1 else [name]
         shape = shapes.get(name)
         if type(shape) is tuple and len(tensor.size) == 1 and tensor.size != shape:
-            found = (row for key in keys for row in _slice(backend, file, key, shape, tensor, 0, 0, tensor.size[0]))
+            part = _FlatRange(0, 0, tensor.size[0])
+            found = (row for key in keys for row in _slice(backend, file, key, shape, tensor, part))
         else:
             found = (row for key in keys for row in _tensors(backend, file, {key: tensor}, budget))
-        own = steps[name].number(steps[name].value.get("param")) if name in steps else None
-        yield from _with_progress(progress if own is None else Progress(own), OF_TORCH.get(state, ""), found)
+        count = steps[name].number(steps[name].value.get("param")) if name in steps else None
+        yield from _with_progress(progress if count is None else Progress(count), OF_TORCH.get(state, ""), found)
 
 
 def _columns(backend: Backend, file: DeepSpeedFile, flat: Any, states: Mapping[Any, Any]) -> dict[str, SavedTensor]:
@@ -341,21 +367,20 @@ def _slice(
     key: str,
     whole: tuple[int, ...],
     tensor: SavedTensor,
-    begin: int,
-    start: int,
-    count: int,
+    part: _FlatRange,
 ) -> Iterator[_Row]:
-    """Yield the row of ``count`` elements: element ``start`` of the flat tensor is element ``begin`` of a parameter."""
+    """Yield the row of a range of a parameter, unless it is empty; ``tensor`` is the flat buffer."""
     place = file.places.get(tensor)
     if place is None or tensor.stride not in ((1,), ()) or len(tensor.size) != 1:
-        raise _contradiction(backend, file, f"the flat tensor of {key[:80]!r} is none, or not in one piece")
-    if start + count > tensor.size[0] or begin + count > math.prod(whole):
-        what = f"{count} elements of {key[:80]!r} from {begin}, in a buffer of {tensor.size[0]} from {start}"
+        raise _contradiction(backend, file, f"the tensor of {key[:80]!r} is not flat, or not in one piece")
+    begin, start, length = part
+    if start + length > tensor.size[0] or begin + length > math.prod(whole):
+        what = f"{length} elements of {key[:80]!r} from {begin}, in a buffer of {tensor.size[0]} from {start}"
         raise _contradiction(backend, file, what)
-    if count:
+    if length:
         offset = (0,) * len(whole)
         at = place + start * DTYPES[tensor.dtype].itemsize
-        yield _Row(file, key, tensor.dtype, whole, offset, whole, (begin, begin + count) if whole else None, at)
+        yield _Row(file, key, tensor.dtype, whole, offset, whole, (begin, begin + length) if whole else None, at)
 
 
 def _tensors(backend: Backend, file: DeepSpeedFile, tensors: Mapping[Any, Any], budget: BoxBudget) -> Iterator[_Row]:

@@ -39,7 +39,16 @@ class Progress(NamedTuple):
 
 
 class DeepSpeedFile(NamedTuple):
-    """A file: its name, rank, bytes, the pickled object, where tensors begin, and those that are one number."""
+    """A file.
+
+    Attributes:
+        name: The file's name.
+        rank: The rank that has written it.
+        size: The number of its bytes.
+        value: The pickled object.
+        places: The first byte of each tensor in the file.
+        numbers: The value of each tensor that is one number.
+    """
 
     name: str
     rank: int
@@ -165,5 +174,5 @@ _NAMES = MappingProxyType(
     }
 )
 DEEPSPEED = Vocabulary(
-    _NAMES, frozenset({Storage, SavedTensor, Fragment}), frozenset(), DCP_TENSOR.persistent, is_ordered=True
+    _NAMES, frozenset({Storage, SavedTensor, Fragment}), frozenset(), DCP_TENSOR.persistent, has_ordered_dicts=True
 )

@@ -60,7 +60,15 @@ _MOST_OFFSET = 1 << 60
 
 
 class TensorFile(NamedTuple):
-    """A safetensors file: its name, bytes, tensors by name, ``__metadata__``, and a hash of its header."""
+    """A safetensors file.
+
+    Attributes:
+        name: The file's name in the directory.
+        size: The number of bytes of the file.
+        tensors: The tensors by name.
+        info: The file's ``__metadata__``.
+        digest: A hash of the header.
+    """
 
     name: str
     size: int
@@ -79,7 +87,13 @@ class TensorFile(NamedTuple):
 
 
 class TensorIndex(NamedTuple):
-    """An index: the file of each tensor (None if it has none), its other contents, and a hash of it."""
+    """An index of safetensors files.
+
+    Attributes:
+        files: The file's name of each tensor; None if the index has no such table.
+        settings: The other contents of the index.
+        digest: A hash of the index.
+    """
 
     files: Mapping[str, str] | None
     settings: Mapping[str, Any]
@@ -91,17 +105,26 @@ class Weights(NamedTuple):
 
     Attributes:
         files: Their files, by name.
-        where: The file's name of each tensor.
+        file_of: The file's name of each tensor.
         digest: A hash of the index.
     """
 
     files: Mapping[str, TensorFile]
-    where: Mapping[str, str]
+    file_of: Mapping[str, str]
     digest: bytes = b""
 
 
 class StoredShard(NamedTuple):
-    """A tensor in a file: its key in the catalog, its name in the file, and, if it is a part, where it begins."""
+    """A tensor in a file.
+
+    Attributes:
+        key: The tensor's key in the catalog.
+        tensor: Its name in the file.
+        file: The file.
+        global_shape: The shape of the whole, if the tensor is a part.
+        offset: The first element of the part in the whole.
+        rank: The rank that has saved it.
+    """
 
     key: str
     tensor: str
@@ -179,14 +202,14 @@ def read_weights(backend: Backend, source: str, *more: str) -> Weights:
     """
     if not source.endswith(INDEX_FILE):
         found = map_files(backend, lambda name: read_tensor_file(backend, name), [source, *more])
-        where: dict[str, str] = {}
+        file_of: dict[str, str] = {}
         for file in found:
-            twice = sorted(where.keys() & file.tensors.keys())
+            twice = sorted(file_of.keys() & file.tensors.keys())
             if twice or file.is_of_paddle != found[0].is_of_paddle:
-                both = f" ({listed(twice)} in {where[twice[0]]} and {file.name})" if twice else " of several programs"
+                both = f" ({listed(twice)} in {file_of[twice[0]]} and {file.name})" if twice else " of several programs"
                 raise _several_sets(backend.path, [source, *more], both)
-            where.update(dict.fromkeys(file.tensors, file.name))
-        return Weights({file.name: file for file in found}, where)
+            file_of.update(dict.fromkeys(file.tensors, file.name))
+        return Weights({file.name: file for file in found}, file_of)
     index = read_tensor_index(backend, source)
     if index.files is None:
         raise CorruptCheckpointError(f"{backend.where(source)} has no weight_map. Remedy: restore it")
@@ -270,7 +293,7 @@ def _detect(listing: Listing) -> ForeignCheckpoint | None:
 
 def _manifest_of_weights(backend: Backend, weights: Weights, origin: str) -> Manifest:
     """Make the manifest of whole tensors under their stored names."""
-    shards = [StoredShard(tensor, tensor, weights.files[name]) for tensor, name in weights.where.items()]
+    shards = [StoredShard(tensor, tensor, weights.files[name]) for tensor, name in weights.file_of.items()]
     return manifest_of_files(backend, shards, weights.files.values(), [weights.digest], origin)
 
 

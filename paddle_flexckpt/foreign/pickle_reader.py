@@ -248,7 +248,7 @@ class _Machine:
     def _tuple(self, items: list[Any]) -> None:
         self._container()
         inert = False
-        if self._vocabulary.is_ordered:
+        if self._vocabulary.has_ordered_dicts:
             items = [self._inside(item) for item in items]
         for item in items:
             kind = type(item)
@@ -271,7 +271,7 @@ class _Machine:
 
     def _may_be_inside(self, item: Arguments) -> bool:
         """Return whether arguments may be in a tuple: only those of a tensor, and only to a limited depth."""
-        return self._vocabulary.is_ordered and not any(type(each) is Arguments for each in item.items)
+        return self._vocabulary.has_ordered_dicts and not any(type(each) is Arguments for each in item.items)
 
     def _put(self, index: int) -> None:
         value = self._top()
@@ -353,7 +353,7 @@ class _Machine:
 
     def _build(self) -> None:
         target, state = self._pop(2)
-        if self._vocabulary.is_ordered and type(target) is dict and type(state) is dict:
+        if self._vocabulary.has_ordered_dicts and type(target) is dict and type(state) is dict:
             self._stack.append(target)
             return
         if type(target) is not Unfinished:

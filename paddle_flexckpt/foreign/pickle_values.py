@@ -49,14 +49,15 @@ class Vocabulary:
         records: The classes of the records, tuples among them.
         keys: The classes of records that may be keys of dicts.
         persistent: Makes the value of a persistent id; None if the program has no such ids.
-        is_ordered: Whether OrderedDicts become dicts; their attributes, and dicts in tuples (of hooks), are left out.
+        has_ordered_dicts: Whether OrderedDicts become dicts. Their attributes are left out, and so are dicts in tuples,
+            which are hooks of tensors.
     """
 
     names: Mapping[tuple[str, str], Symbol]
     records: frozenset[type]
     keys: frozenset[type]
     persistent: Callable[[Any], Any] | None = None
-    is_ordered: bool = False
+    has_ordered_dicts: bool = False
 
 
 @dataclass(frozen=True)

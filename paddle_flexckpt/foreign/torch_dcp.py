@@ -64,8 +64,16 @@ _DATA = re.compile(r"__(\d{1,9})_\d+\.distcp", re.ASCII)
 _UNMADE = "load it in torch and save it by torch.distributed.checkpoint without that"
 
 
-class _Item(NamedTuple):
-    """A chunk: its tensor's name and element type, its shape, and its stretch of the file."""
+class _StoredChunk(NamedTuple):
+    """A chunk of a tensor.
+
+    Attributes:
+        key: The tensor's name.
+        dtype: The name of its element type.
+        shape: The chunk's shape.
+        begin: The first byte of the chunk's archive in the file.
+        length: The number of bytes of the archive.
+    """
 
     key: str
     dtype: str
@@ -142,7 +150,7 @@ def _read_file(
         mapped = file.memory_map()
         try:
             locator = _Locator(path, file, mapped, chunks, lengths, known)
-            for rows in _alike(chunks, lengths) if mapped is not None else [np.arange(len(chunks))]:
+            for rows in _group_by_form(chunks, lengths) if mapped is not None else [np.arange(len(chunks))]:
                 locator.locate(rows)
         finally:
             if mapped is not None:
@@ -150,7 +158,7 @@ def _read_file(
         return locator.catalog(name), file.size
 
 
-def _alike(chunks: Catalog, lengths: np.ndarray) -> list[np.ndarray]:
+def _group_by_form(chunks: Catalog, lengths: np.ndarray) -> list[np.ndarray]:
     """Return the rows of chunks with equal type, shape and archive length, which are mostly saved in one way."""
     columns = [chunks.dtype, chunks.ndim, *chunks.shape.T, lengths]
     order = lexsort_packed([column.astype(np.int64) for column in columns], len(chunks))
@@ -190,12 +198,12 @@ class _Locator:
         same = np.zeros(count, dtype=bool)
         if count and self._mapped is not None:
             item, layouts = self._item(int(rows[0])), self._layouts
-            alike = (item.dtype, item.shape, item.length)
-            first = layouts.get(alike)
+            form = (item.dtype, item.shape, item.length)
+            first = layouts.get(form)
             if first is None and len(layouts) < _MOST_LAYOUTS:
-                first = layouts[alike] = self._locate(int(rows[0]), with_layout=True)
+                first = layouts[form] = self._locate(int(rows[0]), with_layout=True)
             if first is not None and first.layout is not None:
-                same = first.layout.find(self._mapped, begins[:count])
+                same = first.layout.match_at(self._mapped, begins[:count])
         if first is not None and first.is_one:
             self._places[rows[:count][same]] += first.begin
             rest = np.flatnonzero(~same).tolist()
@@ -211,18 +219,19 @@ class _Locator:
         if count < len(rows):
             raise damaged(self._where(int(rows[count])), f"the file has {self._file.size} bytes")
 
-    def _item(self, row: int) -> _Item:
+    def _item(self, row: int) -> _StoredChunk:
         table = self._chunks
         shape, begin = table.unpadded(row, table.shape), int(table.byte_offset[row])
-        return _Item(table.key_name(row), table.dtype_name(row), shape, begin, int(self._lengths[row]))
+        return _StoredChunk(table.key_name(row), table.dtype_name(row), shape, begin, int(self._lengths[row]))
 
     def _where(self, row: int) -> str:
         item = self._item(row)
         return f"{self._path}, bytes {item.begin} to {item.begin + item.length} (key {item.key[:80]!r})"
 
     def _locate(self, row: int, with_layout: bool = False) -> _Located:
-        item = self._item(row)
-        return _locate(_reader(self._mapped, self._file.read, item), item, self._pickles, self._where(row), with_layout)
+        item, where = self._item(row), self._where(row)
+        read = _reader(self._mapped, self._file.read, item)
+        return _find_in_archive(read, item, self._pickles, where, with_layout)
 
     def _add_boxes(self, row: int, found: _Located) -> None:
         """Add the boxes of a chunk that is not in row-major order."""
@@ -252,7 +261,7 @@ class _Locator:
         return table.take(np.argsort(table.byte_offset, kind="stable"))
 
 
-def _reader(mapped: mmap.mmap | None, read: Callable[[int, int], bytes], item: _Item) -> Read:
+def _reader(mapped: mmap.mmap | None, read: Callable[[int, int], bytes], item: _StoredChunk) -> Read:
     """Return a function that reads from an item; without a memory map its two ends are read once."""
 
     def piece(offset: int, length: int) -> bytes:
@@ -270,7 +279,9 @@ def _reader(mapped: mmap.mmap | None, read: Callable[[int, int], bytes], item: _
     return cached
 
 
-def _locate(read: Read, item: _Item, pickles: dict[bytes, Any], where: str, with_layout: bool) -> _Located:
+def _find_in_archive(
+    read: Read, item: _StoredChunk, pickles: dict[bytes, Any], where: str, with_layout: bool
+) -> _Located:
     """Return the place of a chunk's first element in its archive, and its strides; ``pickles`` has those already read.
 
     ``with_layout``: return the layout too.

@@ -77,7 +77,7 @@ def read_unified_manifest(backend: Backend) -> Manifest:
     """
     names = set(backend.names())
     models = [read_weights(backend, source) for source in _model_sources(backend, names)]
-    shapes = {tensor: _shape(weights, tensor) for weights in models for tensor in weights.where}
+    shapes = {tensor: _shape(weights, tensor) for weights in models for tensor in weights.file_of}
     optimizer = OPTIMIZER + INDEX_FILE
     index = read_tensor_index(backend, optimizer) if optimizer in names else TensorIndex(None, {}, b"")
     _check_quantisation(backend, index)
@@ -137,13 +137,13 @@ def _check_quantisation(backend: Backend, index: TensorIndex) -> None:
 
 
 def _shape(weights: Weights, tensor: str) -> tuple[int, ...]:
-    return weights.files[weights.where[tensor]].tensors[tensor].shape
+    return weights.files[weights.file_of[tensor]].tensors[tensor].shape
 
 
 def _whole(weights: Weights, name: str) -> Iterator[StoredShard]:
     """Yield whole tensors, each under a name derived from its own."""
     numbers = {file: number for number, file in enumerate(weights.files)}
-    for tensor, file in weights.where.items():
+    for tensor, file in weights.file_of.items():
         yield StoredShard(name.format(_key(tensor)), tensor, weights.files[file], rank=numbers[file])
 
 
@@ -158,7 +158,7 @@ def _masters(weights: Weights, models: Sequence[Weights]) -> Iterator[StoredShar
     single = {
         tensor
         for model in models
-        for tensor, file in model.where.items()
+        for tensor, file in model.file_of.items()
         if model.files[file].dtype(tensor) == "float32"
     }
     return (shard for shard in _whole(weights, "{}" + _MASTER) if shard.tensor not in single)
@@ -227,8 +227,9 @@ def _placed(
             key = _key(tensor) if kind == OPTIMIZER else tensor + _MASTER
             whole = shapes.get(parameter)
             # Powers of beta have one element, whatever the parameter has.
-            if stored.shape == whole or "tp" not in each.at or (kind == OPTIMIZER and stored.shape in ((), (1,))):
-                if stored.shape != whole and whole is not None and stored.shape not in ((), (1,)):
+            is_number = stored.shape in ((), (1,))
+            if stored.shape == whole or "tp" not in each.at or (kind == OPTIMIZER and is_number):
+                if whole is not None and stored.shape != whole and not is_number:
                     problems.append(_misfit(problem, whole, stored.shape, degree))
                 shards.append(StoredShard(key, tensor, each.file, rank=each.rank))
                 continue

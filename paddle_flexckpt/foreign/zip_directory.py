@@ -26,12 +26,20 @@ _ENTRY, _LOCAL = struct.Struct("<4s6H3L5H2L"), struct.Struct("<4s5H3L2H")
 _TAIL_BYTES = 1024
 _MOST_DIRECTORY_BYTES = 64 << 20
 STORED = 0
+_CHECKSUM_BYTES = 4
 # Archives that are compared at once: some hundred bytes of each are copied.
 _AT_ONCE = 4096
 
 
 class ZipMember(NamedTuple):
-    """A member: its name, compression method (0 is none), bytes in the archive, and place of its header."""
+    """A member of an archive.
+
+    Attributes:
+        name: The member's name.
+        method: The method of its compression, or :data:`STORED`.
+        size: The number of its bytes in the archive.
+        header: The place of its header in the archive.
+    """
 
     name: str
     method: int
@@ -64,22 +72,33 @@ class Layout:
     These have the same directory, headers and small members, except for checksums, which are not compared.
     """
 
-    def __init__(self, read: Read, size: int, where: str, found: Sequence[ZipMember], texts: Sequence[ZipMember]):
-        """Take an archive whose members have been found, and the texts of some of them."""
+    def __init__(self, read: Read, size: int, where: str, members: Sequence[ZipMember], small: Sequence[ZipMember]):
+        """Read an archive.
+
+        Args:
+            read: Reads bytes of the archive.
+            size: The number of bytes of the archive.
+            where: Its path, for errors.
+            members: The members whose headers have to be equal.
+            small: The members whose contents have to be equal too.
+        """
         begin, count, directory, end = _read_text(read, size, where)
         pieces = [(begin, directory)]
+        checksums = []
         position = 0
         for _ in range(count):
-            pieces += [(begin + position + 16, b"")]  # of four bytes
+            checksums.append(begin + position + 16)
             position = _read_entry(directory, position, where)[1]
         pieces.append((end, read(end, size - end)))
-        for member in found:
-            head = read(member.header, _LOCAL.size + len(member.name.encode()))
-            pieces += [(member.header, head), (member.header + 14, b"")]
-        pieces += [(at, read(at, member.size)) for member in texts for at in [find_bytes(read, member, where)]]
-        fixed = {at + i: text[i] for at, text in pieces if text for i in range(len(text))}
-        for at, text in pieces:
-            for i in range(4) if not text else ():
+        for member in members:
+            pieces.append((member.header, read(member.header, _LOCAL.size + len(member.name.encode()))))
+            checksums.append(member.header + 14)
+        for member in small:
+            at = find_bytes(read, member, where)
+            pieces.append((at, read(at, member.size)))
+        fixed = {at + i: text[i] for at, text in pieces for i in range(len(text))}
+        for at in checksums:
+            for i in range(_CHECKSUM_BYTES):
                 fixed.pop(at + i, None)
         # Bytes that have to be equal, as stretches.
         self._stretches: list[tuple[int, bytes]] = []
@@ -91,7 +110,7 @@ class Layout:
                 self._stretches.append((places[begin], text))
                 begin = number + 1
 
-    def find(self, data: mmap.mmap, begins: np.ndarray) -> np.ndarray:
+    def match_at(self, data: mmap.mmap, begins: np.ndarray) -> np.ndarray:
         """Return for each place whether such an archive begins there. It would end before the data does."""
         found = np.ones(len(begins), dtype=bool)
         for first in range(0, len(begins), _AT_ONCE):

@@ -200,7 +200,7 @@ def test_an_archive_of_a_known_layout_has_its_members_there(tmp_path):
         changed[at] ^= 0x11
         path.write_bytes(b"before" + known + changed)
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-            found_at = layout.find(mapped, np.asarray([6, 5, 6 + len(known)])).tolist()
+            found_at = layout.match_at(mapped, np.asarray([6, 5, 6 + len(known)])).tolist()
             assert found_at[:2] == [True, False]
             if found_at[2]:
                 same += 1
