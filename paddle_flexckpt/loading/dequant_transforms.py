@@ -50,7 +50,7 @@ def with_statements(options: LoadOptions, path: Location, comm: Communicator, co
 
     Raises:
         ValidationError: Ranks have different transforms, or there is no such checkpoint; the same on every rank.
-        CheckpointError: The checkpoint cannot be read; likewise.
+        CheckpointError: The checkpoint cannot be read; the same on every rank.
     """
     transform = options.load_transform
     known = getattr(transform, "quan_metadata", None)

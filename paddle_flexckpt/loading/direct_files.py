@@ -41,7 +41,8 @@ class _Part(NamedTuple):
         rows: The rows of the keys that it may need.
         numbers: int64 per key of these rows, its number among all keys of the checkpoint.
         names: All keys of the partition, if this rank is responsible for it; else None.
-        digest: Of all rows but their files' names, likewise.
+        digest: A digest of all rows of the partition without the files' names, if this rank is responsible for it;
+            else nothing.
     """
 
     rows: Manifest

@@ -84,7 +84,7 @@ class PlannedReads:
 
     Attributes:
         comm_method: As of :class:`LoadReport`.
-        comm_reason: Likewise.
+        comm_reason: As of :class:`LoadReport`.
         reads: The rank's reads, for itself alone or for others too.
     """
 
@@ -104,7 +104,7 @@ class FilePeers(Peers):
     Attributes:
         files: The checkpoint.
         comm_method: As of :class:`LoadReport`; known when the exchange is planned.
-        comm_reason: Likewise.
+        comm_reason: As of :class:`LoadReport`; known when the exchange is planned.
     """
 
     comm_method = comm_reason = ""

@@ -80,8 +80,8 @@ def load_state_dict(
     Raises:
         ValidationError: Path, keys, shapes or dtypes do not fit (on every rank, with the same text); no target was
             changed.
-        CorruptCheckpointError: The checkpoint is damaged (likewise). Damage that only reading can find may leave
-            targets partly overwritten; the text says so.
+        CorruptCheckpointError: The checkpoint is damaged (on every rank, with the same text). Damage that only reading
+            can find may leave targets partly overwritten; the text says so.
         UnreadableCheckpointError: The storage refused or failed; targets may be partly overwritten.
     """
     asked = LoadOptions(

@@ -138,7 +138,7 @@ def merge_sharded_state_dict(
 
     Args:
         load_path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives; every rank sees it.
-        save_path: The directory for the files, likewise. It is empty or does not exist yet.
+        save_path: The directory for the files, which every rank sees. It is empty or does not exist yet.
         process_group: The ranks that take part; all ranks of the job by default.
         offload: Accepted for compatibility: tensors are always in host memory.
         safetensors: Accepted for compatibility.
@@ -150,8 +150,9 @@ def merge_sharded_state_dict(
     Raises:
         ValidationError: There is no such checkpoint, the output is in use, the statements do not fit, or safetensors
             cannot hold a tensor (on every rank, with the same text); nothing was written.
-        CorruptCheckpointError: The checkpoint is damaged (likewise); what was written is removed.
-        CheckpointError: A rank could not write (likewise); likewise.
+        CorruptCheckpointError: The checkpoint is damaged (on every rank, with the same text); what was written is
+            removed.
+        CheckpointError: A rank could not write (on every rank, with the same text); what was written is removed.
     """
     begin = time.perf_counter()
     asked = MergeOptions(

@@ -136,7 +136,7 @@ def publish(
     Raises:
         ValidationError: The state is not whole, the output is in use, the statements do not fit, or safetensors cannot
             hold a tensor (on every rank, with the same text); nothing was written.
-        CheckpointError: A rank could not write (likewise); what was written is removed.
+        CheckpointError: A rank could not write (on every rank, with the same text); what was written is removed.
         LostRankError: A rank has died. Files of an incomplete model may be left, or the whole model.
     """
     begin = time.perf_counter()

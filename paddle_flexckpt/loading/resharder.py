@@ -71,7 +71,8 @@ def reshard_sharded_state_dict(
 
     Raises:
         ValidationError: The two sides do not fit (on every rank, with the same text); no target was changed.
-        CheckpointError: A rank failed during the exchange (likewise); targets are partly overwritten.
+        CheckpointError: A rank failed during the exchange (on every rank, with the same text); targets are partly
+            overwritten.
     """
     asked = ReshardOptions(coordinator_rank=coordinator_rank, offload=offload, aoa_config=aoa_config, **options)
     comm = communicator_for(process_group)

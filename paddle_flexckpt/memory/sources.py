@@ -57,7 +57,7 @@ def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, c
 
     Raises:
         ValidationError: They cannot; the same on every rank, with the text of a save.
-        CheckpointError: ``describe`` has failed somewhere; likewise.
+        CheckpointError: ``describe`` has failed on a rank; the same on every rank.
     """
 
     def own() -> tuple[None, bytes]:

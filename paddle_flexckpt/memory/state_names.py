@@ -76,8 +76,8 @@ class StateNames(NamedTuple):
 def state_names(flat_state: Mapping[str, Any], rank: int, *, are_placed: bool = False) -> StateNames:
     """Return the structured names of the optimizer states that a flat state dict has under raw names.
 
-    States whose parameter is not in the dict are left out. ``are_placed``: whether metadata says which part of
-    its whole each plain tensor is; then no part is refused.
+    States whose parameter is not in the dict are left out. If the metadata has the place of each plain tensor in its
+    whole (``are_placed``), no part is refused.
     """
     found = StateNames({}, [])
     if not _STATE.search("\n".join(flat_state)):

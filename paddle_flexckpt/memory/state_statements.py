@@ -97,7 +97,7 @@ def explain(aoa_config: AoaConfig, src: Tensors, dst: Tensors | None = None, key
     Args:
         aoa_config: The statements, as in :func:`load_state_dict`.
         src: The source: a checkpoint's directory, a state dict of this rank's shards, or a catalog.
-        dst: The destination, likewise; None means all that the statements make or leave of the source.
+        dst: The destination, in one of these forms; None means all that the statements make or leave of the source.
         keys: Only these targets; all by default.
 
     Returns:

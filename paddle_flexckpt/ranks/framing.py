@@ -55,7 +55,7 @@ class SendQueue:
 
 
 class IncomingMessage:
-    """A message on its way in.
+    """A message that arrives by a connection.
 
     Attributes:
         exchange: The number of the exchange in its header; -1 until the header has arrived.

@@ -40,7 +40,7 @@ _warned: set[str] = set()
 
 
 class Replicas:
-    """The replicas of one call: how they are to be compared, how they compare, and which rank's values count.
+    """The replicas of one call: what is compared of them, whether they differ, and which rank's values count.
 
     Attributes:
         compares: Whether they are compared.

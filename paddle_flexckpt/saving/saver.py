@@ -131,8 +131,8 @@ def save_state_dict(
 
     Raises:
         ValidationError: The state is not sound (on every rank, with the same text); nothing was written.
-        CheckpointError: A rank could not write (likewise); the directory holds what it held before. Or an earlier
-            asynchronous save failed and its error has not been raised yet; this one was not begun.
+        CheckpointError: A rank could not write (on every rank, with the same text); the directory holds what it held
+            before. Or an earlier asynchronous save failed and its error was not raised yet; this one was not begun.
     """
     asked = SaveOptions(
         coordinator_rank=coordinator_rank,
