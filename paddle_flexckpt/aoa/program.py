@@ -137,13 +137,13 @@ class Program:
 
     def _note_undetermined(self) -> None:
         """Note which states do not follow from the names that a statement has assigned."""
-        apart = {}
+        undetermined = {}
         for left, right in self._assigned_from:
             states = {state for state, table in self.state_values.items() if any(name in table for name in left)}
-            apart.update(
+            undetermined.update(
                 dict.fromkeys(right, frozenset(states.union(*(self._undetermined.get(name, ()) for name in left))))
             )
-        self._undetermined.update(apart)
+        self._undetermined.update(undetermined)
 
     def _is_parameter(self, template: Template) -> bool:
         """Return whether a parameter of one of the sides has that name."""

@@ -147,7 +147,7 @@ def _statements(options: argparse.Namespace) -> Any:
     if is_hf == (options.format in _OF_TORCH):
         raise ValidationError(
             [
-                f"--model takes tensors from Hugging Face's names to Paddle's or back, and here both sides are "
+                f"--model converts between Hugging Face's names and Paddle's, and here both sides are "
                 f"{'' if is_hf else 'not '}Hugging Face's: SRC is {manifest.origin}, --format is {options.format}. "
                 "Remedy: leave --model out, or give --aoa"
             ]

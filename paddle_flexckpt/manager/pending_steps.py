@@ -1,7 +1,9 @@
 """Saves that are not known to have ended, and the work after a save, the same on all ranks.
 
-The work are pages, reports, and the removal of what need not be kept. Tested in tests/manager/test_pending_steps.py,
-tests/manager/test_step_pages.py, tests/manager/test_reports.py and tests/manager/test_step_directories.py.
+The work after a save consists of pages, reports and retention (the removal of checkpoints that no policy keeps).
+
+Tested in tests/manager/test_pending_steps.py, tests/manager/test_step_pages.py, tests/manager/test_reports.py and
+tests/manager/test_step_directories.py.
 """
 
 from __future__ import annotations
@@ -36,14 +38,14 @@ class PendingSteps:
     Attributes:
         doubtful: Steps whose checkpoint exists, and is damaged or could not be made durable. A save may replace it,
             and retention does not count it.
-        newest: The step that was saved last and is known to be complete; None if this manager has saved none.
+        last_saved: The step that was saved last and is known to be complete; None if this manager has saved none.
     """
 
     def __init__(self, comm: Communicator) -> None:
         """Take the ranks that save."""
         self._comm = comm
         self.doubtful: set[int] = set()
-        self.newest: int | None = None
+        self.last_saved: int | None = None
         self._saves: list[tuple[int, SaveHandle]] = []
         # By step, the reports of saves that have committed.
         self._reports: dict[int, SaveReport] = {}
@@ -55,7 +57,7 @@ class PendingSteps:
 
     def note_complete(self, step: int) -> None:
         """Note that a step's checkpoint is complete."""
-        self.newest = step
+        self.last_saved = step
         self.doubtful.discard(step)
 
     def drain_reports(self) -> dict[int, SaveReport]:
@@ -80,6 +82,8 @@ class PendingSteps:
 
     def finish_staging(self) -> None:
         """Stage the rest of a save that is being staged in slices. One collective; none without such a save.
+
+        :meth:`collect` does this too; a trainer calls it earlier, before the optimizer changes what is saved.
 
         Raises:
             CheckpointError: As of :meth:`SlicedSave.finish_staging`.
@@ -223,7 +227,7 @@ class FollowUp:
     def retain(self) -> None:
         """Apply retention; errors as of :meth:`StepDirectories.retain`. Only the coordinator does it."""
         pending = self._pending
-        self._steps.retain(self._keep, pending.newest, pending.steps, pending.doubtful)
+        self._steps.retain(self._keep, pending.last_saved, pending.steps, pending.doubtful)
 
     def _write_pages(self, ended: Mapping[int, tuple[Saved, Mapping[str, float]]]) -> None:
         """Write the pages of saves that have ended, except failed ones.

@@ -42,7 +42,7 @@ _TEMPORARY = re.compile(r"step_\d{8,}\.(?:html|report\.json)\.[0-9a-f]{32}\.tmp"
 
 
 @dataclass(frozen=True)
-class _Known:
+class _CachedStep:
     """What was read of a checkpoint, cached until its save token changes."""
 
     token: str  # of its save: each save of a step has another
@@ -60,7 +60,7 @@ class StepDirectories:
         self._root = reopen(backend.reopen_token()) if type(backend) is LocalBackend else backend
         self.path = self._root.path
         self._removal = Removal(self._root)
-        self._known: dict[int, _Known] = {}
+        self._cache: dict[int, _CachedStep] = {}
         # Steps with a checkpoint whose directory has no leftovers of dead saves, until the next save of the step.
         self._cleaned: set[int] = set()
 
@@ -112,32 +112,32 @@ class StepDirectories:
 
         This reads the first bytes of all manifests, and the records of new checkpoints.
         """
-        trusted = {step for step, each in self._known.items() if not each.problem}
+        trusted = {step for step, each in self._cache.items() if not each.problem}
         known = self._look_at(self.steps(trusted))
         if trusted - known.keys():
             known = self._look_at(self.steps())  # a removed step may have been replaced by a new one meanwhile
-        self._known = known
+        self._cache = known
         records = [each.record for each in known.values() if each.record is not None]
         return records, {step: each.problem for step, each in known.items() if each.problem}
 
-    def _look_at(self, steps: Sequence[int]) -> dict[int, _Known]:
-        known: dict[int, _Known] = {}
+    def _look_at(self, steps: Sequence[int]) -> dict[int, _CachedStep]:
+        known: dict[int, _CachedStep] = {}
         for step in steps:
             try:
                 known[step] = self._look(step)
             except FileNotFoundError:
                 continue  # it has just been removed
             except OSError as error:
-                known[step] = _Known("", None, f"{_UNREADABLE}: {type(error).__name__}: {error}")
+                known[step] = _CachedStep("", None, f"{_UNREADABLE}: {type(error).__name__}: {error}")
         return known
 
-    def _look(self, step: int) -> _Known:
+    def _look(self, step: int) -> _CachedStep:
         directory = self.directory(step)
         try:
             token = save_token_in(directory)
         except CorruptCheckpointError as error:
-            return _Known("", None, str(error))
-        known = self._known.get(step)
+            return _CachedStep("", None, str(error))
+        known = self._cache.get(step)
         if known is not None and known.token == token and not known.problem:
             return known
         try:
@@ -147,13 +147,13 @@ class StepDirectories:
                 record = read_record(directory, manifest)
                 if record is not None and record.step != step:
                     raise CorruptCheckpointError(f"{directory.path} is the checkpoint of step {record.step}")
-                return _Known(manifest.save_token, record)
+                return _CachedStep(manifest.save_token, record)
         except (CorruptCheckpointError, ValidationError) as error:
             if not SourceDirectory(directory).has_manifest(UNIQUE_ID):
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), directory.where(MANIFEST)) from error
             if known is None or known.problem != str(error):
                 logger.warning(f"the checkpoint of step {step} is damaged, and is left alone: {error}")
-            return _Known(token, None, str(error))
+            return _CachedStep(token, None, str(error))
 
     def order(self, which: Which, best: KeepBest | None, fallback: bool) -> tuple[list[int], dict[int, str]]:
         """Return the steps to restore, in the order in which they are tried, and the problems of damaged ones.
@@ -212,7 +212,7 @@ class StepDirectories:
         Raises:
             ValidationError: Another run has higher steps, which a later restore would take for this run's latest.
         """
-        found: dict[int, _Known] = {}
+        found: dict[int, _CachedStep] = {}
         for each in self._directories():
             if each == restored or each > step:
                 with contextlib.suppress(OSError):  # it does not exist, or cannot be restored
@@ -230,7 +230,7 @@ class StepDirectories:
                     "that run, call restore() before the first save",
                 )
             )
-        self._known.update(found)
+        self._cache.update(found)
         return run
 
     def prepare(self, step: int, replace: bool) -> None:
@@ -313,17 +313,17 @@ class StepDirectories:
         # For these no warning was logged, as they may be readable the next time.
         problems += [f"step {step} {why}" for step, why in damaged.items() if why.startswith(_UNREADABLE)]
         complete = [record for record in records if record.step not in {*busy, *doubtful}]
-        with_busy = steps_to_remove(records, policies, newest)
-        useless = [step for step in steps_to_remove(complete, policies, newest) if step in with_busy]
-        removed = [step for step in useless if attempt(self._remove, step)]
+        unneeded = {*steps_to_remove(records, policies, newest)}
+        removable = [step for step in steps_to_remove(complete, policies, newest) if step in unneeded]
+        removed = [step for step in removable if attempt(self._remove, step)]
         for step in removed:
-            del self._known[step]
+            del self._cache[step]
         if problems:
             raise CheckpointError("; ".join(dict.fromkeys(problems)))
         return removed
 
     def _remove(self, step: int) -> bool:
-        return self._removal.remove(step, self._known[step].token)
+        return self._removal.remove(step, self._cache[step].token)
 
     def write_report(self, step: int, report: SaveReport) -> None:
         """Write the report of a step's save beside its directory.

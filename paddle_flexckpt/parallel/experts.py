@@ -47,13 +47,13 @@ class ExpertParallelMixin:
     """
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
-        """Do as :meth:`LayerMixin.sharded_state_dict`, with the experts' numbers in the whole layer.
+        """Describe the layer like :class:`LayerMixin`, with the experts' numbers in the whole layer.
 
         Raises:
             ValueError: Number of experts, lists and group do not fit together, or an expert's parameter is marked
                 ``is_distributed`` and it is not known whether it is split.
         """
-        place, size, ranks = _position(self)
+        place, size, ranks = _place_in_group(self)
         numbers = {name: _numbers(self, name, place, size) for name in self._get_expert_lists()}
         total = sum(map(len, numbers.values())) * size
         whole = _wrongly_marked(self, structured_name_prefix, list(numbers), ranks, total)
@@ -93,7 +93,7 @@ class MoELayerMixin:
         return count if isinstance(count, int) else None
 
 
-def _position(layer: Any) -> tuple[int, int, frozenset[int]]:
+def _place_in_group(layer: Any) -> tuple[int, int, frozenset[int]]:
     """Return this rank's place in the expert-parallel group, the group's size, and its global ranks."""
     group = layer._get_expert_group()
     if group is None or group.nranks == 1:  # Paddle gives the rank of a group of one as -1, member or not

@@ -219,7 +219,7 @@ class WrapperMixin:
     """
 
     def sharded_state_dict(self: Any, structured_name_prefix: str = "") -> ShardedStateDict:
-        """Do as :meth:`LayerMixin.sharded_state_dict` of the wrapped model.
+        """Describe the wrapped model like :class:`LayerMixin`.
 
         Raises:
             ValueError: The wrapper has state of its own, which has no name in the model.

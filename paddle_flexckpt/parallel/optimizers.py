@@ -123,7 +123,7 @@ class MixPrecisionMixin:
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Describe the inner optimizer; if stage 3 has put its slices into this one, do as :class:`OptimizerMixin`."""
+        """Describe the inner optimizer; if stage 3 put its slices here, this one, like :class:`OptimizerMixin`."""
         if "update_slice" in vars(self):
             return OptimizerMixin.sharded_state_dict(self, model_sharded_state_dict)
         return self._inner_opt.sharded_state_dict(model_sharded_state_dict)
@@ -133,7 +133,7 @@ class LookAheadMixin:
     """A LookAhead: the inner optimizer, the slow weights, and the number of steps, which decides when they mix."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Do as :meth:`OptimizerMixin.sharded_state_dict`; the number of steps is under :data:`LOOKAHEAD_STEP`."""
+        """Describe the states like :class:`OptimizerMixin`; the number of steps has the key :data:`LOOKAHEAD_STEP`."""
         import paddle
 
         names = keys_by_parameter_name(model_sharded_state_dict, parameters_in(self._parameter_list))
@@ -396,7 +396,7 @@ def describe_flat(key: str, tensor: Any, reference: ShardedWeight, flat: slice) 
 
 
 def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-    """Do as :func:`optimizer_sharded_state_dict`, with ``install()`` in effect."""
+    """Describe an optimizer like :func:`optimizer_sharded_state_dict`, with ``install()`` in effect."""
     inner, seen = optimizer, []
     while not callable(getattr(inner, "sharded_state_dict", None)):
         seen.append(inner)

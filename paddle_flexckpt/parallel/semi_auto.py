@@ -61,7 +61,7 @@ class ShardOptimizerMixin:
 
     @OverInstance
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Do as :meth:`OptimizerMixin.sharded_state_dict`.
+        """Describe the states like :class:`OptimizerMixin`.
 
         Every state is described by its own placements, which under stages 1 and 2 differ from its parameter's. With
         tensor fusion a rank describes its ranges of the flattened parameters; before the first step, those of the
@@ -136,7 +136,7 @@ class DistModelMixin:
             for key in keys:
                 sharded[key] = make_replicated_sharded_weight(key, state[given])
                 sharded[key].aliases = tuple(other for other in keys if other != key)
-        ranges = _slice_ranges(self._engine._optimizer, sharded, names)
+        ranges = _owned_ranges(self._engine._optimizer, sharded, names)
         for raw, tensor in state.items():
             if raw in sharded or parameter_name(raw) in names or _NO_STATE.fullmatch(raw):
                 continue  # slice@{parameter} is a view of the parameter itself
@@ -178,7 +178,7 @@ def _split(raw: str, names: Mapping[str, str], optimizer_name: str | None) -> tu
     return owner, strip_optimizer_name(_COUNTER.sub("_0", rest[1:]), optimizer_name)
 
 
-def _slice_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, str]) -> dict[str, slice]:
+def _owned_ranges(optimizer: Any, model: Mapping[str, ShardedWeight], names: Mapping[str, str]) -> dict[str, slice]:
     """Return, by raw name of parameter, the range of its local box that this rank has states of.
 
     Each buffer has its parameters one behind the other, each padded, and is split evenly over the ranks. Paddle keeps

@@ -29,7 +29,7 @@ class ShardingV1Mixin:
     """A DygraphShardingOptimizer: whole states on the rank that owns the parameter."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns.
+        """Describe the states like :class:`OptimizerMixin`; a rank describes the parameters that it owns.
 
         Raises:
             ValueError: Also if a fused parameter has left its buffer.
@@ -84,7 +84,7 @@ class ShardingV2Mixin:
     """A DygraphShardingOptimizerV2: flattened ranges of states."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes its range of each parameter.
+        """Describe the states like :class:`OptimizerMixin`; a rank describes its range of each parameter.
 
         Raises:
             ValueError: Also if the pipeline has not made the buffers yet, or parameters have no memory.
@@ -116,7 +116,7 @@ class MuonShardingMixin:
     """
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a matrix has a momentum, and no other accumulator.
+        """Describe the states like :class:`OptimizerMixin`; a matrix has a momentum, and no other accumulator.
 
         Raises:
             ValueError: Also if a parameter is neither owned by a rank nor in a buffer.
@@ -179,7 +179,7 @@ class ShardingStage2Mixin:
     """A GroupShardedOptimizerStage2: whole states on the rank that owns the parameter."""
 
     def sharded_state_dict(self: Any, model_sharded_state_dict: ShardedStateDict) -> ShardedStateDict:
-        """Do as :meth:`OptimizerMixin.sharded_state_dict`; a rank describes the parameters that it owns."""
+        """Describe the states like :class:`OptimizerMixin`; a rank describes the parameters that it owns."""
         names = keys_by_parameter_name(model_sharded_state_dict, self._local_params)
         check_experts(dict.fromkeys(names, self._group), model_sharded_state_dict, names)
         owned = [p for p in self._segment_params()[self._rank] if not p.stop_gradient]

@@ -89,7 +89,7 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
         # With offload the slice is its master; a forward leaves a copy in the parameter's own dtype in its place.
         parameter.fw_storage = storage_range(master, 0, int(master._numel()), parameter.name)
         parameter.status, parameter.use_count = "part", 0
-    flat = _range_of(wrapper, parameter.name, weight)
+    flat = _sliced_range(wrapper, parameter.name, weight)
     storage = storage_range(parameter.fw_storage, 0, flat.stop - flat.start, parameter.name)
     kind = ShardedWeight if storage.dtype == parameter.dtype else MasterSlice
     made = flat_shard(weight.key, storage, weight, flat, kind)
@@ -136,7 +136,7 @@ def _drop_copies(parameter: Any, wrapper: Any) -> None:
         parameter._clear_data()
 
 
-def _range_of(wrapper: Any, parameter: str, weight: ShardedWeight) -> slice:
+def _sliced_range(wrapper: Any, parameter: str, weight: ShardedWeight) -> slice:
     """Return this rank's range of a parameter, without the padding behind it."""
     size = math.prod(weight.local_shape)
     begin, end = wrapper._param2buffer[parameter][wrapper._rank]
@@ -216,7 +216,7 @@ def slice_ranges(
         if weight.is_flattened and weight.flattened_range is not None:
             ranges[name] = weight.flattened_range
         elif name in getattr(wrapper, "_param2buffer", ()):  # gathered at the moment
-            ranges[name] = _range_of(wrapper, name, weight)
+            ranges[name] = _sliced_range(wrapper, name, weight)
     return ranges
 
 
@@ -336,7 +336,7 @@ def describe_buffered(weight: ShardedWeight) -> ShardedWeight:
     group = context.buffer_manager.param_to_buffer_id[parameter.name]
     buffer = context.buffer_manager.buffer_groups[group].params_buffer
     _drop_gathered(context, buffer)
-    flat = _slot(buffer, _piece(context, buffer), parameter)
+    flat = _slot_in_piece(buffer, _held_piece(context, buffer), parameter)
     shape = tuple(int(n) for n in parameter.shape)
     box = shape, shape, (0,) * len(shape)
     storage = _slice(buffer.data_buffer, flat, parameter.name)
@@ -354,8 +354,8 @@ def buffer_tables(optimizer: Any) -> StateTables | None:
     tables = StateTables(bool(getattr(optimizer, "_multi_precision", True)), getattr(optimizer, "_name", None))
     for group in context.buffer_manager.buffer_groups:
         buffer = group.params_buffer
-        piece = _piece(context, buffer)
-        slots = {parameter.name: _slot(buffer, piece, parameter) for parameter in group.params}
+        piece = _held_piece(context, buffer)
+        slots = {parameter.name: _slot_in_piece(buffer, piece, parameter) for parameter in group.params}
         tables.add_buffer(optimizer, buffer.data_buffer, masters.get(buffer.data_buffer.name), slots)
     return tables
 
@@ -370,7 +370,7 @@ def _members(context: Any) -> frozenset[int]:
     return members
 
 
-def _piece(context: Any, buffer: Any) -> slice:
+def _held_piece(context: Any, buffer: Any) -> slice:
     """Return the elements of a buffer that this rank holds.
 
     Raises:
@@ -390,7 +390,7 @@ def _piece(context: Any, buffer: Any) -> slice:
     return slice(begin, begin + owned)
 
 
-def _slot(buffer: Any, piece: slice, parameter: Any) -> BufferSlot:
+def _slot_in_piece(buffer: Any, piece: slice, parameter: Any) -> BufferSlot:
     """Return the range of one of the buffer's parameters in a piece of the buffer."""
     offset = int(buffer.param_offsets[parameter.name])
     size = math.prod(int(n) for n in parameter.shape)

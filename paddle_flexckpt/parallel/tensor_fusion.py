@@ -50,12 +50,12 @@ def buffer_pieces(optimizer: Any, parameters: Iterable[Any]) -> list[BufferPiece
             (int(storage._numel()), [(view["param"], int(view["index"])) for view in views.values()])
             for storage, views in zip(optimizer.param_storage, optimizer.fuse_param_view)
         ]
-        return _cut(buffers, max(int(group.rank), 0), int(group.nranks))
+        return _pieces_of_rank(buffers, max(int(group.rank), 0), int(group.nranks))
     place, degree = _place_on_mesh()
-    return _cut(_buffers(optimizer, list(parameters), degree), place, degree)
+    return _pieces_of_rank(_buffers(optimizer, list(parameters), degree), place, degree)
 
 
-def _cut(buffers: list[tuple[int, list[tuple[Any, int]]]], place: int, degree: int) -> list[BufferPiece]:
+def _pieces_of_rank(buffers: list[tuple[int, list[tuple[Any, int]]]], place: int, degree: int) -> list[BufferPiece]:
     """Return this rank's part of each buffer; ``buffers`` has sizes, and parameters with their begins."""
     pieces = []
     for number, (size, members) in enumerate(buffers):

@@ -292,7 +292,7 @@ def test_ranks_know_alike_which_saves_have_ended_well():
         handle.error, handle.seen = error, True
         pending.add(step, handle)
     pending.collect("cannot go on", wait_for="all")
-    assert (set(pending.drain_reports()), pending.newest, pending.doubtful) == ({3}, 3, {1})
+    assert (set(pending.drain_reports()), pending.last_saved, pending.doubtful) == ({3}, 3, {1})
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
