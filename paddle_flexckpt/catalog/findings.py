@@ -44,7 +44,7 @@ class Inspection(NamedTuple):
     Attributes:
         findings: What is wrong with them.
         groups: Their replica groups, if they could be found.
-        coverage: Their coverage, likewise.
+        coverage: Their coverage, if the shards are well-formed.
     """
 
     findings: list[Finding]

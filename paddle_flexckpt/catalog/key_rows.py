@@ -20,8 +20,10 @@ from paddle_flexckpt.catalog.table import Catalog, merged_state_names, order_col
 
 # Rows, bytes behind them, axes, bytes of a number; then the rows, and as JSON the names of the keys and their orders.
 _HEAD = struct.Struct("<IIBB")
-# Columns before the boxes: key, dtype, ndim, row, flags, flat_start, flat_stop.
+# Columns of a message before the boxes: key, dtype, ndim, row, flags, flat_start, flat_stop.
 _SINGLE = 7
+# Columns of the receiver's table, which has two more in front: the sender's place, and the first key of its message.
+_PLACE, _ROW = 0, 5
 _NAMES = tuple(DTYPES)
 
 
@@ -127,9 +129,9 @@ def decode_rows(messages: Mapping[int, bytes], ranks: Sequence[int], before: np.
     most = max((axes for axes, _ in bodies), default=1)
     tables = [_table(axes, word, most, some) for (axes, word), some in bodies.items()]
     table = np.concatenate(tables) if tables else np.zeros((0, 2 + _SINGLE + 3 * most), dtype=np.int64)
-    table = table[np.argsort(before[table[:, 0]] + table[:, 5], kind="stable")]
-    owner, key, dtype, ndim, row, flags, flat_start, flat_stop = (table[:, i] for i in (0, 2, 3, 4, 5, 6, 7, 8))
-    key = np.asarray(numbers, dtype=np.int64)[table[:, 1] + key] if len(table) else key
+    table = table[np.argsort(before[table[:, _PLACE]] + table[:, _ROW], kind="stable")]
+    owner, first_key, key, dtype, ndim, row, flags, flat_start, flat_stop = table[:, : 2 + _SINGLE].T
+    key = np.asarray(numbers, dtype=np.int64)[first_key + key] if len(table) else key
     renumbered, known = _in_order(key, [*keys])
     boxes = table[:, 2 + _SINGLE :].reshape(len(table), 3, most)
     orders, contradictions = _merged(

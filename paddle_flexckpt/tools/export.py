@@ -56,7 +56,7 @@ def export_safetensors(
         ValidationError: There is no such checkpoint, the output is in use, the statements do not fit, or safetensors
             cannot hold a tensor; nothing was written.
         CorruptCheckpointError: The checkpoint is damaged; nothing is left behind.
-        OSError: The file system refused; likewise.
+        OSError: The file system refused; nothing is left behind.
     """
     begin = time.perf_counter()
     asked = ExportOptions(aoa_config=aoa_config, **options)
