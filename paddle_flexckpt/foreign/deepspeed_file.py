@@ -67,9 +67,9 @@ class DeepSpeedFile(NamedTuple):
         states, groups = base.get("state"), base.get("param_groups")
         state = states.get(number) if type(states) is dict else None
         group = groups[number] if type(groups) is list and number < len(groups) else None
-        told: dict[Any, Any] = {**(group if type(group) is dict else {}), **(state if type(state) is dict else {})}
-        steps, said = self.number(told.get("step")), told.get("betas")
-        betas = tuple(said) if isinstance(said, (tuple, list)) else ()
+        fields: dict[Any, Any] = {**(group if type(group) is dict else {}), **(state if type(state) is dict else {})}
+        steps, found = self.number(fields.get("step")), fields.get("betas")
+        betas = tuple(found) if isinstance(found, (tuple, list)) else ()
         return None if steps is None else Progress(steps, betas if all(type(beta) is float for beta in betas) else ())
 
     def progress_of_model(self) -> Progress | None:

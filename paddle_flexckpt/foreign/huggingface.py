@@ -4,8 +4,8 @@ A Hugging Face style index is JSON: ``weight_map`` has the file of every tensor.
 that an index names is in the same directory.
 
 torch.distributed.checkpoint (``HuggingFaceStorageWriter``) writes a file for each rank,
-``shard-00001-model-00001-of-00002.safetensors``, without an index. ``DCP_SHARDING_INFO`` in its header has the begin of
-each chunk. A tensor reaches as far as its chunks do, as for torch itself.
+``shard-00001-model-00001-of-00002.safetensors``, without an index. ``DCP_SHARDING_INFO`` in its header has the first
+element of each chunk. A tensor reaches as far as its chunks do, as for torch itself.
 
 Tested in tests/foreign/test_huggingface.py and tests/foreign/test_dcp_safetensors.py.
 """
@@ -53,7 +53,7 @@ _MAX_NAME_BYTES = 6 * 255
 _FORMAT = "format"
 _EXPERT = re.compile(r"\bexperts?\b")
 PADDLE_FORMAT = "np"
-# A rank's file of torch's HuggingFaceStorageWriter, and the entry of its header with the begin of each chunk.
+# A rank's file of torch's HuggingFaceStorageWriter, and the entry of its header with the first element of each chunk.
 _SHARD_FILE = re.compile(r"shard-(\d{1,9})-model-(\d{1,9})-of-(\d{1,9})\.safetensors", re.ASCII)
 _INFO, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 _MOST_OFFSET = 1 << 60

@@ -31,7 +31,8 @@ Result = TypeVar("Result")
 # How a new file gets its name:
 #   new        No file may have the name.
 #   replace    It appears whole when it is finished, in place of any file of that name.
-#   publish    As replace, but a file is not replaced if it has changed since `look`, where a medium can detect that.
+#   publish    As replace, but a file is not replaced if it has changed since `note_replaced`, where a medium can detect
+#              that.
 #   overwrite  It is written in place: for small files that may be seen half written.
 Mode = Literal["new", "replace", "publish", "overwrite"]
 REPLACING: tuple[Mode, ...] = ("replace", "publish")
@@ -119,7 +120,7 @@ class OutputFile(ABC):
     def make_durable(self) -> None:  # noqa: B027
         """Make the bytes durable where that can be done before :meth:`finish`, which then takes little time."""
 
-    def look(self) -> None:  # noqa: B027
+    def note_replaced(self) -> None:  # noqa: B027
         """Remember the version of the file that this one will replace, where a medium can tell versions apart.
 
         :meth:`finish` then replaces no other version.
@@ -362,7 +363,7 @@ def publish(backend: Backend, name: str, data: bytes, *checks: Callable[[], obje
         with backend.create(name, "publish", len(data)) as file:
             file.write(data)
             file.make_durable()
-            run_beside(backend, backend.locks.check, file.look, *checks)
+            run_beside(backend, backend.locks.check, file.note_replaced, *checks)
             # The other checks may have taken long.
             backend.locks.ensure_held()
     except FileNotFoundError:

@@ -206,12 +206,12 @@ class Medium:
 
         self.ask(name, send, recover=is_ours)
 
-    def look(self, name: str) -> str:
+    def version_of(self, name: str) -> str:
         """Return the version that :meth:`publish` would replace; empty if there is none, or the medium has none."""
         return ""
 
     def publish(self, name: str, data: bytes | bytearray, replaced: str, before: Callable[[], None]) -> None:
-        """Write a whole file in place of the version that :meth:`look` has found.
+        """Write a whole file in place of the version that :meth:`version_of` has found.
 
         If the version has changed, it is looked at again, and replaced if ``before`` still allows it, which is called
         before each try as for :meth:`put`. Where the medium has no such condition, it is replaced in any case.

@@ -195,10 +195,10 @@ class RemoteOutputFile(OutputFile):
             chunk, self._buffer = self._buffer, bytearray()
             self._upload.send(chunk)
 
-    def look(self) -> None:
+    def note_replaced(self) -> None:
         """Implement the base class."""
         if self._is_published:
-            self._replaced = self._medium.look(self._name)
+            self._replaced = self._medium.version_of(self._name)
 
     def finish(self) -> None:
         """Send the rest, and give the file its name.

@@ -305,7 +305,7 @@ class S3Medium(Medium):
         """Return the check whether an earlier try has written the object that fails a condition."""
         return lambda error: {} if status_of(error) == 412 and self.read(name) == data else None
 
-    def look(self, name: str) -> str:
+    def version_of(self, name: str) -> str:
         """Implement the base class."""
         return (self.etag(name) or "") if self._takes("IfMatch") else ""
 
@@ -325,7 +325,7 @@ class S3Medium(Medium):
                 # An earlier try may have written it, and another save have replaced it since.
                 if not left or is_unanswered(error):
                     raise
-                now = self.look(name)
+                now = self.version_of(name)
                 if now == replaced and (now or self.exists(name)):
                     break  # a store that refuses all such conditions, or an object without a tag
                 replaced = now

@@ -79,8 +79,8 @@ def write_data_file(
     checksums: list[int] = []
     file_bytes = len(header) + sum(lengths)
     ends, written = list(itertools.accumulate(lengths)) if meter.is_heard else [], 0
-    told, thread = _telling_how_full(path, file_bytes), contextlib.closing(HashThread())
-    with told, thread as hashing, backend.create(name, size=file_bytes) as file:
+    explained, thread = _full_disks_explained(path, file_bytes), contextlib.closing(HashThread())
+    with explained, thread as hashing, backend.create(name, size=file_bytes) as file:
         file.write(header)
         for blocks in _batches(path, lengths, data):
             beside = hashing.hash(blocks) if sum([block.nbytes for block in blocks]) > HASHED_INLINE else None
@@ -96,7 +96,7 @@ def write_data_file(
 
 
 @contextlib.contextmanager
-def _telling_how_full(path: str, nbytes: int) -> Iterator[None]:
+def _full_disks_explained(path: str, nbytes: int) -> Iterator[None]:
     """Add the bytes needed and the bytes free to the error of a full disk."""
     try:
         yield

@@ -84,10 +84,10 @@ def decode_partition(data: bytes, file: str, manifest: Manifest, number: int) ->
         )
     info, arrays = read_container(data, file)
     try:
-        said = info["save_token"], info["format_version"], int(info["partition"]), int(info["partitions"])
-        meant = manifest.save_token, PARTITIONED, number, count
-        if said != meant:
-            raise ValueError(f"expected {meant}, got {said}")
+        found = info["save_token"], info["format_version"], int(info["partition"]), int(info["partitions"])
+        expected_info = manifest.save_token, PARTITIONED, number, count
+        if found != expected_info:
+            raise ValueError(f"expected {expected_info}, got {found}")
         no_files = {"files": np.frombuffer(b"[]", dtype=np.uint8), "file": arrays[f"{CATALOG}rank"]}
         catalog = catalog_of(arrays | {f"{CATALOG}{name}": array for name, array in no_files.items()})
         files = manifest.catalog.files

@@ -343,8 +343,8 @@ def _differences(directory: CheckpointDirectory, known: Manifest, rebuilt: Manif
 
     problems, what = [], "the header has not the shard that the manifest has"
     if known.info != rebuilt.info:
-        said, found = map(str, (known.info, rebuilt.info))
-        problems.append(Problem("the headers are not as the manifest", expected=said, got=found, remedy=REMEDY))
+        expected, got = map(str, (known.info, rebuilt.info))
+        problems.append(Problem("the headers are not as the manifest", expected=expected, got=got, remedy=REMEDY))
     for row in np.flatnonzero(~is_alike).tolist():
         got = both.describe(int(same[row])) if same[row] >= 0 else "nothing that begins there"
         problems.append(problem(what, row, both.describe(row), got))

@@ -84,14 +84,14 @@ class RankInputs:
         shards = encode_shards(self._catalog, self.flags, self._size)
         return self._summary._replace(shards=shards).encode(self._head)
 
-    def short_message(self, origin: bytes) -> bytes:
-        """Return this rank's message about a cached plan of this origin; nothing if the names do not fit into it."""
+    def short_message(self, plan: bytes) -> bytes:
+        """Return this rank's message about a cached plan, by its fingerprint; empty if the names do not fit."""
         names = self._names or _NO_NAMES
         if names.unique_id >= 1 << 64 or len(names.token) != len(_NO_NAMES.token):
             return b""
         place = xxhash.xxh3_64_digest(self._summary.place)
         own = _SHORT.pack(place, names.unique_id, bytes.fromhex(names.token))
-        return encode_short(BRIEF_SAVE, fingerprint((origin, self._head)), own)
+        return encode_short(BRIEF_SAVE, fingerprint((plan, self._head)), own)
 
 
 def decode_short(payload: bytes) -> tuple[bytes, SaveNames]:

@@ -169,7 +169,7 @@ class SavePlan:
             in this turn.
         counts: This rank's part of the report: keys planned, items written, bytes written, bytes and shards owned.
         partitions: The number of partitions in which ranks write the manifest, where planning is spread; else 0.
-        origin: Fingerprint of the plan's inputs on all ranks, and of its turn; empty where no later save may use it.
+        fingerprint: That of the plan's inputs on all ranks, and of its turn; empty where no later save may use it.
         messages: The gathered messages for the destination. They are the same as long as the ranks' descriptions are.
     """
 
@@ -186,7 +186,7 @@ class SavePlan:
     lines: Mapping[int, Stretches]
     counts: tuple[int, ...]
     partitions: int
-    origin: bytes = b""
+    fingerprint: bytes = b""
     messages: Sequence[bytes] = ()
 
     @property
@@ -209,10 +209,10 @@ class SavePlan:
         Returns:
             The plan of that save, without this rank's lines; and the lines that this rank assigns as a planner.
         """
-        if not self.origin or not (self.is_spread or len(self.compared)):
+        if not self.fingerprint or not (self.is_spread or len(self.compared)):
             return self, {}
         compared = replicas.beside(self.all_items, self.turn + 1)
-        plan = replace(self, origin=fingerprint((self.origin,)), turn=self.turn + 1, compared=compared)
+        plan = replace(self, fingerprint=fingerprint((self.fingerprint,)), turn=self.turn + 1, compared=compared)
         return plan, assign(self.shards, NO_ITEMS, compared)
 
     @property

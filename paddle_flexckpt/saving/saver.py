@@ -229,7 +229,7 @@ class Save:
 
     def short_message(self, plan: SavePlan) -> bytes:
         """Return this rank's message if it has a cached plan; nothing if that cannot be used."""
-        return self._inputs.short_message(plan.origin)
+        return self._inputs.short_message(plan.fingerprint)
 
     def full_message(self) -> bytes:
         """Return this rank's first message where not all ranks have a cached plan."""
@@ -294,7 +294,7 @@ class Save:
         if differing is not None or planners.overlaps or options.node_copies > 1:
             return plan
         messages = [each.message for each in summaries]
-        return replace(plan, origin=fingerprint([each.own for each in summaries]), messages=messages)
+        return replace(plan, fingerprint=fingerprint([each.own for each in summaries]), messages=messages)
 
     def _replicas(self, rows: KeyRows, groups: ReplicaGroups, first: int | None) -> Replicas:
         """Return the replicas among rows; ``first`` is this rank's first row, or None where planning is spread."""
@@ -333,7 +333,7 @@ class Save:
         replicas = self._replicas(plan.shards, plan.groups, plan.first_row)
         write_partitions = functools.partial(destination.write_partitions, parts, rows)
         differing, plan, described = compare_written(comm, plan, replicas, digests, write_partitions, context)
-        if plan.origin:
+        if plan.fingerprint:
             plans_of(comm).put(self._inputs.fingerprint, plan)
         is_coordinator = comm.position == options.coordinator_rank
         # Replicas that have to be close are: two collectives if some differ.

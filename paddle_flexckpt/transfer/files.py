@@ -148,8 +148,8 @@ class Files(Source):
             task.memory.filled(row)
         meter.finish()
         counts = {"bytes_needed": self._plan.needed_bytes, "peak_scratch_bytes": self.peak_scratch_bytes}
-        said = {"comm_method": "direct", "comm_reason": self._reason}
-        return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader), **said}
+        method = {"comm_method": "direct", "comm_reason": self._reason}
+        return {**counts, "reads": self.reader.count.reads, **reads_of(self.reader), **method}
 
     @property
     def peak_scratch_bytes(self) -> int:
@@ -206,10 +206,10 @@ def read_settings(directory: CheckpointDirectory) -> Mapping[str, Any]:
     if CONFIG_FILE not in backend.names():
         return {}
     try:
-        said = json.loads(backend.read(CONFIG_FILE))
+        settings = json.loads(backend.read(CONFIG_FILE))
     except ValueError:
         return {}
-    return said if isinstance(said, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def reads_of(reader: FileReader) -> dict[str, Any]:

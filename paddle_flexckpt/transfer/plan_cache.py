@@ -1,7 +1,7 @@
 """The cache of a group's plans: a layout that recurs is not gathered, checked and planned again.
 
 A plan is a function of the arguments of all ranks. Each rank looks its own arguments up by their fingerprint. The
-cached plan is used if all ranks have found plans with the same origin, which they compare by a short message. So a
+cached plan is used if all ranks have found plans with the same fingerprint, which they compare by a short message. So a
 change of the layout on any rank is noticed. Addresses and identities of objects play no part.
 
 Tested in tests/saving/test_plan_cache.py and tests/loading/test_cached_loads.py.
@@ -32,7 +32,7 @@ class Plan(Protocol):
     """One rank's part of a plan of all ranks. It has no tensors."""
 
     @property
-    def origin(self) -> bytes:
+    def fingerprint(self) -> bytes:
         """Fingerprint of the arguments of all ranks."""
 
     @property

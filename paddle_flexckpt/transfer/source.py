@@ -153,7 +153,7 @@ class CachedLoad:
     """One rank's cached plan of a load: a task without its targets, and its reads.
 
     Attributes:
-        origin: Fingerprint of the inputs of all ranks, by which ranks compare their plans.
+        fingerprint: Fingerprint of the inputs of all ranks, by which ranks compare their plans.
         others: As in :class:`Resolution`.
         filled: Likewise.
         same_memory: Likewise.
@@ -164,7 +164,7 @@ class CachedLoad:
         whole: Whether the plan needs all shards of the source, where fewer are known at first.
     """
 
-    origin: bytes
+    fingerprint: bytes
     others: dict[int, Resolved]
     filled: np.ndarray
     same_memory: dict[int, int]

@@ -98,15 +98,15 @@ class Transfer:
             self._unexpected = [*cached.unexpected]
             return self._task
         if self._gathers_targets:
-            self._take_targets(answers)
-            _, answers = comm.together(self._tell_task, context)
+            self._read_targets(answers)
+            _, answers = comm.together(self._task_message, context)
         needed, *others = check_heads(answers, context, comm.ranks)
         statements = sorted({statement for texts in needed for statement in json.loads(texts)})
         if statements and source.between_ranks:
             # Fused parameters have to be reordered before they are sent: the sender needs the statements.
             if self._all_targets is None:
-                self._take_targets(comm.together(self._tell_targets, context)[1])
-            _, answers = comm.together(functools.partial(self._tell_task, statements), context)
+                self._read_targets(comm.together(self._targets_message, context)[1])
+            _, answers = comm.together(functools.partial(self._task_message, statements), context)
             _, *others = check_heads(answers, context, comm.ranks)
         used, meanings, plan_keys, *of_source = others
         check_across_ranks([json.loads(each) for each in meanings], context)
@@ -175,30 +175,30 @@ class Transfer:
             self._complete()
         self._task = plan.task(self._targets)
         address = self._source.reuse(self._task, plan.reads)
-        agreed = fingerprint((plan.origin, self._options.encode(self._call, **self._compared)))
+        agreed = fingerprint((plan.fingerprint, self._options.encode(self._call, **self._compared)))
         return encode_short(BRIEF_LOAD, agreed, address)
 
     def full_message(self) -> bytes:
         """Return this rank's first message if not all have cached a plan."""
-        return (self._tell_targets() if self._gathers_targets else self._tell_task())[1]
+        return (self._targets_message() if self._gathers_targets else self._task_message())[1]
 
     @property
     def _gathers_targets(self) -> bool:
         """Return whether ranks first gather their targets: statements have to mean the same on all of them."""
         return self._options.aoa_config is not None
 
-    def _tell_targets(self) -> tuple[None, bytes]:
+    def _targets_message(self) -> tuple[None, bytes]:
         problems = validate_shards(self._targets.catalog)
         if problems:
             raise ValidationError(problems)
         return None, join((self._head, encode_catalog(self._targets.catalog)))
 
-    def _take_targets(self, answers: list[bytes]) -> None:
+    def _read_targets(self, answers: list[bytes]) -> None:
         (catalogs,) = check_heads(answers, self._context, self._comm.ranks)
         self._all_targets = concat([decode_catalog(catalog) for catalog in catalogs])
 
     @without_collector()
-    def _tell_task(self, statements: Sequence[str] = ()) -> tuple[None, bytes]:
+    def _task_message(self, statements: Sequence[str] = ()) -> tuple[None, bytes]:
         """Resolve and plan this rank's targets; return its message to the others.
 
         ``statements`` reorder fused parameters on some rank, if ranks send each other elements.

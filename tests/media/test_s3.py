@@ -387,7 +387,7 @@ def test_a_commit_replaces_what_was_seen_or_asks_again(server, monkeypatch, ther
         late = pytest.raises(CheckpointError, match="^somebody has taken over$")
     with late, storage.create("m", "publish", 3) as file:
         file.write(b"own")
-        file.look()
+        file.note_replaced()
         if other is None:
             elsewhere.remove("m")
         else:

@@ -559,7 +559,7 @@ def test_calls_of_one_process_share_their_plans(tmp_path, planned):
 
 def test_the_plans_that_are_kept_are_few_and_small():
     def plan(nbytes):
-        return SimpleNamespace(origin=b"", nbytes=nbytes)
+        return SimpleNamespace(fingerprint=b"", nbytes=nbytes)
 
     plans = PlanCache()
     for number in range(10):
