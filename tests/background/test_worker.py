@@ -74,8 +74,8 @@ def serve(code, jobs):
     for number, (job, data) in enumerate(jobs):
         text = job.encode()
         segment.grow(len(data) + len(text))
-        segment.fill(0, data)
-        segment.fill(len(data), text)
+        segment.put_job(0, data)
+        segment.put_job(len(data), text)
         descriptors = {"segment": segment.descriptor} if number == 0 else {}
         message = {"save": number, "segment": 0, "data_bytes": len(data), "job_bytes": len(text), "refusal": ""}
         channel.send({**message, "descriptors": list(descriptors)}, list(descriptors.values()))
@@ -172,7 +172,7 @@ def test_a_training_process_that_is_stopped_does_not_hold_its_writer_up(tmp_path
     monkeypatch.setattr(progress, "MOST_STEP_BYTES", nbytes)
     monkeypatch.setattr(data_file, "BATCH_BYTES", nbytes)
     channel, outcome = Channel(theirs), []
-    tell = functools.partial(worker._tell, channel, 0)
+    tell = functools.partial(worker._send_progress, channel, 0)
     data = np.zeros(count * nbytes, dtype=np.uint8)
     saving = threading.Thread(target=lambda: outcome.append(carry_out(job, directory, data, tell)), daemon=True)
     saving.start()

@@ -75,7 +75,7 @@ def test_columns_and_rows(url):
 def test_every_public_function_that_takes_a_path_takes_any_location():
     found = 0
     for function in (getattr(room, name) for room in (fc, run_state) for name in room.__all__):
-        if inspect.isfunction(function):
+        if inspect.isfunction(function) and function is not fc.open_storage:  # it makes such a location
             for parameter in inspect.signature(function).parameters.values():
                 if parameter.name in ("path", "output"):
                     found += 1

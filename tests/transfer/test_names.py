@@ -11,7 +11,7 @@ from paddle_flexckpt.transfer.names import (
     ACCUMULATORS,
     NameIndex,
     RawState,
-    Source,
+    SourceKeys,
     Unresolved,
     canonical,
     check_across_ranks,
@@ -124,7 +124,7 @@ def test_prefixes_are_taken_off_once():
 
 def find(targets, source, claimed=None, **known):
     targets = [target if isinstance(target, Unresolved) else Unresolved(target, 3) for target in targets]
-    return find_compatible(targets, Source(dict.fromkeys(source, (2,)), known), claimed or {})
+    return find_compatible(targets, SourceKeys(dict.fromkeys(source, (2,)), known), claimed or {})
 
 
 def of(key, *state_names):
@@ -228,7 +228,7 @@ def test_the_own_name_comes_first_among_several_of_one_state():
 def test_only_own_names_are_looked_for_where_that_is_asked():
     key = "linear_0.w_0_moment1_0"
     targets = [Unresolved(key, 0), Unresolved("linear_1.w_0.dist_moment1_0", 0)]
-    source = Source(dict.fromkeys([key, "linear_1.w_0_moment1_0"], (2,)), {})
+    source = SourceKeys(dict.fromkeys([key, "linear_1.w_0_moment1_0"], (2,)), {})
     assert find_compatible(targets, source, {}, exact=True).names == {key: key}
 
 
