@@ -15,11 +15,13 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Problem, ValidationError, dtype_of
 from paddle_flexckpt.catalog.dtypes import DTYPES
-from paddle_flexckpt.native.stretches import memory_at
+from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS
 from paddle_flexckpt.overlaps import stale_parameters
 
 # "Place(gpu:0)" is a device; "Place(cpu)" and "Place(gpu_pinned)" are memory of the host.
 _DEVICE = re.compile(r"Place\((\w+:\d+)\)")
+# A slice of this array costs less than a new one.
+_MEMORY = np.frombuffer(ADDRESSES, dtype=np.uint8)
 
 
 def dtype_name(tensor: Any) -> str:
@@ -139,8 +141,8 @@ def host_bytes(
         elif not tensor.is_contiguous() or (any_device and device_of(tensor) is not None):
             found.append(None)
         else:
-            address = tensor.data_ptr() if stop > start else 0
-            found.append(np.ndarray(stop - start, np.uint8, memory_at(address + start, stop - start)))
+            address = tensor.data_ptr() - FIRST_ADDRESS if stop > start else 0
+            found.append(_MEMORY[address + start : address + stop])
     return found
 
 

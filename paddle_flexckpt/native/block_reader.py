@@ -26,7 +26,7 @@ from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.read_planner import ReadPlanner
 from paddle_flexckpt.native.replica_items import ReplicaChoice
 from paddle_flexckpt.native.row_files import DamagedCopy, RowFiles, Runs
-from paddle_flexckpt.native.stretches import Stretches, memory_at
+from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS, Stretches
 
 # Blocks kept that were read as a whole though only a part was needed; their memory is at most 16 MiB.
 KEPT_BLOCKS = 16
@@ -61,11 +61,15 @@ class Portions:
         self.parts, self.rows, self.quick, self.hashed = parts, rows, quick, hashed
         self.expected, self.edges, self.runs = expected, edges, runs
         self.count = len(edges) - 1
-        self._address, self._length = parts.address.tolist(), parts.length.tolist()
+        begin = parts.address - FIRST_ADDRESS
+        self._begin, self._end = begin.tolist(), (begin + parts.length).tolist()
 
     def buffers(self, first: int, last: int, address: int) -> list[memoryview]:
         """Return the memory of some stretches. Their addresses are relative to ``address``."""
-        return [memory_at(address + a, n) for a, n in zip(self._address[first:last], self._length[first:last])]
+        begin, end, memory = self._begin[first:last], self._end[first:last], ADDRESSES
+        if address:
+            return [memory[low + address : high + address] for low, high in zip(begin, end)]
+        return [memory[low:high] for low, high in zip(begin, end)]
 
 
 @dataclass

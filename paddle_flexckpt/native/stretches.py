@@ -20,6 +20,10 @@ import numpy as np
 from paddle_flexckpt.algebra import StridedCopy
 from paddle_flexckpt.algebra.columns import Columns
 
+# All of this process's memory as one buffer, a slice of which costs less than a new buffer. It begins after the page at
+# 0, for which numpy would make an array with memory of its own.
+FIRST_ADDRESS = 1 << 12
+ADDRESSES = memoryview((ctypes.c_uint8 * ((1 << 56) - FIRST_ADDRESS)).from_address(FIRST_ADDRESS)).cast("B")
 # The most runs of strided copies that are listed at once, which bounds the memory of the columns.
 RUNS_AT_ONCE = 1 << 16
 
@@ -137,23 +141,15 @@ class AlikeCopies:
         extents, dtype = self.copy.extents, self.dtype
         from_strides = [stride * dtype.itemsize for stride in self.copy.source_strides]
         to_strides = [stride * dtype.itemsize for stride in self.copy.target_strides]
-        low, high = (each * dtype.itemsize for each in reach(extents, self.copy.target_strides))
-        for origin, target in zip(begin.tolist(), self.address.tolist()):
+        for origin, target in zip(begin.tolist(), (self.address - FIRST_ADDRESS).tolist()):
             values = np.ndarray(extents, dtype, source, origin, from_strides)
-            memory = memory_at(target + low, high - low + dtype.itemsize)
-            np.ndarray(extents, dtype, memory, -low, to_strides)[...] = values
+            np.ndarray(extents, dtype, ADDRESSES, target, to_strides)[...] = values
 
     def storages(self) -> Iterator[tuple[np.ndarray, int]]:
         """Yield the memory of each copy as a flat array, and the place of the copy's first element in it."""
         low, high = reach(self.copy.extents, self.copy.target_strides)
-        size = high - low + 1
-        for begin in (self.address + low * self.dtype.itemsize).tolist():
-            yield np.ndarray(size, self.dtype, memory_at(begin, size * self.dtype.itemsize)), -low
-
-
-def memory_at(address: int, nbytes: int) -> memoryview:
-    """Return memory of this process as a buffer of bytes. The caller keeps it alive."""
-    return memoryview((ctypes.c_uint8 * nbytes).from_address(address)).cast("B")
+        for begin in (self.address + low * self.dtype.itemsize - FIRST_ADDRESS).tolist():
+            yield np.ndarray(high - low + 1, self.dtype, ADDRESSES, begin), -low
 
 
 def reach(extents: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:

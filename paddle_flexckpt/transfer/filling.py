@@ -14,7 +14,7 @@ import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, dtype_of
 from paddle_flexckpt.catalog.errors import OverflowingCastError
-from paddle_flexckpt.native.stretches import memory_at
+from paddle_flexckpt.native.stretches import ADDRESSES, FIRST_ADDRESS
 from paddle_flexckpt.transfer.copies import AnyStorage, DeviceStorage, copy_values
 from paddle_flexckpt.transfer.plan import FillPlan, Tile
 from paddle_flexckpt.transfer.targets import Memory, OpenTarget
@@ -111,8 +111,8 @@ class Filling:
                 self._compare[row] = self._empty(row, int(self._plan.size[row]))
             return self._compare[row]
         if self.addresses[row] >= 0:
-            size, dtype = int(self._plan.size[row]), dtype_of(self._plan.catalog.dtype_name(row)).numpy
-            return np.ndarray(size, dtype, memory_at(int(self.addresses[row]), size * dtype.itemsize))
+            begin, dtype = int(self.addresses[row]) - FIRST_ADDRESS, dtype_of(self._plan.catalog.dtype_name(row)).numpy
+            return np.ndarray(int(self._plan.size[row]), dtype, ADDRESSES, begin)
         if row not in self._open:
             # The plan writes every element, except those that statements keep.
             self._open[row] = self._memory.open(row, fresh=row not in self._plan.kept)
