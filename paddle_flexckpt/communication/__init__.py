@@ -1,1 +1,1 @@
-"""What carries tensor bytes and agreements between the ranks of a live job."""
+"""The channels by which the ranks of a live job exchange tensor bytes and agreements."""

@@ -25,8 +25,8 @@ from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.loading.live_model import LiveModel, ModelState, number_machines
 from paddle_flexckpt.loading.model_files import ModelFiles
 from paddle_flexckpt.loading.peers import ReshardOptions
-from paddle_flexckpt.media.backend import Location, exists, place_of
-from paddle_flexckpt.media.opening import open_destination, shown
+from paddle_flexckpt.media.backend import Location, exists
+from paddle_flexckpt.media.opening import open_destination, place_of, shown
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import PublishReport

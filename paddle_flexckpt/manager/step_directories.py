@@ -43,7 +43,7 @@ _TEMPORARY = re.compile(r"step_\d{8,}\.(?:html|report\.json)\.[0-9a-f]{32}\.tmp"
 
 @dataclass(frozen=True)
 class _CachedStep:
-    """What was read of a checkpoint, cached until its save token changes."""
+    """Facts read of a step's checkpoint, cached until its save token changes."""
 
     token: str  # of its save: each save of a step has another
     record: StepRecord | None  # None if no manager saved it, or it is damaged

@@ -401,19 +401,6 @@ def exists(backend: Backend) -> bool:
     return os.path.isdir(backend.path) if backend.has_path else bool(backend.names("any"))
 
 
-def place_of(backend: Backend) -> str:
-    """Return a text that is equal in two processes only if this is the same directory for both."""
-    if not backend.has_path:
-        return backend.path
-    # Distinguishes this host's view of its files from those of other hosts.
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            host = [file.read().strip(), os.stat("/proc/self/ns/mnt").st_ino, os.stat("/").st_ino]
-    except OSError:
-        host = [os.urandom(16).hex()]
-    return f"{host}:{os.path.realpath(backend.path)}"
-
-
 def inner(backend: Backend, name: str) -> Backend:
     """Return a directory right below one, which a checkpoint names.
 

@@ -356,7 +356,7 @@ class SpareMemory:
 
     @contextlib.contextmanager
     def use(self) -> Iterator[np.ndarray]:
-        """Keep a buffer for the time of a with statement: uint8, of any values."""
+        """Lend a buffer for the time of a with statement: uint8, of any values."""
         try:
             memory = self._spare.pop()
         except IndexError:  # testing first would not be safe: another thread may take the last one

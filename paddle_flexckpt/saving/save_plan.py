@@ -36,7 +36,7 @@ _HEAD = struct.Struct("<II")
 _ITEM = np.dtype([("row", "<u4"), ("order", "<i2"), ("start", "<i8"), ("stop", "<i8")])
 NO_ITEMS = Items(*np.zeros((3, 0), dtype=np.int64))
 _LINE = np.dtype([("row", "<u4"), ("start", "<i8"), ("stop", "<i8")])
-# What each rank reports of a save: five counts (SavePlan.counts), and the seconds of planning and of writing.
+# A rank's report of a save: five counts (SavePlan.counts), and the seconds of planning and of writing.
 _REPORT = np.dtype([("counts", "<i8", 5), ("seconds", "<f8", 2)])
 # The most host tensors whose memory is looked up in one call.
 _TENSORS_AT_ONCE = 1024

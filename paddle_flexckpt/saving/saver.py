@@ -23,8 +23,8 @@ from paddle_flexckpt.catalog.key_rows import KeyRows
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.communication.group_communicators import communicator_for, plans_of
 from paddle_flexckpt.foreign.paddle_files import open_to_save
-from paddle_flexckpt.media.backend import Location, place_of
-from paddle_flexckpt.media.opening import shown
+from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.media.opening import place_of, shown
 from paddle_flexckpt.memory.device_memory import devices_of, wait_for_devices
 from paddle_flexckpt.memory.replica_digests import DIGEST, Digests
 from paddle_flexckpt.memory.state import LocalState, open_state
