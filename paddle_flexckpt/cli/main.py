@@ -17,7 +17,7 @@ from paddle_flexckpt._version import __version__
 _COMMANDS = {
     "checkpoints": ("inspect", "show", "digest", "diff", "verify", "repair", "export"),
     "convert": ("convert",),
-    "overview": ("ls", "du"),
+    "overview": ("ls", "du", "clean"),
     "rehearse": ("rehearse", "map", "bench"),
     "aoa": ("explain", "expand", "invert", "rules"),
     "doctor": ("doctor", "patch"),

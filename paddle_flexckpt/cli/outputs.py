@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from paddle_flexckpt.native.directory import CheckpointInfo
+from paddle_flexckpt.native.unfinished import CleanedDirectory, UnfinishedSave
 from paddle_flexckpt.report import Report
 
 
@@ -149,10 +150,27 @@ class ListReport(Report):
     Attributes:
         root: The directory.
         checkpoints: The checkpoints, in the order of their steps.
+        unfinished: The saves that have begun and are not complete.
     """
 
     root: str
     checkpoints: list[ListedCheckpoint]
+    unfinished: list[UnfinishedSave]
+
+
+@dataclass(frozen=True)
+class CleanReport(Report):
+    """The unfinished saves below a directory, and what was removed.
+
+    Attributes:
+        root: The directory.
+        unfinished: The saves that had begun and were not complete.
+        cleaned: What was done in each of their directories; none without ``--remove``.
+    """
+
+    root: str
+    unfinished: list[UnfinishedSave]
+    cleaned: list[CleanedDirectory]
 
 
 @dataclass(frozen=True)

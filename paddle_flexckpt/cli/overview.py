@@ -1,4 +1,4 @@
-"""flexckpt ls and du: list checkpoints, and sum up their bytes.
+"""flexckpt ls, du and clean: list checkpoints, sum up their bytes, and remove what dead saves have left.
 
 Tested in tests/cli/test_overview.py.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import re
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,11 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.common import Outcome, add_checkpoint, table
 from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.foreign.paddle_files import open_to_save
+from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
+from paddle_flexckpt.native.unfinished import UnfinishedSave, clean_up, unfinished_in, walk
 from paddle_flexckpt.optimizer_states import MASTER, split_state
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.transfer.names import is_state
@@ -31,8 +35,9 @@ def add_command(commands: Any) -> None:
     listing = commands.add_parser(
         "ls",
         help="list the checkpoints of a directory: step, age, size, whether each is complete",
-        description="Lists the checkpoints in a directory and in those right below it. Their bytes are not read: "
-        "`flexckpt verify` does that. The exit status is 1 if one of them is not complete.",
+        description="Lists the checkpoints in a directory and in those up to two levels below it, and the saves that "
+        "have begun and are not complete. Bytes of tensors are not read: `flexckpt verify` does that. The exit status "
+        "is 1 if a checkpoint is not complete, or none is there.",
         epilog="example: flexckpt ls run",
     )
     listing.add_argument(
@@ -52,18 +57,29 @@ def add_command(commands: Any) -> None:
         help="the groups: parameters and each kind of state (default), layers, dtypes, or the ranks that saved",
     )
 
-    for parser, run in ((listing, _list), (usage, _usage)):
+    cleaning = commands.add_parser(
+        "clean",
+        help="list, or remove, what saves that died have left",
+        description="Lists the saves that have begun and are not complete, in a directory and up to two levels below "
+        "it. With --remove it removes the files of those that died. A running save holds a lock, and is left alone; so "
+        "are all checkpoints, and files of which no save is known.",
+        epilog="example: flexckpt clean run --remove",
+    )
+    cleaning.add_argument("root", metavar="ROOT", help="a directory or URL of checkpoints, as of ls")
+    cleaning.add_argument("--remove", action="store_true", help="remove the files of saves that died")
+
+    for parser, run in ((listing, _list), (usage, _usage), (cleaning, _clean)):
         parser.add_argument("--json", action="store_true", help="print all as JSON")
         parser.set_defaults(run=run)
 
 
 def _list(options: argparse.Namespace) -> Outcome:
-    """Return a line for each checkpoint; code 1 if one is not complete."""
-    found = list_checkpoints(options.root)
-    if not found:
-        raise ValidationError(
-            [f"there are no checkpoints in {open_backend(options.root).path} and right below. Remedy: correct the path"]
-        )
+    """Return a line for each checkpoint and each unfinished save; code 1 if a checkpoint is not complete."""
+    backend = open_backend(options.root)
+    found = _checkpoints(backend)
+    unfinished = [save for each in walk(backend) for save in unfinished_in(each)]
+    if not found and not unfinished:
+        raise ValidationError([f"there are no checkpoints in {backend.path} and below. Remedy: correct the path"])
     records = [_record(info) if info.complete else None for info in found]
     if options.json:
         from paddle_flexckpt.cli.outputs import ListedCheckpoint, ListReport
@@ -76,7 +92,7 @@ def _list(options: argparse.Namespace) -> Outcome:
             )
             for info, record in zip(found, records)
         ]
-        text = ListReport(open_backend(options.root).path, listed).to_json()
+        text = ListReport(backend.path, listed, unfinished).to_json()
     else:
         now = time.time()
         lines = [("step", "id", "age", "bytes", "ranks", "complete", "metrics", "path")]
@@ -94,8 +110,49 @@ def _list(options: argparse.Namespace) -> Outcome:
                     info.path + (f": {info.problem}" if info.problem else ""),
                 )
             )
-        text = "\n".join(table(lines, right=(0, 1, 2, 3, 4)))
-    return Outcome(text, int(not all(info.complete for info in found)))
+        shown = table(lines, right=(0, 1, 2, 3, 4)) if found else []
+        text = "\n".join([*shown, *map(_unfinished_line, unfinished), *_clean_hint(options.root, unfinished)])
+    return Outcome(text, int(not found or not all(info.complete for info in found)))
+
+
+def _checkpoints(backend: Backend) -> list[CheckpointInfo]:
+    """Return the checkpoints in a directory, right below it, and below those directories that have none."""
+    found = list_checkpoints(backend)
+    seen = {info.path for info in found}
+    children = [backend.child(name) for name in sorted(backend.names("directories"))]
+    return found + [info for each in children if each.path not in seen for info in list_checkpoints(each)]
+
+
+def _unfinished_line(save: UnfinishedSave) -> str:
+    state = "complete on this node, perhaps not on others" if save.prepared else "running, or it died"
+    count = "1 file" if len(save.files) == 1 else f"{len(save.files)} files"
+    return f"unfinished: {save.path}, id {save.unique_id}: {count}, {format_bytes(save.bytes)}; {state}"
+
+
+def _clean_hint(root: str, unfinished: Sequence[UnfinishedSave]) -> list[str]:
+    return [f"`flexckpt clean {root} --remove` removes what died"] if unfinished else []
+
+
+def _clean(options: argparse.Namespace) -> Outcome:
+    """Return a line for each unfinished save, or for each directory that was cleaned; code 1 if something stays."""
+    backend = open_backend(options.root)
+    directories = [(each, unfinished_in(each)) for each in walk(backend)]
+    unfinished = [save for _, saves in directories for save in saves]
+    cleaned = [clean_up(open_to_save(each)) for each, saves in directories if saves and options.remove]
+    if options.json:
+        from paddle_flexckpt.cli.outputs import CleanReport
+
+        return Outcome(
+            CleanReport(backend.path, unfinished, cleaned).to_json(), int(any(each.kept for each in cleaned))
+        )
+    if not unfinished:
+        return Outcome(f"there is no unfinished save in {backend.path} and below")
+    lines = [*map(_unfinished_line, unfinished)]
+    for each in cleaned:
+        lines.append(f"{each.path}: {len(each.removed)} files removed" + (f"; {each.kept}" if each.kept else ""))
+    if not options.remove:
+        lines += _clean_hint(options.root, unfinished)
+    return Outcome("\n".join(lines), int(any(each.kept for each in cleaned)))
 
 
 def _record(info: CheckpointInfo) -> StepRecord | None:

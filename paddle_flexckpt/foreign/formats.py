@@ -23,7 +23,7 @@ from paddle_flexckpt.media.file_names import path_of
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.save_names import MANIFEST, lost_ids, save_of
+from paddle_flexckpt.native.save_names import MANIFEST, lost_ids, marked_by, save_of
 
 TENSOR_FILE, INDEX_FILE = ".safetensors", ".safetensors.index.json"
 PARAMETERS_FILE, OPTIMIZER_FILE = ".pdparams", ".pdopt"
@@ -316,7 +316,8 @@ def _explain_missing(listing: Listing, ids: Sequence[int], unique_id: int | None
 def _explain_unfinished(listing: Listing, ids: Sequence[int], unique_id: int | None) -> str:
     """Return the text about a save without a manifest, if there is one of the id; or ""."""
     backend, path, complete = listing.backend, listing.backend.path, ids or "none"
-    begun = sorted({save.unique_id for save in map(save_of, listing.names) if save} - set(ids))
+    saves = {*map(save_of, listing.names), *map(marked_by, listing.names)}
+    begun = sorted({save.unique_id for save in saves if save} - set(ids))
     wanted = begun if unique_id is None else [unique_id] if unique_id in begun else []
     lost = [each for each in lost_ids(listing.names) if each in wanted]
     if lost:
@@ -329,7 +330,8 @@ def _explain_unfinished(listing: Listing, ids: Sequence[int], unique_id: int | N
     if wanted:
         return (
             f"{path} has an unfinished save (id {', '.join(map(str, wanted))}): its manifest is missing, so it was "
-            f"never committed; complete ids here: {complete}. Remedy: load another checkpoint"
+            f"never committed. It is running, or it died (`flexckpt clean {path}`); complete ids here: {complete}. "
+            "Remedy: load another checkpoint"
         )
     return ""
 

@@ -14,9 +14,11 @@ from importlib import metadata
 import numpy as np
 import pytest
 
+from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli import doctor, overview
 from paddle_flexckpt.cli import main as cli
 from paddle_flexckpt.cli.main import build_parser, main
+from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord
 from tests.patching.samples import install, write_patches
 from tests.remedies.following import advised
@@ -168,3 +170,63 @@ def test_ctrl_c_leaves_no_traceback(root, monkeypatch, capsys):
     monkeypatch.setattr(overview, "list_checkpoints", interrupted)
     assert main(["ls", str(root)]) == 130
     assert capsys.readouterr().err == "flexckpt ls: interrupted\n"
+
+
+def begun(path):
+    """A save that has begun and died."""
+    directory = open_to_save(path)
+    lock, _, names = directory.begin_save(None, 1)
+    (path / names.data_file(0)).write_bytes(bytes(5000))
+    lock.release()
+    return names
+
+
+def test_ls_shows_unfinished_saves_and_clean_removes_them(root, capsys):
+    inner = root / "checkpoint-20" / "flex_checkpoint"
+    names = begun(inner)
+    size = 5000 + os.path.getsize(inner / names.marker_file)
+    lines = printed(capsys, "ls", str(root))
+    assert len(lines) == 5
+    line = f"unfinished: {inner}, id 0: 2 files, {format_bytes(size)}; running, or it died"
+    assert lines[3:] == [line, f"`flexckpt clean {root} --remove` removes what died"]
+    (entry,) = json.loads("\n".join(printed(capsys, "ls", str(root), "--json")))["unfinished"]
+    assert (entry["bytes"], entry["files"]) == (size, [names.marker_file, names.data_file(0)])
+    before = sorted(os.listdir(inner))
+    assert printed(capsys, "clean", str(root)) == lines[3:]
+    assert sorted(os.listdir(inner)) == before
+    assert printed(capsys, "clean", str(root), "--remove") == [line, f"{inner}: 2 files removed"]
+    assert [name for name in os.listdir(inner) if name.endswith((".saving", ".safetensors"))] == []
+    assert printed(capsys, "clean", str(root)) == [f"there is no unfinished save in {root} and below"]
+    assert len(printed(capsys, "ls", str(root))) == 3
+
+
+def test_ls_shows_an_unfinished_save_where_there_is_nothing_else(tmp_path, capsys):
+    begun(tmp_path / "run")
+    lines = printed(capsys, "ls", str(tmp_path), code=1)
+    assert len(lines) == 2 and lines[0].startswith("unfinished: ")
+
+
+def test_ls_looks_two_levels_below(tmp_path, capsys):
+    save(tmp_path / "checkpoint-20" / "flex_checkpoint", VALUES, world=1, step=20)
+    (line,) = printed(capsys, "ls", str(tmp_path))[1:]
+    assert line.endswith("checkpoint-20/flex_checkpoint")
+
+
+def test_clean_leaves_a_running_save_alone(tmp_path, capsys):
+    directory = open_to_save(tmp_path)
+    lock, _, names = directory.begin_save(None, 1)
+    lines = printed(capsys, "clean", str(tmp_path), "--remove", code=1)
+    assert "0 files removed; a save is running: " in lines[1]
+    assert names.marker_file in os.listdir(tmp_path)
+    lock.release()
+
+
+def test_inspect_explains_a_save_that_has_only_begun(tmp_path, capsys):
+    directory = open_to_save(tmp_path)
+    lock, _, _ = directory.begin_save(None, 1)
+    lock.release()
+    assert main(["inspect", str(tmp_path)]) == 1
+    text = capsys.readouterr().err
+    assert (
+        "has an unfinished save (id 0)" in text and f"It is running, or it died (`flexckpt clean {tmp_path}`)" in text
+    )

@@ -1,0 +1,118 @@
+"""Saves that have begun and have no manifest: they are running, or they died.
+
+Tested in tests/native/test_unfinished.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.media.backend import Backend, map_files, reading
+from paddle_flexckpt.native.cleaner import find_begun
+from paddle_flexckpt.native.directory import CheckpointDirectory
+from paddle_flexckpt.native.save_directory import SaveDirectory
+from paddle_flexckpt.native.save_names import marked_by, save_of
+
+
+@dataclass(frozen=True)
+class UnfinishedSave:
+    """A save that has begun and has no manifest.
+
+    Attributes:
+        path: Its directory.
+        unique_id: The id that its checkpoint would have.
+        files: The names of its files, the marker first.
+        bytes: Bytes of these files.
+        prepared: Whether its node has all of it: on another node it may be complete.
+    """
+
+    path: str
+    unique_id: int
+    files: list[str]
+    bytes: int
+    prepared: bool
+
+
+@dataclass(frozen=True)
+class CleanedDirectory:
+    """What a clean-up did in one directory.
+
+    Attributes:
+        path: The directory.
+        removed: The names of the files that were removed.
+        kept: Why the files of unfinished saves stay; "" if they do not.
+    """
+
+    path: str
+    removed: list[str]
+    kept: str = ""
+
+
+def walk(backend: Backend, depth: int = 2) -> Iterator[Backend]:
+    """Yield a directory, and those so many levels below it; UnreadableCheckpointError if one cannot be read."""
+    yield backend
+    if depth:
+        with reading(backend.path):
+            below = backend.names("directories")
+        for name in sorted(below):
+            yield from walk(backend.child(name), depth - 1)
+
+
+def unfinished_in(backend: Backend) -> list[UnfinishedSave]:
+    """Return the unfinished saves in a directory; UnreadableCheckpointError if it cannot be read."""
+    with reading(backend.path):
+        return list(_unfinished_in(backend))
+
+
+def _unfinished_in(backend: Backend) -> Iterator[UnfinishedSave]:
+    names = backend.names()
+    if not any(map(marked_by, names)):
+        return
+    directory = CheckpointDirectory(backend)
+    for begun in find_begun(directory, names):
+        if directory.save_token(begun.save.unique_id) == begun.token:
+            continue  # it has been committed since, or died before it had removed its marker
+        files = [begun.marker, *sorted(name for name in names if save_of(name) == begun.save)]
+        sizes = map_files(backend, lambda name: _size(backend, name), files)
+        yield UnfinishedSave(backend.path, begun.save.unique_id, files, sum(sizes), bool(begun.prepared))
+
+
+def _size(backend: Backend, name: str) -> int:
+    """Return a file's size; 0 if it has just been removed."""
+    with contextlib.suppress(FileNotFoundError), backend.open(name) as file:
+        return int(file.size)
+    return 0
+
+
+def clean_up(directory: SaveDirectory) -> CleanedDirectory:
+    """Remove the files of saves that died in a directory. Running saves, and checkpoints, are left alone.
+
+    Nothing is removed where it cannot be known that a save has died.
+    """
+    backend = directory.backend
+    if backend.locks.can_run_out:
+        return CleanedDirectory(
+            directory.path,
+            [],
+            "this storage has no locks, so a save that seems dead may be suspended right before its commit; the next "
+            "save of the same id removes them, once it is complete",
+        )
+    try:
+        lock = backend.locks.take()
+    except FileNotFoundError:
+        return CleanedDirectory(directory.path, [])
+    except CheckpointError as error:
+        return CleanedDirectory(directory.path, [], f"a save is running: {error}")
+    try:
+        if lock.handover()[0]["kind"] == "none":
+            return CleanedDirectory(directory.path, [], "nothing here tells a running save from one that died")
+        removed = directory.cleaner.remove_dead_saves()
+        directory.companion.remove_refusal()
+        prepared = [each.unique_id for each in _unfinished_in(backend)]
+    finally:
+        lock.release()
+    kept = f"another node may have published id {prepared[0]}: its next save decides" if prepared else ""
+    return CleanedDirectory(directory.path, removed, kept)

@@ -1,0 +1,82 @@
+"""Saves without a manifest are listed; those that died are removed, and nothing else is."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.foreign.paddle_files import open_to_save
+from paddle_flexckpt.media.opening import open_backend, open_storage
+from paddle_flexckpt.native.unfinished import clean_up, unfinished_in, walk
+from tests.transfer.samples import save
+
+
+def begin(path, unique_id=None):
+    """Begin a save, write some bytes of it, and return its lock, names and directory."""
+    directory = open_to_save(path)
+    lock, _, names = directory.begin_save(unique_id, 1)
+    with open(os.path.join(path, names.data_file(0)), "wb") as file:
+        file.write(bytes(1000))
+    return lock, names, directory
+
+
+def listing(path):
+    return sorted(os.listdir(path))
+
+
+def test_a_running_save_is_listed_and_left_alone(tmp_path):
+    lock, names, _ = begin(tmp_path)
+    (found,) = unfinished_in(open_backend(tmp_path))
+    assert (found.unique_id, found.files, found.prepared) == (0, [names.marker_file, names.data_file(0)], False)
+    assert found.bytes == 1000 + os.path.getsize(tmp_path / names.marker_file)
+    before = listing(tmp_path)
+    cleaned = clean_up(open_to_save(tmp_path))
+    assert cleaned.removed == []
+    assert cleaned.kept.startswith("a save is running: ")
+    assert listing(tmp_path) == before
+    lock.release()
+
+
+def test_a_dead_save_is_removed_and_checkpoints_stay(tmp_path):
+    save(tmp_path, {"w": np.ones(3, np.float32)}, world=1)
+    before = listing(tmp_path)
+    lock, names, _ = begin(tmp_path)
+    lock.release()  # as a process that dies
+    assert [each.unique_id for each in unfinished_in(open_backend(tmp_path))] == [1]
+    cleaned = clean_up(open_to_save(tmp_path))
+    assert sorted(cleaned.removed) == sorted([names.marker_file, names.data_file(0)])
+    assert cleaned.kept == ""
+    assert listing(tmp_path) == before
+    assert unfinished_in(open_backend(tmp_path)) == []
+
+
+def test_two_levels_below(tmp_path):
+    path = tmp_path / "checkpoint-20" / "flex_checkpoint"
+    begin(path)[0].release()
+    found = [save.path for each in walk(open_backend(tmp_path)) for save in unfinished_in(each)]
+    assert found == [str(path)]
+
+
+def test_without_a_lock_nothing_is_removed(tmp_path):
+    """A running save could not be told from a dead one."""
+    begin(tmp_path)[0].release()
+    before = listing(tmp_path)
+    cleaned = clean_up(open_to_save(open_storage(tmp_path, lock=False)))
+    assert (cleaned.removed, cleaned.kept) == ([], "nothing here tells a running save from one that died")
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize("lease", [True])
+def test_where_the_lock_is_a_lease_nothing_is_removed(lease):
+    pytest.importorskip("fsspec")
+    directory = open_to_save("memory://test_unfinished_lease")
+    lock, _, names = directory.begin_save(None, 1)
+    lock.release()
+    (found,) = unfinished_in(directory.backend)
+    assert found.files == [names.marker_file]
+    cleaned = clean_up(directory)
+    assert cleaned.removed == []
+    assert "the next save of the same id removes them" in cleaned.kept
+    assert names.marker_file in directory.backend.names()
