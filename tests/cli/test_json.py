@@ -38,6 +38,7 @@ LINES = {
     "diff": (["ONE", "ONE"], ["ONE", "TWO"]),
     "verify": (["ONE"], ["BAD"]),
     "ls": (["ROOT"],),
+    "clean": (["ROOT"], ["ROOT", "--remove"]),
     "du": (["ONE"], ["ONE", "--by", "rank"]),
     "doctor": ([],),
     "rehearse": (["ONE", "--to", "tp=1", "--weights"], ["ONE", "--to", "dp=2", "--save"]),
