@@ -172,13 +172,16 @@ def run_world(size: int, address: Sequence[Any], key: str) -> None:
 
 
 def earlier_ranks(checkout: Path, size: int) -> Ranks:
-    """Start ranks as :func:`paddle_ranks` does, with the package of another checkout of this library."""
+    """Start ranks as :func:`paddle_ranks` does, with the package and the benchmarks of another checkout.
+
+    The benchmarks of the checkout come along, because they import modules of the package by their names of that time.
+    """
 
     def start(address: tuple[str, int], key: bytes, ends: contextlib.ExitStack) -> None:
         # A worker imports from the folder that its package lies in: so the package lies beside these benchmarks.
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="bench-earlier-")))
-        for source in (checkout / "paddle_flexckpt", ROOT / "benchmarks"):
-            shutil.copytree(source, folder / source.name)
+        for name in ("paddle_flexckpt", "benchmarks"):
+            shutil.copytree(checkout / name, folder / name)
         words = json.dumps([size, address, key.hex()])
         code = f"import json; from benchmarks.ranks import run_world; run_world(*json.loads({words!r}))"
         ends.callback(_end, subprocess.Popen([sys.executable, "-c", code], cwd=folder))
