@@ -1,7 +1,9 @@
 """Make the documentation's pages into a site: ``make docs`` calls this, and then mkdocs.
 
 The repository's documents are copied as they lie, so their links hold in the site, on a code host and in an editor.
-Added are pages that follow from the code: the reference of the Python names and that of the commands.
+PLACES has those that lie elsewhere in the site. Drawings of docs/images become part of their pages, so that they
+have the colours of the page. Added are pages that follow from the code: the reference of the Python names and that
+of the commands.
 
     python docs/site.py build/site-source
 """
@@ -9,6 +11,9 @@ Added are pages that follow from the code: the reference of the Python names and
 from __future__ import annotations
 
 import argparse
+import html
+import os.path
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -20,6 +25,13 @@ ROOT = Path(__file__).resolve().parents[1]
 #: What documents link to, besides each other.
 COPIED = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "docs", "patches", "examples")
 LINKED = ("benchmarks/results/table.md", "paddle_flexckpt/testing/cpu_world/__init__.py")
+#: Documents that have another place in the site.
+PLACES = {"docs/index.md": "index.md", "README.md": "overview.md"}
+#: By document of the site, what mkdocs and its theme are told of it.
+META = {"index.md": "hide: [navigation, toc]"}
+_LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
+_PICTURE = re.compile(r"^!\[([^\]]*)\]\((\S*images/[^)\s]+\.svg)\)$", re.M)
+_STYLE = re.compile(r"<style>.*?</style>\n?", re.S)
 #: Names that are public in a module of their own: what functions of the package take and return.
 MORE = {
     "Options": [
@@ -72,6 +84,31 @@ def main(argv: list[str] | None = None) -> None:
             shutil.copyfile(source, target)
     (output / "docs" / "api.md").write_text(reference(), encoding="utf-8")
     (output / "docs" / "commands.md").write_text(commands(), encoding="utf-8")
+    for path in output.rglob("*.md"):
+        name = path.relative_to(output).as_posix()
+        text = page(path.read_text(encoding="utf-8"), name, output)
+        path.unlink()
+        (output / PLACES.get(name, name)).write_text(text, encoding="utf-8")
+
+
+def page(text: str, name: str, root: Path) -> str:
+    """Return a document as the site has it: its links, its drawings, and what is said of it."""
+    place = PLACES.get(name, name)
+
+    def link(found: re.Match[str]) -> str:
+        target = os.path.normpath(os.path.join(os.path.dirname(name), found[2]))
+        if place == name and target not in PLACES:
+            return found[0]
+        target = os.path.relpath(PLACES.get(target, target), os.path.dirname(place) or ".")
+        return f"{found[1]}{target}{found[3]}"
+
+    def picture(found: re.Match[str]) -> str:
+        drawn = _STYLE.sub("", (root / os.path.dirname(name) / found[2]).read_text(encoding="utf-8"))
+        drawn = drawn.replace("<svg ", f'<svg role="img" aria-label="{html.escape(found[1])}" ', 1)
+        return f'<figure class="drawing">\n{drawn}</figure>'
+
+    text = _LINK.sub(link, _PICTURE.sub(picture, text))
+    return f"---\n{META[place]}\n---\n\n{text}" if place in META else text
 
 
 def reference() -> str:

@@ -37,6 +37,7 @@ NOT_RUN = {
     ("README.md", "pip install . "): "needs a package index; `make dist` installs so",
     ("README.md", "--save_checkpoint_format"): _TRAINER,
     ("docs/devices.md", "--devices 2"): "needs devices; tests/device/test_device_check.py simulates them",
+    ("docs/index.md", "pip install "): "needs a package index; `make dist` installs so",
     ("docs/manager.md", "step_00000050.removing"): "a listing; tests/manager/test_step_directories.py has these names",
     ("docs/migration.md", "convert SRC DST"): "a pattern; tests/cli/test_migration.py looks its options up",
     ("docs/model_rules.md", "hf_rules(type(model)"): "needs PaddleNLP; tests/trainer/test_model_rules.py calls it",

@@ -1,0 +1,66 @@
+"""docs/site.py and docs/pictures.py: documents find each other in the site, and drawings are those of their command."""
+
+from __future__ import annotations
+
+import json
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.docs.scripts import script
+from tests.documents import ROOT
+
+IMAGES = ROOT / "docs" / "images"
+
+
+def test_links_hold_where_a_document_moves(tmp_path):
+    page = script("site").page
+    assert page("[a](guide.md#x) ![b](images/b.png) [c](https://d/e.md)", "docs/index.md", tmp_path).endswith(
+        "[a](docs/guide.md#x) ![b](docs/images/b.png) [c](https://d/e.md)"
+    )
+    assert page("[a](../README.md#x) [b](b.md)", "docs/guide.md", tmp_path) == "[a](../overview.md#x) [b](b.md)"
+    assert page("[a](../README.md)", "docs/sub/a.md", tmp_path) == "[a](../README.md)"
+    assert page("[a](docs/guide.md)", "README.md", tmp_path) == "[a](docs/guide.md)"
+
+
+def test_drawings_become_part_of_their_page(tmp_path):
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.svg").write_text(script("pictures").svg(10, 10, "<g/>"))
+    made = script("site").page('before\n\n![One & "two"](images/a.svg)\n\nafter', "a.md", tmp_path)
+    figure = re.search(r"<figure.*</figure>", made, re.S)[0]
+    (drawn,) = ElementTree.fromstring(figure)
+    assert drawn.get("aria-label") == 'One & "two"' and drawn.get("role") == "img"
+    # A blank line would end the block, and a colour of its own would hide it on the other ground.
+    assert "\n\n" not in figure and "<style>" not in figure and 'fill="currentColor"' in figure
+
+
+@pytest.mark.parametrize("name", ["key", "shard", "layout", "manifest"])
+def test_drawings_are_those_of_their_command(name):
+    """Remedy: python docs/pictures.py."""
+    assert (IMAGES / f"{name}.svg").read_text(encoding="utf-8") == getattr(script("pictures"), name)()
+
+
+def test_the_demo_is_drawn_from_its_results(tmp_path):
+    pictures = script("pictures")
+    whole = {str(step): 5.0 - step / 10 for step in range(20)}
+    for name in ("tp2", "tp2_resumed", "tp4_resumed", "tp1_resumed"):
+        found = whole if name == "tp2" else {step: loss for step, loss in whole.items() if int(step) >= 10}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"losses": found}))
+    for layout in pictures.LAYOUTS:
+        for rank in (0, 2):
+            half = {"global_shape": [4, 8], "local_shape": [4, 4], "global_offset": [0, 4]}
+            shards = dict.fromkeys(pictures.MAPPED, half)
+            (tmp_path / f"{layout}.layout.rank{rank}.json").write_text(json.dumps(shards))
+    space = "{http://www.w3.org/2000/svg}"
+    losses = ElementTree.fromstring(pictures.losses(tmp_path))
+    assert [len(line.get("points").split()) for line in losses.iter(f"{space}polyline")] == [20, 10, 10, 10]
+    drawn = pictures.layouts(tmp_path)
+    parts = [each for each in ElementTree.fromstring(drawn).iter(f"{space}rect") if each.get("fill") == "url(#r02)"]
+    assert len(parts) == 2 * len(pictures.LAYOUTS)
+    assert {(part.get("width"), part.get("height")) for part in parts} == {("41", "98")}
+
+
+def test_each_picture_is_small():
+    sizes = {path.name: path.stat().st_size for path in IMAGES.iterdir()}
+    assert len(sizes) >= 6 and max(sizes.values()) < 20_000, sizes
