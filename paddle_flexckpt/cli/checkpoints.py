@@ -102,8 +102,9 @@ def _add_diff(commands: Any) -> None:
         "diff",
         help="list what differs between two checkpoints of any format and layout",
         description="Lists what differs between two checkpoints of any format and layout: keys, shapes, dtypes and "
-        "values. The exit status is 0 where nothing differs, and 1 otherwise.",
-        epilog="example: flexckpt diff run/step_100 run/step_200",
+        "values, the largest relative difference first. The exit status is 0 where nothing differs, or nothing beyond "
+        "--rtol and --atol, and 1 otherwise.",
+        epilog="example: flexckpt diff run/step_100 run/step_200 --rtol 1e-5",
     )
     parser.add_argument("first", metavar="FIRST", help="directory or URL of a checkpoint, or a safetensors file")
     parser.add_argument("second", metavar="SECOND", help="of another")
@@ -111,6 +112,9 @@ def _add_diff(commands: Any) -> None:
     parser.add_argument("--second-id", type=int, metavar="ID", help="id of the second; by default the highest")
     add_aoa(parser, required=False)
     parser.add_argument("--extra-state", action="store_true", help="compare a run's extra state too")
+    allowed = "allow differences of values up to A + R * |value of SECOND|; by default bits are compared"
+    parser.add_argument("--rtol", type=float, default=0.0, metavar="R", help=allowed)
+    parser.add_argument("--atol", type=float, default=0.0, metavar="A", help="the same")
     add_json(parser)
     add_html(parser)
     parser.set_defaults(run=_diff)
@@ -248,11 +252,11 @@ def _digest(options: argparse.Namespace) -> str:
 
 
 def _diff(options: argparse.Namespace) -> Outcome:
-    """Return one line for each difference and a summary; code 1 if there is a difference."""
+    """Return one line for each difference and a summary; code 1 if there is one that is not allowed."""
     from paddle_flexckpt.tools.comparison import diff
 
     config = aoa_config(options.aoa)
-    chosen = {name: getattr(options, name) for name in ("first_id", "second_id", "extra_state")}
+    chosen = {name: getattr(options, name) for name in ("first_id", "second_id", "extra_state", "rtol", "atol")}
     with progress_bar(options.json) as progress:
         report = diff(options.first, options.second, config, progress=progress, **chosen)
     lines = [*report.lines(), report.summary()]
@@ -261,7 +265,7 @@ def _diff(options: argparse.Namespace) -> Outcome:
 
         lines.append(write_page(options.html, diff_page(report)))
     lines = [report.to_json()] if options.json else lines
-    return Outcome("\n".join(lines), int(not report.equal))
+    return Outcome("\n".join(lines), int(not report.within_tolerance))
 
 
 def _verify(options: argparse.Namespace) -> Outcome:

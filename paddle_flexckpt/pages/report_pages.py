@@ -27,6 +27,7 @@ def diff_page(report: DiffReport) -> str:
         [
             ("in both", report.keys),
             ("values differ", len(report.differing)),
+            *_within(report),
             ("shape or dtype differs", len(report.unlike)),
             ("only in the first", len(report.only_in_first)),
             ("only in the second", len(report.only_in_second)),
@@ -49,13 +50,26 @@ def diff_page(report: DiffReport) -> str:
     return page("What differs between two checkpoints", report.summary(), found)
 
 
+def _within(report: DiffReport) -> list[tuple[str, str]]:
+    """Return the facts about tolerances, if there are any."""
+    if not (report.rtol or report.atol):
+        return []
+    count = sum(each.within_tolerance for each in report.differing.values())
+    return [(f"of these within rtol {report.rtol:g}, atol {report.atol:g}", str(count))]
+
+
 def _values(report: DiffReport) -> Markup:
-    """Return a table of the tensors whose values differ, the largest share first."""
-    order = sorted(report.differing.items(), key=lambda pair: (-pair[1].share, pair[0]))[:MOST_ROWS]
+    """Return a table of the tensors whose values differ, the largest relative difference first."""
+    has_tolerances = bool(report.rtol or report.atol)
+    shown = list(report.differing.items())[:MOST_ROWS]
     rows = [
         (
             key,
             f"{each.dtype} {each.shape}",
+            f"{each.max_relative:.3g}",
+            f"{each.max_difference:.3g}",
+            f"{each.mean_difference:.3g}",
+            each.ulps or "-",
             str(each.changed),
             join(
                 [
@@ -63,17 +77,17 @@ def _values(report: DiffReport) -> Markup:
                     f" {each.share:.2%}",
                 ]
             ),
-            f"{each.max_difference:.3g}",
-            f"{each.mean_difference:.3g}",
-            "-" if each.max_ulps is None else str(each.max_ulps),
             str(each.not_finite),
+            *([str(each.beyond)] if has_tolerances else []),
             str(each.first_index),
         )
-        for key, each in order
+        for key, each in shown
     ]
-    head = ("Key", "Tensor", "Elements", "Share", "Largest", "Mean", "ULPs", "Not finite", "First at")
-    caption = _caption("Tensors whose values differ, the largest share first", len(rows), len(report.differing))
-    return table(caption, head, rows, numbers=(2, 3, 4, 5, 6, 7))
+    head = ["Key", "Tensor", "Relative", "Largest", "Mean", "ULPs", "Elements", "Share", "Not finite"]
+    head += [*(["Not allowed"] if has_tolerances else []), "First at"]
+    caption = "Tensors whose values differ, the largest relative difference first"
+    caption = _caption(caption, len(rows), len(report.differing))
+    return table(caption, head, rows, numbers=range(2, len(head) - 1))
 
 
 def _caption(text: str, shown: int, count: int) -> str:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
-from paddle_flexckpt.catalog import dtype_of, group_replicas
+from paddle_flexckpt.aoa import AoaConfig, TensorMapping
+from paddle_flexckpt.catalog import group_replicas
 from paddle_flexckpt.catalog.texts import format_bytes, printable
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
@@ -20,52 +19,9 @@ from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.reader import FileReader
 from paddle_flexckpt.progress import Meter, ProgressCallback
 from paddle_flexckpt.report import Report
+from paddle_flexckpt.tools.differences import DifferenceSums, Position, TensorDifference, Tolerances
 from paddle_flexckpt.tools.whole_tensors import iterate_bands
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
-
-# Elements to compare at once: bounds the memory of intermediate results.
-COMPARED_AT_ONCE = 1 << 20
-# From the number of an element in the compared arrays to its position in the whole tensor.
-_Position = Callable[[int], int]
-
-
-@dataclass(frozen=True)
-class TensorDifference:
-    """The difference of one tensor between two checkpoints.
-
-    Attributes:
-        dtype: Name of its element type.
-        shape: Its global shape.
-        changed: Elements whose bits differ.
-        share: Their share of all elements, from 0 to 1.
-        max_difference: The largest difference of two finite values.
-        mean_difference: The mean of these over all elements.
-        max_ulps: The largest distance of two finite values in units in the last place; None if they are not floats.
-        not_finite: Changed elements of which one value, or both, is not finite.
-        first_index: The first element that differs, an index for each axis.
-    """
-
-    dtype: str
-    shape: list[int]
-    changed: int
-    share: float
-    max_difference: float
-    mean_difference: float
-    max_ulps: int | None
-    not_finite: int
-    first_index: list[int]
-
-    def __str__(self) -> str:
-        """Return one line for people."""
-        text = (
-            f"{self.dtype} {self.shape}: {self.changed} elements differ ({self.share:.2%}), by "
-            f"{self.max_difference:.3g} at most and {self.mean_difference:.3g} on average"
-        )
-        if self.max_ulps is not None:
-            text += f", {self.max_ulps} ULPs"
-        if self.not_finite:
-            text += f", {self.not_finite} not finite"
-        return f"{text}; first at {self.first_index}"
 
 
 @dataclass(frozen=True)
@@ -79,9 +35,12 @@ class DiffReport(Report):
         only_in_first: Keys that only the first has.
         only_in_second: Keys that only the second has.
         unlike: Shape and dtype in the first and in the second, by key, of tensors that differ in these.
-        differing: The differences of tensors of the same shape and dtype, by key.
+        differing: The differences of tensors of the same shape and dtype, by key: those that the tolerances do not
+            allow first, of these those with values that are not finite, then the largest ``max_relative``.
         bytes_by_checksum: Bytes of tensors that were compared by their checksums alone.
         bytes_read: Bytes of tensors that were read, from both.
+        rtol: The relative tolerance.
+        atol: The absolute tolerance.
         seconds: Wall time; ``total`` is all of it.
     """
 
@@ -94,14 +53,22 @@ class DiffReport(Report):
     differing: dict[str, TensorDifference]
     bytes_by_checksum: int
     bytes_read: int
+    rtol: float = 0.0
+    atol: float = 0.0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    derived = ("equal",)
+    derived = ("equal", "within_tolerance")
 
     @property
     def equal(self) -> bool:
         """Return whether nothing differs."""
-        return not (self.only_in_first or self.only_in_second or self.unlike or self.differing)
+        return self.within_tolerance and not self.differing
+
+    @property
+    def within_tolerance(self) -> bool:
+        """Return whether keys, shapes and dtypes are equal, and the tolerances allow all differences of values."""
+        unlike = self.only_in_first or self.only_in_second or self.unlike
+        return not unlike and all(each.within_tolerance for each in self.differing.values())
 
     def lines(self) -> list[str]:
         """Return a line for each difference, for people."""
@@ -109,7 +76,7 @@ class DiffReport(Report):
             *(f"- {key}: only in the first" for key in self.only_in_first),
             *(f"+ {key}: only in the second" for key in self.only_in_second),
             *(f"! {key}: {one} in the first, {two} in the second" for key, (one, two) in self.unlike.items()),
-            *(f"~ {key}: {difference}" for key, difference in self.differing.items()),
+            *(f"{'=' if each.within_tolerance else '~'} {key}: {each}" for key, each in self.differing.items()),
         ]
         return list(map(printable, lines))
 
@@ -119,9 +86,17 @@ class DiffReport(Report):
         read = f"{format_bytes(self.bytes_read)} read, {by_checksum} compared by checksums alone"
         if self.equal:
             return f"{self.first} and {self.second} are equal: {both}; {read}"
+        within = sum(each.within_tolerance for each in self.differing.values())
+        tolerances = f"within the tolerances (rtol {self.rtol:g}, atol {self.atol:g})"
+        if self.within_tolerance:
+            return (
+                f"{self.first} and {self.second} are equal {tolerances}: {both}, of which {within} differ in values; "
+                f"{read}"
+            )
+        allowed = f", {within} of these {tolerances}," if self.rtol or self.atol else ""
         return (
-            f"{self.first} and {self.second} differ: of {both} in both, {len(self.differing)} differ in "
-            f"values and {len(self.unlike)} in shape or dtype; {len(self.only_in_first)} are only in the first, "
+            f"{self.first} and {self.second} differ: of {both} in both, {len(self.differing)} differ in values"
+            f"{allowed} and {len(self.unlike)} in shape or dtype; {len(self.only_in_first)} are only in the first, "
             f"{len(self.only_in_second)} only in the second; {read}"
         )
 
@@ -134,12 +109,15 @@ def diff(
     first_id: int | None = None,
     second_id: int | None = None,
     extra_state: bool = False,
+    rtol: float = 0.0,
+    atol: float = 0.0,
     progress: ProgressCallback | None = None,
 ) -> DiffReport:
     """Compare two checkpoints of any format and layout.
 
     Tensors with the same shards in both are compared by the checksums of their blocks, and only blocks that differ are
-    read. Others are read, at most 64 MiB of each side at a time. Values are compared by their bits.
+    read. Others are read, at most 64 MiB of each side at a time. Values are compared by their bits;
+    the report also says which differences the tolerances allow.
 
     Args:
         first: A checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
@@ -148,17 +126,22 @@ def diff(
         first_id: Which checkpoint of the first directory; None takes the highest id.
         second_id: Likewise of the second.
         extra_state: Whether a run's extra state is compared too.
+        rtol: Relative tolerance: ``|first - second| <= atol + rtol * |second|`` is allowed, as in numpy. NaN is allowed
+            against NaN, and an infinity against the same one alone.
+        atol: Absolute tolerance.
         progress: Called with a :class:`~paddle_flexckpt.progress.Progress` as tensors of the first are compared.
 
     Returns:
         The differences.
 
     Raises:
-        ValidationError: There is no such checkpoint, or the statements do not fit.
+        ValidationError: There is no such checkpoint, the statements do not fit, or a tolerance is negative or not
+            finite.
         CorruptCheckpointError: A checkpoint is damaged.
         OSError: The file system refused.
     """
-    begin = time.perf_counter()
+    begin, tolerances = time.perf_counter(), Tolerances(rtol, atol)
+    tolerances.check()
     with contextlib.ExitStack() as stack:
         one = _Side(stack, first, first_id, aoa_config, extra_state)
         two = _Side(stack, second, second_id, None, extra_state)
@@ -169,7 +152,7 @@ def diff(
             if one.infos[key] != two.infos[key]
         }
         keys = [key for key in both if key not in unlike]
-        differing, counts = _differences(one, two, keys, progress)
+        differing, counts = _differences(one, two, keys, tolerances, progress)
         return DiffReport(
             first=one.directory.path,
             second=two.directory.path,
@@ -178,18 +161,20 @@ def diff(
             only_in_second=sorted(two.infos.keys() - one.infos.keys()),
             unlike=unlike,
             differing=differing,
+            rtol=rtol,
+            atol=atol,
             seconds={"total": time.perf_counter() - begin},
             **counts,
         )
 
 
 def _differences(
-    one: _Side, two: _Side, keys: list[str], progress: ProgressCallback | None
+    one: _Side, two: _Side, keys: list[str], tolerances: Tolerances, progress: ProgressCallback | None
 ) -> tuple[dict[str, TensorDifference], dict[str, int]]:
     """Return the tensors that differ, of these keys, and the bytes compared by checksums and read."""
     meter = Meter(progress, "compare", sum(one.infos[key].nbytes for key in keys), len(keys))
     counts = {"bytes_by_checksum": 0, "bytes_read": 0}
-    found = {key: _Difference(one.infos[key]) for key in keys}
+    found = {key: DifferenceSums(one.infos[key], tolerances) for key in keys}
     cut_differently = []
     for key in keys:
         pairs = _pairs(one, two, key)
@@ -205,7 +190,17 @@ def _differences(
         meter.add(former.nbytes, items=not start)
         del former, latter  # gone before the next ones are read
     meter.finish()
-    return {key: found[key].result() for key in keys if found[key].changed}, counts
+    return _by_weight({key: found[key].result() for key in keys if found[key].changed}), counts
+
+
+def _by_weight(differing: dict[str, TensorDifference]) -> dict[str, TensorDifference]:
+    """Return differences that the tolerances do not allow first, then those not finite, then the largest."""
+
+    def weight(pair: tuple[str, TensorDifference]) -> tuple[bool, bool, float, str]:
+        key, each = pair
+        return each.within_tolerance, not each.not_finite, -each.max_relative, key
+
+    return dict(sorted(differing.items(), key=weight))
 
 
 class _Side:
@@ -260,7 +255,9 @@ def _pairs(one: _Side, two: _Side, key: str) -> list[tuple[int, int]] | None:
     return [(row, others[place]) for place, row in mine.items()]
 
 
-def _compare_items(one: _Side, two: _Side, rows: tuple[int, int], found: _Difference, counts: dict[str, int]) -> None:
+def _compare_items(
+    one: _Side, two: _Side, rows: tuple[int, int], found: DifferenceSums, counts: dict[str, int]
+) -> None:
     """Compare two items in the same place: by checksums, and by values where these differ."""
     sums = [side.manifest.checksums.of_item(row) for side, row in zip((one, two), rows)]
     length = int(one.catalog.byte_length[rows[0]])
@@ -280,7 +277,7 @@ def _compare_items(one: _Side, two: _Side, rows: tuple[int, int], found: _Differ
     counts["bytes_by_checksum"] += length - read
 
 
-def _position_in(side: _Side, row: int) -> _Position:
+def _position_in(side: _Side, row: int) -> Position:
     """Return the function from the number of an element of an item to its position in the whole tensor."""
     catalog = side.catalog
     start = int(catalog.flat_start[row]) if catalog.is_flattened[row] else 0
@@ -309,78 +306,3 @@ def _both_in_bands(one: _Side, two: _Side, keys: list[str]) -> Iterator[tuple[st
         start += array.size
         del array  # gone before the next one is read
     next(others, None)
-
-
-class _Difference:
-    """The sums over one tensor's differences."""
-
-    def __init__(self, info: TensorInfo) -> None:
-        self.info = info
-        self.dtype = dtype_of(info.dtype).numpy
-        self.changed = 0
-        self._sum = self._largest = 0.0
-        self._ulps: int | None = None
-        self._not_finite = 0
-        self._first = -1
-
-    def add(self, first: np.ndarray, second: np.ndarray, position: _Position, base: int = 0) -> None:
-        """Add the differences of two runs of elements, both 1-D and contiguous.
-
-        ``base`` is the number of the first element, and ``position`` maps numbers to positions in the tensor.
-        """
-        itemsize = self.dtype.itemsize
-        for begin in range(0, len(first), COMPARED_AT_ONCE):
-            part = slice(begin, begin + COMPARED_AT_ONCE)
-            raw = [each[part].view(np.uint8).reshape(-1, itemsize) for each in (first, second)]
-            changed = np.flatnonzero((raw[0] != raw[1]).any(axis=1))
-            if not len(changed):
-                continue
-            self.changed += len(changed)
-            # Elements of a shard ascend in the tensor too, so the first in the shard is the first in the tensor.
-            at = position(base + begin + int(changed[0]))
-            self._first = at if self._first < 0 else min(self._first, at)
-            with np.errstate(invalid="ignore"):  # signalling NaN
-                self._measure(first[part][changed], second[part][changed])
-
-    def _measure(self, first: np.ndarray, second: np.ndarray) -> None:
-        if self.dtype.kind in "iu":
-            # Exact for 64 bits too: the larger less the smaller, modulo 2 ** 64.
-            high, low = np.maximum(first, second).astype(np.uint64), np.minimum(first, second).astype(np.uint64)
-            far = (high - low).astype(np.float64)
-        else:
-            kind = np.complex128 if self.dtype.kind == "c" else np.float64
-            one, two = first.astype(kind), second.astype(kind)
-            finite = np.isfinite(one) & np.isfinite(two)
-            self._not_finite += int((~finite).sum())
-            far = np.abs(one[finite] - two[finite])
-            if self.dtype.kind not in "cb":
-                self._count_ulps(first[finite], second[finite])
-        if len(far):
-            self._largest = max(self._largest, float(far.max()))
-            self._sum += float(far.sum())
-
-    def _count_ulps(self, first: np.ndarray, second: np.ndarray) -> None:
-        if not len(first):
-            return
-        bits = [each.view(f"i{self.dtype.itemsize}").astype(np.int64) for each in (first, second)]
-        lowest = -(1 << (8 * self.dtype.itemsize - 1))
-        # Integers in the order of the floats: negative ones count down from 0.
-        one, two = (np.where(each < 0, lowest - each, each) for each in bits)
-        ulps = int((np.maximum(one, two).astype(np.uint64) - np.minimum(one, two).astype(np.uint64)).max())
-        self._ulps = max(self._ulps or 0, ulps)
-
-    def result(self) -> TensorDifference:
-        """Return the difference."""
-        elements = math.prod(self.info.shape)
-        index = [int(each) for each in np.unravel_index(self._first, self.info.shape)] if self.info.shape else []
-        return TensorDifference(
-            dtype=self.info.dtype,
-            shape=list(self.info.shape),
-            changed=self.changed,
-            share=self.changed / elements,
-            max_difference=self._largest,
-            mean_difference=self._sum / elements,
-            max_ulps=self._ulps,
-            not_finite=self._not_finite,
-            first_index=index,
-        )

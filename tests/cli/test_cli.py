@@ -137,6 +137,23 @@ def test_diff_lists_what_differs_and_exits_with_1(checkpoint, tmp_path, capsys):
     assert "nowhere does not exist" in failed(capsys, "diff", path, str(tmp_path / "nowhere"))
 
 
+def test_diff_with_tolerances_exits_with_0_where_they_allow_all(checkpoint, tmp_path, capsys):
+    path, values = checkpoint
+    other = str(tmp_path / "other")
+    save(other, {**values, "model.norm": values["model.norm"] * np.float32(1 + 1e-6)})
+    assert main(["diff", path, other]) == 1
+    assert capsys.readouterr().out.startswith("~ model.norm: ")
+    within = printed(capsys, "diff", path, other, "--rtol", "1e-5")
+    assert within.startswith("= model.norm: ")
+    assert "within the tolerances" in within
+    report = json.loads(printed(capsys, "diff", path, other, "--rtol", "1e-5", "--json"))
+    assert (report["equal"], report["within_tolerance"], report["rtol"]) == (False, True, 1e-5)
+    assert report["differing"]["model.norm"]["within_tolerance"] is True
+    assert main(["diff", path, other, "--rtol", "1e-9", "--atol", "1e-12"]) == 1
+    assert capsys.readouterr().out.startswith("~ model.norm: ")
+    assert "rtol has to be a finite number of at least 0; got -1" in failed(capsys, "diff", path, other, "--rtol", "-1")
+
+
 def test_explain_tells_where_each_target_comes_from(checkpoint, capsys):
     path, _ = checkpoint
     text = printed(capsys, "explain", path, "--aoa", CONFIG, "--key", "l.1.weight")

@@ -7,7 +7,8 @@ from html.parser import HTMLParser
 
 import numpy as np
 
-from paddle_flexckpt.tools.comparison import DiffReport, TensorDifference
+from paddle_flexckpt.tools.comparison import DiffReport
+from paddle_flexckpt.tools.differences import TensorDifference
 from paddle_flexckpt.tools.holders import HoldersReport, Part, TensorHolders
 from paddle_flexckpt.tools.rehearsal_report import RankReads, RehearsalReport
 
@@ -54,7 +55,9 @@ def rehearsal(ranks: int = 8, error: str = "", groups: int | None = None) -> Reh
 
 def difference(count: int = 3) -> DiffReport:
     differing = {
-        key: TensorDifference("float32", [4, 4], n + 1, (n + 1) / 16, 0.5, 0.1, None if n else 3, 0, [0, n])
+        key: TensorDifference(
+            "float32", [4, 4], n + 1, (n + 1) / 16, 0.5, 0.1, None if n else 3, 0, [0, n], 0.25, n + 1
+        )
         for n, key in enumerate([*HOSTILE, *(f"w{n}" for n in range(count))])
     }
     unlike = {HOSTILE[0]: ["float32 [2]", "float16 [2]"]}

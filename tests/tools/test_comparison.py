@@ -13,8 +13,9 @@ from safetensors.numpy import save_file
 from paddle_flexckpt.aoa import TensorInfo
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.dtypes import DTYPES, dtype_of
-from paddle_flexckpt.tools import comparison
+from paddle_flexckpt.tools import differences
 from paddle_flexckpt.tools.comparison import diff
+from paddle_flexckpt.tools.differences import DifferenceSums
 from tests.property import examples
 from tests.ramdisk import memory_directory
 from tests.transfer.samples import SHAPES, save, values_of
@@ -145,7 +146,7 @@ def test_no_such_checkpoint(tmp_path):
 
 
 def difference(dtype: str, first, second, position=lambda element: element):
-    found = comparison._Difference(TensorInfo((len(first),), dtype))
+    found = DifferenceSums(TensorInfo((len(first),), dtype))
     numpy = dtype_of(dtype).numpy
     found.add(np.asarray(first).astype(numpy), np.asarray(second).astype(numpy), position)
     return found.result()
@@ -179,7 +180,7 @@ def test_signalling_nans_are_not_finite_and_warned_of_by_nobody(dtype):
     signalling, one = (infinity + infinity.dtype.type(1)).view(numpy), np.ones(1, numpy)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found = comparison._Difference(TensorInfo((1,), dtype))
+        found = DifferenceSums(TensorInfo((1,), dtype))
         found.add(signalling, one, lambda element: element)
     assert (found.result().changed, found.result().not_finite) == (1, 1)
 
@@ -204,7 +205,7 @@ def test_differences_do_not_depend_on_the_layout(tmp_path_factory, places, first
     save(path / "one", first, world=first_world)
     save(path / "other", second, world=second_world)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison, "COMPARED_AT_ONCE", at_once)
+        patch.setattr(differences, "COMPARED_AT_ONCE", at_once)
         report = diff(path / "one", path / "other")
     if not places:
         assert report.equal
@@ -215,3 +216,50 @@ def test_differences_do_not_depend_on_the_layout(tmp_path_factory, places, first
         assert (found.changed, found.first_index) == (len(places), index)
         assert found.max_difference == max(places) + 1
         assert found.mean_difference == pytest.approx(sum(place + 1 for place in places) / 60)
+
+
+def test_the_largest_relative_difference_comes_first(tmp_path):
+    """A tiny change of every element comes after a change of one, and what is not finite before all."""
+    first = {name: np.ones(1000, dtype=np.float32) for name in ("a.tiny", "b.one", "c.nan", "d.sign")}
+    first["a.tiny"][:] = 0
+    second = {name: value.copy() for name, value in first.items()}
+    second["a.tiny"][:] = 1e-21
+    first["a.tiny"][0] = second["a.tiny"][0] = 1
+    second["b.one"][3] = 1.5
+    second["c.nan"][3] = np.nan
+    second["d.sign"][3] = -1
+    save(tmp_path / "one", first)
+    save(tmp_path / "other", second)
+    report = diff(tmp_path / "one", tmp_path / "other")
+    assert list(report.differing) == ["c.nan", "d.sign", "b.one", "a.tiny"]
+    assert [each.split(":")[0] for each in report.lines()] == ["~ c.nan", "~ d.sign", "~ b.one", "~ a.tiny"]
+    relative = {name: each.max_relative for name, each in report.differing.items()}
+    assert relative == {"c.nan": 0.0, "d.sign": 2.0, "b.one": 0.5 / 1.5, "a.tiny": pytest.approx(1e-21)}
+    assert list(report.to_dict()["differing"]) == list(report.differing)
+
+
+def test_tolerances_are_told_from_equality(tmp_path):
+    first = {name: np.linspace(1, 2, 60, dtype=np.float32).reshape(6, 10) for name in ("near", "far", "same")}
+    second = {"near": first["near"] * np.float32(1.00001), "far": first["far"] * np.float32(1.1), "same": first["same"]}
+    save(tmp_path / "one", first, world=2)
+    save(tmp_path / "other", second, world=3)
+    report = diff(tmp_path / "one", tmp_path / "other", rtol=1e-4)
+    assert (report.equal, report.within_tolerance) == (False, False)
+    assert [(name, each.beyond, each.within_tolerance) for name, each in report.differing.items()] == [
+        ("far", 60, False),
+        ("near", 0, True),
+    ]
+    assert report.lines()[1].startswith("= near: ")
+    assert "2 differ in values, 1 of these within the tolerances (rtol 0.0001, atol 0), and" in report.summary()
+    wide = diff(tmp_path / "one", tmp_path / "other", rtol=0.2)
+    assert (wide.equal, wide.within_tolerance) == (False, True)
+    assert "are equal within the tolerances (rtol 0.2, atol 0): 3 tensors, of which 2 differ" in wide.summary()
+    exact = diff(tmp_path / "one", tmp_path / "other")
+    assert not exact.within_tolerance
+    assert all(each.beyond == each.changed for each in exact.differing.values())
+    del second["same"]
+    save(tmp_path / "less", second)
+    assert not diff(tmp_path / "one", tmp_path / "less", rtol=0.2).within_tolerance
+    for wrong in ({"rtol": -1.0}, {"atol": float("nan")}, {"atol": float("inf")}, {"rtol": "1"}):
+        with pytest.raises(ValidationError, match="finite number of at least 0"):
+            diff(tmp_path / "one", tmp_path / "other", **wrong)
