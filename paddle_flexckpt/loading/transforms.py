@@ -150,17 +150,23 @@ class TransformedFiles(Files):
     def reuse(self, task: Task, planned: ReadPlan) -> bytes:
         """Do what the base class does; also make the first tensor, to find errors before a target changes."""
         address = super().reuse(task, planned)
-        rows = planned.pieces.source
-        made = rows[self.catalog.file[rows] == self._made.file]
-        if len(made):
-            self._made.make(self.catalog.key_name(int(made[0])))
+        pieces = planned.pieces.take(np.flatnonzero(self.catalog.file[planned.pieces.source] == self._made.file))
+        self._made.bytes_needed = int((pieces.size * self.catalog.itemsize[pieces.source]).sum())
+        if len(pieces):
+            self._made.make(self.catalog.key_name(int(pieces.source[0])))
         return address
 
     def move(self, task: Task) -> dict[str, Any]:
         """Read and make; the report counts the sources as read."""
-        self._made.touched = True
+        made = self._made
+        made.touched = True
         moved = super().move(task)
-        return {**moved, "bytes_read": moved["bytes_read"] - self._made.bytes_given + self._made.bytes_read}
+        return {
+            **moved,
+            "bytes_read": moved["bytes_read"] - made.bytes_given + made.bytes_read,
+            "bytes_verified": moved["bytes_verified"] + made.bytes_verified,
+            "bytes_extra": moved["bytes_extra"] - (made.bytes_given - made.bytes_needed) + made.bytes_extra,
+        }
 
 
 class MadeTensors(InputFile):
@@ -169,8 +175,11 @@ class MadeTensors(InputFile):
     Attributes:
         digest: The same for the same tensors.
         file: The file's number in the catalog.
+        bytes_needed: The bytes of this file that targets need.
         bytes_given: The bytes that have been read of this file.
         bytes_read: The bytes that have been read of the checkpoint for them.
+        bytes_verified: The part of ``bytes_read`` whose checksums were compared.
+        bytes_extra: The part of ``bytes_read`` that no source needed.
         touched: Whether targets may have been written, for errors.
     """
 
@@ -204,7 +213,7 @@ class MadeTensors(InputFile):
             self.size = self._begins[-1] + tensor.nbytes
         self.digest = hashlib.sha256(json.dumps([vars(tensor) for tensor in tensors]).encode()).hexdigest()[:16]
         self.file = len(stored.catalog.files)
-        self.bytes_given = self.bytes_read = 0
+        self.bytes_needed = self.bytes_given = self.bytes_read = self.bytes_verified = self.bytes_extra = 0
         self.touched = False
         self._kept: OrderedDict[str, np.ndarray] = OrderedDict()
         self._lock = threading.RLock()
@@ -274,6 +283,8 @@ class MadeTensors(InputFile):
                 SoloCommunicator(), files, describe, AS_STORED, context=f"cannot make {tensor.key!r}"
             ).run()
         self.bytes_read += report.bytes_read
+        self.bytes_verified += report.bytes_verified
+        self.bytes_extra += report.bytes_extra
         self._plan(tensor)
         try:
             with paddle.no_grad():

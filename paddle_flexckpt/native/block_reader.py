@@ -221,13 +221,13 @@ class BlockReader(ReadPlanner):
                 self.files.read(row, block * self.block_bytes, buffer)
                 got = hash_block(buffer) if self._verify != "off" and self._has_checksums[row] else None
                 if got is not None and got != self._manifest.checksums.of_block(row, block):
-                    self.count.bytes_extra += len(buffer)
+                    self.count.add(bytes_extra=len(buffer))
                     raise self._damage(row, block, len(buffer), got)
             except (CorruptCheckpointError, DamagedCopy, OSError) as error:
                 self.choice.damaged.add(row)
                 failures.append((row, error))
                 continue
-            self.count.bytes_verified += 0 if got is None else len(buffer)
+            self.count.add(bytes_verified=0 if got is None else len(buffer))
             self.choice.serve(item, row, failures)
             return
         raise self.choice.error(failures, touched=True)
@@ -243,12 +243,12 @@ class BlockReader(ReadPlanner):
                 memory = self._kept.popitem(last=False)[1].memory
             self.read_block(item, block, memory[:length])
             kept = _KeptBlock(memory, length, length)
-            self.count.bytes_extra += length
+            self.count.add(bytes_extra=length)
         self._kept[item, block] = kept
         # Bytes that several targets need count once.
         needed = min(kept.unused, used)
         kept.unused -= needed
-        self.count.bytes_extra -= needed
+        self.count.add(bytes_extra=-needed)
         return kept.memory[: kept.length]
 
     def fill(self, item: int, position: int, buffer: memoryview | np.ndarray) -> None:
@@ -331,11 +331,11 @@ class BlockReader(ReadPlanner):
         with self.count.lock:
             for number, buffer, right, found in zip(numbers, buffers, expected, got):
                 if found == right:
-                    self.count.bytes_verified += len(buffer)
+                    self.count.add(bytes_verified=len(buffer))
                     continue
                 row, block = int(portions.rows[number]), int(portions.parts.position[number]) // self.block_bytes
                 error = self._damage(row, block, len(buffer), found)
-                self.count.bytes_extra += len(buffer)
+                self.count.add(bytes_extra=len(buffer))
                 self.choice.damaged.add(row)
                 self.read_block(int(portions.parts.item[number]), block, buffer, [(row, error)])
 

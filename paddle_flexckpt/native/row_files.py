@@ -168,8 +168,7 @@ class RowFiles:
         files, offset = [self.open(file) for file in numbers.tolist()], catalog.byte_offset[rows]
         if files:
             extra = files[0].read_ahead(files, Wanted(number, offset + begin, offset + end))
-            self.count.bytes_read += extra
-            self.count.bytes_extra += extra
+            self.count.add(bytes_read=extra, bytes_extra=extra)
 
     def read(self, row: int, position: int, buffer: memoryview | np.ndarray) -> None:
         """Fill a buffer from byte ``position`` of a row. Bytes that were read before an error count as not needed.

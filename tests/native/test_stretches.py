@@ -82,7 +82,7 @@ def test_what_neighbours_in_a_file_is_one_request(tmp_path, requests):
     begin = stored.manifest.catalog.byte_offset
     with FileReader(stored.directory, stored.manifest) as reader:
         reader.read_stretches(stretches_into([targets[i] for i in order], order))
-        assert requests == [(begin[0], 5), (begin[6], 1), (begin[8], 1)]
+        assert sorted(requests) == [(begin[0], 5), (begin[6], 1), (begin[8], 1)]
         assert (reader.count.reads, reader.count.bytes_read, reader.count.bytes_verified) == (3, 700, 700)
     for i in range(9):
         assert targets[i].tobytes() == (stored.values[i].tobytes() if i in order else bytes(100))
