@@ -26,7 +26,8 @@ from paddle_flexckpt.cli.common import (
     table,
     write_page,
 )
-from paddle_flexckpt.pages.holder_pages import holders_page, holders_picture
+from paddle_flexckpt.pages.holder_pages import holders_page
+from paddle_flexckpt.pages.pictures import holders_picture
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.tools.holders import HoldersReport, Part, find_holders
 from paddle_flexckpt.tools.models import layout_of

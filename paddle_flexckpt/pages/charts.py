@@ -18,15 +18,19 @@ import numpy as np
 
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.texts import format_bytes
-from paddle_flexckpt.pages.markup import COLOURS, LEVELS, Content, Markup, element, join, paragraph, table, text
+from paddle_flexckpt.pages.markup import COLOURS, LEVELS, Amount, Content, Markup, element, join, paragraph, table, text
 
 #: Columns of a chart, and rows and columns of a heat map. With more ranks, several share one.
 MOST_COLUMNS, MOST_CELLS = 128, 64
-#: A rank stands out if its value is this many times the median.
+#: A rank stands out if its value is more than this many times the median, and more than a floor above it. Below the
+#: floor a difference costs nobody anything: times vary by that much from run to run, a disk or network moves so many
+#: bytes in some milliseconds, and a few requests go unnoticed.
 FAR = 1.2
+FLOOR_SECONDS, FLOOR_BYTES, FLOOR_COUNT = 0.5, 1 << 20, 10
 #: The most ranks in a table: those that stand out the most.
 MOST_RANKS = 64
-_WIDTH, _HEIGHT = 480, 150
+# The width of a phone without margins.
+_WIDTH, _HEIGHT = 320, 150
 
 
 class Rect(NamedTuple):
@@ -91,11 +95,13 @@ class Series:
         name: The name of the values.
         values: The values by rank.
         show: Returns the text of a value.
+        floor: A rank that stands out has this much more than the median.
     """
 
     name: str
     values: Sequence[float]
     show: Callable[[float], str]
+    floor: float = 0
 
     @property
     def median(self) -> float:
@@ -104,9 +110,13 @@ class Series:
 
     def far(self) -> list[int]:
         """Return the ranks that stand out, the highest value first."""
-        limit = FAR * self.median
+        limit = max(FAR * self.median, self.median + self.floor)
         found = [rank for rank, value in enumerate(self.values) if value > limit]
         return sorted(found, key=lambda rank: -self.values[rank])
+
+    def cell(self, value: float) -> Amount:
+        """Return a value as the cell of a table."""
+        return Amount(self.show(value), value)
 
     def describe(self) -> str:
         """Return one line: the rank with the highest value, compared with the others."""
@@ -132,8 +142,9 @@ def figure(drawing: Drawing, *caption: Content) -> Markup:
     """Return a chart as SVG, with a caption."""
     label = f"{drawing.title}: {drawing.description}"
     words = (element("title", drawing.title), element("desc", drawing.description))
-    box = f"0 0 {drawing.width:g} {drawing.height:g}"
-    svg = element("svg", *words, *map(_mark, drawing.marks), role="img", viewBox=box, aria_label=label)
+    # Its size is in pixels, so that letters have the same size in every drawing.
+    size = {"width": f"{drawing.width:g}", "height": f"{drawing.height:g}"}
+    svg = element("svg", *words, *map(_mark, drawing.marks), role="img", aria_label=label, **size)
     chart = element(
         "div",
         svg,
@@ -185,9 +196,11 @@ def columns(series: Series) -> Drawing:
         Text(f"{series.show(top)}", left, 13),
         Text(f"median {series.show(series.median)}", _WIDTH - left, 13, "end"),
     ]
-    if bins:
-        marks.append(Text("rank 0", left, _HEIGHT - 6))
-        marks.append(Text(f"rank {len(values) - 1}", _WIDTH - left, _HEIGHT - 6, "end"))
+    # The number of the first rank of a column, where there is room.
+    for number in _ticks(len(bins), step, 38):
+        x = left + (number + 0.425) * step
+        if x <= _WIDTH - 14:
+            marks.append(Text(str(bins[number][0]), x, _HEIGHT - 6, "middle"))
     across = [_ranks(*each) for each in bins]
     return Drawing(f"{series.name} by rank", series.describe(), _WIDTH, _HEIGHT, marks, across)
 
@@ -280,16 +293,19 @@ class Area:
 
 def areas(title: str, shape: tuple[int, int], parts: Sequence[Area]) -> Drawing:
     """Draw rectangles of a tensor of two axes, each with its holders."""
-    width = 320.0
-    height = min(max(width * shape[0] / max(shape[1], 1), 28.0), 240.0)
+    width = _WIDTH - 2.0
+    height = min(max(width * shape[0] / max(shape[1], 1), 28.0), 160.0)
     down, right = height / max(shape[0], 1), width / max(shape[1], 1)
     marks: list[Rect | Text] = []
     for number, part in enumerate(parts):
         x, y, wide, high = part.column[0] * right, part.row[0] * down, part.column[1] * right, part.row[1] * down
         kind = f"rank-{part.colour % COLOURS + 1}"
         marks.append(Rect(f"{kind} part", x + 1, y + 1, wide, high, number, part.text))
-        if wide > 7 * len(part.label) + 4 and high >= 14:
-            marks.append(Text(part.label, x + 1 + wide / 2, y + 1 + high / 2, f"{kind} middle centre"))
+        # Where all ranks have no room, the first.
+        labels = (part.label, part.label.replace(",", " ").split(" ")[0] + "\u2026")
+        fitting = [label for label in labels if wide > 7 * len(label) + 4 and high >= 14]
+        if fitting:
+            marks.append(Text(fitting[0], x + 1 + wide / 2, y + 1 + high / 2, f"{kind} middle centre"))
     marks.append(Rect("frame", 1, 1, width, height))
     across = [part.label for part in parts] or ["nothing"]
     return Drawing(title, f"{len(parts)} parts", width + 2, height + 2, marks, across)
@@ -297,17 +313,17 @@ def areas(title: str, shape: tuple[int, int], parts: Sequence[Area]) -> Drawing:
 
 def of_bytes(name: str, values: Sequence[float]) -> Series:
     """Return bytes by rank."""
-    return Series(name, values, lambda value: format_bytes(int(value)))
+    return Series(name, values, lambda value: format_bytes(int(value)), FLOOR_BYTES)
 
 
 def of_seconds(name: str, values: Sequence[float]) -> Series:
     """Return seconds by rank."""
-    return Series(name, values, lambda value: f"{value:.3g} s" if value < 100 else f"{value:.0f} s")
+    return Series(name, values, lambda value: f"{value:.3g} s" if value < 100 else f"{value:.0f} s", FLOOR_SECONDS)
 
 
 def of_counts(name: str, values: Sequence[float]) -> Series:
     """Return counts by rank."""
-    return Series(name, values, lambda value: str(int(value)))
+    return Series(name, values, lambda value: str(int(value)), FLOOR_COUNT)
 
 
 def by_rank(what: str, series: Sequence[Series]) -> Markup:
@@ -316,12 +332,13 @@ def by_rank(what: str, series: Sequence[Series]) -> Markup:
     count = max((len(each.values) for each in series), default=0)
     if not count:
         return paragraph("Nothing is known of it.")
-    charts = element("div", *map(_columns_figure, series), class_="charts")
-    return join([_who_stands_out(series), charts, _by_rank_table(what, series, count)])
+    charts = [*map(_columns_figure, series), element("div", _by_rank_table(what, series, count))]
+    return join([_who_stands_out(series), element("div", *charts, class_="charts")])
 
 
 def _columns_figure(series: Series) -> Markup:
-    return figure(columns(series), element("strong", series.name), f": {series.describe()}.")
+    drawing = columns(series)
+    return figure(drawing, element("strong", drawing.title), f": {drawing.description}.")
 
 
 def _who_stands_out(series: Sequence[Series]) -> Markup:
@@ -332,9 +349,12 @@ def _who_stands_out(series: Sequence[Series]) -> Markup:
             ranks = ("ranks " if len(far) > 1 else "rank ") + listed(list(map(str, far)), 5)
             most = f"{each.show(each.values[far[0]])}, {each.values[far[0]] / each.median:.1f} times the median"
             remarks.append(f"{each.name}: {ranks} stand{'s' * (len(far) == 1)} out; rank {far[0]} has {most}.")
+    floors = dict.fromkeys(each.show(each.floor) for each in series)
+    rule = f"more than {FAR} times the median and {' or '.join(floors)} above it"
     if not remarks:
-        return paragraph(f"No rank has more than {FAR} times the median.")
-    return element("ul", *(element("li", remark) for remark in remarks))
+        return paragraph(f"No rank stands out: none has {rule}.")
+    key = element("li", element("span", "", class_="key far"), f"stands out: {rule}")
+    return join([element("ul", *(element("li", each) for each in remarks)), element("ul", key, class_="legend")])
 
 
 def _by_rank_table(what: str, series: Sequence[Series], count: int) -> Markup:
@@ -345,11 +365,10 @@ def _by_rank_table(what: str, series: Sequence[Series], count: int) -> Markup:
         def above(rank: int) -> float:
             return max(each.values[rank] / (each.median or 1) for each in series if rank < len(each.values))
 
-        ranks = sorted(range(count), key=lambda rank: (-above(rank), rank))[:MOST_RANKS]
+        far = {rank for each in series for rank in each.far()}
+        ranks = sorted(range(count), key=lambda rank: (rank not in far, -above(rank), rank))[:MOST_RANKS]
         caption += f": the {MOST_RANKS} of {count} that stand highest above the median; --json has all"
     rows = [
-        (str(rank), *(each.show(each.values[rank]) if rank < len(each.values) else "-" for each in series))
-        for rank in ranks
+        (rank, *(each.cell(each.values[rank]) if rank < len(each.values) else "-" for each in series)) for rank in ranks
     ]
-    numbers = range(len(series) + 1)
-    return table(caption, (what.capitalize(), *(each.name for each in series)), rows, numbers=numbers)
+    return table(caption, (what.capitalize(), *(each.name for each in series)), rows)

@@ -1,33 +1,30 @@
 """Pages of who holds what: the bytes of ranks, the ranks of parts of tensors, and the report of a save.
 
-:func:`holders_picture` draws the same as a PNG file, with matplotlib.
-Tested in tests/pages/test_holder_pages.py and tests/pages/test_pictures.py.
+Tested in tests/pages/test_holder_pages.py.
 """
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from paddle_flexckpt.algebra.flat import flat_range_to_boxes
-from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
+from paddle_flexckpt.optimizer_states import MASTER, PARAMETER, split_state
 from paddle_flexckpt.pages.charts import (
     Area,
     Drawing,
-    Line,
-    Text,
     areas,
     by_rank,
-    columns,
     figure,
     of_bytes,
     of_seconds,
 )
 from paddle_flexckpt.pages.markup import (
-    PALETTE,
+    COLOURS,
+    Amount,
     Content,
     Markup,
     Section,
@@ -35,6 +32,7 @@ from paddle_flexckpt.pages.markup import (
     element,
     facts,
     join,
+    of_size,
     page,
     paragraph,
     table,
@@ -42,12 +40,11 @@ from paddle_flexckpt.pages.markup import (
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.tools.holders import HoldersReport, Part, TensorHolders
 
-#: The most tensors to draw, rows of tables of parts, and parts of one drawing: so a page stays readable and small.
+#: The most parameters to draw, rows of tables of parts, and parts of one drawing: so a page stays readable and small.
 MOST_DRAWN, MOST_ROWS, MOST_AREAS = 12, 1000, 300
-# The most tensors of a picture, and the colours of its light scheme.
-_MOST_PICTURED = 6
-_LIGHT = {name: colours[0] for name, colours in PALETTE.items()}
 _RANGES = 6
+# The states whose names in keys say little.
+_STATES = {PARAMETER: "parameter", MASTER: f"master weight ({MASTER})"}
 
 
 def holders_page(report: HoldersReport, seconds: Mapping[str, Sequence[float]] | None = None) -> str:
@@ -86,31 +83,89 @@ def holders_sections(report: HoldersReport, seconds: Mapping[str, Sequence[float
     if job:
         needed = [of_bytes(f"Needed under {job}", report.needed_bytes)]
         found.append(Section("Bytes needed by each rank", by_rank("rank", needed)))
-    return [*found, Section("Tensors", tensors_drawn(report)), Section("Parts", parts_table(report))]
+    return [*found, Section("Parameters", tensors_drawn(report)), Section("Parts", parts_table(report))]
+
+
+class Alike(NamedTuple):
+    """The states of a parameter that are cut alike.
+
+    Attributes:
+        names: Their names and dtypes.
+        tensor: The parts of all of them together.
+    """
+
+    names: str
+    tensor: TensorHolders
+
+
+def by_parameter(report: HoldersReport) -> dict[str, list[str]]:
+    """Return the keys of each parameter and of its optimizer states, by the parameter's."""
+    found: dict[str, list[str]] = {}
+    for key in report.tensors:
+        found.setdefault(split_state(key, report.tensors)[0], []).append(key)
+    return found
+
+
+def alike(report: HoldersReport, parameter: str, keys: Sequence[str]) -> list[Alike]:
+    """Return a parameter and its states, those together that have the same parts on the same ranks."""
+    groups: dict[Any, list[str]] = {}
+    for key in keys:
+        tensor = report.tensors[key]
+        cut = [
+            tuple((*map(tuple, _boxes([part])), *part.ranks) for part in parts)
+            for parts in (tensor.stored, tensor.needed)
+        ]
+        groups.setdefault((tuple(tensor.shape), *cut), []).append(key)
+    return [_together(report, parameter, same) for same in groups.values()]
+
+
+def _together(report: HoldersReport, parameter: str, keys: Sequence[str]) -> Alike:
+    tensors = [report.tensors[key] for key in keys]
+    names: dict[str, list[str]] = {}
+    for key, tensor in zip(keys, tensors):
+        state = key[len(parameter) + 1 :]
+        names.setdefault(tensor.dtype, []).append(_STATES.get(state, state))
+    label = "; ".join(f"{', '.join(some)} {dtype}" for dtype, some in names.items())
+
+    def summed(each: Iterable[Sequence[Part]]) -> list[Part]:
+        return [
+            replace(
+                same[0], bytes=sum(part.bytes for part in same), files=sorted({f for part in same for f in part.files})
+            )
+            for same in zip(*each)
+        ]
+
+    stored, needed = (summed(getattr(tensor, side) for tensor in tensors) for side in ("stored", "needed"))
+    return Alike(label, TensorHolders(tensors[0].dtype, tensors[0].shape, stored, needed))
 
 
 def tensors_drawn(report: HoldersReport) -> Markup:
-    """Return drawings of the largest tensors."""
-    drawn = [_drawing(key, tensor, bool(report.strategy)) for key, tensor in largest(report, MOST_DRAWN)]
-    left = len(report.tensors) - len(drawn)
-    more = (
-        [paragraph(f"{left} smaller ones are not drawn. Name keys to have those drawn.", class_="quiet")]
-        if left
-        else []
-    )
-    return join([*drawn, *more])
+    """Return drawings of the largest parameters."""
+    chosen = largest(report, MOST_DRAWN)
+    drawn = [_drawing(parameter, groups, bool(report.strategy)) for parameter, groups in chosen]
+    left = len(by_parameter(report)) - len(drawn)
+    legend = f"Each part has the colour and the number of its first rank; {COLOURS} colours repeat."
+    legend += " States of one element, such as powers of beta, are in the table alone."
+    more = [f"{left} smaller ones are not drawn. Name keys to have those drawn."] if left else []
+    return join([paragraph(legend, class_="quiet"), *drawn, *(paragraph(each, class_="quiet") for each in more)])
 
 
-def largest(report: HoldersReport, most: int) -> list[tuple[str, TensorHolders]]:
-    """Return the largest tensors, up to a number, by key."""
-    size = {key: math.prod(tensor.shape) for key, tensor in report.tensors.items()}
-    chosen = set(sorted(size, key=lambda key: (-size[key], key))[:most])
-    return [(key, tensor) for key, tensor in report.tensors.items() if key in chosen]
+def largest(report: HoldersReport, most: int) -> list[tuple[str, list[Alike]]]:
+    """Return the largest parameters with their states to draw, up to a number, by key."""
+    every = by_parameter(report)
+    size = {name: sum(math.prod(report.tensors[key].shape) for key in keys) for name, keys in every.items()}
+    chosen = set(sorted(size, key=lambda name: (-size[name], name))[:most])
+    found = [(name, alike(report, name, keys)) for name, keys in every.items() if name in chosen]
+    # Of one element, beside others: powers of beta.
+    return [(name, [each for each in all_ if math.prod(each.tensor.shape) > 1] or all_) for name, all_ in found]
 
 
-def _drawing(key: str, tensor: TensorHolders, has_job: bool) -> Markup:
-    head = element("h3", f"{key}: {tensor.dtype} {tensor.shape}")
-    return join([head, element("div", *map(_figure, sides(tensor, has_job)), class_="pair")])
+def _drawing(parameter: str, groups: Sequence[Alike], has_job: bool) -> Markup:
+    drawn: list[Markup] = []
+    for each in groups:
+        pair = element("div", *map(_figure, sides(each.tensor, has_job)), class_="pair")
+        drawn.append(element("div", paragraph(each.names, class_="quiet"), pair))
+    return join([element("h3", f"{parameter} {groups[0].tensor.shape}"), element("div", *drawn, class_="pair")])
 
 
 def _figure(drawn: Drawing | str) -> Markup:
@@ -177,32 +232,33 @@ def _in_words(part: Part) -> str:
 
 
 def parts_table(report: HoldersReport) -> Markup:
-    """Return a table of all parts, or of those of the first tensors."""
-    rows: list[tuple[str, ...]] = []
-    shown = 0
-    for key, tensor in report.tensors.items():
-        sides = (("saved", tensor.stored), ("needed", tensor.needed))
+    """Return a table of all parts, or of those of the first parameters."""
+    rows: list[tuple[str | Amount, ...]] = []
+    every, shown = by_parameter(report), 0
+    for parameter, keys in every.items():
         own = [
             (
-                key,
+                parameter,
+                each.names,
                 what,
                 part.where(),
                 format_ranks(part.ranks, _RANGES),
-                format_bytes(part.bytes),
+                of_size(part.bytes),
                 ", ".join(part.files[:2]),
             )
-            for what, parts in sides
+            for each in alike(report, parameter, keys)
+            for what, parts in (("saved", each.tensor.stored), ("needed", each.tensor.needed))
             for part in parts
         ]
         if rows and len(rows) + len(own) > MOST_ROWS:
             break
         rows += own
         shown += 1
-    caption = f"Parts of {shown} of {len(report.tensors)} tensors"
-    if shown < len(report.tensors):
+    caption = f"Parts of {shown} of {len(every)} parameters"
+    if shown < len(every):
         caption += "; the text and --json have all"
-    head = ("Key", "What", "Range of indices", "Ranks", "Bytes", "Files")
-    return table(caption, head, rows[: 4 * MOST_ROWS], numbers=(4,))
+    head = ("Key", "States", "What", "Range of indices", "Ranks", "Bytes", "Files")
+    return table(caption, head, rows[: 4 * MOST_ROWS])
 
 
 def save_page(
@@ -239,89 +295,6 @@ def save_page(
     if report.replicas:
         rows = sorted(report.replicas.items(), key=lambda pair: (pair[1] == "equal", pair[0]))
         found.append(Section("Replicas", table("Replicas that need not be equal", ("Key", "How"), rows[:MOST_ROWS])))
-    found += [Section("Largest tensors", tensors_drawn(holders)), Section("Their parts", parts_table(holders))]
+    found += [Section("Largest parameters", tensors_drawn(holders)), Section("Their parts", parts_table(holders))]
     title = "A save" if step is None else f"Checkpoint of step {step}"
     return page(title, report.summary(), found)
-
-
-def holders_picture(
-    report: HoldersReport, path: str | os.PathLike[str], seconds: Mapping[str, Sequence[float]] | None = None
-) -> None:
-    """Write a picture of the holders of tensors: bytes and seconds by rank, and the parts of the first tensors.
-
-    Args:
-        report: The holders.
-        path: The PNG file.
-        seconds: Seconds of a save or load by phase and rank.
-
-    Raises:
-        ValidationError: There is no matplotlib.
-        OSError: The file cannot be written.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValidationError(
-            [
-                f"a PNG file is drawn by matplotlib, which is not there ({error}). Remedy: pip install "
-                "'paddle-flexckpt[viz]', or ask for --html, which needs nothing"
-            ]
-        ) from error
-    series = [of_seconds(f"Seconds: {name}", each) for name, each in (seconds or {}).items()]
-    series.append(of_bytes("Saved", report.stored_bytes))
-    if report.strategy:
-        series.append(of_bytes(f"Needed under {report.strategy}", report.needed_bytes))
-    tensors = largest(report, _MOST_PICTURED)
-    rows: list[list[tuple[str, Drawing | str]]] = [
-        [(f"{each.name}: {each.describe()}", columns(each))] for each in series
-    ]
-    for key, tensor in tensors:
-        drawings = sides(tensor, bool(report.strategy))
-        rows.append([(f"{key} {tensor.shape}. {getattr(drawn, 'title', drawn)}", drawn) for drawn in drawings])
-    inches = [max(_inches(drawing) for _, drawing in row) for row in rows]
-    figure = Figure(figsize=(11, sum(inches) + 0.6), layout="constrained")
-    FigureCanvasAgg(figure)
-    # Names are not markup here either.
-    figure.suptitle(_plain(f"{report.source} (id {report.unique_id})"), fontsize=11, parse_math=False)
-    grid = figure.add_gridspec(len(rows), 1, height_ratios=inches)
-    for number, row in enumerate(rows):
-        cells = grid[number].subgridspec(1, len(row))
-        for column, (title, drawing) in enumerate(row):
-            axes = figure.add_subplot(cells[column])
-            axes.set_title(_plain(title), fontsize=8, loc="left", parse_math=False)
-            axes.set_axis_off()
-            if not isinstance(drawing, str):
-                _paint(axes, drawing)
-    figure.savefig(path, format="png", dpi=110)
-
-
-def _plain(text: str) -> str:
-    return "".join(each if each.isprintable() else "?" for each in text)
-
-
-def _inches(drawing: Drawing | str) -> float:
-    """Return the height of a drawing and its title."""
-    return 0.4 if isinstance(drawing, str) else 0.4 + drawing.height / 100
-
-
-def _paint(axes: Any, drawing: Drawing) -> None:
-    from matplotlib.patches import Rectangle
-
-    axes.set_xlim(0, drawing.width)
-    axes.set_ylim(drawing.height, 0)
-    for mark in drawing.marks:
-        words = mark.kind.split() or [""]
-        if isinstance(mark, Text):
-            across = "center" if "middle" in words else "right" if "end" in words else "left"
-            down = "center" if "centre" in words else "baseline"
-            colour = _LIGHT.get(f"{words[0]}-text", _LIGHT["text"])
-            axes.text(mark.x, mark.y, mark.text, ha=across, va=down, fontsize=7, color=colour, parse_math=False)
-        elif isinstance(mark, Line):
-            style = {"color": _LIGHT["text"], "linestyle": "--"} if "median" in words else {"color": _LIGHT["line"]}
-            axes.plot([mark.x1, mark.x2], [mark.y1, mark.y2], linewidth=0.8, **style)
-        else:
-            is_frame = "frame" in words
-            fill, edge = ("none", _LIGHT["line"]) if is_frame else (_LIGHT[words[0]], _LIGHT["ground"])
-            corner = (mark.x, mark.y)
-            axes.add_patch(Rectangle(corner, mark.width, mark.height, facecolor=fill, edgecolor=edge, linewidth=0.8))

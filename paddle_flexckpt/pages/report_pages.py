@@ -11,7 +11,20 @@ import numpy as np
 
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
 from paddle_flexckpt.pages.charts import by_rank, heat_map, of_bytes, of_counts
-from paddle_flexckpt.pages.markup import Content, Markup, Section, bullets, element, facts, join, page, paragraph, table
+from paddle_flexckpt.pages.markup import (
+    Amount,
+    Content,
+    Markup,
+    Section,
+    bullets,
+    element,
+    facts,
+    join,
+    of_size,
+    page,
+    paragraph,
+    table,
+)
 from paddle_flexckpt.tools.comparison import DiffReport
 from paddle_flexckpt.tools.rehearsal_report import RankReads, RehearsalReport
 from paddle_flexckpt.tools.save_rehearsal import SaveRehearsal
@@ -25,6 +38,8 @@ def diff_page(report: DiffReport) -> str:
     """Return a page of the differences between two checkpoints."""
     overview = facts(
         [
+            ("first", report.first),
+            ("second", report.second),
             ("in both", report.keys),
             ("values differ", len(report.differing)),
             *_within(report),
@@ -35,7 +50,7 @@ def diff_page(report: DiffReport) -> str:
             ("compared by checksums", format_bytes(report.bytes_by_checksum)),
         ]
     )
-    found = [Section("Overview", join([facts([("first", report.first), ("second", report.second)]), overview]))]
+    found = [Section("Overview", overview)]
     if report.equal:
         found.append(Section("Differences", paragraph("There are none.")))
     if report.differing:
@@ -66,19 +81,22 @@ def _values(report: DiffReport) -> Markup:
         (
             key,
             f"{each.dtype} {each.shape}",
-            f"{each.max_relative:.3g}",
-            f"{each.max_difference:.3g}",
-            f"{each.mean_difference:.3g}",
-            each.ulps or "-",
-            str(each.changed),
-            join(
-                [
-                    element("meter", "", min=0, max=1, value=f"{each.share:.6g}", aria_hidden="true"),
-                    f" {each.share:.2%}",
-                ]
+            Amount(f"{each.max_relative:.3g}", each.max_relative),
+            Amount(f"{each.max_difference:.3g}", each.max_difference),
+            Amount(f"{each.mean_difference:.3g}", each.mean_difference),
+            Amount(each.ulps, float(each.max_ulps or 0)) if each.ulps else "-",
+            each.changed,
+            Amount(
+                join(
+                    [
+                        element("progress", "", max=1, value=f"{each.share:.6g}", aria_hidden="true"),
+                        f" {each.share:.2%}",
+                    ]
+                ),
+                each.share,
             ),
-            str(each.not_finite),
-            *([str(each.beyond)] if has_tolerances else []),
+            each.not_finite,
+            *([each.beyond] if has_tolerances else []),
             str(each.first_index),
         )
         for key, each in shown
@@ -87,7 +105,7 @@ def _values(report: DiffReport) -> Markup:
     head += [*(["Not allowed"] if has_tolerances else []), "First at"]
     caption = "Tensors whose values differ, the largest relative difference first"
     caption = _caption(caption, len(rows), len(report.differing))
-    return table(caption, head, rows, numbers=range(2, len(head) - 1))
+    return table(caption, head, rows)
 
 
 def _caption(text: str, shown: int, count: int) -> str:
@@ -178,13 +196,13 @@ def _ranks(report: RehearsalReport) -> list[Section]:
     rows = [_row(each) for each in sorted(groups, key=lambda each: -each.bytes_read)[:MOST_ROWS]]
     head = ("Ranks", "Needed", "Read", "Amplification", "Requests", "Files", "Memory")
     caption = _caption("Ranks that do the same, those that read the most first", len(rows), len(groups))
-    return [*found, Section("Ranks that do the same", table(caption, head, rows, numbers=range(1, 7)))]
+    return [*found, Section("Ranks that do the same", table(caption, head, rows))]
 
 
-def _row(each: RankReads) -> tuple[str, ...]:
-    sizes = map(format_bytes, (each.bytes_needed, each.bytes_read))
-    counts = (f"{each.amplification:.2f}", str(each.reads), str(each.files), format_bytes(each.memory_bytes))
-    return (format_ranks(each.ranks, _RANGES), *sizes, *counts)
+def _row(each: RankReads) -> tuple[str | Amount | int, ...]:
+    needed, read, memory = (of_size(size) for size in (each.bytes_needed, each.bytes_read, each.memory_bytes))
+    counts = (Amount(f"{each.amplification:.2f}", each.amplification), each.reads, each.files)
+    return (format_ranks(each.ranks, _RANGES), needed, read, *counts, memory)
 
 
 def _flows(report: RehearsalReport) -> Markup | None:
@@ -203,6 +221,6 @@ def _flows(report: RehearsalReport) -> Markup | None:
     show = of_bytes("", ()).show
     picture = heat_map(name, flows[:, :2], flows[:, 2], ranks, report.world_size, show)
     order = np.lexsort([flows[:, 1], flows[:, 0], -flows[:, 2]])[:MOST_PAIRS]
-    rows = [(str(source), str(target), format_bytes(count)) for source, target, count in flows[order].tolist()]
+    rows = [(source, target, of_size(count)) for source, target, count in flows[order].tolist()]
     caption = _caption("Pairs of ranks, the most bytes first", len(rows), len(flows))
-    return join([picture, table(caption, ("Source rank", "Target rank", "Bytes"), rows, numbers=(0, 1, 2))])
+    return join([picture, table(caption, ("Source rank", "Target rank", "Bytes"), rows)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,7 @@ from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, group_rep
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Location
+from paddle_flexckpt.optimizer_states import split_state
 from paddle_flexckpt.planning.job_layout import JobLayout
 from paddle_flexckpt.report import Report
 from paddle_flexckpt.transfer.read_counts import sums_of
@@ -126,8 +128,8 @@ def find_holders(
         unique_id: Which checkpoint of the directory; None takes the highest id.
         layout: The layout of the job, as :func:`~paddle_flexckpt.tools.models.layout_of` makes it.
         notes: Assumptions about the layout, for the report.
-        largest: The number of tensors, the largest ones in the checkpoint, whose parts are in the report; None: all.
-            Bytes by rank are those of all tensors.
+        largest: The number of parameters, those that are the largest in the checkpoint with their optimizer states,
+            whose parts are in the report; None: all. Bytes by rank are those of all tensors.
 
     Raises:
         ValidationError: There is no such checkpoint, or no such key.
@@ -191,10 +193,16 @@ def _chosen(wanted: Sequence[str], there: set[str]) -> set[str]:
 
 
 def _largest(catalog: Catalog, most: int) -> set[str]:
+    """Return the keys of the largest parameters and their states."""
     numbers, first = np.unique(catalog.key, return_index=True)
     size = catalog.global_shape[first].prod(axis=1) * catalog.itemsize[first]
-    order = np.argsort(-size, kind="stable")[:most]
-    return {catalog.keys[number] for number in numbers[order].tolist()}
+    keys = {catalog.keys[number]: nbytes for number, nbytes in zip(numbers.tolist(), size.tolist())}
+    parameter = {key: split_state(key, keys)[0] for key in keys}
+    together: Counter[str] = Counter()
+    for key, nbytes in keys.items():
+        together[parameter[key]] += nbytes
+    chosen = {name for name, _ in together.most_common(most)}
+    return {key for key in keys if parameter[key] in chosen}
 
 
 def _only(catalog: Catalog, keys: set[str]) -> Catalog:

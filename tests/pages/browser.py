@@ -96,10 +96,36 @@ class Browser:
 
     def press(self, *keys: str) -> None:
         """Press keys."""
-        codes = {"Tab": 9, "End": 35, "Home": 36, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        codes = {
+            "Tab": 9,
+            "Enter": 13,
+            "End": 35,
+            "Home": 36,
+            "ArrowLeft": 37,
+            "ArrowUp": 38,
+            "ArrowRight": 39,
+            "ArrowDown": 40,
+        }
         for key in keys:
             for kind in ("rawKeyDown", "keyUp"):
-                self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key])
+                text = {"text": "\r"} if (kind, key) == ("rawKeyDown", "Enter") else {}
+                kind = "keyDown" if text else kind
+                self.call(
+                    "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **text
+                )
+
+    def type(self, text: str) -> None:
+        """Type a text where the focus is."""
+        self.call("Input.insertText", text=text)
+
+    def click(self, element: str) -> None:
+        """Click the middle of an element, given by an expression."""
+        box = self.run(
+            f"(e => (e.scrollIntoView(), (({{x, y, width, height}}) => [x + width / 2, y + height / 2])"
+            f"(e.getBoundingClientRect())))({element})"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=box[0], y=box[1], button="left", clickCount=1)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from paddle_flexckpt.pages.holder_pages import holders_page
@@ -148,3 +150,93 @@ def test_a_screen_reader_is_told_what_there_is(browser, made):
         assert [each for each in named.get(role, []) if not each] == [], role
     assert len(named["main"]) == len(named["navigation"]) == 1
     assert len(named.get("table", [])) == browser.run("document.querySelectorAll('table').length")
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------
+
+VALUES = "document.querySelector('#part-1 ~ .scroll table')"
+
+
+def column(browser, number: int) -> list[str]:
+    return browser.run(
+        f"[...{VALUES}.tBodies[0].rows].filter(r => !r.hidden).map(r => r.cells[{number}].textContent.trim())"
+    )
+
+
+@pytest.fixture
+def differences(browser, tmp_path):
+    """A table of nine rows, whose numbers are rounded, and one of which has none."""
+    report = difference(1)
+    sizes = [0.1, 1e-20, 3.0, 0.10001, 20.0, 5e-7, 0.0999, 100.0, 2.0]
+    differing = {
+        f"layer.{n}.w": replace(each, max_difference=size, max_ulps=None if n == 3 else 10 - n)
+        for n, (each, size) in enumerate(zip(report.differing.values(), sizes))
+    }
+    (tmp_path / "a.html").write_text(diff_page(replace(report, differing=differing)), encoding="utf-8")
+    browser.open(tmp_path / "a.html")
+    heads = browser.run(f"[...{VALUES}.tHead.rows[0].cells].map(e => e.textContent)")
+    return heads, [sizes[n] for n in sorted(range(9), key=lambda n: -sizes[n])]
+
+
+def test_a_click_on_a_head_sorts_by_the_exact_numbers(browser, differences):
+    heads, falling = differences
+    at = heads.index("Largest")
+    head = f"{VALUES}.tHead.rows[0].cells[{at}]"
+    for order, sign in (("descending", 1), ("ascending", -1), ("descending", 1)):
+        browser.click(f"{head}.querySelector('button')")
+        assert column(browser, at) == [f"{each:.3g}" for each in falling][::sign]
+        assert browser.run(f"{head}.getAttribute('aria-sort')") == order
+    browser.click(f"{VALUES}.tHead.rows[0].cells[{heads.index('ULPs')}].querySelector('button')")
+    assert column(browser, heads.index("ULPs")) == ["10", "9", "8", "6", "5", "4", "3", "2", "-"]
+    assert browser.run(f"{VALUES}.querySelectorAll('[aria-sort]').length") == 1
+
+
+def test_the_keyboard_sorts_and_filters(browser, differences):
+    browser.run("document.querySelector('.filter input').focus()")
+    browser.type("LAYER.7  w")
+    assert column(browser, 0) == ["layer.7.w"]
+    assert browser.run("document.querySelector('.filter output').textContent") == "1 of 9 rows"
+    browser.run("document.activeElement.select()")
+    browser.type("no such row")
+    assert column(browser, 0) == []
+    browser.run("document.activeElement.select()")
+    browser.type("layer")
+    # To the table, which scrolls, and its first head.
+    browser.press("Tab", "Tab")
+    assert browser.run("document.activeElement.textContent") == "Key"
+    assert browser.run("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    browser.press("Enter")
+    assert column(browser, 0) == [f"layer.{n}.w" for n in range(9)]
+    browser.press("Enter")
+    assert column(browser, 0) == [f"layer.{n}.w" for n in reversed(range(9))]
+
+
+def test_without_scripts_a_table_is_a_plain_table(browser, tmp_path):
+    (tmp_path / "a.html").write_text(diff_page(difference(1)), encoding="utf-8")
+    browser.call("Emulation.setScriptExecutionDisabled", value=True)
+    browser.open(tmp_path / "a.html")
+    browser.call("Emulation.setScriptExecutionDisabled", value=False)
+    assert browser.run("document.querySelectorAll('button, input').length") == 0
+    assert len(column(browser, 0)) == 9
+
+
+def test_tables_of_few_rows_use_the_page(browser, tmp_path):
+    (tmp_path / "a.html").write_text(diff_page(difference(1)), encoding="utf-8")
+    browser.open(tmp_path / "a.html", width=1280)
+    boxes = "[...document.querySelectorAll('.scroll')]"
+    assert browser.run(f"{boxes}.every(e => e.scrollHeight <= e.clientHeight)")
+    assert browser.run(f"{boxes}.length") >= 2
+    (tmp_path / "b.html").write_text(diff_page(difference(100)), encoding="utf-8")
+    browser.open(tmp_path / "b.html", width=1280)
+    assert browser.run(f"{boxes}[0].clientHeight <= innerHeight && {boxes}[0].scrollHeight > innerHeight")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("ranks", [4, 1024])
+@pytest.mark.parametrize("name", ["holders", "rehearsal"])
+def test_letters_of_charts_have_one_size(browser, tmp_path, name, ranks, width):
+    (tmp_path / "a.html").write_text(PAGES[name](ranks), encoding="utf-8")
+    browser.open(tmp_path / "a.html", width=width)
+    size = "parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a"
+    sizes = browser.run(f"[...document.querySelectorAll('svg text')].map(e => {size})")
+    assert len(sizes) > 10 and set(sizes) == {12}

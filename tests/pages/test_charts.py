@@ -6,11 +6,16 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.pages.charts import (
+    FAR,
+    FLOOR_BYTES,
+    FLOOR_COUNT,
+    FLOOR_SECONDS,
     MOST_CELLS,
     MOST_COLUMNS,
     MOST_RANKS,
     Area,
     Series,
+    Text,
     areas,
     by_rank,
     columns,
@@ -20,6 +25,7 @@ from paddle_flexckpt.pages.charts import (
     of_counts,
     of_seconds,
 )
+from tests.documents import ROOT
 from tests.pages.samples import Page
 
 
@@ -41,6 +47,46 @@ def test_each_rank_is_in_a_column_and_the_straggler_is_seen(ranks):
     assert float(tallest) == max(float(each["height"]) for each in marks)
     if ranks > 2:
         assert f"most 30 s, rank {ranks // 2}; median 10 s; 3.00 times the median" in found.text()
+
+
+@pytest.mark.parametrize(
+    ("series", "far"),
+    [
+        (of_seconds("plan", [0.004, 0.006, 0.004]), []),
+        (of_seconds("plan", [0.1, 0.1 + FLOOR_SECONDS, 0.1]), []),
+        (of_seconds("plan", [0.1, 0.11 + FLOOR_SECONDS, 0.1]), [1]),
+        (of_seconds("write", [10.0, 11.0, 10.0]), []),
+        (of_bytes("Saved", [100, 1000, 100]), []),
+        (of_bytes("Saved", [100, 101 + FLOOR_BYTES, 100]), [1]),
+        (of_counts("Requests", [2, 2 + FLOOR_COUNT, 2]), []),
+        (of_counts("Requests", [2, 3 + FLOOR_COUNT, 2]), [1]),
+    ],
+)
+def test_below_the_floor_nothing_stands_out(series, far):
+    assert series.far() == far
+    markup = by_rank("rank", [series])
+    assert ("far" in [each["class"] for each in Page(markup).named("rect")]) == bool(far)
+    assert ("stands out;" in Page(markup).text()) == bool(far)
+    assert f"1.2 times the median and {series.show(series.floor)} above it" in Page(markup).text()
+
+
+def test_the_floors_are_documented():
+    text = " ".join((ROOT / "docs/pages.md").read_text(encoding="utf-8").split())
+    floors = (of_seconds("", ()), of_bytes("", ()), of_counts("", ()))
+    seconds, size, count = (each.show(each.floor) for each in floors)
+    assert f"{FAR} times the median" in text
+    assert f"{seconds}, {size.replace('.0', '')} or {count} requests" in text
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 100, 1024, 10_000])
+def test_the_axis_of_ranks_has_whole_numbers_with_room(ranks):
+    drawing = columns(of_bytes("Saved", [5] * ranks))
+    ticks = [mark for mark in drawing.marks if isinstance(mark, Text) and mark.y > drawing.height - 20]
+    assert [int(mark.text) for mark in ticks] == sorted({int(mark.text) for mark in ticks})
+    assert ticks[0].text == "0" and int(ticks[-1].text) < ranks
+    assert len(ticks) >= min(ranks, 5)
+    assert all(b.x - a.x >= 38 or ranks <= 8 for a, b in zip(ticks, ticks[1:]))
+    assert all(0 <= mark.x <= drawing.width - 14 for mark in ticks)
 
 
 def test_ranks_without_anything_do_not_count_for_the_median():
@@ -83,14 +129,19 @@ def test_shades_rise_with_values():
 
 
 def test_parts_of_a_tensor_lie_where_they_are():
-    parts = [Area((0, 2), (0, 4), 0, "0", "rank 0"), Area((2, 2), (0, 1), 9, "a long label", "b")]
+    parts = [
+        Area((0, 2), (0, 4), 0, "0", "rank 0"),
+        Area((2, 2), (0, 1), 9, "12, 14 and 300 more", "b"),
+        Area((2, 2), (1, 0), 9, "0", "c"),
+    ]
     found = Page(figure(areas("Saved", (4, 4), parts)))
     marks = [each for each in found.named("rect") if "data-i" in each]
     assert [(each["class"], each["y"], each["height"]) for each in marks] == [
-        ("rank-1 part", "1", "120"),
-        ("rank-2 part", "121", "120"),
+        ("rank-1 part", "1", "80"),
+        ("rank-2 part", "81", "80"),
+        ("rank-2 part", "81", "80"),
     ]
-    assert [text for tag, text in found.texts if tag == "text"] == ["0"]
+    assert [text for tag, text in found.texts if tag == "text"] == ["0", "12\u2026"]
 
 
 # -- by rank ---------------------------------------------------------------------------------------------------------
@@ -104,7 +155,8 @@ def test_a_straggler_is_named():
     text = Page(by_rank("rank", [of_seconds("write", [1.0, 1.0, 4.0, 1.0]), of_bytes("Saved", [5, 5, 5, 5])])).text()
     assert "write: rank 2 stands out; rank 2 has 4 s, 4.0 times the median." in text
     assert "Saved: rank" not in text
-    assert "No rank has more than 1.2 times the median." in Page(by_rank("rank", [of_bytes("Saved", [5, 5])])).text()
+    said = "No rank stands out: none has more than 1.2 times the median and 1.0 MiB above it."
+    assert said in Page(by_rank("rank", [of_bytes("Saved", [5, 5])])).text()
 
 
 def test_few_ranks_are_all_in_the_table():
@@ -116,8 +168,10 @@ def test_few_ranks_are_all_in_the_table():
 def test_of_many_ranks_the_table_has_those_that_stand_out():
     values = [1.0] * 1024
     values[700], values[3] = 9.0, 5.0
-    found = rows(by_rank("rank", [of_seconds("plan", [1.0] * 1024), of_seconds("write", values)]))
-    assert found[3:6] == ["700", "3", "0"]
+    # Of these none stands out, for all their ratio.
+    plan = [0.0001] * 1023 + [0.1]
+    found = rows(by_rank("rank", [of_seconds("plan", plan), of_seconds("write", values)]))
+    assert found[3:6] == ["700", "3", "1023"]
     assert len(found) == 3 + MOST_RANKS
 
 

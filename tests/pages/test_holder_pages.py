@@ -36,15 +36,59 @@ def test_of_many_keys_the_first_are_shown_and_the_rest_counted():
     found = check(content)
     assert len(content) < 500_000
     assert f"{20_000 - MOST_DRAWN} smaller ones are not drawn" in found.text()
-    assert "of 20000 tensors; the text and --json have all" in found.text()
+    assert "of 20000 parameters; the text and --json have all" in found.text()
 
 
-def test_the_largest_tensors_are_drawn():
+def test_the_largest_parameters_are_drawn():
     sizes = {f"w{n:02}": n + 1 for n in range(20)}
     tensors = {key: TensorHolders("int8", [n], [Part([0], [n], None, n, [0])], []) for key, n in sizes.items()}
     found = check(holders_page(HoldersReport("c", 0, 7, 1, "", tensors, [210])))
-    drawn = [each.partition(":")[0] for tag, each in found.texts if tag == "h3"]
+    drawn = [each.partition(" ")[0] for tag, each in found.texts if tag == "h3"]
     assert drawn == sorted(sizes)[-MOST_DRAWN:]
+
+
+def adam(parts: dict[str, list[Part]]) -> HoldersReport:
+    """A parameter of 4 elements, with the states of AdamW; ``parts``: of some of them."""
+    whole = [Part([0], [4], None, 8, [0], ["a"])]
+    states = {"": "bfloat16", ".moment1_0": "float32", ".moment2_0": "float32", ".w_0": "float32"}
+    tensors = {f"w{name}": TensorHolders(dtype, [4], parts.get(name, whole), []) for name, dtype in states.items()}
+    tensors["w.beta1_pow_acc_0"] = TensorHolders("float32", [1], [Part([0], [1], None, 4, [0], ["a"])], [])
+    return HoldersReport("c", 0, 7, 2, "", dict(sorted(tensors.items())), [36, 0])
+
+
+def test_states_that_are_cut_as_their_parameter_share_its_drawing():
+    # A flattened range that is all of the box is no other cut.
+    found = check(holders_page(adam({".w_0": [Part([0], [4], [0, 4], 16, [0], ["b"])]})))
+    assert [each for tag, each in found.texts if tag == "h3"] == ["w [4]"]
+    names = "parameter bfloat16; moment1_0, moment2_0, master weight (w_0) float32"
+    assert [each for tag, each in found.texts if tag in ("p", "td") and "moment1" in each] == [names] * 2
+    titles = [each for tag, each in found.texts if tag == "title" and each.startswith("[")]
+    assert titles == ["[0:4]: rank 0, 40 B"]
+    assert [each for tag, each in found.texts if tag in ("th", "td")][-14:] == [
+        *("w", names, "saved", "[0:4]", "0", "40 B", "a, b"),
+        *("w", "beta1_pow_acc_0 float32", "saved", "[0:1]", "0", "4 B", "a"),
+    ]
+
+
+def test_states_that_are_cut_otherwise_have_a_drawing_of_their_own():
+    halves = [Part([0], [4], [2 * r, 2 * r + 2], 8, [r]) for r in range(2)]
+    found = check(holders_page(adam(dict.fromkeys((".moment1_0", ".moment2_0", ".w_0"), halves))))
+    assert [each for tag, each in found.texts if tag == "h3"] == ["w [4]"]
+    names = [each for tag, each in found.texts if tag == "p" and "float" in each]
+    assert names == ["parameter bfloat16", "moment1_0, moment2_0, master weight (w_0) float32"]
+    titles = [each for tag, each in found.texts if tag == "title" and each.startswith("[")]
+    assert titles == [
+        "[0:4]: rank 0, 8 B",
+        "[0:4] flattened 0:2: rank 0, 24 B",
+        "[0:4] flattened 2:4: rank 1, 24 B",
+    ]
+
+
+def test_a_state_alone_is_drawn_under_its_parameter():
+    tensors = {"w.moment1_0": TensorHolders("float32", [1], [Part([0], [1], None, 4, [0])], [])}
+    found = check(holders_page(HoldersReport("c", 0, 7, 1, "", tensors, [4])))
+    assert [each for tag, each in found.texts if tag == "h3"] == ["w [1]"]
+    assert "moment1_0 float32" in [each for tag, each in found.texts if tag == "p"]
 
 
 def rectangles(parts: list[Part], shape: tuple[int, ...]) -> np.ndarray:

@@ -9,7 +9,21 @@ import re
 
 import pytest
 
-from paddle_flexckpt.pages.markup import Markup, Section, bullets, element, facts, join, page, paragraph, table, text
+from paddle_flexckpt.pages.markup import (
+    LONG,
+    Amount,
+    Markup,
+    Section,
+    bullets,
+    element,
+    facts,
+    join,
+    of_size,
+    page,
+    paragraph,
+    table,
+    text,
+)
 from tests.pages.samples import HOSTILE, Page, check
 
 
@@ -37,8 +51,8 @@ def test_markup_is_not_escaped_again():
 
 @pytest.mark.parametrize("hostile", HOSTILE)
 def test_a_page_of_hostile_text_is_a_page(hostile):
-    rows = [(hostile, hostile), ("b", "2")]
-    parts = [table(hostile, (hostile, "n"), rows, numbers=(1,)), bullets([hostile]), facts([(hostile, hostile)])]
+    rows = [(hostile, hostile), ("b", Amount(hostile, 2))]
+    parts = [table(hostile, (hostile, "n"), rows), bullets([hostile]), facts([(hostile, hostile)])]
     content = page(hostile, hostile, [Section(hostile, join(parts))])
     found = check(content)
     shown = html.unescape(text(hostile))
@@ -59,3 +73,22 @@ def test_the_policy_allows_the_pages_own_style_and_script_and_nothing_else():
 
 def test_lists_are_cut():
     assert bullets(["a", "b", "c"], 2) == "<ul><li>a</li><li>b</li><li>and 1 more</li></ul>"
+
+
+def test_numbers_carry_what_sorts_them():
+    found = Page(table("t", ("Key", "Count", "Size"), [("a", 7, of_size(1_000_000)), ("b", -1, "-")]))
+    assert [each.get("data-v") for each in found.named("td")] == ["7", "1000000", "-1", None]
+    assert [each.get("class") for each in found.named("th")] == [None, "number", "number", None, None]
+    assert [text for tag, text in found.texts if tag == "td"] == ["7", "976.6 KiB", "-1", "-"]
+    # A column of numbers is one though its first cell has none.
+    found = Page(table("t", ("Key", "n"), [("a", "-"), ("b", 2)]))
+    assert {each["class"] for each in found.named("td")} == {"number"}
+    exact = 0.1 + 0.2
+    (cell,) = Page(table("t", ("Key",), [(Amount("0.3", exact),)])).named("th")[1:]
+    assert float(cell["data-v"]) == exact
+
+
+@pytest.mark.parametrize(("rows", "kind"), [(0, "scroll"), (LONG, "scroll"), (LONG + 1, "scroll long")])
+def test_a_table_of_few_rows_does_not_scroll(rows, kind):
+    (box,) = Page(table("t", ("Key", "n"), [("a", n) for n in range(rows)])).named("div")
+    assert box["class"] == kind

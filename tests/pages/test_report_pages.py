@@ -23,7 +23,7 @@ def test_a_rehearsal_says_who_reads_what_of_whom(ranks):
     content = rehearsal_page(rehearsal(ranks))
     found = check(content)
     assert len(content) < 2_000_000
-    assert "Read: rank 1 stands out; rank 1 has 1000 B, 10.0 times the median." in found.text()
+    assert "Read: rank 1 stands out; rank 1 has 10.0 MiB, 104857.6 times the median." in found.text()
     titles = [each for tag, each in found.texts if tag == "title" and " to rank" in each]
     if ranks <= 64:
         assert "rank 1 to rank 1: 60 B" in titles

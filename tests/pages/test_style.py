@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import colorsys
+
+import numpy as np
 import pytest
 
 from paddle_flexckpt.pages.markup import COLOURS, LEVELS, PALETTE, SCRIPT, STYLE
+
+AMOUNTS = [f"heat-{level + 1}" for level in range(LEVELS)]
+RANKS = [f"rank-{rank + 1}" for rank in range(COLOURS)]
 
 
 def luminance(colour: str) -> float:
@@ -40,6 +46,53 @@ def test_marks_can_be_seen(scheme):
     assert {name for name in ("bar", "far", "line") if contrast(colours[name], colours["ground"]) < 3} == set()
     shades = [luminance(colours[f"heat-{level}"]) for level in range(1, LEVELS + 1)]
     assert shades == sorted(shades, reverse=scheme == 0)
+
+
+# How colours look without one kind of cone (Machado and others, 2009), in linear light.
+SEEN = {
+    "all": np.eye(3),
+    "no red": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "no green": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "no blue": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+_TO_XYZ = np.asarray([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+
+
+def lab(colour: str, seen) -> np.ndarray:
+    """Return the CIE L*a*b* of a colour as it is seen."""
+    parts = np.asarray([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    linear = np.where(parts <= 0.04045, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    xyz = _TO_XYZ @ np.clip(seen @ linear, 0, 1) / [0.9505, 1, 1.089]
+    x, y, z = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
+    return np.asarray([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+@pytest.mark.parametrize("seen", SEEN)
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_of_one_chart_are_told_apart_by_all(scheme, seen):
+    found = {name: lab(both[scheme], np.asarray(SEEN[seen])) for name, both in PALETTE.items()}
+
+    def apart(one: str, other: str) -> float:
+        return float(np.linalg.norm(found[one] - found[other]))
+
+    assert apart("bar", "far") > 20
+    for rank in range(COLOURS):
+        name, others = f"rank-{rank + 1}", [f"rank-{(rank + n) % COLOURS + 1}" for n in range(1, COLOURS)]
+        # Neighbouring ranks are beside each other.
+        assert apart(name, others[0]) > 12 and min(apart(name, other) for other in others) > 5
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_blue_is_an_amount_and_red_a_rank_that_stands_out(scheme):
+    hue = {}
+    for name, both in PALETTE.items():
+        red, green, blue = (int(both[scheme][i : i + 2], 16) / 255 for i in (1, 3, 5))
+        hue[name] = 360 * colorsys.rgb_to_hls(red, green, blue)[0]
+    assert {name: each for name, each in hue.items() if name in ("bar", *AMOUNTS) and not 195 < each < 225} == {}
+    assert hue["far"] < 15
+    assert {
+        name: each for name, each in hue.items() if name in RANKS and not 20 < each < 195 and not 225 < each < 330
+    } == {}
 
 
 def test_nothing_is_loaded():
