@@ -93,73 +93,67 @@ def svg(width: int, height: int, *parts: str) -> str:
 def key() -> str:
     """Draw two ranks that have parts of a tensor, which is one key in the checkpoint."""
     parts = []
-    for rank, top in enumerate((8, 104)):
-        parts += [frame(1, top, 250, 84), text(14, top + 22, f"rank {rank}", more='font-weight="600"')]
-        parts += [code(14, top + 46, "mlp.up.weight"), code(14, top + 68, "….moment1_0")]
-        parts += [box(168, top + 12, 68, 26, (rank,)), box(168, top + 46, 68, 26, (rank,))]
-        parts += [arrow(258, top + 42, 318, 98 + 10 * (rank - 0.5))]
-    parts += [frame(328, 20, 291, 156), text(342, 44, "checkpoint: one key for each tensor", more='font-weight="600"')]
-    for name, top in (("mlp.up.weight", 62), ("mlp.up.weight.moment1_0", 118)):
-        parts += [code(342, top + 12, name), *(box(342 + 68 * rank, top + 20, 66, 24, (rank,)) for rank in (0, 1))]
-        parts += [code(490, top + 37, "[256, 768]")]
-    return svg(620, 196, *parts)
+    for rank, top in enumerate((1, 99)):
+        parts += [frame(1, top, 176, 88), text(12, top + 22, f"rank {rank}", more='font-weight="600"')]
+        parts += [code(12, top + 47, "mlp.up.weight"), code(12, top + 71, "….moment1_0")]
+        parts += [box(120, top + 32, 46, 22, (rank,)), box(120, top + 57, 46, 22, (rank,))]
+        parts += [arrow(184, top + 44, 226, 94 + 12 * (rank - 0.5))]
+    parts += [frame(234, 8, 245, 172), text(246, 31, "checkpoint: one key a tensor", more='font-weight="600"')]
+    for name, top in (("mlp.up.weight", 46), ("mlp.up.weight.moment1_0", 110)):
+        parts += [code(246, top + 14, name), *(box(246 + 68 * rank, top + 23, 66, 22, (rank,)) for rank in (0, 1))]
+        parts += [code(390, top + 38, "[256, 768]")]
+    return svg(480, 188, *parts)
 
 
 def shard() -> str:
     """Draw a box of a tensor, and a range of its elements."""
-    side, parts = 30, []
-    for left, title in ((6, "A shard is a box"), (336, "or a range of its elements in order")):
-        parts += [text(left, 18, title, more='font-weight="600"')]
+    side, parts = 26, []
+    for left, title in ((1, "A shard is a box"), (256, "or a range of its elements")):
+        parts += [text(left, 14, title, more='font-weight="600"')]
         for number in range(32):
             row, column = divmod(number, 8)
-            mine = column >= 5 and row >= 1 if left == 6 else 11 <= number < 23
+            mine = column >= 5 and row >= 1 if left == 1 else 11 <= number < 23
             fill = RANKS[0] if mine else "currentColor"
-            place = f'x="{left + column * side}" y="{30 + row * side}" width="{side - 2}" height="{side - 2}"'
+            place = f'x="{left + column * side}" y="{26 + row * side}" width="{side - 2}" height="{side - 2}"'
             parts.append(f'<rect {place} fill="{fill}" fill-opacity="{1 if mine else 0.12}"/>')
     lines = (("global_shape", "(4, 8)"), ("global_offset", "(1, 5)"), ("local_shape", "(3, 3)"))
     for number, (name, value) in enumerate(lines):
-        parts.append(code(6, 174 + 20 * number, f"{name:<13} = {value}", more='xml:space="preserve"'))
-    parts += [code(336, 174, "flattened_range = slice(11, 23)")]
-    parts += [text(336, 194, "sharding V2 and stage 3 cut so")]
-    return svg(620, 222, *parts)
+        parts.append(code(1, 150 + 19 * number, f"{name:<13} = {value}", more='xml:space="preserve"'))
+    parts += [code(256, 150, "flattened_range ="), code(256, 169, "    slice(11, 23)", more='xml:space="preserve"')]
+    return svg(480, 196, *parts)
 
 
 def layout() -> str:
     """Draw one tensor under four layouts, and the checkpoint between them."""
-    parts = [frame(238, 62, 144, 96), text(310, 104, "checkpoint", 14, "middle", 'font-weight="600"')]
-    parts += [text(310, 124, "belongs to no layout", 12, "middle")]
+    parts = [frame(174, 62, 132, 90), text(240, 104, "checkpoint", 14, "middle", 'font-weight="600"')]
+    parts += [text(240, 124, "has no layout", 12.5, "middle")]
     for left, top, title, cuts in (
-        (40, 26, "TP 2: columns", [(0, 0, 60, 60, (0,)), (62, 0, 60, 60, (1,))]),
-        (40, 142, "DP 2: replicas", [(0, 0, 122, 60, (0, 1))]),
-        (458, 26, "TP 4: columns", [(31 * rank, 0, 29, 60, (rank,)) for rank in range(4)]),
-        (458, 142, "TP 2, rows, x DP 2", [(0, 0, 122, 29, (0, 2)), (0, 31, 122, 29, (1, 3))]),
+        (1, 24, "TP 2: columns", [(0, 0, 60, 60, (0,)), (62, 0, 60, 60, (1,))]),
+        (1, 136, "DP 2: replicas", [(0, 0, 122, 60, (0, 1))]),
+        (357, 24, "TP 4: columns", [(31 * rank, 0, 29, 60, (rank,)) for rank in range(4)]),
+        (357, 136, "TP 2, DP 2: rows", [(0, 0, 122, 29, (0, 2)), (0, 31, 122, 29, (1, 3))]),
     ):
         parts += [text(left, top - 8, title, more='font-weight="600"')]
         parts += [box(left + x, top + y, width, height, ranks) for x, y, width, height, ranks in cuts]
-    parts += [arrow(172, 62, 230, 90), arrow(172, 166, 230, 134), arrow(390, 90, 450, 62), arrow(390, 134, 450, 166)]
-    parts += [text(202, 50, "save", 12.5, "middle"), text(420, 50, "load", 12.5, "middle")]
-    return svg(620, 212, *parts)
+    parts += [arrow(130, 60, 168, 88), arrow(130, 158, 168, 128), arrow(312, 88, 350, 60), arrow(312, 128, 350, 158)]
+    parts += [text(156, 48, "save", 12.5, "middle"), text(324, 48, "load", 12.5, "middle")]
+    return svg(480, 200, *parts)
 
 
 def manifest() -> str:
     """Draw the files of a checkpoint: what the manifest says of the data files."""
-    parts = [frame(1, 1, 618, 206), code(14, 24, "checkpoint/")]
-    parts += [frame(16, 38, 346, 152), code(30, 60, "0.manifest"), text(124, 60, "— written last: now it exists", 12.5)]
-    rows = (
-        ("key", "box", "file", "checksum"),
-        ("w", "[:, 0:4]", "0_0-…", "9f3c…"),
-        ("w", "[:, 4:8]", "1_0-…", "04be…"),
-        ("b", "[0:8]", "1_0-…", "7ad1…"),
-    )
-    for number, row in enumerate(rows):
-        for left, word in zip((30, 84, 184, 272), row):
-            place = (left, 88 + 26 * number)
+    parts = [frame(1, 1, 478, 190), code(12, 23, "checkpoint/")]
+    parts += [frame(12, 36, 250, 142), code(22, 58, "0.manifest"), text(112, 58, "written last", 12.5)]
+    rows = (("key", "box", "file", "sum"), ("w", "[:, 0:4]", "0_0…", "9f3c"), ("w", "[:, 4:8]", "1_0…", "04be"))
+    for number, row in enumerate((*rows, ("b", "[0:8]", "1_0…", "7ad1"))):
+        for left, word in zip((22, 58, 144, 204), row):
+            place = (left, 86 + 25 * number)
             parts.append(code(*place, word) if number else text(*place, word, 12.5, more='font-weight="600"'))
-    for rank, (top, names) in enumerate(((38, "w"), (120, "w b"))):
-        parts += [frame(424, top, 180, 70), code(436, top + 22, f"{rank}_0-….safetensors", 12)]
-        parts += [box(436 + 72 * number, top + 34, 66, 24, (rank,), name) for number, name in enumerate(names.split())]
-    parts += [arrow(330, 110, 416, 82), arrow(330, 136, 416, 152), arrow(330, 162, 416, 166)]
-    return svg(620, 208, *parts)
+    for rank, (top, names) in enumerate(((36, "w"), (112, "w b"))):
+        parts += [frame(310, top, 158, 66), code(320, top + 21, f"{rank}_0….safetensors", 12)]
+        parts += [box(320 + 70 * number, top + 32, 66, 24, (rank,), name) for number, name in enumerate(names.split())]
+    parts += [arrow(242, 107, 304, 76), arrow(242, 132, 304, 140), arrow(242, 157, 304, 156)]
+    return svg(480, 192, *parts)
 
 
 def losses(results: Path) -> str:

@@ -31,6 +31,7 @@ PLACES = {"docs/index.md": "index.md", "README.md": "overview.md"}
 META = {"index.md": "hide: [navigation, toc]"}
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _PICTURE = re.compile(r"^!\[([^\]]*)\]\((\S*images/[^)\s]+\.svg)\)$", re.M)
+_ESCAPED = re.compile(r"(?m)^\|.*\\\|.*$")
 _STYLE = re.compile(r"<style>.*?</style>\n?", re.S)
 #: Names that are public in a module of their own: what functions of the package take and return.
 MORE = {
@@ -107,7 +108,11 @@ def page(text: str, name: str, root: Path) -> str:
         drawn = drawn.replace("<svg ", f'<svg role="img" aria-label="{html.escape(found[1])}" ', 1)
         return f'<figure class="drawing">\n{drawn}</figure>'
 
-    text = _LINK.sub(link, _PICTURE.sub(picture, text))
+    def row(found: re.Match[str]) -> str:
+        # A code host takes the backslash away; here it would be shown.
+        return re.sub(r"`[^`]+`", lambda code: code[0].replace(r"\|", "|"), found[0])
+
+    text = _ESCAPED.sub(row, _LINK.sub(link, _PICTURE.sub(picture, text)))
     return f"---\n{META[place]}\n---\n\n{text}" if place in META else text
 
 

@@ -35,6 +35,11 @@ def test_drawings_become_part_of_their_page(tmp_path):
     assert "\n\n" not in figure and "<style>" not in figure and 'fill="currentColor"' in figure
 
 
+def test_a_bar_in_the_code_of_a_table_has_no_backslash(tmp_path):
+    page = script("site").page
+    assert page("| `a\\|b` | c \\| d |\n`e\\|f`", "a.md", tmp_path) == "| `a|b` | c \\| d |\n`e\\|f`"
+
+
 @pytest.mark.parametrize("name", ["key", "shard", "layout", "manifest"])
 def test_drawings_are_those_of_their_command(name):
     """Remedy: python docs/pictures.py."""
