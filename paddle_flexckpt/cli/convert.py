@@ -39,7 +39,8 @@ def add_command(commands: Any) -> None:
         help="write a checkpoint of any format in another format or layout",
         description="Writes a checkpoint of any format that can be read in another format or layout, one file after "
         "the other, in little memory. An interrupted conversion goes on when the same command is given again. The "
-        "destination is no checkpoint before all of it is there. config.json is copied.",
+        "destination is no checkpoint before all of it is there. config.json, a tokenizer's files and the like are "
+        "copied.",
         epilog="example: flexckpt convert model.pdparams out --format huggingface --model llama --config config.json",
     )
     parser.add_argument("source", metavar="SRC", help="directory or URL of a checkpoint, or a file that is one")

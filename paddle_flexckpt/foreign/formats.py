@@ -186,6 +186,11 @@ class SourceDirectory(CheckpointDirectory):
         super().__init__(backend)
         self.path = backend.where(self._file) if self._file else backend.path
 
+    @property
+    def is_file(self) -> bool:
+        """Return whether it is one file."""
+        return bool(self._file)
+
     def list_ids(self) -> list[int]:
         """Return the ids of this library's own checkpoints, in rising order."""
         return [] if self._file else super().list_ids()

@@ -23,6 +23,7 @@ from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import EXTRA_STATE, NATURAL, Catalog, Order, ValidationError, dtype_of, may_be_fused
 from paddle_flexckpt.catalog.dtypes import is_float
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Backend, Location, publish
@@ -34,6 +35,7 @@ from paddle_flexckpt.optimizer_states import is_counter
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.progress import Meter
 from paddle_flexckpt.report import Report
+from paddle_flexckpt.tools.companion_files import find_companions
 from paddle_flexckpt.tools.conversion_content import Content, ConversionTarget, notes_of, read_config
 from paddle_flexckpt.tools.conversion_notes import ConversionNotes
 from paddle_flexckpt.tools.conversion_targets import TARGETS
@@ -134,7 +136,8 @@ class ConvertReport(Report):
         cast: Number of tensors whose type was changed.
         maybe_fused: Keys that may be fused without a record of it in the source: written in their stored order.
         replicas_used: By key, the damage, and the rank and file of the replica that was read instead.
-        notes: Assumptions.
+        copied: Names of the files beside the tensors that were copied, such as ``config.json`` and a tokenizer's.
+        notes: Assumptions, and files that were not copied.
         seconds: Wall time; ``total`` is all of it.
     """
 
@@ -156,6 +159,7 @@ class ConvertReport(Report):
     cast: int = 0
     maybe_fused: list[str] = field(default_factory=list)
     replicas_used: dict[str, str] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
@@ -173,6 +177,8 @@ class ConvertReport(Report):
             text += f"; {self.left_out} states left out"
         if self.cast:
             text += f"; {self.cast} tensors cast"
+        if self.copied:
+            text += f"; copied {listed(self.copied, 5)}"
         return text + "".join(f"; note: {note}" for note in self.notes)
 
 
@@ -234,7 +240,7 @@ class _Conversion:
         if any(problems):
             raise ValidationError([problem for problem in problems if problem is not None])
         self._config = read_config(options.config, directory)
-        self._notes = notes_of(self._config, options.dtype, codes.are_dequantized, strategy, directory)
+        self._companions = find_companions(directory.backend, catalog.files, not directory.is_file)
         self._digest = self._make_digest()
         content = Content(
             infos=self._infos,
@@ -248,6 +254,7 @@ class _Conversion:
             save_replicas=options.save_replicas,
         )
         self._target: ConversionTarget = target(sink, content)
+        self._notes = notes_of(self._config, options.dtype, codes.are_dequantized, content)
 
     def _make_digest(self) -> str:
         """Return a digest of source, options and configuration."""
@@ -256,7 +263,7 @@ class _Conversion:
         times = []
         if manifest.foreign and backend.has_path:  # whose files have no checksums
             times = [os.stat(backend.where(name)).st_mtime_ns for name in manifest.catalog.files]
-        details = [__version__, agreed, xxhash.xxh3_128_hexdigest(manifest.encode()), times]
+        details = [__version__, agreed, xxhash.xxh3_128_hexdigest(manifest.encode()), times, self._companions.copied]
         text = json.dumps(details, sort_keys=True, default=repr).encode()
         return xxhash.xxh3_128_hexdigest(text + (self._config or b""))
 
@@ -266,13 +273,14 @@ class _Conversion:
         sink.make_directory()
         with sink.locks.take():
             own = [CONFIG_FILE] if self._config is not None else []
-            notes.begin([*target.names(), *own], self._options.restart)
+            notes.begin([*target.names(), *own, *self._companions.copied], self._options.restart)
             files, done = target.files, dict[str, Any]()
             records: dict[int, bytes] = {}
             kept = [file.name for file in files]
             if not target.is_committed():
                 if self._config is not None:
                     publish(sink, CONFIG_FILE, self._config)
+                self._companions.copy(self._directory.backend, sink)
                 target.begin()
                 for number, file in enumerate(files):
                     record = notes.read(file.name)
@@ -297,7 +305,8 @@ class _Conversion:
             total_bytes=total,
             bytes_written=total - sum(file.data_bytes for file in target.files if file.name in kept),
             cast=sum(info.dtype != self._chosen.infos[name].dtype for name, info in self._infos.items()),
-            notes=[*target.notes, *self._notes],
+            copied=[*own, *self._companions.copied],
+            notes=[*target.notes, *self._notes, *self._companions.notes()],
             seconds={"total": time.perf_counter() - begin},
             **done,
         )

@@ -36,7 +36,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Backend, publish
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.planning.strategy import Strategy
-from paddle_flexckpt.tools.models import layout_for
+from paddle_flexckpt.tools.models import layout_for, model_of, tensor_degree
 from paddle_flexckpt.tools.tensor_files import group, write_arrays
 from paddle_flexckpt.tools.whole_tensors import TensorBox
 from paddle_flexckpt.transfer.files import CONFIG_FILE
@@ -44,11 +44,7 @@ from paddle_flexckpt.transfer.files import CONFIG_FILE
 # A header of 100 MB, the largest that safetensors allows, can hold more than twice as many.
 MOST_TENSORS = 100_000
 _READ_BYTES = 4 << 20
-# Files beside a model's weights that are needed to use it.
-_BESIDE = re.compile(
-    r".*tokeni[sz]er.*|vocab\..*|merges\.txt|spiece\.model|sentencepiece.*|special_tokens_map\.json|added_tokens\.json|"
-    r"generation_config\.json|chat_template\..*|.*processor_config\.json"
-)
+_KEY_OR_VALUE = re.compile(r"\.[kv]_proj\.")
 _HEAD_COUNTS = ("num_key_value_heads", "num_attention_heads", "n_head")
 
 
@@ -313,16 +309,10 @@ def read_config(given: str | os.PathLike[str] | None, directory: SourceDirectory
         ) from error
 
 
-def notes_of(
-    config: bytes | None,
-    dtype: str | None,
-    dequantizes: bool,
-    strategy: Strategy | Mesh | None,
-    directory: SourceDirectory,
-) -> list[str]:
-    """Return notes on differences between a configuration and the tensors, and on files that are not copied."""
+def notes_of(config: bytes | None, dtype: str | None, dequantizes: bool, content: Content) -> list[str]:
+    """Return notes on differences between a configuration and the tensors."""
     known: dict[str, Any] = json.loads(config) if config is not None else {}
-    notes = [*_of_dtype(known, dtype), *_of_heads(known, strategy), *_of_files(directory)]
+    notes = [*_of_dtype(known, dtype), *_of_heads(known, content)]
     if dequantizes and known.get("quantization_config"):
         notes.append(
             f"{CONFIG_FILE} was copied as it is, and has a quantization_config; statements dequantize: take it out "
@@ -337,17 +327,32 @@ def _of_dtype(known: dict[str, Any], dtype: str | None) -> Iterator[str]:
         yield f"{CONFIG_FILE} was copied as it is, and says {named[0]}; the tensors are {dtype}"
 
 
-def _of_heads(known: dict[str, Any], strategy: Strategy | Mesh | None) -> Iterator[str]:
-    ranks = strategy.tp if isinstance(strategy, Strategy) else 1
+def _of_heads(known: dict[str, Any], content: Content) -> Iterator[str]:
+    """Yield a warning where tensor parallelism cuts inside of key and value heads, or of other heads."""
+    ranks = 1 if content.strategy is None else tensor_degree(content.strategy)
     name = next((name for name in _HEAD_COUNTS if type(known.get(name)) is int), None)
-    if name is not None and known[name] % ranks:
-        yield (
-            f"tp={ranks} cuts inside of heads: {CONFIG_FILE} has {name}={known[name]}, which that does not divide. A "
-            "load puts any parts together again; the model's ranks have to hold the same parts, or repeat whole heads"
+    if name is None or not known[name] % ranks:
+        return
+    grouped = [each for each in content.infos if _KEY_OR_VALUE.search(each)]
+    cut = sorted(_cut_names(content).intersection(grouped))
+    if grouped and not cut:
+        return
+    warning = (
+        f"tp={ranks} cuts inside of heads: {CONFIG_FILE} has {name}={known[name]}, which that does not divide. A load "
+        "puts any parts together again; the model's ranks have to hold the same parts, or repeat whole heads"
+    )
+    if cut:
+        warning += (
+            f". This cuts {listed(cut, 2)}. Remedy: where each rank of the model has all key and value heads, as those "
+            "of PaddleNLP's Llama, give first --cut '*.k_proj.*=none' --cut '*.v_proj.*=none' (cuts= in Python); or a "
+            "degree that divides their number"
         )
+    yield warning
 
 
-def _of_files(directory: SourceDirectory) -> Iterator[str]:
-    names = [name for name in sorted(directory.backend.names()) if _BESIDE.fullmatch(name)]
-    if names:
-        yield f"tensors and {CONFIG_FILE} are converted: copy {listed(names, 5)} from the source where they are needed"
+def _cut_names(content: Content) -> set[str]:
+    """Return the names of the tensors that tensor parallelism cuts; all where a mesh places them one by one."""
+    if isinstance(content.strategy, Mesh) and content.strategy.placements:
+        return set(content.infos)
+    infos = {name: info for name, info in content.infos.items() if not name.startswith(EXTRA_STATE)}
+    return {each.name for each in model_of(infos, content.stored, content.cuts).tensors if each.tp_axis is not None}

@@ -137,7 +137,7 @@ def layout_for(
     Raises:
         ValidationError: The strategy cannot cut the model.
     """
-    return noted_layout(strategy, model_of(infos, stored, cuts, states, _tensor_degree(strategy) > 1))
+    return noted_layout(strategy, model_of(infos, stored, cuts, states, tensor_degree(strategy) > 1))
 
 
 def noted_layout(strategy: Strategy | Mesh, described: Model) -> tuple[JobLayout, list[str]]:
@@ -159,7 +159,7 @@ def _check_cuts(strategy: Strategy | Mesh, described: Model) -> list[str]:
     Raises:
         ValidationError: It cuts none, as no cut is known.
     """
-    if _tensor_degree(strategy) == 1:
+    if tensor_degree(strategy) == 1:
         return []
     whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]
     if all(each.tp_axis is None for each in described.tensors):
@@ -170,7 +170,7 @@ def _check_cuts(strategy: Strategy | Mesh, described: Model) -> list[str]:
     return [f"each rank of tensor parallelism has all of {listed(whole, 3)} (--cut says otherwise)"] if whole else []
 
 
-def _tensor_degree(strategy: Strategy | Mesh) -> int:
+def tensor_degree(strategy: Strategy | Mesh) -> int:
     """Return the number of ranks among which tensor parallelism cuts a tensor."""
     if isinstance(strategy, Mesh):
         return max((extent for extent, axis in zip(strategy.shape, strategy.axes) if axis in TENSOR_AXES), default=1)

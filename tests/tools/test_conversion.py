@@ -35,6 +35,7 @@ from tests.loading import test_fused_degrees as fused
 from tests.native.samples import flip
 from tests.property import examples
 from tests.ramdisk import memory_directory
+from tests.remedies.following import advised
 from tests.saved import data_file
 from tests.transfer.samples import Part, catalog, save, values_of
 
@@ -711,19 +712,101 @@ def test_states_under_names_of_others_stay_states(tmp_path, state, again):
     assert fc.export_safetensors(path, tmp_path / "export").left_out == len(state) - len(weights)
 
 
-def test_what_is_not_converted_is_told(tmp_path, checkpoint):
+@pytest.mark.parametrize("form", list(TARGETS))
+def test_a_tokenizer_is_copied_and_the_rest_is_named(tmp_path, checkpoint, form):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "README.md", "modeling.py"):
+        (source / name).write_text(name)
+    options = {"format": form, "aoa_config": {"aoa_statements": ["pair -> _"]}}
+    report = convert_checkpoint(source, tmp_path / "out", **options)
+    copied = ["config.json", "merges.txt", "tokenizer.json", "tokenizer_config.json"]
+    assert report.copied == copied
+    assert [(tmp_path / "out" / name).read_bytes() for name in copied] == [(source / n).read_bytes() for n in copied]
+    assert not {"README.md", "modeling.py"} & set(os.listdir(tmp_path / "out"))
+    assert "copied config.json, merges.txt, tokenizer.json, tokenizer_config.json" in report.summary()
+    assert "left in the source, as tensors do not need them: README.md" in report.notes
+    assert any("as code" in note and "modeling.py" in note for note in report.notes)
+    # A file that has changed is another source; a restart removes what was copied.
+    again = tmp_path / "again"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TARGETS[form], "commit", broken)
+        with pytest.raises(OSError, match="broken"):
+            convert_checkpoint(source, again, **options)
+    (source / "merges.txt").write_text("other")
+    with pytest.raises(ValidationError, match="begun conversion of another checkpoint"):
+        convert_checkpoint(source, again, **options)
+    (source / "tokenizer.json").unlink()
+    convert_checkpoint(source, again, **options, restart=True)
+    assert (again / "merges.txt").read_text() == "other"
+    assert not (again / "tokenizer.json").exists()
+
+
+def broken(*arguments) -> None:
+    raise OSError("broken")
+
+
+def test_heads_that_are_cut_are_warned_of(tmp_path, checkpoint):
     pytest.importorskip("paddle")
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)
-    for name in ("tokenizer.json", "tokenizer_config.json", "merges.txt", "README.md", "my_tokenizers"):
-        (source / name).write_text("{}")
     (source / "config.json").write_text(json.dumps({**CONFIG, "num_key_value_heads": 2, "num_attention_heads": 8}))
-    notes = convert_checkpoint(source, tmp_path / "dcp", format="torch_dcp").notes
-    files = "merges.txt, my_tokenizers, tokenizer.json, tokenizer_config.json"
-    assert notes == [f"tensors and config.json are converted: copy {files} from the source where they are needed"]
     for degree, expected in ((1, []), (2, []), (4, ["num_key_value_heads=2"])):
         report = convert_checkpoint(source, tmp_path / f"tp{degree}", strategy=f"tp={degree}", cuts=CUTS)
         told = [note for note in report.notes if "cuts inside of heads" in note]
         assert len(told) == len(expected)
         assert all(words in note and f"tp={degree}" in note for words, note in zip(expected, told))
         assert fc.load_merged_state_dict(tmp_path / f"tp{degree}")["layers.0.w"].shape == [8, 12]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "whole", "is_warned"),
+    [
+        ("tp=4", False, True),
+        ("mp=4", False, True),
+        ("mesh=4:mp", False, True),
+        ("tp=2", False, False),
+        ("tp=4", True, False),
+        ("mesh=4:mp", True, False),
+    ],
+)
+def test_key_and_value_heads_of_grouped_queries(tmp_path, strategy, whole, is_warned):
+    """Two of them on four ranks: cut in half, or whole on each rank as PaddleNLP's Llama has them."""
+    state = {
+        f"layers.0.{name}_proj.weight": np.ones((8, rows), dtype=np.float32) for name, rows in zip("qkv", (16, 4, 4))
+    }
+    save(tmp_path / "source", state)
+    (tmp_path / "source" / "config.json").write_text('{"num_key_value_heads": 2, "num_attention_heads": 8}')
+    cuts = [("*.k_proj.*", None), ("*.v_proj.*", None)] if whole else []
+    cuts += [("*_proj.*", 1)]
+    report = convert_checkpoint(tmp_path / "source", tmp_path / "out", strategy=strategy, cuts=cuts)
+    told = [note for note in report.notes if "cuts inside of heads" in note]
+    assert bool(told) == is_warned
+    if not told:
+        return
+    assert "This cuts layers.0.k_proj.weight, layers.0.v_proj.weight. Remedy: where each rank" in told[0]
+    advised("tools/conversion_content.py", "give first --cut '*.k_proj.*=none' --cut '*.v_proj.*=none'", told[0])
+    first = [("*.k_proj.*", None), ("*.v_proj.*", None)]
+    for name, followed in {"cut": {"strategy": strategy, "cuts": [*first, *cuts]}, "two": {"strategy": "tp=2"}}.items():
+        report = convert_checkpoint(tmp_path / "source", tmp_path / name, **{"cuts": cuts, **followed})
+        assert not any("cuts inside of heads" in note for note in report.notes)
+        same_tensors(tmp_path / "source", tmp_path / name)
+
+
+@pytest.mark.parametrize("statements", [None, ["net.x -> net.y"]])
+@pytest.mark.parametrize(
+    ("form", "strategy"), [*((form, None) for form in TARGETS), ("native", "tp=2"), ("paddle", "tp=2")]
+)
+def test_a_prefix_is_taken_off_in_every_format(tmp_path, form, strategy, statements):
+    state = {f"net.{name}": np.full((4, 6), number, np.float32) for number, name in enumerate(("x", "w", "deep.w"))}
+    save(tmp_path / "in", {**state, "net.x.moment1_0": np.ones((4, 6), np.float32), "other": np.ones(3, np.float32)})
+    config = None if statements is None else {"aoa_statements": statements}
+    options = {"format": form, "strategy": strategy, "cuts": [("*", 1)] if strategy else [], "states": False}
+    report = convert_checkpoint(tmp_path / "in", tmp_path / "out", config, prefix="net", **options)
+    renamed = "x" if statements is None else "y"
+    manifest = SourceDirectory(tmp_path / "out").read_manifest()
+    assert set(manifest.catalog.keys) == {renamed, "w", "deep.w"}
+    assert report.keys == 3
+    back = [f"{name} -> net.{'x' if name == 'y' else name}" for name in (renamed, "w", "deep.w")]
+    found = diff(tmp_path / "out", tmp_path / "in", {"aoa_statements": back})
+    assert (found.differing, found.unlike, found.only_in_first) == ({}, {}, [])
