@@ -102,8 +102,8 @@ dt{{font-size:.85rem}}dd{{margin:0;font-weight:600}}
 pre{{white-space:pre-wrap;background:var(--panel);color:var(--panel-text);padding:.75rem;border-radius:.4rem}}
 .scroll{{overflow:auto;margin:.75rem 0}}.long{{max-height:max(28rem,80vh)}}
 table{{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums;overflow-wrap:normal}}
-caption{{text-align:left;color:var(--quiet);padding-bottom:.25rem}}
-th,td{{text-align:left;padding:.2rem 1.1rem .2rem 0;vertical-align:top;border-bottom:1px solid var(--line)}}
+caption{{text-align:left;color:var(--quiet);padding-bottom:.25rem;max-width:calc(100vw - 4rem)}}
+th,td{{text-align:left;padding:.2rem .9rem .2rem 0;vertical-align:top;border-bottom:1px solid var(--line)}}
 thead th{{position:sticky;top:0;background:var(--ground);white-space:nowrap}}
 tbody th{{font-weight:400}}.wide{{overflow-wrap:anywhere;min-width:min(14rem,50vw)}}
 .number{{text-align:right;white-space:nowrap}}
@@ -114,7 +114,6 @@ th button:focus-visible{{outline:3px solid var(--link)}}
 .filter{{display:block;margin:.75rem 0 -.5rem;font-size:.9rem}}
 .filter input{{font:inherit;color:inherit;background:var(--ground);border:1px solid var(--line);border-radius:.3rem;
 padding:.2rem .5rem;width:min(20rem,60%);margin:0 .5rem}}
-progress{{accent-color:var(--bar);width:5rem}}
 figure{{margin:1rem 0}}figcaption,.quiet{{color:var(--quiet);font-size:.9rem}}
 .charts,.pair{{display:flex;flex-wrap:wrap;gap:0 2rem;align-items:flex-start}}
 .charts>*,.pair>*{{max-width:100%}}.charts .long{{max-height:20rem}}

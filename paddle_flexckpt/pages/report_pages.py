@@ -61,7 +61,7 @@ def diff_page(report: DiffReport) -> str:
         found.append(Section("Shapes and dtypes", table(caption, ("Key", "First", "Second"), rows)))
     for name, keys in (("first", report.only_in_first), ("second", report.only_in_second)):
         if keys:
-            found.append(Section(f"Only in the {name}", bullets(keys, MOST_ROWS)))
+            found.append(Section(f"Only in the {name}", _keys(f"Keys only in the {name}", keys)))
     return page("What differs between two checkpoints", report.summary(), found)
 
 
@@ -77,6 +77,7 @@ def _values(report: DiffReport) -> Markup:
     """Return a table of the tensors whose values differ, the largest relative difference first."""
     has_tolerances = bool(report.rtol or report.atol)
     shown = list(report.differing.items())[:MOST_ROWS]
+    has_others = any(each.not_finite for _, each in shown)
     rows = [
         (
             key,
@@ -86,26 +87,23 @@ def _values(report: DiffReport) -> Markup:
             Amount(f"{each.mean_difference:.3g}", each.mean_difference),
             Amount(each.ulps, float(each.max_ulps or 0)) if each.ulps else "-",
             each.changed,
-            Amount(
-                join(
-                    [
-                        element("progress", "", max=1, value=f"{each.share:.6g}", aria_hidden="true"),
-                        f" {each.share:.2%}",
-                    ]
-                ),
-                each.share,
-            ),
-            each.not_finite,
+            Amount(f"{each.share:.2%}", each.share),
+            *([each.not_finite] if has_others else []),
             *([each.beyond] if has_tolerances else []),
             str(each.first_index),
         )
         for key, each in shown
     ]
-    head = ["Key", "Tensor", "Relative", "Largest", "Mean", "ULPs", "Elements", "Share", "Not finite"]
-    head += [*(["Not allowed"] if has_tolerances else []), "First at"]
+    head = ["Key", "Tensor", "Relative", "Largest", "Mean", "ULPs", "Elements", "Share"]
+    head += [*(["Not finite"] if has_others else []), *(["Not allowed"] if has_tolerances else []), "First at"]
     caption = "Tensors whose values differ, the largest relative difference first"
     caption = _caption(caption, len(rows), len(report.differing))
     return table(caption, head, rows)
+
+
+def _keys(caption: str, keys: Sequence[str]) -> Markup:
+    rows = [(key,) for key in keys[:MOST_ROWS]]
+    return table(_caption(caption, len(rows), len(keys)), ("Key",), rows)
 
 
 def _caption(text: str, shown: int, count: int) -> str:
@@ -138,7 +136,7 @@ def rehearsal_page(report: RehearsalReport) -> str:
             content = table(_caption(f"Keys: {name}", len(rows), len(keys)), ("Key", "How"), rows)
             found.append(Section(name.capitalize(), content))
         elif keys:
-            found.append(Section(name.capitalize(), bullets(keys, MOST_ROWS)))
+            found.append(Section(name.capitalize(), _keys(f"Keys: {name}", keys)))
     return page(title, report.summary() if report.ok else "It does not load.", found)
 
 

@@ -224,7 +224,7 @@ def test_tables_of_few_rows_use_the_page(browser, tmp_path):
     (tmp_path / "a.html").write_text(diff_page(difference(1)), encoding="utf-8")
     browser.open(tmp_path / "a.html", width=1280)
     boxes = "[...document.querySelectorAll('.scroll')]"
-    assert browser.run(f"{boxes}.every(e => e.scrollHeight <= e.clientHeight)")
+    assert browser.run(f"{boxes}.every(e => e.scrollHeight <= e.clientHeight && e.scrollWidth <= e.clientWidth)")
     assert browser.run(f"{boxes}.length") >= 2
     (tmp_path / "b.html").write_text(diff_page(difference(100)), encoding="utf-8")
     browser.open(tmp_path / "b.html", width=1280)

@@ -63,7 +63,7 @@ def test_what_differs_is_all_there():
     for key in HOSTILE:
         assert html.unescape(text(key)) in found.text()
     order = [each for each in cells(found) if each.endswith("%")]
-    assert order == [f" {each.share:.2%}" for each in difference().differing.values()]  # as in the report
+    assert order == [f"{each.share:.2%}" for each in difference().differing.values()]  # as in the report
     assert "Not allowed" not in cells(found)
     within = check(diff_page(replace(difference(), rtol=0.5)))
     assert {"Not allowed", "of these within rtol 0.5, atol 0"} <= {text for _, text in within.texts}
@@ -75,6 +75,14 @@ def test_of_many_differences_the_first_are_shown():
     assert len(content) < 2_000_000
     assert "1000 of 20008; --json has all" in found.text()
     assert "w0" in cells(found) and "w19999" not in cells(found)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_values_that_are_not_finite_have_a_column_where_there_are_any(count):
+    report = difference()
+    differing = {"w": replace(report.differing["w0"], not_finite=count)}
+    found = check(diff_page(replace(report, differing=differing)))
+    assert ("Not finite" in cells(found)) == bool(count)
 
 
 def test_nothing_differs():
