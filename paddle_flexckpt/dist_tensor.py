@@ -93,9 +93,9 @@ def local_part(key: str, tensor: Any) -> LocalPart:
     got = tuple(int(n) for n in local.shape)
     if got != shape and local._is_initialized():
         raise ValueError(
-            f"key {key!r}: the local value of the DistTensor has shape {list(got)}; expected {list(shape)}, the "
-            f"part of {list(tensor.shape)} under {tensor.placements} on {tensor.process_mesh}. Remedy: if Paddle gives "
-            "a buffer wrong placements (fused tensors), pass a ShardedWeight with the local value and its place"
+            f"key {key!r}: the local value of the DistTensor has shape {list(got)}; expected {list(shape)}, the part "
+            f"of {list(tensor.shape)} under {tensor.placements} on {tensor.process_mesh}. Remedy (FC105): if Paddle "
+            "gives a buffer wrong placements (fused tensors), pass a ShardedWeight with the local value and its place"
         )
     local.name = tensor.name  # each look at the local value makes another name
     return LocalPart(local, shape, offset)
@@ -112,9 +112,9 @@ def _splits(global_shape: list[int], mesh_ndim: int, placements: Sequence[Any]) 
     for axis, placement in enumerate(placements[:mesh_ndim]):
         if placement.is_partial():
             raise ValueError(
-                f"the tensor is Partial over mesh axis {axis} ({placements}): each rank holds a term of a sum, not "
-                "a part of the tensor. Remedy: save what dist.reshard() makes of it with Replicate or Shard; a target "
-                "of a load has to be placed so itself"
+                f"the tensor is Partial over mesh axis {axis} ({placements}): each rank holds a term of a sum, not a "
+                "part of the tensor. Remedy (FC802): save what dist.reshard() makes of it with Replicate or Shard; a "
+                "target of a load has to be placed so itself"
             )
         if not placement.is_shard():
             continue
@@ -123,8 +123,8 @@ def _splits(global_shape: list[int], mesh_ndim: int, placements: Sequence[Any]) 
         if factor is not None and int(factor[1]) > 1:
             raise ValueError(
                 f"the tensor's elements are re-arranged over mesh axis {axis} ({text}): a rank's part is no box. "
-                "Remedy: save what dist.reshard() makes of it with a plain Shard or Replicate; a target of a load has "
-                "to be placed so itself"
+                "Remedy (FC802): save what dist.reshard() makes of it with a plain Shard or Replicate; a target of a "
+                "load has to be placed so itself"
             )
         split = [i for i in range(ndim) if placement.is_shard(i) or placement.is_shard(i - ndim)]
         if len(split) != 1:

@@ -224,7 +224,10 @@ def check_patch(root: Path | None, patches: Sequence[Patch], patch: Patch) -> tu
     except PatchError as error:
         return "does not fit", str(error)
     if missing and present:
-        return "partly applied", f"{', '.join(map(str, missing))} lacks it. Remedy: apply it again, or revert it"
+        return (
+            "partly applied",
+            f"{', '.join(map(str, missing))} lacks it. Remedy (FC901): apply it again, or revert it",
+        )
     return ("fits" if missing else "applied"), ""
 
 

@@ -110,8 +110,8 @@ class Meter:
         except Exception as error:
             self._callback = None
             raise CheckpointError(
-                f"the progress callback failed at {progress}: {type(error).__name__}: {error}. Remedy: mend the "
-                "callback, or leave progress= out"
+                f"the progress callback failed at {progress}: {type(error).__name__}: {error}. Remedy (FC101): mend "
+                "the callback, or leave progress= out"
             ) from error
 
 

@@ -190,8 +190,8 @@ def _place_of(
         raise ValueError(
             f"key {key!r}: global_shape {tuple(global_shape)}, local_shape {given[0]}, global_offset {given[1]} and "
             f"flattened_range {flattened_range} are given for a DistTensor of shape {whole}, of which this rank holds "
-            f"shape {part.shape} at {part.offset}. Remedy: make_replicated_sharded_weight(key, tensor) takes them from "
-            "its placements; for a flattened range pass the local value"
+            f"shape {part.shape} at {part.offset}. Remedy (FC105): make_replicated_sharded_weight(key, tensor) takes "
+            "them from its placements; for a flattened range pass the local value"
         )
     if part.shape is None or part.offset is None:
         return part.tensor, whole, (0,) * len(whole), slice(0, 0)
@@ -276,7 +276,7 @@ def model_parallel_group(key: str) -> Any:
     if hcg is None and get_world_size() == 1:
         return SimpleNamespace(rank=0, nranks=1, ranks=[0])
     if hcg is None:
-        raise ValueError(f"key {key!r} is split over the model-parallel group. Remedy: call fleet.init first")
+        raise ValueError(f"key {key!r} is split over the model-parallel group. Remedy (FC503): call fleet.init first")
     return hcg.get_model_parallel_group()
 
 
@@ -354,8 +354,8 @@ def build_sharded_state_dict(
             continue
         if getattr(tensor, "is_distributed", False):
             raise ValueError(
-                f"key {key!r} is marked is_distributed, but no rule says along which axis it is split. Remedy: give "
-                "its layer a _get_shard_rules() that returns {name: axis}"
+                f"key {key!r} is marked is_distributed, but no rule says along which axis it is split. Remedy (FC801): "
+                "give its layer a _get_shard_rules() that returns {name: axis}"
             )
         sharded[key] = make_replicated_sharded_weight(key, tensor)
     return sharded

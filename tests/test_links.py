@@ -20,7 +20,7 @@ _CODE = re.compile(r"^```.*?^```|`[^`\n]*`", re.S | re.M)
 
 
 def anchors(document: Path) -> set[str]:
-    """Return what headings are called in a link, as GitHub does it."""
+    """Return what headings are called in a link, as GitHub does it, and the names that stand alone in a line."""
     found: dict[str, int] = {}
     names = set()
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.S | re.M)
@@ -29,7 +29,7 @@ def anchors(document: Path) -> set[str]:
         name = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
         count = found[name] = found.get(name, 0) + 1
         names.add(name if count == 1 else f"{name}-{count - 1}")
-    return names
+    return names | set(re.findall(r'^<a id="([^"]+)"></a>$', text, re.M))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))

@@ -287,7 +287,7 @@ def test_progress_is_a_function(tmp_path):
 
 def test_the_handle_of_an_asynchronous_save_says_how_far_it_is(tmp_path):
     (error,) = outcomes(1, lambda comm: fc.save_state_dict({}, tmp_path, comm, async_save=True, progress=print))
-    assert "Remedy: leave progress= out, and ask handle.progress" in str(error)
+    assert "Remedy (FC101): leave progress= out, and ask handle.progress" in str(error)
     with fc.BackgroundWriter() as writer:
 
         def save(comm):

@@ -65,7 +65,7 @@ def _to_integer(array: np.ndarray, target: np.dtype) -> np.ndarray:
         worst = np.atleast_1d(wide)[~np.atleast_1d(fits)][0]
         raise CheckpointError(
             f"a cast of {array.dtype.name} to {target.name} met {worst}; expected numbers from {limits.min} to "
-            f"{limits.max}. Remedy: scale the values first, or cast to a floating-point dtype"
+            f"{limits.max}. Remedy (FC206): scale the values first, or cast to a floating-point dtype"
         )
     return whole.astype(target)
 

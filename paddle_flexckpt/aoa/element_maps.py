@@ -162,6 +162,7 @@ class TensorMapping:
                 "statements keep what a target has, but here are no targets that have anything",
                 key=name,
                 got=self.provenance.get(name),
+                code="FC603",
                 remedy="say what new elements hold, as with fill=0",
             )
             for name in names

@@ -111,7 +111,7 @@ class Compilation:
         if found.structure.shape != info.shape:
             self._problems.append(
                 f"{origin} gives {key!r} the shape {list(found.structure.shape)}; expected "
-                f"{list(info.shape)}, as in the destination. Remedy: correct the statement"
+                f"{list(info.shape)}, as in the destination. Remedy (FC603): correct the statement"
             )
             return
         if origin is not None:

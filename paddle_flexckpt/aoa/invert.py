@@ -325,7 +325,7 @@ class _Inverse:
         source = self._statement.get("src_dtype")
         if source is None:
             raise _NotInvertible(
-                f'dtype="{after}" does not tell the dtype that there was. Remedy: write src_dtype="...", '
+                f'dtype="{after}" does not tell the dtype that there was. Remedy (FC605): write src_dtype="...", '
                 f'dst_dtype="{after}"'
             )
         before = str(source.value)

@@ -78,7 +78,9 @@ def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]
         found = keys(variable.name, is_left)
         if not found:
             side = "source key or variable" if is_left else "destination key"
-            raise StatementError(f"no {side} matches {variable.name!r}. Remedy: correct the name", variable.column)
+            raise StatementError(
+                f"no {side} matches {variable.name!r}. Remedy (FC601): correct the name", variable.column
+            )
         return [quoted(key) + ("^T" if variable.transposed else "") for key in found]
 
     return joined(statement, write)
@@ -195,8 +197,8 @@ def _qkv(statement: Statement, left: list[str], right: list[str]) -> tuple[str, 
     axis = _axis(statement)
     if (len(left), len(right)) == (1, 1):
         raise StatementError(
-            "fused_qkv is the same layout under every tensor-parallel degree, so nothing would move. Remedy: if every "
-            "rank holds [Q | K | V] of its own heads, write fused_qkv_old; otherwise leave the macro out"
+            "fused_qkv is the same layout under every tensor-parallel degree, so nothing would move. Remedy (FC603): "
+            "if every rank holds [Q | K | V] of its own heads, write fused_qkv_old; otherwise leave the macro out"
         )
     if (len(left), len(right)) not in ((1, 3), (3, 1)):
         raise StatementError("fused_qkv takes 'A -> q, k, v' or 'q, k, v -> A'")
@@ -243,8 +245,8 @@ def _other_meaning(counts: Sequence[tuple[str, int]], degree: int) -> str:
     if heads % groups or (heads // groups) % degree or heads % degree:
         return ""
     return (
-        f". Remedy: num_key_value_groups= is the number of key-value heads. If {groups} query heads share one of them, "
-        f"write num_key_value_groups={heads // groups}"
+        f". Remedy (FC603): num_key_value_groups= is the number of key-value heads. If {groups} query heads share one "
+        f"of them, write num_key_value_groups={heads // groups}"
     )
 
 

@@ -155,7 +155,7 @@ def _check_known(what: str, got: str, known: list[str]) -> None:
     remedy = f"use one of {', '.join(known)}"
     if near:
         remedy = f"use {' or '.join(map(repr, near))}, the nearest of {len(known)}; `flexckpt rules` lists all"
-    raise AoaError([f"no {what} {got!r}. Remedy: {remedy}"])
+    raise AoaError([f"no {what} {got!r}. Remedy (FC606): {remedy}"])
 
 
 def _check_value(name: str, key: str, spec: Mapping[str, Any], value: Any) -> None:
@@ -185,7 +185,7 @@ def _filled(context: str, specs: Mapping[str, Any], statements: list[str], texts
     if missing:
         listed = "; ".join(f"{key}: {specs[key]['description']}" for key in missing)
         raise AoaError(
-            [f"the rules for {context} need parameters that are missing ({listed}). Remedy: pass them by name"]
+            [f"the rules for {context} need parameters that are missing ({listed}). Remedy (FC606): pass them by name"]
         )
     return [_repeated(_PARAMETER.sub(lambda found: texts[found.group(1)], text), texts) for text in statements]
 
@@ -210,7 +210,7 @@ def family_of(config: Mapping[str, Any]) -> str:
         raise AoaError(
             [
                 f"there are no rules for the model_type {config.get('model_type')!r} of the configuration; there are "
-                f"for {known}. Remedy: name a family whose tensors have the same names, or give AOA statements"
+                f"for {known}. Remedy (FC606): name a family whose tensors have the same names, or give AOA statements"
             ]
         )
     return family
@@ -276,6 +276,6 @@ def _check_quantized(config: Mapping[str, Any], family: str, variant: str) -> No
     raise AoaError(
         [
             f"the configuration says that weights are quantized, {by}, and the rules for {family}, {variant!r}, take "
-            f"them for plain numbers. Remedy: {remedy}"
+            f"them for plain numbers. Remedy (FC208): {remedy}"
         ]
     )

@@ -119,8 +119,8 @@ def joiner_of(statement: Statement, left: int, right: int) -> Attribute | None:
         return None
     if left > 1 and right > 1:
         raise StatementError(
-            f"{left} names cannot become {right}. Remedy: join them into one first and cut that, or give as many names "
-            "on both sides and no axis",
+            f"{left} names cannot become {right}. Remedy (FC603): join them into one first and cut that, or give as "
+            "many names on both sides and no axis",
             statement.right[0].column,
         )
     if axis is None:
@@ -244,8 +244,8 @@ def _sizes(statement: Statement, shape: Shape, axis: int, shapes: Sequence[Shape
     if attribute is None or attribute.value == "equal":
         if total % count:
             raise StructureError(
-                f"axis {axis} of {list(shape)} has extent {total}, which {count} equal parts do not divide. Remedy: "
-                'give sizes="[..]"'
+                f"axis {axis} of {list(shape)} has extent {total}, which {count} equal parts do not divide. "
+                'Remedy (FC603): give sizes="[..]"'
             )
         return [total // count] * count
     if attribute.value == "auto":
@@ -257,7 +257,8 @@ def _sizes(statement: Statement, shape: Shape, axis: int, shapes: Sequence[Shape
         if sizes.count(-1) > 1:
             raise StructureError(
                 'sizes="auto" takes the extents from the destination, which has fewer of these keys than it takes. '
-                'Remedy: give sizes="[..]" or sizes="equal" (on the join that is inverted, if this is an inverse)'
+                'Remedy (FC605): give sizes="[..]" or sizes="equal" (on the join that is inverted, if this is an '
+                "inverse)"
             )
     else:
         sizes = list(attribute.value)
@@ -320,8 +321,8 @@ def _modify(
         source = statement.get("src_dtype")
         if source is not None and source.value != structure.dtype:
             raise StructureError(
-                f"src_dtype is {source.value!r}, but the value is of {structure.dtype}. Remedy: correct it, or write "
-                f'dtype="{given}", which takes any dtype'
+                f"src_dtype is {source.value!r}, but the value is of {structure.dtype}. Remedy (FC603): correct it, or "
+                f'write dtype="{given}", which takes any dtype'
             )
     return operations.apply(structure_ops.cast, [value], given)
 

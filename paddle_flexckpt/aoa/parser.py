@@ -76,9 +76,9 @@ def tokenize(text: str) -> list[Token]:
         if found is None:
             _check_glued(text, position, tokens)
             raise StatementError(
-                f"unexpected character {text[position]!r}. Remedy: put names with other characters than letters, "
-                "digits, '_' and '.', or that begin with a digit, between quotes, and in these \\x22 for a quotation "
-                "mark and \\x0a for a line break",
+                f"unexpected character {text[position]!r}. Remedy (FC602): put names with other characters than "
+                "letters, digits, '_' and '.', or that begin with a digit, between quotes, and in these \\x22 for a "
+                "quotation mark and \\x0a for a line break",
                 position + 1,
             )
         kind = str(found.lastgroup)
@@ -107,8 +107,8 @@ def _glued(end: str, begin: str, column: int) -> StatementError:
     """Return the error of two statements with nothing between them: where the first ends, and the second begins."""
     return StatementError(
         f"two statements with nothing between them: {shorten(end)!r} ends one, and {shorten(begin)!r} begins another. "
-        f"Remedy: cut before column {column}; in a list of Python, put a comma between the two texts, which it joins "
-        "otherwise",
+        f"Remedy (FC602): cut before column {column}; in a list of Python, put a comma between the two texts, which it "
+        "joins otherwise",
         column,
     )
 
@@ -254,7 +254,7 @@ class _Parser:
         for variable in right:
             if variable.transposed:
                 raise StatementError(
-                    f"{variable.name}^T cannot be assigned: it is a view. Remedy: transpose on the left, "
+                    f"{variable.name}^T cannot be assigned: it is a view. Remedy (FC602): transpose on the left, "
                     f"{left[0].name}^T -> {variable.name}",
                     variable.column,
                 )
@@ -290,7 +290,7 @@ class _Parser:
         return StatementError(
             f"a second '->' in one statement: two statements stand here with nothing between them, and one of "
             f"{shorten(str([variable.name for variable in right]))} holds the end of the first and the begin of the "
-            "second. Remedy: put a line break between them; in a list of Python, a comma between the two texts",
+            "second. Remedy (FC602): put a line break between them; in a list of Python, a comma between the two texts",
             self._tokens[self._position].column,
         )
 

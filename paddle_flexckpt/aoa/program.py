@@ -131,8 +131,8 @@ class Program:
         if state in self._undetermined.get(name, ()):
             what = state or "the parameter"
             raise NotFed(
-                f"a statement before made {what} alone of a name that it reads. Remedy: give the statement about "
-                f"{what} last, with the name of the target on its right"
+                f"a statement before made {what} alone of a name that it reads. Remedy (FC604): give the statement "
+                f"about {what} last, with the name of the target on its right"
             )
 
     def _note_undetermined(self) -> None:
@@ -306,7 +306,7 @@ class Program:
                 side = "destination key" if by_target else "source key or variable"
                 raise StatementError(
                     f"no {side} matches {template.text!r}; there are, for example, {index.keys_like(template.text)}. "
-                    f"Remedy: correct the pattern{self._or_optional(rule.right)}"
+                    f"Remedy (FC601): correct the pattern{self._or_optional(rule.right)}"
                 )
         lacking = [name for name in rule.placeholders if found and name not in found[0]]
         if lacking:
@@ -414,7 +414,8 @@ class Program:
         what = state_key(name, state) if state else name
         return (
             f"{what!r} is neither a source key nor assigned before; there are, for example, "
-            f"{self._index.keys_like(name)}. Remedy: correct the name{self._or_optional(list(map(parse_name, right)))}"
+            f"{self._index.keys_like(name)}. Remedy (FC601): correct the "
+            f"name{self._or_optional(list(map(parse_name, right)))}"
         )
 
     def _shapes(self, rule: Rule, right: list[str], state: str | None) -> tuple[Shape | None, ...]:
@@ -438,7 +439,7 @@ class Program:
                 )
                 remedy = "leave the statement out" if self.target is None else "correct the name"
                 raise StatementError(
-                    f"{lacks}. Remedy: {remedy}, or add the tag 'optional'", rule.statement.right[0].column
+                    f"{lacks}. Remedy (FC601): {remedy}, or add the tag 'optional'", rule.statement.right[0].column
                 )
             return None
         info = states[state] if state is not None else self.target.base_info(name)  # type: ignore[union-attr]

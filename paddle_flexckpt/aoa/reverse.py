@@ -84,7 +84,7 @@ class Reversal:
             if info is not None and info.shape != value.structure.shape:
                 self._problems.append(
                     f"{forward.origins[key]} gives {key!r} the shape {list(value.structure.shape)}; expected "
-                    f"{list(info.shape)}, as in the source of this reverse load. Remedy: correct the statement"
+                    f"{list(info.shape)}, as in the source of this reverse load. Remedy (FC605): correct the statement"
                 )
                 continue
             for slot, used in enumerate(value.inputs):

@@ -212,8 +212,8 @@ def _states(
         return None, left, right
     if len(named) < len(tails) or len(set(named.values())) > 1:
         raise StatementError(
-            f"{next(iter(named))!r} is a state, and the other names are no states of that kind: a statement is "
-            "about parameters and what belongs to them, or about one kind of state. Remedy: name the same state "
+            f"{next(iter(named))!r} is a state, and the other names are no states of that kind: a statement is about "
+            "parameters and what belongs to them, or about one kind of state. Remedy (FC604): name the same state "
             "everywhere, or the parameters alone"
         )
     state = next(iter(named.values()))
@@ -311,7 +311,7 @@ def source_parts(rule: Rule, value: Value, side: Side) -> int:
     if not whole:
         raise StatementError(
             f"cannot tell in how many tensor-parallel parts {variable.name!r} is cut, as it is put together from parts "
-            "of tensors. Remedy: apply the fused layout to the source key itself",
+            "of tensors. Remedy (FC603): apply the fused layout to the source key itself",
             variable.column,
         )
     return _even(*side.parts(value.inputs[0], leaf_axis), value.inputs[0])
@@ -352,7 +352,7 @@ def _followed(rule: Rule, later: Rule, axis: int, ndim: int, name: str) -> int:
     if not simple or any(attribute.key not in _KEEPS_AXES for attribute in statement.attributes):
         raise StatementError(
             f"cannot tell in how many tensor-parallel parts {name!r} is cut, as the statement {statement.place.text!r} "
-            "makes something else of it. Remedy: apply the fused layout last, to the destination key itself",
+            "makes something else of it. Remedy (FC603): apply the fused layout last, to the destination key itself",
             rule.statement.right[0].column,
         )
     if statement.left[0].transposed:
@@ -369,7 +369,8 @@ def _axis(statement: Statement, ndim: int) -> int:
     axis = 1 if attribute is None else int(attribute.value)
     if not -ndim <= axis < ndim:
         raise StatementError(
-            f"axis {axis} is out of range for {ndim} axes. Remedy: give axis= (a fused layout takes 1 by default)",
+            f"axis {axis} is out of range for {ndim} axes. Remedy (FC603): give axis= (a fused layout takes 1 by "
+            "default)",
             0 if attribute is None else attribute.column,
         )
     return axis % ndim

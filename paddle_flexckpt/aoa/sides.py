@@ -157,8 +157,8 @@ class StateView:
         has_steps = any(node.operands for node in value.structure.nodes)
         if has_steps and state != MASTER:
             raise NotFed(
-                f"the parameter is computed element by element, which says nothing about its {state}. Remedy: add a "
-                f'statement for {state}, such as one with states="{state}"'
+                f"the parameter is computed element by element, which says nothing about its {state}. Remedy (FC604): "
+                f'add a statement for {state}, such as one with states="{state}"'
             )
         keys, infos = [], []
         for base in value.inputs:

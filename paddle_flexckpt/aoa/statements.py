@@ -75,14 +75,17 @@ def _from_text(text: str) -> Any:
             content = file.read()
     except (OSError, ValueError) as error:
         raise AoaError(
-            [f"aoa_config {text!r} is neither JSON nor a file that can be read ({error}). Remedy: correct the path"]
+            [
+                f"aoa_config {text!r} is neither JSON nor a file that can be read ({error}). Remedy (FC602): correct "
+                "the path"
+            ]
         ) from error
     if not text.endswith((".yaml", ".yml")):
         return _json(content, text)
     try:
         import yaml
     except ModuleNotFoundError as error:
-        raise AoaError([f"reading {text!r} needs PyYAML. Remedy: pip install pyyaml, or use JSON"]) from error
+        raise AoaError([f"reading {text!r} needs PyYAML. Remedy (FC901): pip install pyyaml, or use JSON"]) from error
     try:
         return yaml.safe_load(content)
     except yaml.YAMLError as error:

@@ -221,7 +221,7 @@ class Same(_Pointwise):
                 values = ", ".join(f"{n!r} has {r[first]}" for n, r in zip(self.names, rows))
                 raise CheckpointError(
                     f"{self.names[0]!r} and {name!r} go to one target and have to be equal; at element {place} "
-                    f"{values}. Remedy: say in a statement which of them the target shall take"
+                    f"{values}. Remedy (FC603): say in a statement which of them the target shall take"
                 )
         return operands[0]
 

@@ -94,8 +94,9 @@ class Fragments(Columns):
             return self
         if total > MAX_FRAGMENTS:
             raise StructureError(
-                f"the value would fall into {total:,} boxes or more; at most {MAX_FRAGMENTS:,} are supported. Remedy: "
-                "split or merge only axes whose inner extents are long, and do it before axes are permuted or cut"
+                f"the value would fall into {total:,} boxes or more; at most {MAX_FRAGMENTS:,} are supported. "
+                "Remedy (FC603): split or merge only axes whose inner extents are long, and do it before axes are "
+                "permuted or cut"
             )
         parts = self.take(np.repeat(np.arange(len(self)), count))
         block_index = np.arange(total) - np.repeat(np.cumsum(count) - count - first, count)

@@ -226,7 +226,7 @@ def repeat(structure: Structure, axis: int, times: int, block: int | None = None
     if count * times > MAX_FRAGMENTS:
         raise StructureError(
             f"repeat makes {count * times:,} boxes; at most {MAX_FRAGMENTS:,} are supported. "
-            "Remedy: repeat larger blocks"
+            "Remedy (FC603): repeat larger blocks"
         )
     number = fragments.offset[:, axis] // block
     fragments = fragments.take(np.tile(np.arange(count), times))

@@ -45,7 +45,7 @@ def computed(step: TypedStep, info: TensorInfo | None, operands: Sequence[Struct
         if any(leaf < 0 and operand.nodes[-1 - leaf].step is None for leaf in distinct(operand.fragments.leaf)):
             raise StructureError(
                 f"operand {number} has elements that keep what the target has, with which nothing can be computed. "
-                "Remedy: give them a number with fill="
+                "Remedy (FC603): give them a number with fill="
             )
     inputs = tuple(slot for operand in operands for slot in operand.inputs)
     table = np.arange(len(inputs))
@@ -150,8 +150,8 @@ def _rebuilt(
     dtypes = list(found) or [structure.dtype]
     if len(dtypes) > 1:
         raise StructureError(
-            f"parts of the value would have different dtypes: {' and '.join(dtypes)}; expected one. Remedy: say in "
-            "statements for these states where they come from, with dtype= for those of another"
+            f"parts of the value would have different dtypes: {' and '.join(dtypes)}; expected one. Remedy (FC604): "
+            "say in statements for these states where they come from, with dtype= for those of another"
         )
     for position in flexible:
         node = new_nodes[position]

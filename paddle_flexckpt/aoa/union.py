@@ -132,15 +132,16 @@ class _Uses:
         first, second = (", then ".join(self._text(number) for number in numbers) for _, numbers in (one, other))
         return (
             f"ranks {one[0]} and {other[0]} contradict each other about {name!r}: rank {one[0]} has {first}, rank "
-            f"{other[0]} has {second}. Remedy: generate the same statements about a name on all ranks that have it"
+            f"{other[0]} has {second}. Remedy (FC502): generate the same statements about a name on all ranks that "
+            "have it"
         )
 
     def _unordered(self, name: str, number: int, rank: int, made: str) -> str:
         maker = min(self._assigned[made])
         return (
             f"rank {rank} reads {name!r} in {self._text(number)}, and rank {maker} assigns {made!r}, but no rank does "
-            "both: which goes first is not known. Remedy: generate both statements on one rank, or choose another "
-            f"name for what rank {maker} assigns"
+            "both: which goes first is not known. Remedy (FC502): generate both statements on one rank, or choose "
+            f"another name for what rank {maker} assigns"
         )
 
     def _text(self, number: int) -> str:
@@ -163,7 +164,8 @@ def _merged(before: list[int], numbers: list[int], rank: int, statements: Sequen
         except ValueError as error:
             raise AoaError(
                 f"rank {rank} has {shorten(statements[number].place.text)!r} after a statement that an earlier rank "
-                "has after it. Remedy: generate the statements that ranks share in the same order on all of them"
+                "has after it. Remedy (FC502): generate the statements that ranks share in the same order on all of "
+                "them"
             ) from error
         merged += [*before[position:place], *waiting, number]
         waiting, position = [], place + 1

@@ -71,7 +71,7 @@ class SaveHandle:
         if os.getpid() != self._owner:
             raise CheckpointError(
                 f"the handle of the save of id {self.unique_id} to {self.path!r} belongs to process {self._owner}, of "
-                "which this one is a fork. Remedy: ask there"
+                "which this one is a fork. Remedy (FC102): ask there"
             )
 
     def result(self, timeout: float | None = None) -> SaveReport:

@@ -135,8 +135,8 @@ def _check_memory(more: int) -> None:
     if more > available:
         raise CheckpointError(
             f"an asynchronous save needs {format_bytes(more)} more of memory for its copy of the state, and "
-            f"{format_bytes(available)} are available. Remedy: pass staging_bytes=, to copy through so much memory "
-            "(64 MiB at least), save synchronously, or give the job more memory"
+            f"{format_bytes(available)} are available. Remedy (FC505): pass staging_bytes=, to copy through so much "
+            "memory (64 MiB at least), save synchronously, or give the job more memory"
         )
 
 

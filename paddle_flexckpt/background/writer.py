@@ -84,7 +84,7 @@ class BackgroundWriter:
         if not isinstance(timeout, (int, float)) or not timeout > 0:
             problems.append(f"timeout has to be a number of seconds > 0; got {timeout!r}")
         if not hasattr(os, "memfd_create"):
-            problems.append("asynchronous saves need Linux. Remedy: save synchronously")
+            problems.append("asynchronous saves need Linux. Remedy (FC505): save synchronously")
         if problems:
             raise ValidationError(problems, "cannot make a BackgroundWriter")
         self.max_pending, self.timeout = max_pending, float(timeout)
@@ -149,7 +149,10 @@ class BackgroundWriter:
         self._check_usable()
         if any(slot.sliced for slot in self._slots):
             raise ValidationError(
-                ["a save with this BackgroundWriter is being staged in slices. Remedy: call its finish_staging() first"]
+                [
+                    "a save with this BackgroundWriter is being staged in slices. Remedy (FC102): call its "
+                    "finish_staging() first"
+                ]
             )
         with self._saves.room():
             with self._lock:
@@ -230,14 +233,14 @@ class BackgroundWriter:
     def _check_own(self) -> None:
         if not self.is_own:
             raise CheckpointError(
-                f"this BackgroundWriter belongs to process {self._owner}, of which this one is a fork. Remedy: save "
-                "there, or make another BackgroundWriter here"
+                f"this BackgroundWriter belongs to process {self._owner}, of which this one is a fork. Remedy (FC102): "
+                "save there, or make another BackgroundWriter here"
             )
 
     def _check_usable(self) -> None:
         self._check_own()
         if self._is_closed:
-            raise ValidationError(["this BackgroundWriter is closed. Remedy: make another one"])
+            raise ValidationError(["this BackgroundWriter is closed. Remedy (FC102): make another one"])
 
     def _running(self) -> WriterProcess:
         """Return the process, started if there is none (any more); the caller holds the lock."""

@@ -132,15 +132,15 @@ def check_range(values: np.ndarray, cast: np.ndarray, row: int = -1) -> None:
     if lost.any():
         raise OverflowingCastError(
             f"{pair} {np.count_nonzero(lost)} finite numbers, {where}, which are too large, such as {values[lost][0]}; "
-            f"targets are partly overwritten. Remedy: take {values.dtype.name} or another dtype with its range, or "
-            "scale the values first",
+            f"targets are partly overwritten. Remedy (FC206): take {values.dtype.name} or another dtype with its "
+            "range, or scale the values first",
             row,
         )
     lost = np.isinf(values) & np.isnan(cast)
     if lost.any():
         raise OverflowingCastError(
             f"{pair} infinity {np.count_nonzero(lost)} times, {where}, which that dtype lacks; targets are partly "
-            f"overwritten. Remedy: take {values.dtype.name} or another dtype that has infinity",
+            f"overwritten. Remedy (FC206): take {values.dtype.name} or another dtype that has infinity",
             row,
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paddle_flexckpt.catalog.texts import printable
+from paddle_flexckpt.catalog.texts import format_ranks, printable
 
 # Thousands of lines would hide the cause: the first ones and the count are shown.
 MAX_LISTED = 20
@@ -31,6 +31,7 @@ class Problem:
         remedy: What the user can do about it.
         offset: The first byte of the file that is concerned.
         end: The first byte after these.
+        code: The section of docs/troubleshooting.md about this kind of problem; whatever has a remedy has one.
     """
 
     what: str
@@ -42,20 +43,24 @@ class Problem:
     remedy: str | None = None
     offset: int | None = None
     end: int | None = None
+    code: str | None = None
 
     def __str__(self) -> str:
-        where = [
-            f"{name} {value!r}"
-            for name, value in (("key", self.key), ("rank", self.rank), ("file", self.file), ("byte", self.offset))
-            if value is not None
-        ]
+        return self.on([] if self.rank is None else [self.rank])
+
+    def on(self, ranks: Sequence[int]) -> str:
+        """Return the text of the problem, as these ranks have it."""
+        where = [f"key {self.key!r}"] if self.key is not None else []
+        where += [f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}"] if ranks else []
+        where += [f"file {self.file!r}"] if self.file is not None else []
+        where += [f"byte {self.offset!r}"] if self.offset is not None else []
         text = self.what + (f" ({', '.join(where)})" if where else "")
         if self.expected is not None:
             text += f"; expected {self.expected}"
         if self.got is not None:
             text += f"; got {self.got}"
         if self.remedy:
-            text += f". Remedy: {self.remedy}"
+            text += f". Remedy ({self.code}): {self.remedy}"
         return text
 
 
@@ -66,7 +71,7 @@ def listed(names: Sequence[str], most: int = 5) -> str:
 
 def without_remedy(error: Exception) -> str:
     """Return an error's text without its remedy, for an error with another remedy."""
-    return str(error).partition(". Remedy: ")[0]
+    return str(error).partition(". Remedy (")[0]
 
 
 class CheckpointError(RuntimeError):
@@ -121,19 +126,34 @@ class ValidationError(CheckpointError, ValueError):
 
     Attributes:
         problems: All problems found, as :class:`Problem` or as texts that came from another rank.
+        lines: Their texts, each once. Problems that differ in the rank alone have one line.
     """
 
     def __init__(self, problems: Problem | str | Sequence[Problem | str], context: str = "") -> None:
         self.problems = [problems] if isinstance(problems, (Problem, str)) else list(problems)
-        lines = list(dict.fromkeys(str(problem) for problem in self.problems))
+        self.lines = _lines(self.problems)
         head = f"{context}: " if context else ""
-        if len(lines) == 1:
-            super().__init__(head + lines[0])
+        if len(self.lines) == 1:
+            super().__init__(head + self.lines[0])
             return
-        listed = [f"  {i + 1}. {line}" for i, line in enumerate(lines[:MAX_LISTED])]
-        if len(lines) > MAX_LISTED:
-            listed.append(f"  ... and {len(lines) - MAX_LISTED} more")
-        super().__init__(f"{head}{len(lines)} problems\n" + "\n".join(listed))
+        listed = [f"  {i + 1}. {line}" for i, line in enumerate(self.lines[:MAX_LISTED])]
+        if len(self.lines) > MAX_LISTED:
+            listed.append(f"  ... and {len(self.lines) - MAX_LISTED} more")
+        super().__init__(f"{head}{len(self.lines)} problems\n" + "\n".join(listed))
+
+
+def _lines(problems: Sequence[Problem | str]) -> list[str]:
+    """Return the texts of problems, each once, with all ranks that have it."""
+    found: dict[str, tuple[Problem, set[int]] | None] = {}
+    for problem in problems:
+        if isinstance(problem, str) or problem.rank is None:
+            found.setdefault(str(problem))
+            continue
+        # The text of a Problem is of one rank or of several, and never of a rank that is no number.
+        group = found.setdefault(problem.on([-1]), (problem, set()))
+        if group is not None:
+            group[1].add(problem.rank)
+    return [text if group is None else group[0].on(sorted(group[1])) for text, group in found.items()]
 
 
 class AoaError(ValidationError):
@@ -170,8 +190,7 @@ class Failure:
         if not isinstance(error, CheckpointError):
             return cls("CheckpointError", (f"{type(error).__name__}: {error}",))
         kind = next(kind for kind in type(error).__mro__ if kind in _KINDS.values()).__name__
-        problems = error.problems if isinstance(error, ValidationError) else [error]
-        return cls(kind, tuple(map(str, problems)))
+        return cls(kind, tuple(error.lines) if isinstance(error, ValidationError) else (str(error),))
 
     def encode(self) -> bytes:
         """Return the failure as JSON."""
@@ -215,7 +234,9 @@ def combine(failures: Sequence[tuple[int, Failure]]) -> Failure:
         for problem in failure.problems:
             by_text.setdefault(own.sub("", problem, count=1), {}).setdefault(rank, problem)
     texts = tuple(
-        f"[rank {', '.join(map(str, ranks))}] {shared if len(ranks) > 1 else next(iter(ranks.values()))}"
+        f"[ranks {format_ranks(sorted(ranks))}] {shared}"
+        if len(ranks) > 1
+        else "".join(f"[rank {rank}] {text}" for rank, text in ranks.items())
         for shared, ranks in by_text.items()
     )
     validation = {name for name, kind in _KINDS.items() if issubclass(kind, ValidationError)}

@@ -103,7 +103,7 @@ def catalog_from_metadata(
             if global_shape is None:
                 problems.append(
                     f"metadata of key {index.tensor_key!r} has no global shape, and no target of that key tells it. "
-                    "Remedy: give LocalTensorMetadata its global_shape"
+                    "Remedy (FC205): give LocalTensorMetadata its global_shape"
                 )
                 continue
             builder = builders.setdefault(file, CatalogBuilder(rank_of_file(file), file))

@@ -91,5 +91,6 @@ def common_order(key: str, first: Order, second: Order) -> Order | Problem:
         key=key,
         expected=fused.describe(),
         got=other.describe(),
+        code="FC207",
         remedy="give its shards the same FusedAxis on every rank",
     )

@@ -67,12 +67,14 @@ def _pack(value: Any, path: str, tensors: MutableMapping[str, Any] | None) -> An
         return _pack_array(np.asarray(value), scalar=isinstance(value, np.generic))
     if tensors is not None and _is_tensor(value):
         if path in tensors:
-            raise ValidationError([f"two tensors of the extra state would have the name {path!r}. Remedy: rename one"])
+            raise ValidationError(
+                [f"two tensors of the extra state would have the name {path!r}. Remedy (FC108): rename one"]
+            )
         tensors[path] = value
         return {_TAG: "tensor", "name": path}
     raise ValidationError(
-        f"{path}: a {type(value).__name__} cannot be part of a checkpoint's extra state: only numbers, text, "
-        "bytes, None, arrays, and lists, tuples and dicts of such values can. Remedy: convert it, or leave it out"
+        f"{path}: a {type(value).__name__} cannot be part of a checkpoint's extra state: only numbers, text, bytes, "
+        "None, arrays, and lists, tuples and dicts of such values can. Remedy (FC108): convert it, or leave it out"
     )
 
 

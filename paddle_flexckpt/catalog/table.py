@@ -299,6 +299,7 @@ def merged_state_names(
                     key,
                     expected=before[0],
                     got=own[0],
+                    code="FC104",
                     remedy="use optimizer.sharded_state_dict(model_state) instead of optimizer.state_dict()",
                 )
             merged[key] = tuple(sorted({*before, *own}))
@@ -358,6 +359,7 @@ def check_extra_names(keys: Iterable[str]) -> None:
         Problem(
             f"names that begin with {EXTRA_STATE!r} are those of a run's extra state, which no model gets back",
             key=key,
+            code="FC108",
             remedy="rename the layer or entry; values of the run go through collect_extra_state(name=value)",
         )
         for key in keys

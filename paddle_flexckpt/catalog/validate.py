@@ -134,7 +134,7 @@ def find_shard_problems(catalog: Catalog) -> list[list[tuple[int, Problem]]]:
 def _row_problem(catalog: Catalog, row: int, what: str, expected: str, remedy: str) -> Problem:
     """Return a problem of one shard, with its description."""
     place = catalog.key_name(row), int(catalog.rank[row]), catalog.file_name(row)
-    return Problem(what, *place, expected, catalog.describe(row), remedy)
+    return Problem(what, *place, expected, catalog.describe(row), code="FC105", remedy=remedy)
 
 
 @dataclass
@@ -274,6 +274,7 @@ def _inspect_key(catalog: Catalog, rows: np.ndarray, coverage: Coverage) -> None
                 key=catalog.key_name(row),
                 expected=f"shards that cover all {whole.size} elements of {global_shape}",
                 got=f"{'some' if missing is None else missing} elements that nobody holds",
+                code="FC105",
                 remedy="every rank of the process group has to take part with all its shards",
             )
         )
@@ -285,6 +286,7 @@ def tangled_problem(key: str) -> Problem:
         "too many shards overlap",
         key=key,
         expected=f"shards of which few share elements without being the same, in at most {MAX_OVERLAPS} pairs",
+        code="FC105",
         remedy="describe replicas by the same offset and shape on every rank; or load another checkpoint",
     )
 

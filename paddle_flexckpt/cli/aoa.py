@@ -84,7 +84,7 @@ def _rules(options: argparse.Namespace) -> str:
     """Return the families, one of them, or its statements."""
     asked = [f"--{name}" for name in ("variant", "direction", "set") if getattr(options, name)]
     if options.name is None and asked:
-        raise ValidationError([f"{asked[0]} is about the rules of a family. Remedy: give FAMILY too"])
+        raise ValidationError([f"{asked[0]} is about the rules of a family. Remedy (FC101): give FAMILY too"])
     if options.name is None:
         return "\n".join(f"{name:14} {describe_model_rules(name)['description']}" for name in rule_names())
     if not asked:

@@ -129,7 +129,7 @@ def write_page(path: str, content: str) -> str:
             file.write(content)
     except OSError as error:
         raise ValidationError(
-            [f"cannot write the page: {error}. Remedy: give a file of a directory that is there"]
+            [f"cannot write the page: {error}. Remedy (FC406): give a file of a directory that is there"]
         ) from error
     return f"wrote {path}"
 

@@ -135,12 +135,14 @@ def _statements(options: argparse.Namespace) -> Any:
     """
     if options.model is None:
         if options.set:
-            raise ValidationError(["--set is about the rules of a family. Remedy: give --model too"])
+            raise ValidationError(["--set is about the rules of a family. Remedy (FC101): give --model too"])
         return aoa_config(options.aoa)
     if options.aoa is not None:
         raise ValidationError(
-            ["--model and --aoa both say what becomes of the tensors. Remedy: give one; `flexckpt rules` prints the "
-             "statements of a family, to be edited"]
+            [
+                "--model and --aoa both say what becomes of the tensors. Remedy (FC101): give one; `flexckpt rules` "
+                "prints the statements of a family, to be edited"
+            ]
         )  # fmt: skip
     directory = SourceDirectory(options.source)
     manifest = directory.read_manifest(options.unique_id)
@@ -150,14 +152,16 @@ def _statements(options: argparse.Namespace) -> Any:
             [
                 f"--model converts between Hugging Face's names and Paddle's, and here both sides are "
                 f"{'' if is_hf else 'not '}Hugging Face's: SRC is {manifest.origin}, --format is {options.format}. "
-                "Remedy: leave --model out, or give --aoa"
+                "Remedy (FC101): leave --model out, or give --aoa"
             ]
         )
     text = read_config(options.config, directory)
     if text is None:
         raise ValidationError(
-            [f"there is no config.json in {directory.path}, which says how many heads the model has. Remedy: give it "
-             "by --config"]
+            [
+                f"there is no config.json in {directory.path}, which says how many heads the model has. "
+                "Remedy (FC101): give it by --config"
+            ]
         )  # fmt: skip
     return rules_of_config(
         json.loads(text),

@@ -65,7 +65,7 @@ def _doctor(options: argparse.Namespace) -> Outcome:
         if version and not supported:
             problems.append(f"{name} {version} is not a version that the tests run with")
         if not version and name in _REQUIRED:
-            problems.append(f"{name} is missing. Remedy: pip install {name}")
+            problems.append(f"{name} is missing. Remedy (FC901): pip install {name}")
     patches = _patches()
     python = ".".join(map(str, sys.version_info[:3]))
     free = _free_shared_memory()
@@ -80,7 +80,7 @@ def _doctor(options: argparse.Namespace) -> Outcome:
     text.append(f"shared memory, for asynchronous saves and reshards: {_free(free)}")
     for patch in patches:
         text.append(
-            f"defect that a patch mends: {patch.mends}. Remedy: flexckpt patch --apply {patch.name}"
+            f"defect that a patch mends: {patch.mends}. Remedy (FC901): flexckpt patch --apply {patch.name}"
             if patch.status == "fits"
             else f"patched: {patch.mends} ({patch.name})"
         )

@@ -79,7 +79,9 @@ def _list(options: argparse.Namespace) -> Outcome:
     found = _checkpoints(backend)
     unfinished = [save for each in walk(backend) for save in unfinished_in(each)]
     if not found and not unfinished:
-        raise ValidationError([f"there are no checkpoints in {backend.path} and below. Remedy: correct the path"])
+        raise ValidationError(
+            [f"there are no checkpoints in {backend.path} and below. Remedy (FC301): correct the path"]
+        )
     records = [_record(info) if info.complete else None for info in found]
     if options.json:
         from paddle_flexckpt.cli.outputs import ListedCheckpoint, ListReport

@@ -279,9 +279,9 @@ def _map(options: argparse.Namespace) -> str:
     """Return a line for each part of each tensor, and a summary."""
     for name in ("aoa", "model", "cut", "weights"):
         if getattr(options, name) and options.to is None:
-            raise ValidationError([f"--{name} describes the job that --to names. Remedy: give --to STRATEGY"])
+            raise ValidationError([f"--{name} describes the job that --to names. Remedy (FC101): give --to STRATEGY"])
     if options.report is not None and options.html is None and options.png is None:
-        raise ValidationError(["--report is for a page or a picture. Remedy: give --html FILE or --png FILE"])
+        raise ValidationError(["--report is for a page or a picture. Remedy (FC101): give --html FILE or --png FILE"])
     seconds = read_seconds(options.report) if options.report is not None else {}
     config = aoa_config(options.aoa)
     layout, notes = (None, []) if options.to is None else layout_from(options, config)

@@ -56,7 +56,7 @@ class PaddleCommunicator(Communicator):
             if store is None:
                 raise ValidationError(
                     f"ranks {list(ranks)} cannot agree on anything: the job has no key-value store through which their "
-                    "hosts could meet. Remedy: start it with paddle.distributed.launch, and call "
+                    "hosts could meet. Remedy (FC503): start it with paddle.distributed.launch, and call "
                     "paddle.distributed.init_parallel_env() or fleet.init() first"
                 )
             self._channel = open_channel(group, ranks, self.position)

@@ -105,7 +105,10 @@ def _explain(listing: Listing) -> str:
     if not latest or (latest == ["latest"] and "zero_to_fp32.py" not in listing.names):
         return ""
     steps = listed(sorted(listing.directories))
-    return f"{listing.no_checkpoint}, but {latest[0]} of DeepSpeed, and {steps}. Remedy: give the path of one of them"
+    return (
+        f"{listing.no_checkpoint}, but {latest[0]} of DeepSpeed, and {steps}. Remedy (FC301): give the path of one of "
+        "them"
+    )
 
 
 def read_deepspeed_manifest(backend: Backend) -> Manifest:
@@ -128,7 +131,7 @@ def read_deepspeed_manifest(backend: Backend) -> Manifest:
         if cut:
             raise ValidationError(
                 f"{backend.where(cut[0])} is of a model that is cut among ranks (tensor or pipeline parallelism), and "
-                f"the files do not record how. Remedy: {_CONVERT}"
+                f"the files do not record how. Remedy (FC701): {_CONVERT}"
             )
         chosen = [match[0] for match in matches]
         files = dict(zip(chosen, map_files(backend, lambda name: _load(backend, name), chosen)))
@@ -140,7 +143,7 @@ def read_deepspeed_manifest(backend: Backend) -> Manifest:
 
 def _manifest(backend: Backend, rows: Sequence[_Row]) -> Manifest:
     if not rows:
-        raise ValidationError(f"{backend.path} has no tensors in it. Remedy: correct the path")
+        raise ValidationError(f"{backend.path} has no tensors in it. Remedy (FC301): correct the path")
     builders: dict[str, CatalogBuilder] = {}
     for row in rows:
         builder = builders.setdefault(row.file.name, CatalogBuilder(row.file.rank, row.file.name))
@@ -149,7 +152,7 @@ def _manifest(backend: Backend, rows: Sequence[_Row]) -> Manifest:
     problems = validate_shards(catalog) or validate_coverage(catalog, group_replicas(catalog)).problems
     if problems:
         error = ValidationError(problems, f"{backend.path} contradicts itself or lacks files of ranks")
-        raise CorruptCheckpointError(f"{error}. Remedy: restore the files of one save")
+        raise CorruptCheckpointError(f"{error}. Remedy (FC304): restore the files of one save")
     sizes = {row.file.name: row.file.size for row in rows}
     digest = xxhash.xxh3_128()
     for row in rows:
@@ -169,7 +172,7 @@ def _of_ranks(backend: Backend, models: Sequence[DeepSpeedFile], optimizers: Seq
     states = [_field(backend, file, file.value, "optimizer_state_dict", dict) for file in optimizers]
     if not models:
         raise CorruptCheckpointError(
-            f"{backend.path} lacks mp_rank_00_model_states.pt beside {optimizers[0].name}. Remedy: restore it"
+            f"{backend.path} lacks mp_rank_00_model_states.pt beside {optimizers[0].name}. Remedy (FC304): restore it"
         )
     model = min(models, key=lambda file: file.rank)
     budget = BoxBudget()
@@ -183,8 +186,8 @@ def _of_ranks(backend: Backend, models: Sequence[DeepSpeedFile], optimizers: Seq
     if [file.rank for file in optimizers] != list(range(count if is_integer(count) else -1)):
         got = listed([file.name for file in optimizers])
         raise CorruptCheckpointError(
-            f"{backend.path}: {count} ranks have saved their parts (partition_count), and there are {got}. Remedy: "
-            "restore the files of one save"
+            f"{backend.path}: {count} ranks have saved their parts (partition_count), and there are {got}. "
+            "Remedy (FC304): restore the files of one save"
         )
     groups = _field(backend, model, model.value, "param_shapes", list)
     shapes = {name: shape for group in groups if type(group) is dict for name, shape in group.items()}
@@ -218,7 +221,7 @@ def _first_stages(
         if type(state.get("param_slice_mappings")) is not list:
             raise ValidationError(
                 f"{backend.where(file.name)} does not have the parameters of its slices (param_slice_mappings), "
-                f"as older releases do not. Remedy: {_CONVERT}"
+                f"as older releases do not. Remedy (FC701): {_CONVERT}"
             )
         base = _field(backend, file, state, "base_optimizer_state", dict)
         for number, (flat, slices) in enumerate(zip(flats, state["param_slice_mappings"])):
@@ -303,7 +306,8 @@ def _universal(backend: Backend, models: Sequence[str]) -> Iterator[_Row]:
     lacking = [name for name in parameters if (name, _FP32) not in wanted]
     if lacking:
         raise CorruptCheckpointError(
-            f"{folder.path} lacks {_FP32}.pt of {listed(lacking)}. Remedy: restore it, or convert the checkpoint anew"
+            f"{folder.path} lacks {_FP32}.pt of {listed(lacking)}. Remedy (FC304): restore it, or convert the "
+            "checkpoint anew"
         )
     loaded = map_files(backend, lambda each: _load(backend, f"{_UNIVERSAL}/{each[0]}/{each[1]}.pt"), wanted)
     steps = {name: file for (name, state), file in zip(wanted, loaded) if state == "step"}
@@ -391,11 +395,13 @@ def _tensors(backend: Backend, file: DeepSpeedFile, tensors: Mapping[Any, Any], 
         place, where = file.places.get(tensor), backend.where(file.name)
         if place is None:
             what, remedy = "an element type is not supported", "cast the tensor, and save it anew"
-            raise ValidationError(Problem(what, key, file=where, got=tensor.dtype, remedy=remedy))
+            raise ValidationError(Problem(what, key, file=where, got=tensor.dtype, code="FC701", remedy=remedy))
         strides = row_major(tensor.size) if 0 in tensor.size else tensor.stride
         if not budget.allows(tensor.size, strides):
             what = f"tensors not in row-major order of more than {MOST_BOXES} pieces in all are not read"
-            raise ValidationError(Problem(what, key, file=where, got=list(strides), remedy="make it contiguous"))
+            raise ValidationError(
+                Problem(what, key, file=where, got=list(strides), code="FC701", remedy="make it contiguous")
+            )
         for box in boxes_of(tensor.size, strides):
             begin = place + box.begin * DTYPES[tensor.dtype].itemsize
             yield _Row(file, key, tensor.dtype, tensor.size, box.offset, box.shape, None, begin)
@@ -410,7 +416,7 @@ def _field(backend: Backend, file: DeepSpeedFile, value: Mapping[Any, Any], name
 
 def _contradiction(backend: Backend, file: DeepSpeedFile, what: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(
-        f"{backend.where(file.name)} is not as DeepSpeed writes it: {what}. Remedy: restore it, or {_CONVERT}"
+        f"{backend.where(file.name)} is not as DeepSpeed writes it: {what}. Remedy (FC305): restore it, or {_CONVERT}"
     )
 
 

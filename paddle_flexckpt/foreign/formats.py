@@ -106,7 +106,7 @@ class Listing:
         self.names: Sequence[str] = backend.names() if file is None else [file]
         # The reader of safetensors files reports one that is missing as damage.
         if file is not None and not file.endswith(_SAFETENSORS) and file not in backend.names():
-            raise ValidationError(f"{backend.where(file)}: there is no such file. Remedy: correct the path")
+            raise ValidationError(f"{backend.where(file)}: there is no such file. Remedy (FC301): correct the path")
 
     @cached_property
     def directories(self) -> Sequence[str]:
@@ -146,7 +146,9 @@ class ForeignCheckpoint(NamedTuple):
             return self.read(unique_id)
         if unique_id not in (None, 0):
             title = FORMATS[self.origin].title
-            raise ValidationError(f"{path} is {title}, which has no ids. Remedy: leave unique_id={unique_id} out")
+            raise ValidationError(
+                f"{path} is {title}, which has no ids. Remedy (FC101): leave unique_id={unique_id} out"
+            )
         return self.read()
 
 
@@ -282,8 +284,8 @@ def _find_source(listing: Listing, formats: Iterable[str]) -> ForeignCheckpoint 
 def more_than_one(path: str, candidates: Iterable[str]) -> ValidationError:
     """Return the error of a directory that has several checkpoints, given what each of them is called."""
     return ValidationError(
-        f"{path} has more than one checkpoint: {' and '.join(candidates)}. Remedy: give the path of the directory in "
-        "it, or of the file or index, that is meant; or move the others away"
+        f"{path} has more than one checkpoint: {' and '.join(candidates)}. Remedy (FC301): give the path of the "
+        "directory in it, or of the file or index, that is meant; or move the others away"
     )
 
 
@@ -292,8 +294,8 @@ def _explain_missing(listing: Listing, ids: Sequence[int], unique_id: int | None
     backend, path = listing.backend, listing.backend.path
     if not exists(backend):
         if backend.has_path and os.path.exists(path):
-            return f"{path} is not a directory. Remedy: give the checkpoint's directory, not a file in it"
-        return f"{path} does not exist. Remedy: correct the path"
+            return f"{path} is not a directory. Remedy (FC301): give the checkpoint's directory, not a file in it"
+        return f"{path} does not exist. Remedy (FC301): correct the path"
     unfinished = _explain_unfinished(listing, ids, unique_id)
     if unfinished:
         return unfinished
@@ -301,21 +303,21 @@ def _explain_missing(listing: Listing, ids: Sequence[int], unique_id: int | None
         return f"{path} has no checkpoint with id {unique_id}; complete ids here: {ids}"
     inside = _directories_with_manifests(backend)
     if inside:
-        return f"{listing.no_checkpoint}, but in {', '.join(inside)}. Remedy: give the path of that directory"
+        return f"{listing.no_checkpoint}, but in {', '.join(inside)}. Remedy (FC301): give the path of that directory"
     for row in filter(listing.has_mark, FORMATS.values()):
         text = _reader_of(row).explain(listing)
         if text:
             return text
     if any(map(_ORBAX.fullmatch, listing.names)):
         remedy = "restore it in JAX, and save the arrays by safetensors.flax.save_file or numpy.savez"
-        return f"{path} is a checkpoint of Orbax, which is not read here. Remedy: {remedy}"
+        return f"{path} is a checkpoint of Orbax, which is not read here. Remedy (FC701): {remedy}"
     pickles = sorted(name for name in listing.names if name.endswith(_TORCH_FILES))
     if pickles:
         return (
-            f"{listing.no_checkpoint}, nor a safetensors file, but {', '.join(pickles[:3])}. Remedy: have their writer "
-            "save safetensors files; if there is no model in them, correct the path"
+            f"{listing.no_checkpoint}, nor a safetensors file, but {', '.join(pickles[:3])}. Remedy (FC301): have "
+            "their writer save safetensors files; if there is no model in them, correct the path"
         )
-    return f"{listing.no_checkpoint}. Remedy: correct the path"
+    return f"{listing.no_checkpoint}. Remedy (FC301): correct the path"
 
 
 def _explain_unfinished(listing: Listing, ids: Sequence[int], unique_id: int | None) -> str:
@@ -329,14 +331,14 @@ def _explain_unfinished(listing: Listing, ids: Sequence[int], unique_id: int | N
         return (
             f"{path} has the data files of a save (id {', '.join(map(str, lost))}), and neither its manifest nor the "
             f"marker of an unfinished save: it was committed, and its manifest has been lost; complete ids here: "
-            f"{complete}. Remedy: restore {backend.where(f'{lost[0]}.manifest')} from a copy, or rebuild it: "
+            f"{complete}. Remedy (FC306): restore {backend.where(f'{lost[0]}.manifest')} from a copy, or rebuild it: "
             f"flexckpt repair {path} --id {lost[0]}"
         )
     if wanted:
         return (
             f"{path} has an unfinished save (id {', '.join(map(str, wanted))}): its manifest is missing, so it was "
             f"never committed. It is running, or it died (`flexckpt clean {path}`); complete ids here: {complete}. "
-            "Remedy: load another checkpoint"
+            "Remedy (FC303): load another checkpoint"
         )
     return ""
 

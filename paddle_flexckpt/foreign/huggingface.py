@@ -148,7 +148,7 @@ def read_tensor_file(backend: Backend, name: str, named_by: str | None = None) -
             return TensorFile(name, file.size, header.tensors, header.metadata, digest)
     except FileNotFoundError as error:
         who = f"; {named_by} names it" if named_by else ""
-        remedy = "Remedy: restore the file or load another checkpoint"
+        remedy = "Remedy (FC304): restore the file or load another checkpoint"
         raise CorruptCheckpointError(f"{path} is missing{who}. {remedy}") from error
 
 
@@ -164,11 +164,14 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
         with backend.open(name) as file:
             if file.size > MAX_INDEX_BYTES:
                 raise CorruptCheckpointError(
-                    f"{path} has {file.size} bytes; an index has no more than {MAX_INDEX_BYTES}. Remedy: restore it"
+                    f"{path} has {file.size} bytes; an index has no more than {MAX_INDEX_BYTES}. Remedy (FC305): "
+                    "restore it"
                 )
             text = file.read(0, file.size)
     except FileNotFoundError as error:
-        raise CorruptCheckpointError(f"{path} is missing. Remedy: restore it or load another checkpoint") from error
+        raise CorruptCheckpointError(
+            f"{path} is missing. Remedy (FC304): restore it or load another checkpoint"
+        ) from error
     files: dict[str, str] | None = None
     settings: dict[str, Any] = {}
     cursor = JsonCursor(text)
@@ -187,9 +190,9 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
                 check_file_name(file_name)
         cursor.end()
     except ValueError as error:
-        raise CorruptCheckpointError(f"{path} is not an index of safetensors files: {error}. Remedy: restore it") from (
-            error
-        )
+        raise CorruptCheckpointError(
+            f"{path} is not an index of safetensors files: {error}. Remedy (FC305): restore it"
+        ) from (error)
     return TensorIndex(files, settings, xxhash.xxh3_128_digest(text))
 
 
@@ -212,7 +215,7 @@ def read_weights(backend: Backend, source: str, *more: str) -> Weights:
         return Weights({file.name: file for file in found}, file_of)
     index = read_tensor_index(backend, source)
     if index.files is None:
-        raise CorruptCheckpointError(f"{backend.where(source)} has no weight_map. Remedy: restore it")
+        raise CorruptCheckpointError(f"{backend.where(source)} has no weight_map. Remedy (FC305): restore it")
     path = backend.where(source)
     names = sorted(set(index.files.values()))
     files = dict(zip(names, map_files(backend, lambda name: read_tensor_file(backend, name, path), names)))
@@ -227,7 +230,7 @@ def read_weights(backend: Backend, source: str, *more: str) -> Weights:
                 what = "a file has a tensor that the index has elsewhere"
                 problems.append(Problem(what, tensor, file=backend.where(name), expected=name, got=got))
     if problems:
-        error = ValidationError(problems, f"{path} and its files are not of one save. Remedy: restore them")
+        error = ValidationError(problems, f"{path} and its files are not of one save. Remedy (FC304): restore them")
         raise CorruptCheckpointError(str(error))
     return Weights(files, index.files, index.digest)
 
@@ -263,7 +266,8 @@ def find_weights(path: str, names: Sequence[str]) -> list[str]:
     numbered = [*filter(_NUMBERED.fullmatch, choices)]
     if choices and not indices and numbered == choices:
         raise CorruptCheckpointError(
-            f"{path} has numbered safetensors files ({listed(choices)}) without their index. Remedy: restore the index"
+            f"{path} has numbered safetensors files ({listed(choices)}) without their index. Remedy (FC304): restore "
+            "the index"
         )
     if len(choices) > 1 and (indices or numbered):
         raise _several_sets(path, choices)
@@ -272,8 +276,8 @@ def find_weights(path: str, names: Sequence[str]) -> list[str]:
 
 def _several_sets(path: str, choices: Sequence[str], why: str = "") -> ValidationError:
     return ValidationError(
-        f"{path} has several sets of safetensors files: {listed(choices)}{why}. Remedy: give the path of the one "
-        f"that is meant, such as {path}/{choices[0]}"
+        f"{path} has several sets of safetensors files: {listed(choices)}{why}. Remedy (FC301): give the path of the "
+        f"one that is meant, such as {path}/{choices[0]}"
     )
 
 
@@ -350,7 +354,7 @@ def _read_shards_manifest(backend: Backend, names: Sequence[str]) -> Manifest:
                 where = backend.where(file.name)
                 raise CorruptCheckpointError(
                     f"{where}: key {key[:80]!r} has {len(shape)} axes here, and {len(whole)} in another file. "
-                    "Remedy: restore the files of one save"
+                    "Remedy (FC304): restore the files of one save"
                 )
             whole[:] = (max(size, begin + extent) for size, begin, extent in zip(whole, offset, shape))
     shards = []
@@ -363,7 +367,7 @@ def _read_shards_manifest(backend: Backend, names: Sequence[str]) -> Manifest:
     problems = validate_coverage(manifest.catalog, group_replicas(manifest.catalog)).problems
     if problems:
         error = ValidationError(problems, f"{backend.path} lacks the files of some ranks, or has those of two saves")
-        raise CorruptCheckpointError(f"{error}. Remedy: restore the files of one save")
+        raise CorruptCheckpointError(f"{error}. Remedy (FC304): restore the files of one save")
     return manifest
 
 
@@ -386,7 +390,7 @@ def _read_offsets(file: TensorFile, where: str) -> Mapping[str, Sequence[int]]:
             raise ValueError(f"{missing[0][:80]!r} has no place")
     except ValueError as error:
         raise CorruptCheckpointError(
-            f"{where}: {_INFO} in its header does not place the chunks: {error}. Remedy: restore the file"
+            f"{where}: {_INFO} in its header does not place the chunks: {error}. Remedy (FC305): restore the file"
         ) from error
     return places
 

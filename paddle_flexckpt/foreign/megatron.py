@@ -46,7 +46,7 @@ def _explain(listing: Listing) -> str:
         return ""
     steps = sorted(name for name in listing.directories if name.startswith("iter_"))
     found = listed(steps) or "none"
-    return f"{listing.no_checkpoint}, but those of Megatron in {found}. Remedy: give the path of one of them"
+    return f"{listing.no_checkpoint}, but those of Megatron in {found}. Remedy (FC301): give the path of one of them"
 
 
 def read_megatron_manifest(backend: Backend) -> Manifest:
@@ -60,8 +60,8 @@ def read_megatron_manifest(backend: Backend) -> Manifest:
     kind = _backend_of(backend)
     if kind != "torch_dist":
         raise ValidationError(
-            f"{where}: {_BACKEND} is {kind!r}, and of Megatron-Core's formats 'torch_dist' is read here. Remedy: load "
-            "it in Megatron-Core and save it with --ckpt-format torch_dist"
+            f"{where}: {_BACKEND} is {kind!r}, and of Megatron-Core's formats 'torch_dist' is read here. "
+            "Remedy (FC701): load it in Megatron-Core and save it with --ckpt-format torch_dist"
         )
     manifest = read_dcp_manifest(backend)
     catalog = manifest.catalog
@@ -69,13 +69,13 @@ def read_megatron_manifest(backend: Backend) -> Manifest:
     if flat:
         what = f"dp_reshardable states of the optimizer (such as {listed(flat[:2])}) belong to one layout"
         remedy = "save with --dist-ckpt-optim-fully-reshardable, or without states by --no-save-optim"
-        raise ValidationError(Problem(f"{what}, and are not read", flat[0], file=where, remedy=remedy))
+        raise ValidationError(Problem(f"{what}, and are not read", flat[0], file=where, code="FC701", remedy=remedy))
     keys = tuple(map(_key, catalog.keys))
     if len(set(keys)) != len(keys):
         twice = next(key for number, key in enumerate(keys) if key in keys[:number])
         raise ValidationError(
-            f"{where}: two of Megatron's keys are {twice[:80]!r} here. Remedy: save it without the states of the "
-            "optimizer (--no-save-optim)"
+            f"{where}: two of Megatron's keys are {twice[:80]!r} here. Remedy (FC701): save it without the states of "
+            "the optimizer (--no-save-optim)"
         )
     return replace(manifest, catalog=replace(catalog, keys=keys), origin="megatron")
 
@@ -105,7 +105,7 @@ def _backend_of(backend: Backend) -> str | None:
     except ValueError as error:
         if _BACKEND.encode() not in text:
             return None
-        raise CorruptCheckpointError(f"{where} is damaged: {error}. Remedy: restore it") from error
+        raise CorruptCheckpointError(f"{where} is damaged: {error}. Remedy (FC305): restore it") from error
     return found
 
 

@@ -33,7 +33,7 @@ _HEADER = re.compile(
 _TYPES = {f"'{dtype.numpy.str}'": name for name, dtype in DTYPES.items() if dtype.numpy.kind in "biufc"}
 # The only one of numpy's types without a name that has two bytes.
 _TYPES.update({"'<V2'": "bfloat16", "'|V2'": "bfloat16"})
-_REMEDY = "Remedy: save arrays of numbers in this machine's byte order, by numpy.savez or as safetensors"
+_NUMBERS = "save arrays of numbers in this machine's byte order, by numpy.savez or as safetensors"
 
 
 def _detect(listing: Listing) -> ForeignCheckpoint | None:
@@ -41,8 +41,8 @@ def _detect(listing: Listing) -> ForeignCheckpoint | None:
     if len(archives) > 1:
         path = listing.backend.path
         raise ValidationError(
-            f"{path} has several files of arrays: {listed(archives)}. Remedy: give the path of the one that is meant, "
-            f"such as {path}/{archives[0]}"
+            f"{path} has several files of arrays: {listed(archives)}. Remedy (FC301): give the path of the one that is "
+            f"meant, such as {path}/{archives[0]}"
         )
     return ForeignCheckpoint("npz", partial(read_npz_manifest, listing.backend, archives[0])) if archives else None
 
@@ -65,10 +65,10 @@ def read_npz_manifest(backend: Backend, name: str) -> Manifest:
         if packed:
             raise ValidationError(
                 f"{where} is compressed (numpy.savez_compressed): {packed[0]!r} and {len(packed) - 1} more arrays have "
-                "no byte ranges. Remedy: numpy.savez(new, **numpy.load(old)) writes them uncompressed"
+                "no byte ranges. Remedy (FC701): numpy.savez(new, **numpy.load(old)) writes them uncompressed"
             )
         if not arrays:
-            raise ValidationError(f"{where} has no arrays in it. Remedy: correct the path")
+            raise ValidationError(f"{where} has no arrays in it. Remedy (FC301): correct the path")
         for member in arrays:
             text, problem = _add_array(builder, budget, file, member, where)
             digest.update(member.name.encode() + text)
@@ -101,7 +101,7 @@ def _add_array(
     if dtype is None:
         what = "a pickle of Python objects" if b"O" in match["type"] else "an array of another type than numbers"
         got = match["type"].decode("latin-1")[:80]
-        return text, Problem(f"{what} is not read", key, file=where, got=got, remedy=_REMEDY[8:])
+        return text, Problem(f"{what} is not read", key, file=where, got=got, code="FC701", remedy=_NUMBERS)
     shape = tuple(int(extent) for extent in match["shape"].replace(b",", b" ").split())
     itemsize = DTYPES[dtype].itemsize
     expected = math.prod(shape) * itemsize
@@ -111,7 +111,9 @@ def _add_array(
     strides = row_major(shape[::-1])[::-1] if match["columns"] == b"True" else row_major(shape)
     if not budget.allows(shape, strides):
         what = f"arrays in column-major order with more than {MOST_BOXES} columns in all are not read"
-        return text, Problem(what, key, file=where, got=list(shape), remedy="save numpy.ascontiguousarray of it")
+        return text, Problem(
+            what, key, file=where, got=list(shape), code="FC701", remedy="save numpy.ascontiguousarray of it"
+        )
     for box in boxes_of(shape, strides):
         builder.add(key, dtype, shape, box.offset, box.shape, byte_offset=begin + skipped + box.begin * itemsize)
     return text, None

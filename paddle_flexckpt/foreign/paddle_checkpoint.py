@@ -72,7 +72,7 @@ def _explain(listing: Listing) -> str:
         return ""
     return (
         f"{listing.backend.path} is no checkpoint of Paddle's own save_state_dict that can be read: its .metadata "
-        f"files have the ids {_ids(listing.names) or 'none'}. Remedy: give the path and id of a complete save"
+        f"files have the ids {_ids(listing.names) or 'none'}. Remedy (FC301): give the path and id of a complete save"
     )
 
 
@@ -102,7 +102,7 @@ def read_paddle_manifest(path: Location, unique_id: int | None = None) -> Manife
         try:
             check_file_name(data_file)
         except ValueError as error:
-            raise CorruptCheckpointError(f"{file}: {error}. Remedy: load another checkpoint") from error
+            raise CorruptCheckpointError(f"{file}: {error}. Remedy (FC305): load another checkpoint") from error
     catalog = catalog_from_metadata([_with_global_shapes(metadata)], _rank_of)
     problems = validate_shards(catalog)
     if problems:
@@ -142,7 +142,7 @@ def _index(backend: Backend, name: str) -> tuple[Mapping[str, _Stretch], int]:
         file = backend.open(name)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{path} is missing; the metadata names it. Remedy: restore the file or load another checkpoint"
+            f"{path} is missing; the metadata names it. Remedy (FC304): restore the file or load another checkpoint"
         ) from error
     with file:
         if name.endswith(".safetensors"):
@@ -232,7 +232,7 @@ def _read_paddleformers(backend: Backend, ids: Mapping[str, Sequence[int]], uniq
         if chosen not in there:
             raise CorruptCheckpointError(
                 f"{backend.where(name)} has no {chosen}.metadata, which the other directories have: the save was not "
-                "finished. Remedy: load another checkpoint"
+                "finished. Remedy (FC303): load another checkpoint"
             )
         manifests.append(_renamed(read_paddle_manifest(inner(backend, name), chosen), name))
     seen: dict[str, str] = {}
@@ -281,7 +281,9 @@ def read_plain_file(path: Location, name: str) -> Any:
     if isinstance(data, dict):
         names = data.pop(PARAMETER_NAMES, {})
         if not isinstance(names, dict):
-            raise CorruptCheckpointError(f"{backend.where(name)} is not what paddle.save writes. Remedy: restore it")
+            raise CorruptCheckpointError(
+                f"{backend.where(name)} is not what paddle.save writes. Remedy (FC305): restore it"
+            )
     return data
 
 

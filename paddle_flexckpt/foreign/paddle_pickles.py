@@ -67,15 +67,17 @@ def load_mapped(backend: Backend, name: str) -> tuple[Any, mmap.mmap | bytes]:
     path = backend.where(name)
     with backend.open(name) as file:
         if not file.size:
-            raise CorruptCheckpointError(f"{path} is empty. Remedy: restore the file or load another checkpoint")
+            raise CorruptCheckpointError(
+                f"{path} is empty. Remedy (FC305): restore the file or load another checkpoint"
+            )
         # The pages with elements are not touched.
         mapped: mmap.mmap | bytes | None = file.memory_map()
         if mapped is None:
             if file.size > MOST_PICKLE_BYTES:
                 raise ValidationError(
                     f"{path} is a pickle of {file.size} bytes, which has to be in memory to be looked through; where "
-                    f"it is not on a local disk it may have {MOST_PICKLE_BYTES}. Remedy: copy the checkpoint to a "
-                    "local disk"
+                    f"it is not on a local disk it may have {MOST_PICKLE_BYTES}. Remedy (FC701): copy the checkpoint "
+                    "to a local disk"
                 )
             mapped = file.read(0, file.size)
         return load_pickle(memoryview(mapped), path), mapped
@@ -98,9 +100,9 @@ def _detect(listing: Listing) -> ForeignCheckpoint | None:
         files = sorted(name for name in listing.names if name.endswith(ending) and name not in _PLAIN_FILES)
         if len(files) > 1:
             raise ValidationError(
-                f"{path} has several {ending} files: {listed(files)}. Where each of them belongs is not known. Remedy: "
-                f"give the path of the one that is meant, such as {path}/{files[0]}; of ranks' parts, have their "
-                "writer merge them"
+                f"{path} has several {ending} files: {listed(files)}. Where each of them belongs is not known. "
+                f"Remedy (FC301): give the path of the one that is meant, such as {path}/{files[0]}; of ranks' parts, "
+                "have their writer merge them"
             )
         found += files
     return ForeignCheckpoint("paddle_pickle", partial(read_pickles_manifest, listing.backend, found)) if found else None
@@ -128,12 +130,14 @@ def read_pickles_manifest(backend: Backend, files: Sequence[str]) -> Manifest:
             where = backend.where(name)
             if seen.setdefault(key, stored) is not stored:
                 remedy = "give the path of one of the files"
-                problems.append(Problem("two entries have the same key", key, file=where, got=stored, remedy=remedy))
+                problems.append(
+                    Problem("two entries have the same key", key, file=where, got=stored, code="FC301", remedy=remedy)
+                )
             dtype = "bfloat16" if stretch.dtype == "uint16" else stretch.dtype
             if not budget.allows(stretch.shape, stretch.strides):
                 what = f"arrays in column-major order with more than {MOST_BOXES} columns in all are not read"
                 remedy = "save it in row-major order"
-                problems.append(Problem(what, key, file=where, got=list(stretch.shape), remedy=remedy))
+                problems.append(Problem(what, key, file=where, got=list(stretch.shape), code="FC701", remedy=remedy))
                 continue
             itemsize = np.dtype(stretch.dtype).itemsize
             for box in boxes_of(stretch.shape, stretch.strides):
@@ -152,11 +156,11 @@ def _read_state(backend: Backend, name: str) -> _StateFile:
     data, mapped = load_mapped(backend, name)
     names = data.pop(PARAMETER_NAMES, {}) if type(data) is dict else {}
     if type(data) is not dict or type(names) is not dict or any(type(raw) is not str for raw in names.values()):
-        raise CorruptCheckpointError(f"{where} is no state dict that paddle.save writes. Remedy: restore it")
+        raise CorruptCheckpointError(f"{where} is no state dict that paddle.save writes. Remedy (FC305): restore it")
     if _CUT_PARAMETERS in data:
         raise ValidationError(
-            f"{where} has parameters that paddle.save has cut, as it does under protocol 2 and 3. Remedy: in Paddle, "
-            "paddle.save(paddle.load(old), new, protocol=4)"
+            f"{where} has parameters that paddle.save has cut, as it does under protocol 2 and 3. Remedy (FC701): in "
+            "Paddle, paddle.save(paddle.load(old), new, protocol=4)"
         )
     tensors: dict[str, Stretch] = {}
     others: list[str] = []
@@ -168,13 +172,15 @@ def _read_state(backend: Backend, name: str) -> _StateFile:
         if stretch is None:
             raise ValidationError(
                 f"{where}: the elements of {key[:80]!r} are not stored as they are, as in pickles of protocol 2. "
-                "Remedy: in Paddle, paddle.save(paddle.load(old), new, protocol=4)"
+                "Remedy (FC701): in Paddle, paddle.save(paddle.load(old), new, protocol=4)"
             )
         if key in tensors:
-            raise CorruptCheckpointError(f"{where} has two tensors under the key {key[:80]!r}. Remedy: restore it")
+            raise CorruptCheckpointError(
+                f"{where} has two tensors under the key {key[:80]!r}. Remedy (FC305): restore it"
+            )
         tensors[key] = stretch
     if not tensors:
-        raise ValidationError(f"{where} has no tensors in it. Remedy: correct the path")
+        raise ValidationError(f"{where} has no tensors in it. Remedy (FC301): correct the path")
     if others:
         logger.info("%s: left out, as they are no tensors: %s", where, listed(others))
     digest = xxhash.xxh3_128_digest(repr((tensors, len(mapped))).encode())

@@ -29,8 +29,8 @@ from paddle_flexckpt.foreign.pickle_values import (
 )
 
 _REMEDY = (
-    "Remedy: do not open this file with anything else either; if you trust its writer, let that program save the data "
-    "as safetensors"
+    "Remedy (FC702): do not open this file with anything else either; if you trust its writer, let that program save "
+    "the data as safetensors"
 )
 _OPCODE_NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 # The most operations of a pickle, whatever the file's size.
@@ -121,7 +121,7 @@ class _Machine:
     def _damaged(self, what: str) -> NoReturn:
         raise CorruptCheckpointError(
             f"{self._file} is damaged or not a pickle of protocol 2 to 5: {what} (byte {self._position}). "
-            "Remedy: restore the file"
+            "Remedy (FC305): restore the file"
         )
 
     def _take(self, count: int) -> memoryview:

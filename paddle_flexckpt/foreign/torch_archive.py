@@ -61,7 +61,7 @@ def open_archive(
     order = members.get(start + "byteorder")
     if order is not None and read(find_bytes(read, order, where), order.size) != b"little":
         remedy = "load it in torch on a machine of this byte order, and save it there"
-        raise ValidationError(f"{where}: the machine that wrote it had another byte order. Remedy: {remedy}")
+        raise ValidationError(f"{where}: the machine that wrote it had another byte order. Remedy (FC701): {remedy}")
     if pickle.size > most_bytes or pickle.method != STORED:
         raise damaged(where, f"data.pkl has {pickle.size} bytes, compressed by method {pickle.method}")
     text = read(find_bytes(read, pickle, where), pickle.size)

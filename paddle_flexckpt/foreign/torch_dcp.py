@@ -118,7 +118,7 @@ def read_dcp_manifest(backend: Backend) -> Manifest:
         logger.info("%s: left out, as they are no tensors: %s", where, listed(chunks.others))
     placed, files = chunks.catalog, chunks.catalog.files
     if not len(placed):
-        raise ValidationError(f"{where} has no tensors in it. Remedy: correct the path")
+        raise ValidationError(f"{where} has no tensors in it. Remedy (FC301): correct the path")
     ends, known = np.searchsorted(placed.file, np.arange(len(files) + 1)), _Layouts()
 
     def read(number: int) -> tuple[Catalog, int]:
@@ -144,7 +144,7 @@ def _read_file(
         opened = backend.open(name)
     except FileNotFoundError as error:
         raise CorruptCheckpointError(
-            f"{path} is missing; the metadata names it. Remedy: restore the file or load another checkpoint"
+            f"{path} is missing; the metadata names it. Remedy (FC304): restore the file or load another checkpoint"
         ) from error
     with opened as file:
         mapped = file.memory_map()
@@ -239,7 +239,9 @@ class _Locator:
         if not self._budget.allows(item.shape, found.strides):
             what = f"chunks not in row-major order of more than {MOST_BOXES} pieces in all are not read"
             remedy = "make the tensor contiguous, and save it in torch"
-            raise ValidationError(Problem(what, item.key, file=self._path, got=list(found.strides), remedy=remedy))
+            raise ValidationError(
+                Problem(what, item.key, file=self._path, got=list(found.strides), code="FC701", remedy=remedy)
+            )
         itemsize = DTYPES[item.dtype].itemsize
         first, whole = table.unpadded(row, table.offset), table.unpadded(row, table.global_shape)
         self._cut[row] = True
@@ -322,7 +324,7 @@ def read_chunks(data: bytes, where: str) -> PlacedChunks:
     """
     metadata = load_pickle(data, where, DCP_METADATA)
     if type(metadata) is not DcpMetadata:
-        raise CorruptCheckpointError(f"{where} has no metadata in it. Remedy: restore it")
+        raise CorruptCheckpointError(f"{where} has no metadata in it. Remedy (FC305): restore it")
     items = _items_by_file(metadata, where)
     others = tuple(key for key, entry in metadata.state_dict_metadata.items() if type(entry) is BytesEntry)
     tables, lengths = list[Catalog](), list[int]()
@@ -359,7 +361,8 @@ def _items_by_file(metadata: DcpMetadata, where: str) -> dict[str, list[_StoredI
     if metadata.mcore_data:
         raise ValidationError(
             f"{where}: Megatron-Core has stored {listed(sorted(metadata.mcore_data))} in another shape than they have "
-            "(mcore_data), which is not read here. Remedy: save fully_reshardable optimizer states, or weights alone"
+            "(mcore_data), which is not read here. Remedy (FC701): save fully_reshardable optimizer states, or weights "
+            "alone"
         )
     entries = metadata.state_dict_metadata
     shapes = {
@@ -382,11 +385,19 @@ def _items_by_file(metadata: DcpMetadata, where: str) -> dict[str, list[_StoredI
         found += 1
         if place.transform_descriptors:
             what = f"chunks have been transformed ({', '.join(place.transform_descriptors)[:80]}), which is not read"
-            raise ValidationError(Problem(what, index.fqn, file=where, remedy=_UNMADE))
+            raise ValidationError(Problem(what, index.fqn, file=where, code="FC701", remedy=_UNMADE))
         if entry.dtype not in DTYPES:
             what, remedy = "an element type is not supported", "cast the tensor, and save it in torch"
             raise ValidationError(
-                Problem(what, index.fqn, file=where, expected=", ".join(DTYPES), got=entry.dtype, remedy=remedy)
+                Problem(
+                    what,
+                    index.fqn,
+                    file=where,
+                    expected=", ".join(DTYPES),
+                    got=entry.dtype,
+                    code="FC701",
+                    remedy=remedy,
+                )
             )
         of_file = items.setdefault(place.relative_path, [])
         of_file.append(_StoredItem(index.fqn, entry, index.offset or (), shape, place.offset, place.length))
@@ -398,7 +409,9 @@ def _items_by_file(metadata: DcpMetadata, where: str) -> dict[str, list[_StoredI
         except ValueError as error:
             problems.append(str(error))
     if problems:
-        raise CorruptCheckpointError(str(ValidationError(problems, f"{where} is damaged")) + ". Remedy: restore it")
+        raise CorruptCheckpointError(
+            str(ValidationError(problems, f"{where} is damaged")) + ". Remedy (FC305): restore it"
+        )
     return items
 
 

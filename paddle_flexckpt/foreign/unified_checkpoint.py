@@ -91,7 +91,7 @@ def read_unified_manifest(backend: Backend) -> Manifest:
         if merged and own:
             raise ValidationError(
                 f"{backend.path} has {kind} states of whole tensors ({source}) and of ranks ({own[0].file.name}). "
-                "Remedy: move those away that are not meant"
+                "Remedy (FC304): move those away that are not meant"
             )
         if merged:
             weights = read_weights(backend, source)
@@ -101,7 +101,7 @@ def read_unified_manifest(backend: Backend) -> Manifest:
             ranks += own
             shards += _placed(backend, own, shapes, kind)
         elif any(match and match[1] == kind for match in map(_MERGED.fullmatch, names)):
-            raise CorruptCheckpointError(f"{backend.where(source)} is missing. Remedy: restore it")
+            raise CorruptCheckpointError(f"{backend.where(source)} is missing. Remedy (FC304): restore it")
     if index.settings.get(MASTERS) is True and not any(shard.key.endswith(_MASTER) for shard in shards):
         shards += _masters_as_weights(backend, models)
     files = [*(file for weights in read for file in weights.files.values()), *(own.file for own in ranks)]
@@ -123,7 +123,7 @@ def _model_sources(backend: Backend, names: set[str]) -> list[str]:
         sources += find_weights(backend.path, [name for name in (MODEL_INDEX, MODEL_FILE) if name in names])
     for index, start in ((MODEL_INDEX, "model-"), (PEFT_INDEX, "peft_model-")):
         if index not in names and any(name.startswith(start) and name.endswith(".safetensors") for name in names):
-            raise CorruptCheckpointError(f"{backend.where(index)} is missing. Remedy: restore it")
+            raise CorruptCheckpointError(f"{backend.where(index)} is missing. Remedy (FC304): restore it")
     return sources
 
 
@@ -132,7 +132,7 @@ def _check_quantisation(backend: Backend, index: TensorIndex) -> None:
     if stage != "O0":
         raise ValidationError(
             f"{backend.where(OPTIMIZER + INDEX_FILE)}: the optimizer states are quantised (ckpt_quant_stage "
-            f"{stage!r}), which is not read here. Remedy: {_RESUME} with --ckpt_quant_stage O0"
+            f"{stage!r}), which is not read here. Remedy (FC701): {_RESUME} with --ckpt_quant_stage O0"
         )
 
 
@@ -170,7 +170,7 @@ def _masters_as_weights(backend: Backend, models: Sequence[Weights]) -> list[Sto
     if not found or any(shard.file.dtype(shard.tensor) != "float32" for shard in found):
         raise CorruptCheckpointError(
             f"{backend.where(MASTERS + INDEX_FILE)} is missing: by {OPTIMIZER + INDEX_FILE} there are master weights, "
-            "and those in place of weights would be float32. Remedy: restore it"
+            "and those in place of weights would be float32. Remedy (FC304): restore it"
         )
     return found
 
@@ -185,8 +185,8 @@ def _rank_files(backend: Backend, names: set[str], kind: str) -> list[_RankFile]
     axes = list(next(iter(places.values())))
     if any(list(place) != axes for place in places.values()):
         raise ValidationError(
-            f"{backend.path} has {kind} states of several strategies: {', '.join(places)}. Remedy: move those away "
-            "that are not meant"
+            f"{backend.path} has {kind} states of several strategies: {', '.join(places)}. Remedy (FC304): move those "
+            "away that are not meant"
         )
     degrees = [max(place[axis] for place in places.values()) + 1 for axis in axes]
     there = {tuple(place.values()) for place in places.values()}
@@ -196,8 +196,8 @@ def _rank_files(backend: Backend, names: set[str], kind: str) -> list[_RankFile]
         if at not in there:
             suffix = "_".join(f"{axis}{number:02d}" for axis, number in zip(axes, at))
             raise CorruptCheckpointError(
-                f"{backend.where(f'{kind}.{suffix}.safetensors')} is missing, by the names of the others. Remedy: "
-                "restore the file or load another checkpoint"
+                f"{backend.where(f'{kind}.{suffix}.safetensors')} is missing, by the names of the others. "
+                "Remedy (FC304): restore the file or load another checkpoint"
             )
     files = map_files(backend, lambda name: read_tensor_file(backend, name), places)
     return [_RankFile(file, places[file.name], number) for number, file in enumerate(files)]
@@ -221,7 +221,9 @@ def _placed(
             problem = partial(Problem, key=tensor, file=backend.where(each.file.name))
             if "moe" in each.at and held.setdefault(tensor, each.at["moe"]) != each.at["moe"]:
                 problems.append(
-                    problem("several ranks of expert parallelism have a state of this name", remedy=_RESUME)
+                    problem(
+                        "several ranks of expert parallelism have a state of this name", code="FC701", remedy=_RESUME
+                    )
                 )
                 continue
             key = _key(tensor) if kind == OPTIMIZER else tensor + _MASTER
@@ -235,7 +237,7 @@ def _placed(
                 continue
             if whole is None:
                 what = "the model's weights, which would tell the shape of the whole, lack the parameter"
-                problems.append(problem(what, remedy=_RESUME + " without ignore_merge_optimizer"))
+                problems.append(problem(what, code="FC701", remedy=_RESUME + " without ignore_merge_optimizer"))
                 continue
             axes = [axis for axis, (part, all_of_it) in enumerate(zip(stored.shape, whole)) if part != all_of_it]
             consecutive = len(whole) == len(stored.shape) and len(axes) == 1
@@ -243,7 +245,7 @@ def _placed(
                 problems.append(_misfit(problem, whole, stored.shape, degree))
             elif _PERMUTED.search(parameter):
                 what = "ranks' parts of a fused parameter are not consecutive parts of the whole"
-                problems.append(problem(what, remedy=_RESUME + " without ignore_merge_optimizer"))
+                problems.append(problem(what, code="FC701", remedy=_RESUME + " without ignore_merge_optimizer"))
             else:
                 offset = [0] * len(whole)
                 offset[axes[0]] = each.at["tp"] * stored.shape[axes[0]]

@@ -143,7 +143,7 @@ def find_bytes(read: Read, member: ZipMember, where: str) -> int:
 
 def damaged(where: str, what: str) -> CorruptCheckpointError:
     """Return the error of an archive."""
-    return CorruptCheckpointError(f"{where} is damaged: {what}. Remedy: restore it or load another checkpoint")
+    return CorruptCheckpointError(f"{where} is damaged: {what}. Remedy (FC305): restore it or load another checkpoint")
 
 
 def _read_text(read: Read, size: int, where: str) -> tuple[int, int, bytes, int]:

@@ -211,8 +211,8 @@ class FilePeers(Peers):
         if nobody in plan.incoming:
             lost = "; ".join(self._lost(np.unique(plan.incoming[nobody].source)))
             raise CorruptCheckpointError(
-                f"no rank can read {lost}. Remedy: let a rank see these directories, or load another checkpoint; saves "
-                "with node_copies=2 survive the loss of a node"
+                f"no rank can read {lost}. Remedy (FC504): let a rank see these directories, or load another "
+                "checkpoint; saves with node_copies=2 survive the loss of a node"
             )
         self._open_files(plan)
         return plan

@@ -130,7 +130,9 @@ class _WholeTensors:
 
     def _check_unchanged(self, rows: np.ndarray) -> None:
         if (self._digests_of(rows)[rows] != self._digests[rows]).any():
-            text = "the state has changed since the call. Remedy: take all tensors before the next training step"
+            text = (
+                "the state has changed since the call. Remedy (FC102): take all tensors before the next training step"
+            )
             raise ValidationError([text])
 
     def move(self) -> Iterator[tuple[str, Any]]:

@@ -118,7 +118,9 @@ def _layout_for(
     """
     if not isinstance(layout, str):
         if model is not None or optimizer is not None:
-            raise ValidationError(["a layout has its own model. Remedy: give the strategy as a text beside model="])
+            raise ValidationError(
+                ["a layout has its own model. Remedy (FC101): give the strategy as a text beside model="]
+            )
         return layout, []
     if hasattr(model, "sharded_state_dict"):
         return layout_of_model(model, layout, optimizer=optimizer, states=states, cuts=cuts, seg_method=seg_method)
@@ -216,8 +218,8 @@ def _described(model: Any) -> dict[str, Any]:
     if parts:
         raise ValidationError(
             [
-                f"{len(parts)} tensors of the model are parts of a parallel job, such as {listed(parts, 3)}. Remedy: "
-                "build the model in one process, without parallelism; the strategy says how it is cut"
+                f"{len(parts)} tensors of the model are parts of a parallel job, such as {listed(parts, 3)}. "
+                "Remedy (FC704): build the model in one process, without parallelism; the strategy says how it is cut"
             ]
         )
     return shards
@@ -227,7 +229,7 @@ def _states_of(optimizer: Any, shards: Mapping[str, Any]) -> dict[str, Any]:
     describe = getattr(optimizer, "sharded_state_dict", None)
     if not callable(describe):
         remedy = "call paddle_flexckpt.install() first, or leave optimizer out"
-        raise ValidationError([f"a {type(optimizer).__name__} cannot be described. Remedy: {remedy}"])
+        raise ValidationError([f"a {type(optimizer).__name__} cannot be described. Remedy (FC805): {remedy}"])
     return dict(describe(shards))
 
 
@@ -332,16 +334,18 @@ def _check_known(model: Any, strategy: Strategy | Mesh, described: Model, cuts: 
         given = any(fnmatchcase(each.name, glob) for glob, _ in cuts)
         if getattr(weight, "split_by", "tensor") == "own" and not given and strategy.tp * strategy.ep > 1:
             remedy = f"say what tensor parallelism does to it: cuts=[({each.name!r}, None)] leaves it whole"
-            problems.append(Problem("a group of the layer's own splits a tensor", each.name, remedy=remedy))
+            problems.append(
+                Problem("a group of the layer's own splits a tensor", each.name, code="FC704", remedy=remedy)
+            )
         if strategy.ep > 1 and each.name in numbers and each.expert is None:
             remedy = "let the layer adopt paddle_flexckpt.ExpertParallelMixin"
-            problems.append(Problem("nothing says that these are experts", each.name, remedy=remedy))
+            problems.append(Problem("nothing says that these are experts", each.name, code="FC803", remedy=remedy))
         copies = getattr(weight, "aliases", ()) if getattr(weight, "layers", ()) else ()
         positions = {int(name.partition(".")[0]) for name in copies if name.partition(".")[0].isdigit()}
         if strategy.pp > 1 and positions - set(each.layers):
             what = "each stage has its own copy of a parameter in a shared layer"
             remedy = "move it out of the SharedLayerDesc"
-            problems.append(Problem(what, each.name, got=f"layers {sorted(positions)}", remedy=remedy))
+            problems.append(Problem(what, each.name, got=f"layers {sorted(positions)}", code="FC704", remedy=remedy))
     if problems:
         raise ValidationError(problems, f"{strategy} does not fit the model")
 
@@ -360,4 +364,4 @@ def _check_optimizer(optimizer: Any, strategy: Strategy | Mesh) -> None:
         what = (
             f"the optimizer has frozen parameters, such as {listed(frozen, 3)}, which sharding {strategy.kind} mixes up"
         )
-        raise ValidationError([Problem(what, remedy=remedy)], f"{strategy} does not fit the model")
+        raise ValidationError([Problem(what, code="FC704", remedy=remedy)], f"{strategy} does not fit the model")

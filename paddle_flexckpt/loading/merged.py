@@ -222,7 +222,7 @@ def _choose(source: Catalog, mapping: TensorMapping | None, start: str) -> dict[
     if start and not names:
         got = f"{len(there)} keys, such as {', '.join(map(repr, sorted(there)[:3]))}" if there else "no keys"
         what = f"no key starts with {start!r}, the prefix and a dot"
-        raise ValidationError([Problem(what, got=got, remedy="correct prefix")])
+        raise ValidationError([Problem(what, got=got, code="FC201", remedy="correct prefix")])
     _check_complete(source, names if mapping is None else mapping.source_names(names))
     check_axes({key: len(there[key].shape) for key in names})
     if mapping is not None and mapping.unfed:
@@ -247,6 +247,7 @@ def check_axes(axes: Mapping[str, int]) -> None:
             key=key,
             expected=f"at most {_MAX_AXES}",
             got=count,
+            code="FC205",
             remedy="give load_state_dict() an array of numpy as its target, or reshape it by an AOA statement",
         )
         for key, count in axes.items()
@@ -269,6 +270,7 @@ def _check_complete(catalog: Catalog, names: Iterable[str]) -> None:
             key=catalog.keys[key],
             expected=f"{declared[key]:.0f} elements",
             got=f"{there[key]:.0f}",
+            code="FC105",
             remedy="load another checkpoint, or leave this key out by the AOA statement "
             f"'{quoted(catalog.keys[key])} -> _'",
         )

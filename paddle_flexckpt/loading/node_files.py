@@ -180,8 +180,9 @@ def _find_saves(
     unread = max((each["newest"] for each in descriptions if "problem" in each), default=0)
     if unread > max(owners)[0]:
         raise CorruptCheckpointError(
-            f"{context}: it is not known which save of id {unique_id} is the newest: {'; '.join(problems)}. Remedy: "
-            "look into the storage of that node, and load again; without that node an older one is loaded"
+            f"{context}: it is not known which save of id {unique_id} is the newest: {'; '.join(problems)}. "
+            "Remedy (FC504): look into the storage of that node, and load again; without that node an older one is "
+            "loaded"
         )
     if problems and warns:
         text = "; ".join(problems)

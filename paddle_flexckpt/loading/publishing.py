@@ -275,7 +275,8 @@ class Publication:
         self._own = [file for file, owner in zip(all_files, self._owners) if owner == comm.position]
         if len({bool(place) for place in self._places}) > 1:
             raise ValidationError(
-                "some ranks reach the output by a path, and others do not. Remedy: give the same output on every rank"
+                "some ranks reach the output by a path, and others do not. Remedy (FC502): give the same output on "
+                "every rank"
             )
         is_shared = bool(self._places[comm.position])
         self._files = ModelFiles(self._output, all_files, self._infos, self._token, is_shared)

@@ -166,7 +166,7 @@ class ReshardPlan:
         check_calls(heads, _CONTEXT, comm.ranks)
         start = len(BRIEF_RUN) + PLAN_BYTES
         if len({head[:start] for head in heads}) > 1:
-            remedy = "Remedy: run the plans in the same order on every rank"
+            remedy = "Remedy (FC502): run the plans in the same order on every rank"
             raise ValidationError([f"ranks run different plans of plan_reshard. {remedy}"], _CONTEXT)
         return [head[start:] for head in heads]
 

@@ -139,6 +139,7 @@ def _check_digestible(catalog: Catalog, overlaps: list[tuple[int, int]]) -> None
             key=catalog.key_name(one),
             rank=int(catalog.rank[other]),
             got=f"{catalog.describe(one)} and {catalog.describe(other)}",
+            code="FC105",
             remedy="save the state, and digest the checkpoint",
         )
         for one, other in overlaps
@@ -151,6 +152,7 @@ def _check_digestible(catalog: Catalog, overlaps: list[tuple[int, int]]) -> None
                     "a fused parameter is not in natural order",
                     key=key,
                     got=order.describe(),
+                    code="FC207",
                     remedy="save the state, and digest the checkpoint",
                 )
             )

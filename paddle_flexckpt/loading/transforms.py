@@ -85,12 +85,16 @@ def logical_tensors(transform: Any, stored: Catalog) -> list[LogicalTensor]:
             if name not in there:
                 remedy = "give the path of the checkpoint that the transform was made for"
                 what = "load_transform makes a tensor of one that the checkpoint lacks"
-                problems.append(Problem(what, key, expected=name, got=f"{len(there)} other keys", remedy=remedy))
+                problems.append(
+                    Problem(what, key, expected=name, got=f"{len(there)} other keys", code="FC101", remedy=remedy)
+                )
     taken = {name for tensor in found for name in tensor.sources}
     for tensor in found:
         if tensor.key in there and tensor.key not in taken:
             what = "load_transform makes a tensor under the name of a stored one, and not of that"
-            problems.append(Problem(what, tensor.key, got=f"sources {list(tensor.sources)}", remedy="rename it"))
+            problems.append(
+                Problem(what, tensor.key, got=f"sources {list(tensor.sources)}", code="FC101", remedy="rename it")
+            )
     if problems:
         raise ValidationError(problems)
     return found
@@ -120,7 +124,10 @@ def _ask(transform: Any, name: str, *arguments: Any) -> Any:
     except Exception as error:
         given = ", ".join(map(repr, arguments))
         raise ValidationError(
-            [f"load_transform.{name}({given}) raised {type(error).__name__}: {error}. Remedy: correct the transform"]
+            [
+                f"load_transform.{name}({given}) raised {type(error).__name__}: {error}. Remedy (FC101): correct the "
+                "transform"
+            ]
         ) from error
 
 
@@ -332,7 +339,7 @@ class MadeTensors(InputFile):
         state = "targets may be partly overwritten" if self.touched else "no target was changed"
         what = call or f"apply({tensor.key!r})"
         return CheckpointError(
-            f"load_transform.{what} {how}; {state}. Remedy: correct the transform, or load without it"
+            f"load_transform.{what} {how}; {state}. Remedy (FC101): correct the transform, or load without it"
         )
 
     def close(self) -> None:

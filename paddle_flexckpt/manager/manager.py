@@ -444,4 +444,4 @@ class CheckpointManager:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ValidationError(["this manager has been closed. Remedy: make another one"])
+            raise ValidationError(["this manager has been closed. Remedy (FC102): make another one"])

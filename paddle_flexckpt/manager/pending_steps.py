@@ -103,8 +103,8 @@ class PendingSteps:
             except CheckpointError as error:
                 logger.error(
                     f"the save of step {step} to {save.path!r} is lost: {how} before all of it was copied: {error}. "
-                    "Remedy: save the step again; to have it finished, call wait() on every rank before what may fail, "
-                    "or save without slice_bytes"
+                    "Remedy (FC506): save the step again; to have it finished, call wait() on every rank before what "
+                    "may fail, or save without slice_bytes"
                 )
 
     def _unstaged(self) -> list[SlicedSave]:

@@ -225,8 +225,8 @@ class PreemptionSignals:
         numbers = tuple(dict.fromkeys(signals))
         if numbers and threading.current_thread() is not threading.main_thread():
             raise ValidationError(
-                "signal handlers can be installed in the main thread only. Remedy: make the manager there, or give "
-                "preemption_signals=()"
+                "signal handlers can be installed in the main thread only. Remedy (FC102): make the manager there, or "
+                "give preemption_signals=()"
             )
         for number in numbers:
             try:

@@ -141,7 +141,7 @@ class RestoreTargets:
             if missing:
                 raise ValidationError(
                     f"the checkpoint has no state of {' and '.join(missing)}: it was saved without a run's extra "
-                    "state. Remedy: give schedule='ignore', and set them to the step of the checkpoint yourself"
+                    "state. Remedy (FC904): give schedule='ignore', and set them to the step of the checkpoint yourself"
                 )
             return None, b""
         is_alone = not self.has_optimizer and options.optimizer_states == "ignore"
@@ -150,6 +150,7 @@ class RestoreTargets:
         problems = [
             Problem(
                 f"{name} is saved and would not be restored: {why}",
+                code="FC904",
                 remedy=f"give {name}=, built as in the run that saved it; with schedule='ignore' this run's stays as "
                 f"it is, and the rate or scale starts over{model}",
             )
@@ -186,7 +187,7 @@ def restore_checkpoint(
             return ""
         return (
             f"the checkpoint in {directory.path} is of step {manifest.step}: the directory has been renamed or "
-            "copied. Remedy: give it its own name back, or load it with load_state_dict; fallback=True passes "
+            "copied. Remedy (FC903): give it its own name back, or load it with load_state_dict; fallback=True passes "
             "over it"
         )
 
@@ -284,7 +285,7 @@ def _is_replaced(directory: Backend, manifest: Manifest) -> bool:
 
 def _replaced(context: str) -> str:
     problem = "another process has replaced the checkpoint meanwhile: targets may come from both checkpoints"
-    return f"{context}: {problem}. Remedy: restore again"
+    return f"{context}: {problem}. Remedy (FC401): restore again"
 
 
 def _lock_manifest(directory: Backend) -> LockedManifest:

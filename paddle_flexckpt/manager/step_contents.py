@@ -93,12 +93,13 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
         raise ValidationError(["there is nothing to do: give model=, state=, or both"])
     if optimizer is not None and model is None:
         raise ValidationError(
-            ["an optimizer's state is named after the model's parameters. Remedy: give model= as well"]
+            ["an optimizer's state is named after the model's parameters. Remedy (FC101): give model= as well"]
         )
     if isinstance(optimizer, (list, tuple)):
         raise ValidationError(
             Problem(
                 f"optimizer= takes one optimizer; got a {type(optimizer).__name__} of {len(optimizer)}",
+                code="FC101",
                 remedy="leave it out, and give state={**fc.optimizer_sharded_state_dict(a, shards), "
                 "**fc.optimizer_sharded_state_dict(b, shards)}, where shards is model.sharded_state_dict()",
             )
@@ -108,7 +109,7 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
         install()
         if not callable(getattr(model, "sharded_state_dict", None)):
             raise ValidationError(
-                f"model= has no sharded_state_dict(); got a {type(model).__name__}. Remedy: give a "
+                f"model= has no sharded_state_dict(); got a {type(model).__name__}. Remedy (FC101): give a "
                 "paddle.nn.Layer, or describe the shards yourself and give state="
             )
         shards.update(model.sharded_state_dict())
@@ -121,6 +122,7 @@ def collect_shards(model: Any, optimizer: Any, state: Mapping[str, Any] | None) 
                 Problem(
                     "state= has a name of the model's, the optimizer's or the run's extra state",
                     key=key,
+                    code="FC108",
                     remedy="rename it, or leave it out: the manager saves all of these itself",
                 )
             )
@@ -158,7 +160,7 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
         raise ValidationError([f"extra has to be a dict of portable values; got a {type(extra).__name__}"])
     bad = [name for name in extra if not isinstance(name, str) or name in _TAKEN]
     if bad:
-        raise ValidationError([f"extra: {name!r} is not a free name. Remedy: rename it" for name in bad])
+        raise ValidationError([f"extra: {name!r} is not a free name. Remedy (FC108): rename it" for name in bad])
     return dict(extra)
 
 
@@ -181,7 +183,7 @@ def check_metrics(metrics: Mapping[str, Any] | None) -> dict[str, float]:
                 raise TypeError("not a name and a number")
             found[name] = float(number)
         except (TypeError, ValueError, RuntimeError) as error:
-            problems.append(f"metrics: {name!r} has the value {value!r}: {error}. Remedy: give a number")
+            problems.append(f"metrics: {name!r} has the value {value!r}: {error}. Remedy (FC101): give a number")
     if problems:
         raise ValidationError(problems)
     return found
@@ -199,7 +201,8 @@ def check_same_metrics(ranks: Sequence[int], metrics: Sequence[Mapping[str, str]
         if len(set(seen)) > 1:
             where = ", ".join(f"rank {rank}: {value}" for rank, value in zip(ranks, seen))
             problems.append(
-                f"metrics: {name!r} differs between ranks ({where}). Remedy: make it one number first, with all_reduce"
+                f"metrics: {name!r} differs between ranks ({where}). Remedy (FC502): make it one number first, with "
+                "all_reduce"
             )
     if problems:
         raise ValidationError(problems, context)
@@ -258,8 +261,8 @@ def check(
         if isinstance(model, Mapping):
             if any(each is not None for each in (optimizer, lr_scheduler, scaler, state)):
                 raise ValidationError(
-                    "the first argument is the dict of a save, which has all that is saved. Remedy: give the dict "
-                    "alone, or the model in its place"
+                    "the first argument is the dict of a save, which has all that is saved. Remedy (FC101): give the "
+                    "dict alone, or the model in its place"
                 )
             return model
         with no_new_states():

@@ -168,7 +168,10 @@ class StepDirectories:
         damaged: dict[int, str] = {}
         if not steps:
             raise ValidationError(
-                [f"there is no complete checkpoint in {self.path}. Remedy: correct the path; ask latest_step() first"]
+                [
+                    f"there is no complete checkpoint in {self.path}. Remedy (FC301): correct the path; ask "
+                    "latest_step() first"
+                ]
             )
         if which == "latest":
             order = steps[::-1]
@@ -192,7 +195,7 @@ class StepDirectories:
             raise ValidationError(
                 [
                     "no metric says which checkpoint is the best. "
-                    "Remedy: restore the step that best_step(metric=...) returns"
+                    "Remedy (FC903): restore the step that best_step(metric=...) returns"
                 ]
             )
         records, damaged = self.records()
@@ -200,7 +203,7 @@ class StepDirectories:
             raise CorruptCheckpointError(
                 "the best checkpoint cannot be told, as some are damaged: "
                 + "; ".join(f"step {step}: {why}" for step, why in damaged.items())
-                + ". Remedy: name a step; or repair the damaged ones, or move them out of this directory"
+                + ". Remedy (FC903): name a step; or repair the damaged ones, or move them out of this directory"
             )
         return best_first(records, best.metric, best.mode), damaged
 
@@ -226,6 +229,7 @@ class StepDirectories:
                 Problem(
                     f"{self.path} has steps of another run, {', '.join(map(str, others[:9]))}, above step {step} of "
                     "this run: a later restore of the latest would go on with that run",
+                    code="FC903",
                     remedy="give this run another directory, or move those steps to another directory; to go on with "
                     "that run, call restore() before the first save",
                 )
@@ -248,7 +252,7 @@ class StepDirectories:
             return
         if not replace:
             raise ValidationError(
-                f"there is a checkpoint of step {step} in {directory.path}. Remedy: give another run its own "
+                f"there is a checkpoint of step {step} in {directory.path}. Remedy (FC405): give another run its own "
                 "directory; or, to lose that checkpoint, overwrite=True replaces it as soon as the new one is complete"
             )
         self._root.remove(page_of(step))  # the page of the old checkpoint
@@ -271,7 +275,7 @@ class StepDirectories:
         if keeps and is_full(error):
             raise CheckpointError(
                 f"{error}. What need not be kept is removed when the new checkpoint is complete, so there has to be "
-                "room for one more than is kept. Remedy: make room; or keep fewer, and save again: the others "
+                "room for one more than is kept. Remedy (FC402): make room; or keep fewer, and save again: the others "
                 "are removed even if that save fails, so that the one after it has room"
             ) from error
 

@@ -428,8 +428,8 @@ def reading(path: str) -> Iterator[None]:
         yield
     except OSError as error:
         raise UnreadableCheckpointError(
-            f"{path} cannot be read: {type(error).__name__}: {error}. Remedy: look at permissions, links and the state "
-            "of the storage; or load another checkpoint"
+            f"{path} cannot be read: {type(error).__name__}: {error}. Remedy (FC401): look at permissions, links and "
+            "the state of the storage; or load another checkpoint"
         ) from error
 
 

@@ -52,7 +52,7 @@ def check_member(directory: str, name: str) -> None:
     try:
         check_file_name(name)
     except ValueError as error:
-        raise CorruptCheckpointError(f"in {directory}: {error}. Remedy: load another checkpoint") from error
+        raise CorruptCheckpointError(f"in {directory}: {error}. Remedy (FC305): load another checkpoint") from error
 
 
 def check_not_elsewhere(directory: str, name: str) -> None:
@@ -67,7 +67,8 @@ def _real_path(directory: str, name: str, kind: str) -> str:
     home = os.path.realpath(directory)
     if os.path.dirname(real) not in (home, _blobs_of(home)):
         raise CorruptCheckpointError(
-            f"{path} is a link out of the checkpoint's directory, to {real}. Remedy: put the {kind} itself there"
+            f"{path} is a link out of the checkpoint's directory, to {real}. Remedy (FC304): put the {kind} itself "
+            "there"
         )
     return real
 
@@ -102,7 +103,7 @@ def open_inside(directory: str, name: str) -> int:
         with naming(path):
             is_regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
         if not is_regular:
-            raise CorruptCheckpointError(f"{path} is not a regular file. Remedy: load another checkpoint")
+            raise CorruptCheckpointError(f"{path} is not a regular file. Remedy (FC305): load another checkpoint")
     except BaseException:
         os.close(descriptor)
         raise

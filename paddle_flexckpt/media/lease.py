@@ -133,8 +133,8 @@ class LeaseLock(SaveLock):
                 if now - looked >= settling:
                     raise CheckpointError(
                         "this save was stopped for so long that somebody may have taken over the right to save to "
-                        f"{self._backend.path}. Remedy: save again; open_storage(path, lease_seconds=...) allows "
-                        "longer pauses"
+                        f"{self._backend.path}. Remedy (FC403): save again; open_storage(path, lease_seconds=...) "
+                        "allows longer pauses"
                     )
                 time.sleep(settling)
                 self._check_file()
@@ -143,7 +143,8 @@ class LeaseLock(SaveLock):
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise CheckpointError(
-                f"the right to save to {self._backend.path} could not be kept: {self._failure}. Remedy: save again"
+                f"the right to save to {self._backend.path} could not be kept: {self._failure}. Remedy (FC403): save "
+                "again"
             ) from self._failure
 
     @property
@@ -178,7 +179,7 @@ class LeaseLock(SaveLock):
             self.check()
         raise CheckpointError(
             f"{self._backend.path} answers too slowly to keep the right to save there, which has to be renewed every "
-            f"{self._claim.seconds * _CERTAIN:g} s. Remedy: save again, with a longer lease_seconds"
+            f"{self._claim.seconds * _CERTAIN:g} s. Remedy (FC403): save again, with a longer lease_seconds"
         )
 
     def _check_file(self) -> None:
@@ -193,7 +194,8 @@ class LeaseLock(SaveLock):
             by = "somebody" if claim is None else str(claim)
             raise CheckpointError(
                 f"this save was stopped for so long that {by} has taken over the right to save to "
-                f"{self._backend.path}. Remedy: save again; open_storage(path, lease_seconds=...) allows longer pauses"
+                f"{self._backend.path}. Remedy (FC403): save again; open_storage(path, lease_seconds=...) allows "
+                "longer pauses"
             )
 
     def check_before_release(self) -> None:
@@ -328,7 +330,7 @@ class LeaseLocks(Locks):
     def _busy(self, other: Claim | None) -> CheckpointError:
         by = "" if other is None else f" ({other})"
         return CheckpointError(
-            f"another save is writing to {self._backend.path}{by}. Remedy: wait until it has finished, or save "
+            f"another save is writing to {self._backend.path}{by}. Remedy (FC403): wait until it has finished, or save "
             "elsewhere"
         )
 

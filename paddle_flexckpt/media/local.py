@@ -276,7 +276,7 @@ class LocalBackend(Backend):
 
     def _no_directory(self) -> ValidationError:
         return ValidationError(
-            f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another path"
+            f"{self.path} is not a directory, so nothing can be saved there. Remedy (FC406): give another path"
         )
 
     def remove_directory(self) -> None:

@@ -83,7 +83,7 @@ class DirectoryLock(Flock, SaveLock):
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
                 raise CheckpointError(
-                    f"another save is writing to {path}. Remedy: wait until it has finished, or save elsewhere"
+                    f"another save is writing to {path}. Remedy (FC403): wait until it has finished, or save elsewhere"
                 ) from error
             raise
         lock = cls(descriptor)
@@ -140,7 +140,7 @@ class LocalLocks(LeaseLocks):
         if not self.is_here():
             raise CheckpointError(
                 f"{self._backend.path} is another directory than when the save began: it was renamed, removed or "
-                "mounted over meanwhile. Nothing was committed. Remedy: save again"
+                "mounted over meanwhile. Nothing was committed. Remedy (FC403): save again"
             )
 
     def share(self, name: str) -> Lock:

@@ -43,7 +43,8 @@ def open_destination(location: Location) -> Backend:
     backend = open_backend(location)
     if backend.path.rstrip("/").endswith(_FILE_NAMES) and not os.path.isdir(backend.path):
         raise ValidationError(
-            f"{backend.path} names a file, and a checkpoint is a directory. Remedy: give the path of a directory"
+            f"{backend.path} names a file, and a checkpoint is a directory. Remedy (FC406): give the path of a "
+            "directory"
         )
     return backend
 
@@ -96,11 +97,13 @@ def _split_url(location: str) -> tuple[str | None, str]:
     match = URL.match(location)
     if match is None:
         if _CHAIN.match(location) and "://" in location:
-            raise ValidationError(f"{redacted(location)!r} is a chain of file systems. Remedy: give the last one's URL")
+            raise ValidationError(
+                f"{redacted(location)!r} is a chain of file systems. Remedy (FC406): give the last one's URL"
+            )
         folded = _FOLDED.match(location)
         if folded and _is_scheme(folded[1]):
             raise ValidationError(
-                f"{location!r} is a URL that has lost a slash, as in pathlib. Remedy: pass URLs as text"
+                f"{location!r} is a URL that has lost a slash, as in pathlib. Remedy (FC406): pass URLs as text"
             )
         return None, location
     scheme, rest = match[1].lower(), match[2]

@@ -106,8 +106,8 @@ class FsspecBackend(Backend):
             problems.append(f"commit has to be one of {list(COMMITS)}; got {self._settings['commit']!r}")
         if not self._protocol.medium.takes_password and has_password(self._url):
             problems.append(
-                f"{self.path}: {self._scheme.upper()} takes no credentials from URLs. Remedy: open_storage(url, "
-                "key=..., secret=...), the environment, or a profile"
+                f"{self.path}: {self._scheme.upper()} takes no credentials from URLs. Remedy (FC406): "
+                "open_storage(url, key=..., secret=...), the environment, or a profile"
             )
         if problems:
             raise ValidationError(problems)
@@ -130,8 +130,8 @@ class FsspecBackend(Backend):
         if chosen is None:
             raise ValidationError(
                 f"it is not known how {self._scheme!r} replaces a file at once, so nothing can be saved to "
-                f"{self.path}. Remedy: if you know, open_storage(url, commit='put') (whole files appear at once), "
-                "'replace' (renaming is atomic and replaces) or 'rename' (renaming is atomic)"
+                f"{self.path}. Remedy (FC406): if you know, open_storage(url, commit='put') (whole files appear at "
+                "once), 'replace' (renaming is atomic and replaces) or 'rename' (renaming is atomic)"
             )
         return chosen
 
@@ -153,7 +153,7 @@ class FsspecBackend(Backend):
             return RemoteInputFile(self._medium, name, self._windows)
         except IsADirectoryError as error:
             raise CorruptCheckpointError(
-                f"{self.where(name)} is not a regular file. Remedy: load another checkpoint"
+                f"{self.where(name)} is not a regular file. Remedy (FC305): load another checkpoint"
             ) from error
 
     def read(self, name: str) -> bytes:
@@ -196,7 +196,8 @@ class FsspecBackend(Backend):
             with contextlib.suppress(FileNotFoundError):
                 if medium.info("")["type"] == "file":
                     raise ValidationError(
-                        f"{self.path} is not a directory, so nothing can be saved there. Remedy: give another URL"
+                        f"{self.path} is not a directory, so nothing can be saved there. Remedy (FC406): give another "
+                        "URL"
                     )
         if commit != "put":
             medium.make_directory()
@@ -215,7 +216,7 @@ class FsspecBackend(Backend):
         """Implement the base class; there may be secrets in it, so it is for processes of this job, not for files."""
         if not self._protocol.medium.is_shared:
             raise ValidationError(
-                f"{self.path} is in the memory of this process, where no other process can save. Remedy: save "
+                f"{self.path} is in the memory of this process, where no other process can save. Remedy (FC406): save "
                 "synchronously, or elsewhere"
             )
         for name, value in self._options.items():
@@ -224,7 +225,8 @@ class FsspecBackend(Backend):
             except (TypeError, ValueError) as error:
                 raise ValidationError(
                     f"the option {name!r} of {self.path} cannot be passed to another process: it is a "
-                    f"{type(value).__name__}. Remedy: save synchronously, or give it as text, or by the environment"
+                    f"{type(value).__name__}. Remedy (FC406): save synchronously, or give it as text, or by the "
+                    "environment"
                 ) from error
         return {"url": self._url, "options": self._options, **self._settings}
 
@@ -239,11 +241,12 @@ def _open_medium(url: str, shown: str, options: dict[str, Any], settings: dict[s
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
         raise ValidationError(
-            f"{shown} needs a package that is not installed ({error}). Remedy: pip install 'paddle-flexckpt[remote]'"
+            f"{shown} needs a package that is not installed ({error}). Remedy (FC901): pip install "
+            "'paddle-flexckpt[remote]'"
         ) from error
     except ValueError as error:
         raise ValidationError(
-            f"{shown}: fsspec {fsspec.__version__} knows no file system {scheme!r}. Remedy: correct the URL"
+            f"{shown}: fsspec {fsspec.__version__} knows no file system {scheme!r}. Remedy (FC406): correct the URL"
         ) from error
     protocol = protocol_of(scheme)
     file_system, root = Retrier(0, secrets)(shown, url_to_fs, url, **protocol.medium.options(options))

@@ -86,7 +86,7 @@ class S3Upload(Upload):
         if self._sent > MOST_PARTS:
             raise OSError(
                 errno.EFBIG,
-                f"S3 takes {MOST_PARTS} parts, here of {self._size // MOST_PARTS} bytes each. Remedy: "
+                f"S3 takes {MOST_PARTS} parts, here of {self._size // MOST_PARTS} bytes each. Remedy (FC406): "
                 "open_storage(url, part_bytes=...) with a larger number",
                 self._s3.where(self._name),
             )

@@ -184,8 +184,8 @@ def lock_pages(memory: np.ndarray, device: str) -> Callable[[], None] | None:
     status = library[backend.lock](address, ctypes.c_size_t(memory.nbytes), *flags)
     if status:
         logger.warning(
-            "%s refused to page-lock %d bytes for %s (status %d): copies from the device are slower. Remedy: raise the "
-            "limit of locked memory (ulimit -l)",
+            "%s refused to page-lock %d bytes for %s (status %d): copies from the device are slower. Remedy (FC808): "
+            "raise the limit of locked memory (ulimit -l)",
             backend.lock,
             memory.nbytes,
             device,
@@ -198,7 +198,9 @@ def lock_pages(memory: np.ndarray, device: str) -> Callable[[], None] | None:
 def _unlock(library: ctypes.CDLL, function: str, address: ctypes.c_void_p) -> None:
     status = library[function](address)
     if status:
-        logger.warning("%s failed (status %d): host memory stays page-locked. Remedy: report this", function, status)
+        logger.warning(
+            "%s failed (status %d): host memory stays page-locked. Remedy (FC808): report this", function, status
+        )
 
 
 @functools.cache

@@ -213,8 +213,8 @@ class DeviceMemory:
                 host.copy_(part, wait or not straight)
             if int(host.data_ptr()) != piece.ctypes.data:
                 raise CheckpointError(
-                    f"Paddle {paddle.__version__} copies from {self.device} to other memory than it was given. Remedy: "
-                    "report this"
+                    f"Paddle {paddle.__version__} copies from {self.device} to other memory than it was given. "
+                    "Remedy (FC808): report this"
                 )
 
     def fill(self, source: Any) -> None:
@@ -287,7 +287,8 @@ class DeviceMemory:
         if int(view.data_ptr()) != int(self._tensor.data_ptr()) + offset:
             raise CheckpointError(
                 f"a view of {self.device} memory is not where it should be: Paddle {paddle.__version__} counts the "
-                "offset of as_strided() in another way. Remedy: report this; set FLAGS_use_stride_kernel=0 until then"
+                "offset of as_strided() in another way. Remedy (FC808): report this; set FLAGS_use_stride_kernel=0 "
+                "until then"
             )
         return view
 
@@ -295,8 +296,8 @@ class DeviceMemory:
         """Return a stretch of a contiguous tensor, where there are no views."""
         if self._strides is not None:
             raise CheckpointError(
-                f"this Paddle cannot reach a strided {dtype_name(self._tensor)} tensor on {self.device}. Remedy: make "
-                "it contiguous, or use Paddle 3.1"
+                f"this Paddle cannot reach a strided {dtype_name(self._tensor)} tensor on {self.device}. "
+                "Remedy (FC808): make it contiguous, or use Paddle 3.1"
             )
         return self._tensor.detach().reshape([-1])._slice(start, start + count)
 

@@ -62,8 +62,8 @@ def renew_masters(state: LocalState, untouched: Collection[str], rank: int) -> i
         logger.warning(
             f"rank {rank}: parameters were loaded without their float32 masters, of which an optimizer has "
             f"{len(stale)} that are laid out otherwise, such as {stale[0]!r}: unless they are loaded too, its next "
-            "step overwrites the parameters. Remedy: load weights before the first step, or give the optimizer's "
-            "states too, with master_weights='convert' where the checkpoint has no masters"
+            "step overwrites the parameters. Remedy (FC204): load weights before the first step, or give the "
+            "optimizer's states too, with master_weights='convert' where the checkpoint has no masters"
         )
     return renewed
 
@@ -173,6 +173,7 @@ def describe_targets(state_dict: Mapping[str, Any], rank: int) -> Targets:
                     key=catalog.keys[row],
                     rank=rank,
                     got=f"a read-only array of numpy, {catalog.describe(row)}",
+                    code="FC107",
                     remedy="load into a copy of it, or open a memory map with mode 'r+' or 'c'",
                 )
                 for row in fixed

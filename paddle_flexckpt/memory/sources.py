@@ -118,6 +118,7 @@ def check_overlaps(
                     expected=f"the same values in {catalog.describe(b)} as in {catalog.describe(a)} of rank "
                     f"{catalog.rank[a]}",
                     got="different values",
+                    code="FC106",
                     remedy="correct the offsets of the shard that is described wrongly, or bring the ranks in step",
                 )
             )
@@ -190,6 +191,7 @@ def refuse_shared_memory(source: Catalog, held: Mapping[int, Any], targets: Targ
                     rank=int(targets.catalog.rank[row]),
                     expected="memory of its own",
                     got=f"memory of source {origin.place[0]}",
+                    code="FC107",
                     remedy="clone one of the two",
                 )
             )

@@ -366,7 +366,7 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
     problem = functools.partial(Problem, key=key, rank=rank)
     if not key or any("\ud800" <= letter <= "\udfff" for letter in key):
         what = "a name is empty" if not key else "a name has lone surrogates, which are no text"
-        return problem(what, key=ascii(key)[1:-1], remedy="give the entry another name")
+        return problem(what, key=ascii(key)[1:-1], code="FC103", remedy="give the entry another name")
     if is_sharded_weight(value):
         if not is_tensor(value.local_tensor):
             return problem(
@@ -377,6 +377,7 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
         return problem(
             "the state of an LR scheduler, which optimizer.state_dict() has in it, is not made of tensors",
             key=".".join(path[: path.index(_SCHEDULER) + 1]),
+            code="FC108",
             remedy=f"take it out, optimizer_state.pop({_SCHEDULER!r}), and save {{**state, "
             "**collect_extra_state(scheduler)}; after the load, restore_extra_state(load_extra_state(path), scheduler)",
         )
@@ -384,6 +385,7 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
         return problem(
             "a state dict holds tensors and ShardedWeights only",
             got=f"{value!r} ({type(value).__name__})",
+            code="FC103",
             remedy="make it a tensor, or take it out and save it as extra state, collect_extra_state(name=value)",
         )
     if _SLICE.search(key):
@@ -391,12 +393,14 @@ def _unusable(key: str, value: Any, rank: int, path: tuple[str, ...]) -> Problem
             "a plain tensor whose name has slice@ is one rank's range of a fused buffer, of unknown place (Paddle's "
             "placements say that every rank has all of it)",
             got=f"shape {list(value.shape)}",
+            code="FC104",
             remedy="save and load dist_model.sharded_state_dict() instead of dist_model.state_dict(); in dynamic mode "
             "the sharded_state_dict() of model and optimizer",
         )
     if getattr(value, "is_distributed", False):
         return problem(
             "a plain tensor that is marked is_distributed is one rank's part of a whole, of unknown place",
+            code="FC104",
             remedy="use model.sharded_state_dict() instead of model.state_dict()",
         )
     return unusable_tensor(value, problem)
@@ -416,6 +420,7 @@ def _malformed(key: str, weight: ShardedWeight, rank: int) -> Problem | None:
         return problem(
             "the tensor is not initialised: it has no memory",
             got=f"shape {list(tensor.shape)}",
+            code="FC103",
             remedy="initialise it (released or lazily created parameters have to be materialised) first",
         )
     local_shape = tuple(weight.local_shape)
@@ -433,6 +438,7 @@ def _malformed(key: str, weight: ShardedWeight, rank: int) -> Problem | None:
             "the tensor has not as many elements as its flattened_range",
             expected=int(flat.stop - flat.start),
             got=element_count(tensor),
+            code="FC105",
             remedy="strip the padding from the shard",
         )
     if not is_contiguous(tensor):

@@ -142,6 +142,7 @@ def ambiguous_name(
         key=key,
         rank=rank,
         got=f"{sorted(keys[0] for keys in places.values())[:5]}",
+        code="FC104",
         remedy=_REMEDY,
     )
 
@@ -163,6 +164,7 @@ def _part_problem(key: str, state: Any, rank: int, name: str, parameter: Any) ->
         rank=rank,
         expected="all of it",
         got=f"shape {[int(n) for n in state.shape]}",
+        code="FC104",
         remedy=_REMEDY,
     )
 
@@ -186,6 +188,7 @@ def _unknown_part_problem(key: str, state: Any, rank: int) -> Problem | None:
         "another part, or another parameter of that name",
         key=key,
         rank=rank,
+        code="FC104",
         remedy=_REMEDY,
     )
 
@@ -228,6 +231,7 @@ def order_of(key: str, weight: Any, rank: int) -> Order | Problem | None:
             rank,
             expected=f"equal parts of {whole[axis]} along axis {axis}",
             got=f"{fused.parts} parts" if fused.parts is not None else f"a shard of {shape[axis]}",
+            code="FC207",
             remedy="correct the FusedAxis, or the shard's shape",
         )
     return Order(parts, axis, fused.statement)

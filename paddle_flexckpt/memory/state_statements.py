@@ -62,6 +62,7 @@ def plain_state_statements(
                     "a key of the plain state dict belongs to no parameter of the model",
                     key=plain,
                     got=f"{len(model_sharded_state_dict)} keys of the model, such as {first}",
+                    code="FC104",
                     remedy="pass the sharded_state_dict() of the model to which it belongs, or leave this key out",
                 )
             )

@@ -47,19 +47,25 @@ def unusable_tensor(tensor: Any, problem: Callable[..., Problem]) -> Problem | N
         return problem(
             "an array of numpy has to be a plain one, as others may show other elements than their memory has",
             got=f"{type(tensor).__module__}.{type(tensor).__name__}",
+            code="FC103",
             remedy="give numpy.asarray() of it; of a masked array its filled(), and its mask as another tensor",
         )
     if not isinstance(tensor, np.ndarray) and not (tensor.is_dense() or tensor.is_dist()):
         return problem(
             "a tensor has to be dense",
             got=f"a sparse one of shape {list(tensor.shape)}",
+            code="FC103",
             remedy="give its to_dense(); or save its indices() and values(), and load into tensors of their shapes",
         )
     if dtype_name(tensor) not in DTYPES:
         expected = f"one of {', '.join(DTYPES)}"
         remedy = "cast it, or take it out and save it as extra state, collect_extra_state(name=value)"
         return problem(
-            "the dtype of a tensor is not supported", expected=expected, got=dtype_name(tensor), remedy=remedy
+            "the dtype of a tensor is not supported",
+            expected=expected,
+            got=dtype_name(tensor),
+            code="FC103",
+            remedy=remedy,
         )
     return None
 
@@ -182,6 +188,7 @@ def refuse_stale(keys: Sequence[str], tensors: Sequence[Any], rank: int) -> None
             key=key,
             rank=rank,
             expected=f"a call of ranks {[int(each) for each in ranks]} together, who have parts of the new values",
+            code="FC806",
             remedy="call the model's sharded_state_dict() on all of these ranks first",
         )
         for key, ranks in found

@@ -109,7 +109,7 @@ class BlockReader(ReadPlanner):
         if manifest.foreign and mode == "full":
             raise ValidationError(
                 f"{backend.path} is another program's checkpoint ({manifest.origin}), without checksums: "
-                "verify='full' cannot be kept. Remedy: load it with another mode, and save it again"
+                "verify='full' cannot be kept. Remedy (FC101): load it with another mode, and save it again"
             )
         self.catalog = manifest.catalog
         columns, is_full = (self.catalog.file, self.catalog.byte_offset, self.catalog.byte_length), mode == "full"

@@ -73,7 +73,7 @@ def write_data_file(
     if len(header) - 8 > MAX_HEADER_BYTES:
         raise ValueError(
             f"the header of {path} would have {len(header) - 8} bytes; safetensors allows {MAX_HEADER_BYTES}. "
-            "Remedy: save with more ranks, or parts of the state dict in directories of their own"
+            "Remedy (FC705): save with more ranks, or parts of the state dict in directories of their own"
         )
     lengths = items.byte_length.tolist()
     checksums: list[int] = []
@@ -108,8 +108,8 @@ def _full_disks_explained(path: str, nbytes: int) -> Iterator[None]:
             room = f", and {format_bytes(shutil.disk_usage(os.path.dirname(path)).free)} are free there now"
         raise OSError(
             error.errno,
-            f"{os.strerror(error.errno)}: {path} has {format_bytes(nbytes)}{room}. Remedy: make room on that storage "
-            "for what all its ranks write, and save again, which removes what this save has left",
+            f"{os.strerror(error.errno)}: {path} has {format_bytes(nbytes)}{room}. Remedy (FC402): make room on that "
+            "storage for what all its ranks write, and save again, which removes what this save has left",
         ) from error
 
 
@@ -148,7 +148,7 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
         CorruptCheckpointError: It is missing, of another size, or of another save.
     """
     path = backend.where(name)
-    remedy = "Remedy: restore the file or load another checkpoint"
+    remedy = "Remedy (FC304): restore the file or load another checkpoint"
     try:
         file = open_member(backend, name) if manifest.foreign else backend.open(name)
     except FileNotFoundError as error:
@@ -156,8 +156,8 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
         if nodes:
             raise CorruptCheckpointError(
                 f"{path} is missing: the checkpoint was saved with storage='per_node', and the file is on node "
-                f"{' and '.join(nodes)}. Remedy: load with storage='per_node' where a rank sees that directory, or "
-                "copy the nodes' directories into one"
+                f"{' and '.join(nodes)}. Remedy (FC504): load with storage='per_node' where a rank sees that "
+                "directory, or copy the nodes' directories into one"
             ) from error
         raise CorruptCheckpointError(f"{path} is missing; the manifest names it. {remedy}") from error
     with contextlib.ExitStack() as stack:

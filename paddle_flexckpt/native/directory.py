@@ -197,9 +197,9 @@ class LockedManifest:
                 if before == ids:
                     file = directory.path if chosen is None else directory.manifest_file(chosen)
                     raise CorruptCheckpointError(
-                        f"{file} is listed in its directory, and is not there: a link that "
-                        "leads nowhere, or a directory that somebody keeps changing. Remedy: try again; if it stays "
-                        "so, restore the file that the link leads to, or load another checkpoint by its id"
+                        f"{file} is listed in its directory, and is not there: a link that leads nowhere, or a "
+                        "directory that somebody keeps changing. Remedy (FC304): try again; if it stays so, restore "
+                        "the file that the link leads to, or load another checkpoint by its id"
                     ) from error
                 before = ids
 

@@ -239,13 +239,14 @@ class Manifest:
             if all(digest != _digest(arrays, info | {"format_version": known}) for known in FORMAT_VERSIONS):
                 raise ValidationError(
                     f"{file} has format version {version!r}; this library reads versions "
-                    f"{', '.join(FORMAT_VERSIONS[:-1])} and {FORMAT_VERSIONS[-1]}. Remedy: update paddle-flexckpt"
+                    f"{', '.join(FORMAT_VERSIONS[:-1])} and {FORMAT_VERSIONS[-1]}. Remedy (FC307): update "
+                    "paddle-flexckpt"
                 )
             digest = None
         if digest is None or digest != _digest(arrays, info):
             raise CorruptCheckpointError(
-                f"{file} is damaged: its content has not the checksum it was written with. Remedy: restore the file "
-                "from a copy, rebuild it with repair_manifest(overwrite=True), or load another checkpoint"
+                f"{file} is damaged: its content has not the checksum it was written with. Remedy (FC306): restore the "
+                "file from a copy, rebuild it with repair_manifest(overwrite=True), or load another checkpoint"
             )
         return cls._from_arrays(arrays, info, file)
 

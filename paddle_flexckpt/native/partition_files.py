@@ -80,7 +80,7 @@ def decode_partition(data: bytes, file: str, manifest: Manifest, number: int) ->
     if (len(data), got) != (expected.nbytes, expected.digest):
         raise CorruptCheckpointError(
             f"{file} is damaged, or of another save: expected {expected.nbytes} bytes with xxh3 "
-            f"{expected.digest:032x}, got {len(data)} bytes with xxh3 {got:032x}. Remedy: {_REMEDY}"
+            f"{expected.digest:032x}, got {len(data)} bytes with xxh3 {got:032x}. Remedy (FC306): {_REMEDY}"
         )
     info, arrays = read_container(data, file)
     try:
@@ -100,7 +100,7 @@ def decode_partition(data: bytes, file: str, manifest: Manifest, number: int) ->
         return replace(manifest, catalog=catalog, checksums=checksums_of(arrays, info, catalog))
     except DECODING_ERRORS as error:
         raise CorruptCheckpointError(
-            f"{file} is not a usable partition of a manifest: {repr(error)[:_MAX_REPORTED]}. Remedy: {_REMEDY}"
+            f"{file} is not a usable partition of a manifest: {repr(error)[:_MAX_REPORTED]}. Remedy (FC306): {_REMEDY}"
         ) from error
 
 
@@ -134,14 +134,14 @@ def check_partition(backend: Backend, partition: Partition) -> None:
     if size != partition.nbytes:
         raise CorruptCheckpointError(
             f"{backend.where(partition.file)} is damaged: expected {partition.nbytes} bytes, got {size}. "
-            f"Remedy: {_REMEDY}"
+            f"Remedy (FC306): {_REMEDY}"
         )
 
 
 def _missing(backend: Backend, partition: Partition) -> CorruptCheckpointError:
     return CorruptCheckpointError(
         f"{backend.where(partition.file)} is missing: expected a partition of the manifest of {partition.rows} rows, "
-        f"got no such file. Remedy: {_REMEDY}"
+        f"got no such file. Remedy (FC306): {_REMEDY}"
     )
 
 
@@ -174,7 +174,12 @@ def partition_problems(backend: Backend, manifest: Manifest) -> list[Problem]:
         try:
             read_partition(backend, manifest, number)
         except (CorruptCheckpointError, OSError) as error:
-            return Problem(without_remedy(error), file=backend.where(manifest.partitions[number].file), remedy=_REMEDY)
+            return Problem(
+                without_remedy(error),
+                file=backend.where(manifest.partitions[number].file),
+                code="FC306",
+                remedy=_REMEDY,
+            )
         return None
 
     return [each for each in map_files(backend, problem, range(len(manifest.partitions))) if each is not None]

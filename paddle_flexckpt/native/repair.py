@@ -95,7 +95,9 @@ def rebuild_manifest(
     names = [(rank, name) for each, rank, name in directory.data_files() if each == unique_id]
     if not names:
         got = f"ids {sorted({each for each, _, _ in directory.data_files()})}"
-        raise ValidationError(Problem("there are no data files of this id", got=got, remedy="correct the id"), context)
+        raise ValidationError(
+            Problem("there are no data files of this id", got=got, code="FC306", remedy="correct the id"), context
+        )
     files, problems = _read_headers(directory, names, save_token)
     _raise_if_any(problems, context)
     token = _choose_save(files, save_token, known, context)
@@ -110,7 +112,10 @@ def rebuild_manifest(
     _raise_if_any(validate_shards(catalog), context)
     holes = validate_coverage(catalog, group_replicas(catalog)).problems
     _raise_if_any(
-        [replace(hole, remedy="restore the files that are missing, or load another checkpoint") for hole in holes],
+        [
+            replace(hole, code="FC306", remedy="restore the files that are missing, or load another checkpoint")
+            for hole in holes
+        ],
         context,
     )
     block_bytes = BLOCK_BYTES if known is None else known.checksums.block_bytes
@@ -137,9 +142,9 @@ def _there_already(directory: CheckpointDirectory, unique_id: int, known: Manife
     """Return the problem of a manifest in place; the remedy depends on whether it can be read."""
     what, file = "there is a manifest", directory.manifest_file(unique_id)
     if known is None or not known.has_rows or known.partial:
-        return Problem(what, file=file, remedy="overwrite=True replaces it")
+        return Problem(what, file=file, code="FC306", remedy="overwrite=True replaces it")
     what += f" of save {known.save_token}, and it can be read: a repair would find nothing that it does not say"
-    return Problem(what, file=file, remedy="verify_checkpoint() lists what is damaged")
+    return Problem(what, file=file, code="FC306", remedy="verify_checkpoint() lists what is damaged")
 
 
 def _raise_if_any(problems: list[Problem], context: str) -> None:
@@ -161,7 +166,9 @@ def _read_headers(
                 files.append(_DataFile(rank, name, file.size, len(data), DataFileHeader.decode(data)))
         except ValueError as error:
             remedy = "restore the file; if it belongs to another save, choose this one by its save_token"
-            problems.append(Problem("the header is damaged", rank=rank, file=path, got=str(error), remedy=remedy))
+            problems.append(
+                Problem("the header is damaged", rank=rank, file=path, got=str(error), code="FC306", remedy=remedy)
+            )
     return files, problems
 
 
@@ -180,7 +187,8 @@ def _choose_save(files: list[_DataFile], save_token: str | None, known: Manifest
         listed.append(f"{token} (step {step}): {', '.join(file.name for file in theirs)}")
     what = "there are files of several saves" if save_token is None else f"there are no files of save {save_token!r}"
     raise ValidationError(
-        Problem(what, got="; ".join(listed) or "no others", remedy="choose one by its save_token"), context
+        Problem(what, got="; ".join(listed) or "no others", code="FC306", remedy="choose one by its save_token"),
+        context,
     )
 
 
@@ -205,7 +213,7 @@ def _disagreements(directory: CheckpointDirectory, files: list[_DataFile], uniqu
             problems.append(problem("a file has another format_version", expected=known, got=version))
         if sum(other.rank == file.rank for other in files) > 1:
             remedy = "remove the copy"
-            problems.append(problem("a rank has several files of one save", remedy=remedy))
+            problems.append(problem("a rank has several files of one save", code="FC306", remedy=remedy))
     if problems:
         return problems
     if not re.fullmatch("[1-9][0-9]*", first["world_size"]) or not re.fullmatch("(-?[0-9]+)?", first["step"]):
@@ -227,7 +235,7 @@ def _missing_files(
         lost = [name for name in known.catalog.files if name not in here]
         what = "a file that the manifest names is missing"
         return [
-            Problem(what, None, int(name.partition("_")[0]), directory.backend.where(name), remedy=REMEDY)
+            Problem(what, None, int(name.partition("_")[0]), directory.backend.where(name), code="FC305", remedy=REMEDY)
             for name in lost
         ], ""
     if save.world_size == len(files):
@@ -245,6 +253,7 @@ def _missing_files(
         "there are not as many data files as ranks that took part",
         expected=save.world_size,
         got=f"{len(files)}: {listed(here)}{without}",
+        code="FC306",
         remedy="restore the files that are missing; fewer_files=True does without them, and marks the checkpoint as "
         "partial",
     )
@@ -339,12 +348,16 @@ def _differences(directory: CheckpointDirectory, known: Manifest, rebuilt: Manif
     def problem(what: str, row: int, expected: str, got: str, begin: int = 0) -> Problem:
         where = directory.backend.where(both.file_name(row) or "")
         offset = int(both.byte_offset[row]) + begin
-        return Problem(what, both.key_name(row), int(both.rank[row]), where, expected, got, REMEDY, offset)
+        return Problem(
+            what, both.key_name(row), int(both.rank[row]), where, expected, got, REMEDY, offset, code="FC306"
+        )
 
     problems, what = [], "the header has not the shard that the manifest has"
     if known.info != rebuilt.info:
         expected, got = map(str, (known.info, rebuilt.info))
-        problems.append(Problem("the headers are not as the manifest", expected=expected, got=got, remedy=REMEDY))
+        problems.append(
+            Problem("the headers are not as the manifest", expected=expected, got=got, code="FC306", remedy=REMEDY)
+        )
     for row in np.flatnonzero(~is_alike).tolist():
         got = both.describe(int(same[row])) if same[row] >= 0 else "nothing that begins there"
         problems.append(problem(what, row, both.describe(row), got))

@@ -124,7 +124,7 @@ class ReplicaChoice:
         name = self._manifest.catalog.file_name(failures[0][0]) or ""
         remedy = "load another checkpoint"
         remedy = remedy_of_copies(self._manifest, name) or remedy
-        return CorruptCheckpointError(f"{text}.{state} Remedy: {remedy}")
+        return CorruptCheckpointError(f"{text}.{state} Remedy (FC305): {remedy}")
 
     def _where(self, row: int) -> str:
         """Return a row's file, key and rank."""

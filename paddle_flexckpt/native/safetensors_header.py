@@ -158,4 +158,6 @@ def _are_extents(value: Any) -> bool:
 
 
 def _damaged(file: str, what: str) -> CorruptCheckpointError:
-    return CorruptCheckpointError(f"{file} is damaged or not a safetensors file: {what}. Remedy: restore the file")
+    return CorruptCheckpointError(
+        f"{file} is damaged or not a safetensors file: {what}. Remedy (FC305): restore the file"
+    )

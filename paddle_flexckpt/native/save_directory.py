@@ -88,8 +88,8 @@ class SaveDirectory(CheckpointDirectory):
 
     def _always_removed(self) -> CheckpointError:
         return CheckpointError(
-            f"{self.path} was removed by another process each time a save was about to begin. Remedy: find out who "
-            "removes it, and save again"
+            f"{self.path} was removed by another process each time a save was about to begin. Remedy (FC403): find out "
+            "who removes it, and save again"
         )
 
     def begin_save(
@@ -160,15 +160,15 @@ class SaveDirectory(CheckpointDirectory):
         if not overwrite and (is_there or (not self.backend.has_path and self.has_manifest(unique_id))):
             raise ValidationError(
                 [
-                    f"{self.path} has a checkpoint with id {unique_id}, which overwrite=False keeps. Remedy: save "
-                    "under another id; or, to lose that checkpoint, overwrite=True replaces it as soon as the new one "
-                    "is complete"
+                    f"{self.path} has a checkpoint with id {unique_id}, which overwrite=False keeps. Remedy (FC405): "
+                    "save under another id; or, to lose that checkpoint, overwrite=True replaces it as soon as the new "
+                    "one is complete"
                 ]
             )
         if is_there and not self.backend.replaces:
             raise ValidationError(
                 f"{self.path} has a checkpoint with id {unique_id}, and its file system cannot replace a manifest "
-                "at once. Remedy: save under a new id (unique_id=None takes the next one)"
+                "at once. Remedy (FC405): save under a new id (unique_id=None takes the next one)"
             )
         return unique_id
 
@@ -290,7 +290,7 @@ class SaveDirectory(CheckpointDirectory):
         except CorruptCheckpointError as error:
             raise CheckpointError(
                 f"nothing was committed, as somebody else has changed the files of this save: {without_remedy(error)}. "
-                "Remedy: find out who removes files there, and save again"
+                "Remedy (FC403): find out who removes files there, and save again"
             ) from error
 
     def publish(self, save: SaveNames, manifest: bytes, *checks: Callable[[], object]) -> Lock | None:
@@ -326,8 +326,8 @@ class SaveDirectory(CheckpointDirectory):
         if is_known:
             return None
         return CheckpointError(
-            f"it is not known what became of the save to {self.path} (id {save.unique_id}): {error}. Remedy: look "
-            "whether the checkpoint is there when the storage answers again"
+            f"it is not known what became of the save to {self.path} (id {save.unique_id}): {error}. Remedy (FC404): "
+            "look whether the checkpoint is there when the storage answers again"
         )
 
     def not_durable(self, save: SaveNames, error: OSError) -> CheckpointError:
@@ -336,8 +336,8 @@ class SaveDirectory(CheckpointDirectory):
         if not self.backend.has_path:  # in a store a visible object is durable
             return CheckpointError(f"{where} complete, but its storage says that it failed: {error}")
         return NotDurableError(
-            f"{where} in place, but may be undone by a loss of power, as its storage has failed: {error}. Remedy: look "
-            "into the storage, and save again"
+            f"{where} in place, but may be undone by a loss of power, as its storage has failed: {error}. "
+            "Remedy (FC404): look into the storage, and save again"
         )
 
     def finish(
@@ -363,9 +363,9 @@ class SaveDirectory(CheckpointDirectory):
             self.cleaner.remove_replaced(save, manifest, names, being_read)
         except (OSError, CheckpointError) as error:
             raise CleanUpError(
-                f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self.companion.name} could "
-                f"not be written, or files that it does not need not be removed: {error}. Remedy: the next save here "
-                "tries again"
+                f"the checkpoint in {self.path} (id {save.unique_id}) is complete, but {self.companion.name} could not "
+                f"be written, or files that it does not need not be removed: {error}. Remedy (FC404): the next save "
+                "here tries again"
             ) from error
 
     def discard(self, save: SaveNames, ranks: Sequence[int] = (), partitions: int = 0) -> None:
@@ -417,7 +417,7 @@ class SaveDirectory(CheckpointDirectory):
         """
         changed = CheckpointError(
             f"{self.manifest_file(manifest.unique_id)} is not what it was before: somebody has saved, repaired or "
-            "removed this checkpoint meanwhile. Nothing was written. Remedy: look at what is there now"
+            "removed this checkpoint meanwhile. Nothing was written. Remedy (FC403): look at what is there now"
         )
         try:
             lock = self.backend.locks.take()

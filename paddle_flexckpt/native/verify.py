@@ -85,7 +85,7 @@ def verify_files(
         if files:
             names = listed([catalog.files[file] for file in sorted(files)], _MAX_NAMED)
             remedy = f"{problem.remedy}; until then, a load reads the intact replica in {names}"
-            problem = replace(problem, remedy=remedy)
+            problem = replace(problem, code="FC305", remedy=remedy)
         found.problems.append(problem)
     return found
 
@@ -168,6 +168,7 @@ class _FileVerifier:
             file=self._path,
             expected=expected,
             got=got,
+            code="FC305",
             remedy=remedy_of_copies(self._manifest, self._name) or REMEDY,
             offset=stretch[0],
             end=stretch[1],

@@ -41,7 +41,7 @@ def holders_picture(
     except ImportError as error:
         raise ValidationError(
             [
-                f"a PNG file is drawn by matplotlib, which is not there ({error}). Remedy: pip install "
+                f"a PNG file is drawn by matplotlib, which is not there ({error}). Remedy (FC901): pip install "
                 "'paddle-flexckpt[viz]', or ask for --html, which needs nothing"
             ]
         ) from error

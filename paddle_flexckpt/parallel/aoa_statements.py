@@ -84,7 +84,9 @@ def gen_aoa_statements(
     if direction not in ("from_hf", "to_hf"):
         raise ValueError(f"direction is 'from_hf' or 'to_hf'; got {direction!r}")
     if not callable(getattr(model, "sharded_state_dict", None)):
-        raise ValueError(f"{type(model).__name__} has no sharded_state_dict(). Remedy: call paddle_flexckpt.install()")
+        raise ValueError(
+            f"{type(model).__name__} has no sharded_state_dict(). Remedy (FC804): call paddle_flexckpt.install()"
+        )
     found = _renames(model, direction, _treatments(model, direction, rules or {}), hf_names)
     return _fold(found if process_group is None else _of_all_ranks(found, process_group))
 
@@ -162,8 +164,8 @@ def _check_rule(layer: Any, name: str, treatment: Any) -> None:
 def _without_rule(key: str, owner: _Owner, weight: Any) -> str:
     return (
         f"parameter {key!r} {list(weight.global_shape)} is {owner.name!r} of a {owner.cls}, for which there is no AOA "
-        f"rule: it may be transposed or not. Remedy: give {owner.cls} a method {_HOOK}(self, direction) that returns "
-        f"{{{owner.name!r}: 'copy'}} (or 'transpose', or a statement), or pass rules={{{owner.cls}: ...}}"
+        f"rule: it may be transposed or not. Remedy (FC606): give {owner.cls} a method {_HOOK}(self, direction) that "
+        f"returns {{{owner.name!r}: 'copy'}} (or 'transpose', or a statement), or pass rules={{{owner.cls}: ...}}"
     )
 
 
@@ -199,7 +201,7 @@ def _owner_of(key: str, weight: Any, owners: Mapping[Any, list[_Owner]]) -> _Own
     if not candidates:
         raise ValueError(
             f"key {key!r} of sharded_state_dict() is no parameter or persistable buffer of the model's layers, so no "
-            f"layer can say what it is in the checkpoint. Remedy: write its statement by hand"
+            f"layer can say what it is in the checkpoint. Remedy (FC606): write its statement by hand"
         )
     return max(candidates, key=lambda owner: _common_end(key, f"{owner.path}{owner.name}"))
 
@@ -255,7 +257,8 @@ def _of_all_ranks(mine: list[_Rename], process_group: Any) -> list[_Rename]:
             if found.setdefault(rename.key, rename) != rename:
                 raise ValueError(
                     f"ranks have different AOA rules or checkpoint's names for {rename.key!r}: {found[rename.key]} on "
-                    f"an earlier rank, {rename} on rank {rank} of the group. Remedy: give all ranks the same rules"
+                    f"an earlier rank, {rename} on rank {rank} of the group. Remedy (FC502): give all ranks the same "
+                    "rules"
                 )
     return list(found.values())
 
@@ -266,8 +269,8 @@ def _hf_name(key: str, hf_names: Any) -> str:
     name = hf_names(key) if callable(hf_names) else hf_names.get(key)
     if not isinstance(name, str) or not name:
         raise ValueError(
-            f"hf_names has no name for {key!r}; got {name!r}. Remedy: add one, or give the parameter the AOA rule "
-            "'absent' if the checkpoint has none"
+            f"hf_names has no name for {key!r}; got {name!r}. Remedy (FC606): add one, or give the parameter the AOA "
+            "rule 'absent' if the checkpoint has none"
         )
     return name
 

@@ -72,7 +72,8 @@ class ExpertParallelMixin:
                 return getattr(self, name)
         raise ValueError(
             f"{type(self).__name__} does not say over which process group its experts are spread: it has none of "
-            f"{', '.join(_GROUP_NAMES)}. Remedy: set moe_group (None for one rank), or override _get_expert_group()"
+            f"{', '.join(_GROUP_NAMES)}. Remedy (FC803): set moe_group (None for one rank), or override "
+            "_get_expert_group()"
         )
 
     def _get_expert_count(self) -> int | None:
@@ -113,19 +114,19 @@ def _numbers(layer: Any, name: str, place: int, size: int) -> dict[str, int]:
     if [slot for slot, _ in slots] != [str(index) for index in range(len(slots))] or not slots:
         raise ValueError(
             f"{where} has to be a paddle.nn.LayerList of at least one expert; got {type(experts).__name__}"
-            f" with {[slot for slot, _ in slots][:5]}. Remedy: override _get_expert_lists()"
+            f" with {[slot for slot, _ in slots][:5]}. Remedy (FC803): override _get_expert_lists()"
         )
     own = [int(slot) for slot, expert in slots if expert is not None]
     total = layer._get_expert_count()
     if total is not None and total % size:
         raise ValueError(
             f"{where}: the number of experts has to be a multiple of the {size} ranks that they are spread over; got "
-            f"{total}. Remedy: change the number of experts or the degree of expert parallelism"
+            f"{total}. Remedy (FC803): change the number of experts or the degree of expert parallelism"
         )
     if total is not None and len(own) * size != total:
         raise ValueError(
             f"{where}: expected {total // size} experts on each of {size} ranks, {total} in all; got {len(own)} on "
-            "this rank. Remedy: give every rank the same number of experts"
+            "this rank. Remedy (FC803): give every rank the same number of experts"
         )
     first = place * len(own)
     if len(own) == len(slots):
@@ -134,7 +135,7 @@ def _numbers(layer: Any, name: str, place: int, size: int) -> dict[str, int]:
     if len(slots) != len(own) * size or own != list(range(first, first + len(own))):
         raise ValueError(
             f"{where}: a list with a slot for every expert has to hold those from {first} to {first + len(own) - 1} "
-            f"of {len(own) * size} on rank {place} of the group; got {own} of {len(slots)}. Remedy: spread the "
+            f"of {len(own) * size} on rank {place} of the group; got {own} of {len(slots)}. Remedy (FC803): spread the "
             "experts evenly, in the order of the ranks"
         )
     return {str(index): index for index in own}
@@ -158,8 +159,8 @@ def _wrongly_marked(layer: Any, prefix: str, lists: list[str], ranks: frozenset[
             elif in_expert:
                 raise ValueError(
                     f"parameter {prefix}{path}.{name} of an expert is marked is_distributed, but no rule says along "
-                    "which axis it is split. Remedy: give its layer a _get_shard_rules() that returns {name: axis}; or "
-                    "if the mark only says that every rank has another expert, set parameter.mp_moe = True"
+                    "which axis it is split. Remedy (FC801): give its layer a _get_shard_rules() that returns {name: "
+                    "axis}; or if the mark only says that every rank has another expert, set parameter.mp_moe = True"
                 )
             # The correction bias has one number per expert of the whole layer: then this rank has all of it.
             elif name == _CORRECTION_BIAS and int(tensor.shape[-1]) == total:
@@ -236,6 +237,7 @@ def check_experts(groups: Mapping[str, Any], model: ShardedStateDict, names: Map
         raise ValueError(
             f"{len(mixed)} parameters of experts, such as {', '.join(map(repr, mixed[:5]))}, are sharded among ranks "
             "of which each holds other experts. Paddle trains them as if they were one, and only one of them has a "
-            "state. Remedy: use sharding V2 (split_param=True), and give the experts' parameters a color whose group "
-            "has the ranks that hold the same experts; to keep what was trained, save the model without its optimizer"
+            "state. Remedy (FC807): use sharding V2 (split_param=True), and give the experts' parameters a color whose "
+            "group has the ranks that hold the same experts; to keep what was trained, save the model without its "
+            "optimizer"
         )

@@ -97,8 +97,9 @@ def _name_views(layer: Any, prefix: str, sharded: ShardedStateDict) -> None:
             kind = type(layer)
             raise ValueError(
                 f"key {key!r}: {kind.__module__}.{kind.__qualname__} describes a copy of its parameter "
-                f"{parameter.name!r}, of shape {list(tensor.shape)}; a load would not reach the parameter. Remedy: "
-                "describe the parameter itself, or shaped_view() of paddle_flexckpt.parallel.slices, which is no copy"
+                f"{parameter.name!r}, of shape {list(tensor.shape)}; a load would not reach the parameter. "
+                "Remedy (FC804): describe the parameter itself, or shaped_view() of paddle_flexckpt.parallel.slices, "
+                "which is no copy"
             )
         if tensor.name not in by_name and tensor.data_ptr() == parameter.data_ptr():
             tensor.name = parameter.name
@@ -130,9 +131,9 @@ def own_shards(layer: Any, prefix: str) -> ShardedStateDict:
             kind = type(layer)
             raise ValueError(
                 f"key {prefix + name!r} is marked is_distributed, but no rule says along which axis it is split; it is "
-                f"in a {kind.__module__}.{kind.__qualname__}. Remedy: give its layer a _get_shard_rules() that returns "
-                "{name: axis}; for a class that is not yours, use paddle_flexckpt.trainer.model_rules."
-                "register_model_rule()"
+                f"in a {kind.__module__}.{kind.__qualname__}. Remedy (FC801): give its layer a _get_shard_rules() that "
+                "returns {name: axis}; for a class that is not yours, use "
+                "paddle_flexckpt.trainer.model_rules.register_model_rule()"
             )
     group = layer._get_shard_group() if rules else None
     whole = build_sharded_state_dict(state, rules, prefix, group)
@@ -180,8 +181,8 @@ def link_tied_names(sharded: ShardedStateDict) -> None:
         places = {key: (tuple(sharded[key].global_shape), tuple(sharded[key].global_offset)) for key in tied}
         if len(set(places.values())) > 1:
             raise ValueError(
-                f"one tied parameter is described in different ways: {places}. Remedy: give all layers that share it "
-                "the same shard rule and group"
+                f"one tied parameter is described in different ways: {places}. Remedy (FC804): give all layers that "
+                "share it the same shard rule and group"
             )
         for key in tied:
             if isinstance(sharded[key], ShardedWeight):
@@ -268,7 +269,7 @@ def wrapped_model(wrapper: Any) -> Any:
     if len(models) != 1:
         raise ValueError(
             f"{type(wrapper).__name__}: expected a wrapped model under one of {', '.join(_MODEL_NAMES)}; got {models}. "
-            "Remedy: call sharded_state_dict() of the model itself"
+            "Remedy (FC804): call sharded_state_dict() of the model itself"
         )
     model = wrapper._sub_layers[models[0]]
     known = {id(tensor) for layer in model.sublayers(include_self=True) for tensor in own_state(layer).values()}
@@ -277,6 +278,6 @@ def wrapped_model(wrapper: Any) -> Any:
         if lost:
             raise ValueError(
                 f"{type(wrapper).__name__} has parameters or buffers besides those of the model that it wraps: {lost} "
-                f"of {path or 'its own'}. Remedy: move them into the model, or override sharded_state_dict()"
+                f"of {path or 'its own'}. Remedy (FC804): move them into the model, or override sharded_state_dict()"
             )
     return model

@@ -153,8 +153,9 @@ class LBFGSMixin:
         """Raise ValueError: the lists have the length of the steps so far, which a fresh job cannot know."""
         raise ValueError(
             "the state of LBFGS cannot be described as shards: it is lists of any length, of all parameters end to "
-            "end. Remedy: save the model without its optimizer, and collect_extra_state(lbfgs=optimizer.state_dict()); "
-            "after the load, optimizer.set_state_dict(restore_extra_state(load_extra_state(path)).more['lbfgs'])"
+            "end. Remedy (FC805): save the model without its optimizer, and "
+            "collect_extra_state(lbfgs=optimizer.state_dict()); after the load, "
+            "optimizer.set_state_dict(restore_extra_state(load_extra_state(path)).more['lbfgs'])"
         )
 
     def set_state_dict(self: Any, state_dict: Mapping[str, Any]) -> None:
@@ -165,8 +166,8 @@ class LBFGSMixin:
         """
         if set(state_dict) != {"state"}:
             raise ValueError(
-                f"LBFGS.set_state_dict: expected the one key 'state'; got {sorted(map(str, state_dict))[:10]}. Remedy: "
-                "pass what the state_dict() of an LBFGS gave"
+                f"LBFGS.set_state_dict: expected the one key 'state'; got {sorted(map(str, state_dict))[:10]}. "
+                "Remedy (FC805): pass what the state_dict() of an LBFGS gave"
             )
         place = next(iter(parameters_in(self._parameter_list))).place
 
@@ -197,7 +198,7 @@ def keys_by_parameter_name(model: Mapping[str, ShardedWeight], parameters: Itera
         if own.setdefault(parameter_name(parameter.name), parameter) is not parameter:
             raise ValueError(
                 f"two parameters of the optimizer have the name {parameter.name!r}, for which Paddle keeps one state: "
-                "each step of one changes the other's. Remedy: make all networks of an optimizer under one "
+                "each step of one changes the other's. Remedy (FC805): make all networks of an optimizer under one "
                 "unique_name.guard(), or an optimizer for each"
             )
     found: dict[str, list[str]] = {}
@@ -245,8 +246,8 @@ def require_described(parameters: Iterable[Any], names: Mapping[str, list[str]])
     lost = sorted(p.name for p in parameters if parameter_name(p.name) not in names)
     if lost:
         raise ValueError(
-            f"the optimizer has parameters that are not in model_sharded_state_dict: {lost[:10]}. Remedy: pass the "
-            "sharded_state_dict() of the model whose parameters the optimizer was given"
+            f"the optimizer has parameters that are not in model_sharded_state_dict: {lost[:10]}. Remedy (FC805): pass "
+            "the sharded_state_dict() of the model whose parameters the optimizer was given"
         )
 
 
@@ -290,8 +291,8 @@ def describe_states(
         parameter = parameter_name(raw_parameter)
         if parameter not in names:
             raise ValueError(
-                f"the optimizer has a state for {parameter!r}, which is not in model_sharded_state_dict. Remedy: pass "
-                "the sharded_state_dict() of the model whose parameters the optimizer steps"
+                f"the optimizer has a state for {parameter!r}, which is not in model_sharded_state_dict. "
+                "Remedy (FC805): pass the sharded_state_dict() of the model whose parameters the optimizer steps"
             )
         if owned is not None and parameter not in owned:
             return
@@ -405,7 +406,7 @@ def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDic
             raise ValueError(
                 f"{type(optimizer).__name__} is no optimizer that can be described: expected a sharded_state_dict() "
                 f"method, or an optimizer under one of {', '.join(_OPTIMIZER_NAMES)}; got a {type(inner).__name__} "
-                "with neither. Remedy: pass the optimizer inside the wrapper"
+                "with neither. Remedy (FC805): pass the optimizer inside the wrapper"
             )
         inner = inside
     describe = inner.sharded_state_dict
@@ -415,8 +416,9 @@ def describe_optimizer(optimizer: Any, model_sharded_state_dict: ShardedStateDic
         raise ValueError(
             f"{kind.__module__}.{kind.__qualname__} describes itself by a method of Paddle's own, and "
             "paddle_flexckpt.install() does not know the class: states that do not exist yet would be left out without "
-            "a word. Remedy: use a version of paddle_flexckpt that knows it; or, if it changes nothing of which rank "
-            "steps which parameters, pass the optimizer inside it; or save and load the model without its optimizer"
+            "a word. Remedy (FC805): use a version of paddle_flexckpt that knows it; or, if it changes nothing of "
+            "which rank steps which parameters, pass the optimizer inside it; or save and load the model without its "
+            "optimizer"
         )
     state: ShardedStateDict = describe(model_sharded_state_dict)
     return state

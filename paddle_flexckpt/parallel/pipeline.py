@@ -28,8 +28,8 @@ from paddle_flexckpt.parallel.layers import describe_layer, link_tied_names, own
 from paddle_flexckpt.sharded_weight import ShardedStateDict
 
 _REMEDY = (
-    "Remedy: leave _layers_desc and run_function as PipelineLayer made them, or override sharded_state_dict() in the "
-    "subclass that changes them"
+    "Remedy (FC804): leave _layers_desc and run_function as PipelineLayer made them, or override sharded_state_dict() "
+    "in the subclass that changes them"
 )
 
 
@@ -60,8 +60,8 @@ class PipelineLayerMixin:
                 raise ValueError(
                     f"key {key!r} would name two parameters: {origins[key]} of local shape "
                     f"{list(sharded[key].local_shape)} and {shard.origin} of local shape "
-                    f"{list(shard.weight.local_shape)}. Remedy: give each a name of its own in _get_pipeline_names() "
-                    "or _pp_to_single_mapping"
+                    f"{list(shard.weight.local_shape)}. Remedy (FC804): give each a name of its own in "
+                    "_get_pipeline_names() or _pp_to_single_mapping"
                 )
             sharded[key].layers = tuple(sorted({*getattr(sharded[key], "layers", ()), *shard.layers}))
             aliases[key] = (*aliases.get(key, ()), *(structured_name_prefix + other for other in others))

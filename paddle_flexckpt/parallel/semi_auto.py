@@ -113,14 +113,14 @@ class DistModelMixin:
         """
         if self._engine._mode is None:
             raise ValueError(
-                "the DistModel has no program yet. Remedy: call its train(), eval() or predict() before its state is "
-                "asked for"
+                "the DistModel has no program yet. Remedy (FC806): call its train(), eval() or predict() before its "
+                "state is asked for"
             )
         if self._engine.fused_ffn_qkv is not None:
             raise ValueError(
                 "the DistModel fuses parameters (fused_ffn_qkv), and its state_dict() takes them apart into copies, "
-                "which a load would not reach. Remedy: unset FLAGS_enable_fused_ffn_qkv_pass; to keep what was trained "
-                "with it, save_state_dict(dist_model.state_dict(), path) first, and load that without the flag"
+                "which a load would not reach. Remedy (FC802): unset FLAGS_enable_fused_ffn_qkv_pass; to keep what was "
+                "trained with it, save_state_dict(dist_model.state_dict(), path) first, and load that without the flag"
             )
         names = self._parameter_to_structured_name
         state = self.state_dict()
@@ -166,8 +166,8 @@ def _split(raw: str, names: Mapping[str, str], optimizer_name: str | None) -> tu
     owner = next((state[:end] for end in ends if state[:end] in names), None)  # the longest
     if owner is None:
         raise ValueError(
-            f"the DistModel has a state {raw!r} that belongs to no parameter; there are {sorted(names)[:10]}. Remedy: "
-            "save state_dict() as it is, without other names"
+            f"the DistModel has a state {raw!r} that belongs to no parameter; there are {sorted(names)[:10]}. "
+            "Remedy (FC104): save state_dict() as it is, without other names"
         )
     rest = state[len(owner) :]
     master = _MASTER.match(rest)

@@ -69,8 +69,8 @@ def _buffer_tables(optimizer: Any, parameters: list[Any]) -> StateTables:
             raise ValueError(
                 f"sharding V1 with tensor_fusion: parameter {parameter.name!r} is in none of the {len(buffers)} fused "
                 "buffers of this rank any more, so that steps do not change it: it was given other memory after "
-                "fleet.distributed_optimizer(). Remedy: build model and optimizer anew, and set values in place, by "
-                "set_value()"
+                "fleet.distributed_optimizer(). Remedy (FC807): build model and optimizer anew, and set values in "
+                "place, by set_value()"
             )
     create_dense_states(inner, buffers)
     masters = getattr(inner, "_master_weights", None) or {}
@@ -91,15 +91,16 @@ class ShardingV2Mixin:
         """
         if not self._comm_buffer_list and not any(hasattr(p, "comm_buffer_ref") for p in self._parameter_list):
             raise ValueError(
-                "sharding V2 with sharding_comm_overlap of the pipeline has no buffers before the first step. Remedy: "
-                "take the model's sharded_state_dict() from what fleet.distributed_model() returned, which builds them"
+                "sharding V2 with sharding_comm_overlap of the pipeline has no buffers before the first step. "
+                "Remedy (FC806): take the model's sharded_state_dict() from what fleet.distributed_model() returned, "
+                "which builds them"
             )
         self._collect_comm_buffers()
         empty = [p.name for b in self._comm_buffer_list if not b.param_storage._is_initialized() for p in b._params]
         if empty:
             raise ValueError(
                 f"sharding V2: parameters have no memory between clear_param_storage() and step(): {empty[:5]}. "
-                "Remedy: ask for the state after step()"
+                "Remedy (FC806): ask for the state after step()"
             )
         names = keys_by_parameter_name(model_sharded_state_dict, self._parameter_list)
         check_experts(_buffer_groups(self), model_sharded_state_dict, names)
@@ -130,7 +131,7 @@ class MuonShardingMixin:
         if lost:
             raise ValueError(
                 f"MuonShardingOptimizer has no buffer for {len(lost)} parameters that it slices, such as {lost[0]!r}. "
-                "Remedy: leave its _comm_buffer_list as its constructor made it"
+                "Remedy (FC805): leave its _comm_buffer_list as its constructor made it"
             )
         for color, owners in self._rank2params_2d_by_color.items():
             info = self._color_to_group_info.get(color, {})
@@ -207,7 +208,7 @@ def _offloaded_tables(optimizer: Any) -> StateTables:
     if isinstance(inner._param_groups[0], dict):
         raise ValueError(
             "group sharding stage 2 with offload=True and parameter groups: Paddle does not step on the offloaded "
-            "parameters then. Remedy: one list of parameters, and weight decay by apply_decay_param_fun"
+            "parameters then. Remedy (FC807): one list of parameters, and weight decay by apply_decay_param_fun"
         )
     # With offload the masters are in use whatever multi_precision says.
     tables = StateTables(True, getattr(inner, "_name", None))

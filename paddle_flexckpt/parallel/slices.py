@@ -73,7 +73,7 @@ def describe_sliced(layer: Any, weight: ShardedWeight) -> ShardedWeight:
     if is_small(parameter) and parameter._is_shared_buffer_with(parameter.master_weight):
         raise ValueError(
             f"key {weight.key!r}: under stage 3 with offload=True the parameter is in host memory between step() and "
-            "clear_grad(). Remedy: ask for the state after clear_grad()"
+            "clear_grad(). Remedy (FC806): ask for the state after clear_grad()"
         )
     master = getattr(parameter, "master_weight", None)
     if not hasattr(parameter, "fw_storage") or (parameter.fw_storage is None and master is None):
@@ -166,7 +166,7 @@ def shaped_view(what: str, tensor: Any, shape: Sequence[int]) -> Any:
         raise ValueError(
             f"{what} of shape {given} cannot be seen as {wanted}: expected as many elements, one after the other in "
             f"memory; got strides {[int(n) for n in tensor.strides]}, memory: {bool(tensor._is_initialized())}. "
-            "Remedy: keep it contiguous, in place of a transposed or cut view of something else"
+            "Remedy (FC107): keep it contiguous, in place of a transposed or cut view of something else"
         )
     # As in storage_range(). reshape() would copy what it cannot view, and record it for a backward.
     view = tensor._slice(0, given[0]) if given and 0 not in given else paddle.empty(given, dtype=tensor.dtype)
@@ -229,8 +229,8 @@ def _slice_of_gathered(optimizer: Any, parameter: str) -> Any:
     wrapper = wrapper_of_optimizer(optimizer)
     if parameter not in getattr(wrapper, "_param2buffer", ()):
         raise ValueError(
-            f"parameter {parameter!r} is gathered and {type(optimizer).__name__} does not know its slice. Remedy: use "
-            "the optimizer that group_sharded_parallel() returned, outside of forward and backward"
+            f"parameter {parameter!r} is gathered and {type(optimizer).__name__} does not know its slice. "
+            "Remedy (FC806): use the optimizer that group_sharded_parallel() returned, outside of forward and backward"
         )
     begin, end = wrapper._param2buffer[parameter][wrapper._rank]
     return wrapper._task_flow.full_param[parameter][0]._slice(begin, end)
@@ -297,9 +297,9 @@ def buffer_context(has_dist_tensors: bool = True) -> Any:
         import paddle
 
         raise RuntimeError(
-            f"cannot tell which parameters fully_shard has fused: expected get_fsdp_context in one of "
-            f"{', '.join(_CONTEXT_MODULES)}, got none in Paddle {paddle.__version__}. Remedy: use a version of Paddle "
-            "that this version of paddle_flexckpt knows, 3.0 to 3.3"
+            "cannot tell which parameters fully_shard has fused: expected get_fsdp_context in one of "
+            f"{', '.join(_CONTEXT_MODULES)}, got none in Paddle {paddle.__version__}. Remedy (FC808): use a version of "
+            "Paddle that this version of paddle_flexckpt knows, 3.0 to 3.3"
         )
     return next((context for context in (find() for find in finds if find) if context is not None), None)
 
@@ -383,7 +383,7 @@ def _held_piece(context: Any, buffer: Any) -> slice:
         raise ValueError(
             f"fully_shard: buffer {buffer.data_buffer.name!r} of {total} elements, of which this rank holds {owned}, "
             f"is spread over {group.nranks} of the {len(context.mesh.process_ids)} ranks of {context.mesh}. Fused "
-            "parameters can be described on meshes of one axis only. Remedy: fully_shard(..., "
+            "parameters can be described on meshes of one axis only. Remedy (FC802): fully_shard(..., "
             "enable_tensor_fusion_and_overlap=False)"
         )
     begin = (0 if group.nranks == 1 else group.rank) * owned

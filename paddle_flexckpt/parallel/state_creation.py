@@ -131,8 +131,8 @@ def _all_or_nothing(optimizer: Any) -> Iterator[None]:
     raise ValueError(
         f"{type(inner).__name__}: what set_state_dict() was given lacks a state that the first step needs: "
         f"{cause or ', '.join(lacking[:3])}. It has {len(entries)} entries, such as {sorted(entries)[:3]}. "
-        "Remedy: give it the state of all trainable parameters, under the names that this process has for them; or "
-        "none, and load sharded_state_dict()"
+        "Remedy (FC204): give it the state of all trainable parameters, under the names that this process has for "
+        "them; or none, and load sharded_state_dict()"
     ) from cause
 
 
@@ -198,7 +198,7 @@ def _create_fully_shard_states(optimizer: Any, parameters: list[Any]) -> None:
     if isinstance(optimizer._parameter_list[0], dict):
         raise ValueError(
             "an optimizer with parameter groups of a model under fully_shard: Paddle does not shard its states. "
-            "Remedy: one list of parameters, and weight decay by apply_decay_param_fun"
+            "Remedy (FC807): one list of parameters, and weight decay by apply_decay_param_fun"
         )
     # It works once for an optimizer: parameters that are not passed get no states.
     if not _may_create.get():

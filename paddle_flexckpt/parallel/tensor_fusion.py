@@ -100,7 +100,7 @@ def _place_on_mesh() -> tuple[int, int]:
     if mesh is None or "dp" not in mesh.dim_names:
         axes = "no global mesh" if mesh is None else f"axes {mesh.dim_names}"
         raise ValueError(
-            f"tensor fusion shards over the axis 'dp' of the global mesh; got {axes}. Remedy: "
+            f"tensor fusion shards over the axis 'dp' of the global mesh; got {axes}. Remedy (FC802): "
             "paddle.distributed.auto_parallel.set_mesh() with a mesh that has the axis 'dp'"
         )
     rank = dist.get_rank()
@@ -110,7 +110,7 @@ def _place_on_mesh() -> tuple[int, int]:
             return ranks.index(rank), len(ranks)
     raise ValueError(
         f"rank {rank} is not on the global mesh of ranks {mesh.process_ids}, so it steps no fused buffer. "
-        "Remedy: ask only the ranks of the mesh for the optimizer's state"
+        "Remedy (FC502): ask only the ranks of the mesh for the optimizer's state"
     )
 
 
@@ -148,8 +148,8 @@ def _check_prediction(optimizer: Any, parameters: list[Any]) -> None:
     if predicted is None:
         raise ValueError(
             f"rank {dist.get_rank()}: the optimizer has states of whole parameters, made before tensor fusion was "
-            "enabled; expected states of fused parts. Remedy: enable tensor fusion before the optimizer is asked for "
-            "its state"
+            "enabled; expected states of fused parts. Remedy (FC806): enable tensor fusion before the optimizer is "
+            "asked for its state"
         )
     actual = {piece.parameter.name: piece.flat_range for piece in buffer_pieces(optimizer, parameters)}
     if actual == predicted:
@@ -160,7 +160,8 @@ def _check_prediction(optimizer: Any, parameters: list[Any]) -> None:
     raise ValueError(
         f"rank {dist.get_rank()}: the first step fuses other parameters than those that states were created for: "
         f"expected elements {predicted.get(name)} of {name!r}, got {actual.get(name)}; without a gradient: "
-        f"{without[:10]}. Remedy: set stop_gradient on parameters that are not trained, before the state is asked for"
+        f"{without[:10]}. Remedy (FC806): set stop_gradient on parameters that are not trained, before the state is "
+        "asked for"
     )
 
 

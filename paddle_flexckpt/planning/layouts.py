@@ -130,7 +130,7 @@ class Layout(JobLayout):
                 )
         if self._kind == "muon" and self._model.states and not any(each.lacks for each in self._model.tensors):
             remedy = "take the model of a checkpoint that Muon has trained (--model), or sharding=v2"
-            problems.append(Problem("nothing says which parameters are Muon's matrices", remedy=remedy))
+            problems.append(Problem("nothing says which parameters are Muon's matrices", code="FC704", remedy=remedy))
         first = next((each.name for each in self._model.tensors if each.expert is not None and each.is_trained), None)
         if first is not None and self._kind != "none" and strategy.expert_stride != 1:
             problems += self._mixed_experts(first)
@@ -144,11 +144,15 @@ class Layout(JobLayout):
             # See check_experts() in parallel/experts.py.
             what = "experts are sharded among ranks that hold others: Paddle trains these as if they were one"
             remedy = f"sharding=v2:{strategy.sharding}, with experts' parameters of a color of their own; or {remedy}"
-            return [Problem(what, name, expected="sharding v2, or ep=dp:DEGREE", got=str(strategy), remedy=remedy)]
+            return [
+                Problem(
+                    what, name, expected="sharding v2, or ep=dp:DEGREE", got=str(strategy), code="FC704", remedy=remedy
+                )
+            ]
         if not strategy.expert_stride:
             what = "ranks that share an optimizer cannot hold each expert equally often"
             expected = f"ep to divide sharding = {strategy.sharding}, or to be more"
-            return [Problem(what, name, expected=expected, got=str(strategy), remedy=remedy)]
+            return [Problem(what, name, expected=expected, got=str(strategy), code="FC704", remedy=remedy)]
         return []
 
     def kind(self, rank: int) -> tuple[int, ...]:

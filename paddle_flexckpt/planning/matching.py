@@ -292,6 +292,7 @@ def uncovered_targets(
                 rank=int(target.rank[row]),
                 expected=f"{size[row]} elements for {target.describe(row)}",
                 got=f"{filled[row]} elements",
+                code="FC105",
                 remedy="save again with every rank taking part, or load only what the source holds",
             )
         )

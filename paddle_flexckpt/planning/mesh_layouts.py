@@ -95,7 +95,9 @@ class MeshLayout(JobLayout):
         each, more = divmod(len(counted), stages)
         if not each:
             remedy = "place tensors by @<index>, or take fewer stages"
-            problem = Problem("too few layers for the axis pp", expected=stages, got=len(counted), remedy=remedy)
+            problem = Problem(
+                "too few layers for the axis pp", expected=stages, got=len(counted), code="FC704", remedy=remedy
+            )
             raise ValidationError([problem], f"{self.strategy} does not fit the model")
         ends = [counted[each * stage + min(stage, more) - 1] for stage in range(1, stages)]
         return {layer: sum(layer > end for end in ends) for layer in range(model.layers)}
@@ -132,12 +134,14 @@ class MeshLayout(JobLayout):
                 what = "Paddle shards states over a mesh axis along which each parameter is whole"
                 got = f"{each.name} cut along axis {self.strategy.axes[axis]!r}"
                 remedy = "place it as R along one axis, or leave sharding= out"
-                return axis, [Problem(what, key=each.name, expected="such an axis", got=got, remedy=remedy)]
+                return axis, [
+                    Problem(what, key=each.name, expected="such an axis", got=got, code="FC704", remedy=remedy)
+                ]
         name = self.strategy.sharding_axis
         if self.strategy.axes[axis] != name:
             what = "Paddle spreads states over another axis of the mesh than the one that it is given"
             remedy = f"put axis {name!r} first"
-            return axis, [Problem(what, expected=name, got=self.strategy.axes[axis], remedy=remedy)]
+            return axis, [Problem(what, expected=name, got=self.strategy.axes[axis], code="FC704", remedy=remedy)]
         return axis, []
 
     def _with_sharding(self, placed: list[Placements], axis: int, problems: list[Problem | str]) -> list[Placements]:
@@ -149,7 +153,9 @@ class MeshLayout(JobLayout):
             if len(cuts) > 1 and each.is_trained:
                 what = "Paddle shards no states of a tensor that is cut along several mesh axes"
                 remedy = "cut it along one axis, or leave sharding= out"
-                wrong = Problem(what, each.name, expected="one Shard at most", got=_text(placements), remedy=remedy)
+                wrong = Problem(
+                    what, each.name, expected="one Shard at most", got=_text(placements), code="FC704", remedy=remedy
+                )
                 problems.append(wrong)
             if free and each.is_trained:
                 placements = (*placements[:axis], Placement(cut=free[0]), *placements[axis + 1 :])

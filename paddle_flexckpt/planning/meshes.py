@@ -199,7 +199,7 @@ def parse_placements(glob: str, entries: str | Sequence[str]) -> Placements:
             found.append(Placement(None if cut is None else int(cut), None if only is None else int(only)))
         elif str(each).strip().lower().startswith("p"):
             what, remedy = "a Partial is a term of a sum, which is not stored", "give the placements after its reshard"
-            problems.append(Problem(what, key=glob, got=each, remedy=remedy))
+            problems.append(Problem(what, key=glob, got=each, code="FC802", remedy=remedy))
         else:
             problems.append(Problem("unknown placement", key=glob, expected=_FORM, got=each))
     if problems:

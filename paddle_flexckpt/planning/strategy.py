@@ -75,7 +75,9 @@ class Strategy:
             problems.append(Problem("a sharded optimizer has a kind", expected="such as sharding=v2:4", got=str(self)))
         if self.kind == "muon" and self.tp > 1:
             remedy = "leave tp out"
-            problems.append(Problem("MuonShardingOptimizer has no tensor parallelism", got=str(self), remedy=remedy))
+            problems.append(
+                Problem("MuonShardingOptimizer has no tensor parallelism", got=str(self), code="FC704", remedy=remedy)
+            )
         if not problems and self.vpp > 1 and self.pp == 1:
             problems.append(Problem("virtual stages need a pipeline", expected="pp > 1 beside vpp", got=str(self)))
         problems += [] if problems else self._expert_problems()

@@ -245,7 +245,7 @@ class HostChannel:
                     f"the channel between ranks {list(self.ranks)} is closed since an exchange failed: {self._broken}"
                 )
             # The message stays so if an interruption, such as a signal, leaves no time for a better one.
-            self._broken = "it was interrupted. Remedy: restart the job"
+            self._broken = "it was interrupted. Remedy (FC501): restart the job"
             try:
                 if not self._has_met:
                     self._meet()
@@ -269,7 +269,7 @@ class HostChannel:
     def leave_to_parent(self) -> None:
         """Close this process's copies of the connections, after a fork; the parent keeps its own."""
         self._lock = threading.Lock()  # a thread that does not exist here may hold the lock
-        self._broken = "this process is a fork of the one that made it. Remedy: call it there"
+        self._broken = "this process is a fork of the one that made it. Remedy (FC102): call it there"
         self._hang_up()
 
     def _hang_up(self) -> None:

@@ -19,6 +19,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
+from paddle_flexckpt.catalog.texts import format_ranks
+
 # The time before the first check of a wait, and between checks. A save in which no rank is late ends before the first.
 FIRST_LOOK_SECONDS, LOOK_SECONDS = 1.0, 3.0
 # The longest time to check one address, and also for all addresses in one check: the caller has other work to do.
@@ -104,7 +106,8 @@ SPREAD_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 # The most common reason why a rank does not come.
 EVERY_RANK = (
-    "Remedy: make this call on every rank of the group (is it inside `if rank == 0`?), or pass process_group='self'"
+    "Remedy (FC501): make this call on every rank of the group (is it inside `if rank == 0`?), or pass "
+    "process_group='self'"
 )
 
 
@@ -252,7 +255,7 @@ def _answers(presence: tuple[str, int]) -> bool:
 
 def describe_lost_ranks(missing: Missing | None, error: Exception) -> str:
     """Return the text for the user about missing ranks; if none is known to be lost, about the backend's error."""
-    remedy = "Remedy: look into {its} log (killed? out of memory? host or network down?), and restart the job"
+    remedy = "Remedy (FC501): look into {its} log (killed? out of memory? host or network down?), and restart the job"
     if missing is None:
         return (
             "rank 0 is lost: the job's key-value store, which it keeps, does not answer, so it is not known which "
@@ -264,7 +267,7 @@ def describe_lost_ranks(missing: Missing | None, error: Exception) -> str:
         text = (
             "{rank} {is} missing: {it} {has} gone before {its} first call of this library, or {has} not come to it yet"
         )
-        return _of(missing.unknown, f"{text}. {EVERY_RANK}; else {remedy.partition('Remedy: ')[2]}")
+        return _of(missing.unknown, f"{text}. {EVERY_RANK}; else {remedy.partition('): ')[2]}")
     reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
     if missing.silent:
         text = (
@@ -293,4 +296,4 @@ def _of(ranks: Sequence[int], text: str) -> str:
     """Return a text about one rank, or several, with their numbers."""
     if len(ranks) == 1:
         return text.format(rank=f"rank {ranks[0]}", **_ONE)
-    return text.format(rank=f"ranks {', '.join(map(str, ranks))}", **_SEVERAL)
+    return text.format(rank=f"ranks {format_ranks(sorted(ranks))}", **_SEVERAL)

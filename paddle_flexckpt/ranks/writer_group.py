@@ -29,7 +29,7 @@ _OTHER_FILES = 200
 # The error text about a lost coordinator.
 UNKNOWN_OUTCOME = (
     "its background writer has ended, or has not decided within {timeout:g} s: it is not known what became of the "
-    "save. Remedy: look whether the checkpoint is there"
+    "save. Remedy (FC404): look whether the checkpoint is there"
 )
 
 
@@ -331,15 +331,15 @@ def _gone(error: Exception | None = None) -> str:
     is_broken = isinstance(error, OSError) and not isinstance(error, ConnectionError)
     how = f"the connection to it broke ({error})" if is_broken else "its processes have ended"
     return (
-        f"{how} before it had done its share of the save. Remedy: look into its log (killed? out of memory?), and save "
-        "again"
+        f"{how} before it had done its share of the save. Remedy (FC501): look into its log (killed? out of memory?), "
+        "and save again"
     )
 
 
 def _slow(timeout: float) -> str:
     return (
         f"has written nothing within {timeout:g} s after others had written: its processes have ended, or it is slower "
-        "than that. Remedy: look into the log of that rank, or give the BackgroundWriter a longer timeout"
+        "than that. Remedy (FC501): look into the log of that rank, or give the BackgroundWriter a longer timeout"
     )
 
 

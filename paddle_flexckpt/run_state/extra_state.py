@@ -153,7 +153,7 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
             pass
         if not has_extra_state(manifest.catalog):
             raise ValidationError(
-                f"id {manifest.unique_id} has no extra state. Remedy: leave load_extra_state() out for this "
+                f"id {manifest.unique_id} has no extra state. Remedy (FC108): leave load_extra_state() out for this "
                 "checkpoint, and save {**state, **collect_extra_state()} from the next save on"
             )
         checkpoint = f"id {manifest.unique_id} ({manifest.save_token})"
@@ -317,11 +317,16 @@ def _describe(layout: Mapping[str, int]) -> str:
 
 def _common(state: Mapping[str, Any]) -> dict[str, Any]:
     if _COMMON not in state:
-        raise ValidationError([f"there is no {_COMMON!r} in the state. Remedy: pass what load_extra_state() returned"])
+        raise ValidationError(
+            [f"there is no {_COMMON!r} in the state. Remedy (FC108): pass what load_extra_state() returned"]
+        )
     common = decode(_text(state[_COMMON]), _COMMON, state)
     if common.get("version") != _VERSION:
         raise ValidationError(
-            [f"extra state of version {common.get('version')!r}; this library reads {_VERSION}. Remedy: update it"]
+            [
+                f"extra state of version {common.get('version')!r}; this library reads {_VERSION}. Remedy (FC307): "
+                "update it"
+            ]
         )
     return common
 

@@ -130,9 +130,9 @@ class BackgroundSave(SharedSave):
             if len(changed):
                 rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
                 raise ValidationError(
-                    f"{share.items.key_name(changed[0])!r}{rest} changed while the save was staged in slices. Remedy: "
-                    "call finish_staging() before optimizer.step(), or have finish_before(optimizer) do so; where "
-                    "something else changes it, as the forward pass a buffer, save without slice_bytes"
+                    f"{share.items.key_name(changed[0])!r}{rest} changed while the save was staged in slices. "
+                    "Remedy (FC506): call finish_staging() before optimizer.step(), or have finish_before(optimizer) "
+                    "do so; where something else changes it, as the forward pass a buffer, save without slice_bytes"
                 )
         sums = np.asarray(checksums, dtype=np.uint64)
         return WriteMessages(b"", Checksums.of_items(sums, np.where(hashed, lengths, 0)))

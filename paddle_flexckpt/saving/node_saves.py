@@ -85,7 +85,7 @@ class NodeSave:
         if not isinstance(copies, int) or isinstance(copies, bool) or not 1 <= copies <= len(self.nodes):
             raise ValidationError(
                 f"node_copies has to be 1 to {len(self.nodes)}, the number of nodes "
-                f"({', '.join(self.node_names)}); got {copies!r}. Remedy: lower it, or run on more nodes"
+                f"({', '.join(self.node_names)}); got {copies!r}. Remedy (FC504): lower it, or run on more nodes"
             )
         self._is_removable = True
         if self.is_committer:
@@ -273,7 +273,8 @@ def find_nodes(
     if strays:
         raise CheckpointError(
             f"{context}: it is not known which ranks share a directory, as not all that see the one of ranks {strays} "
-            "see each other's files. Remedy: try again; if it stays so, the file system shows new files too late"
+            "see each other's files. Remedy (FC504): try again; if it stays so, the file system shows new files too "
+            "late"
         )
     saves = [seen[committer]["save"] for committer in committers]
     chosen = max(save[0] for save in saves)
@@ -304,7 +305,7 @@ def _look(
     if committer is None or committer > comm.position:
         raise CheckpointError(
             f"{backend.where(tokens[comm.position])} is not there any more: another save is writing to {backend.path}. "
-            "Remedy: wait until it has finished"
+            "Remedy (FC403): wait until it has finished"
         )
     seen: dict[str, object] = {"committer": committer}
     if committer == comm.position:

@@ -161,6 +161,6 @@ class PartitionWriter:
             raise CheckpointError(
                 f"nothing was committed, as {len(found)} partitions of the manifest have {manifest.rows} rows of "
                 f"{manifest.data_bytes} bytes; ranks wrote {rows} of {data_bytes}, for {self.count} partitions. "
-                "Remedy: save again; if it stays so, report it as a defect of paddle_flexckpt"
+                "Remedy (FC403): save again; if it stays so, report it as a defect of paddle_flexckpt"
             )
         return manifest

@@ -147,6 +147,7 @@ class Replicas:
             rank=int(catalog.rank[row]),
             expected=f"the values of {catalog.describe(row)}{part} on rank {catalog.rank[other]}",
             got="others",
+            code="FC106",
             remedy=drift
             if drift
             else f"{_remedies()}; only if they are one tensor and one rank's values will do, pass check_replicas="
@@ -163,6 +164,7 @@ class Replicas:
             expected=f"differences of at most {bound:.3g} of the largest value, in {catalog.dtype_name(row)}, from "
             f"{catalog.describe(row)} on rank {catalog.rank[row]}",
             got=f"{part:.3g} of it",
+            code="FC106",
             remedy=drift
             if drift
             else f"{_remedies()}; only if they are one tensor and one rank's values will do, pass "

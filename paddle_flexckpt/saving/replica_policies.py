@@ -52,9 +52,9 @@ class ReplicaPolicies:
         if bad:
             raise ValidationError(
                 [
-                    f"check_replicas has {each}. Remedy: give 'equal', 'all', 'close' or 'first' for all keys, or a "
-                    "dict of these by pattern, a glob or a compiled regular expression; True and False mean 'equal' "
-                    "and 'first'"
+                    f"check_replicas has {each}. Remedy (FC101): give 'equal', 'all', 'close' or 'first' for all keys, "
+                    "or a dict of these by pattern, a glob or a compiled regular expression; True and False mean "
+                    "'equal' and 'first'"
                     for each in bad
                 ]
             )

@@ -82,11 +82,12 @@ class SaveOptions(ProgressOptions):
         if self.storage == "per_node" and self.async_save is not False:
             raise ValidationError(
                 "async_save does not work with storage='per_node': the writer processes of all ranks agree on the "
-                "outcome through one directory, which they have to share. Remedy: save with async_save=False"
+                "outcome through one directory, which they have to share. Remedy (FC101): save with async_save=False"
             )
         if self.progress is not None and self.async_save is not False:
             raise ValidationError(
-                "progress= works only with synchronous saves. Remedy: leave progress= out, and ask handle.progress"
+                "progress= works only with synchronous saves. Remedy (FC101): leave progress= out, and ask "
+                "handle.progress"
             )
         if self.staging_bytes is not None and (
             self.async_save is False
@@ -95,14 +96,14 @@ class SaveOptions(ProgressOptions):
         ):
             raise ValidationError(
                 f"staging_bytes={self.staging_bytes!r} needs async_save, no slice_bytes, and {LEAST_BYTES} bytes or "
-                "more. Remedy: leave it out, or save synchronously, which takes less"
+                "more. Remedy (FC101): leave it out, or save synchronously, which takes less"
             )
         if self.slice_bytes is not None and (
             self.async_save is False or not _is_at_least(self.slice_bytes, _LEAST_SLICE)
         ):
             raise ValidationError(
-                f"slice_bytes={self.slice_bytes!r} needs async_save, and at least {_LEAST_SLICE} bytes. Remedy: give "
-                "both, or neither"
+                f"slice_bytes={self.slice_bytes!r} needs async_save, and at least {_LEAST_SLICE} bytes. "
+                "Remedy (FC101): give both, or neither"
             )
         if self.storage == "shared" and self.node_copies != 1:
             raise ValidationError([f"node_copies={self.node_copies!r} needs storage='per_node'"])

@@ -79,7 +79,7 @@ class SharedSave:
             marker = self.directory.backend.where(names.marker_file)
             raise ValidationError(
                 f"{marker} is not there, with which the coordinator has begun the save: ranks do not share one "
-                "directory. Remedy: give all ranks the same path of storage that they share; or save with "
+                "directory. Remedy (FC504): give all ranks the same path of storage that they share; or save with "
                 "storage='per_node', to a directory on each node"
             )
         return None, b""

@@ -125,7 +125,10 @@ class SlicedSave(SaveHandle):
         """
         if self._save is not None and timeout != 0:
             raise ValidationError(
-                [f"the save of id {self.unique_id} to {self.path!r} is not staged. Remedy: call finish_staging() first"]
+                [
+                    f"the save of id {self.unique_id} to {self.path!r} is not staged. Remedy (FC102): call "
+                    "finish_staging() first"
+                ]
             )
         return super().wait(timeout)
 
@@ -148,5 +151,5 @@ class SlicedSave(SaveHandle):
 def refuse() -> RankMessages:
     """Raise the error of a save that is given up, in the step in which all ranks stage the rest of it."""
     raise CheckpointError(
-        "give_up() was called in place of finish_staging(). Remedy: call the same of the two on every rank"
+        "give_up() was called in place of finish_staging(). Remedy (FC502): call the same of the two on every rank"
     )

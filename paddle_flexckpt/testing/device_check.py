@@ -76,7 +76,7 @@ class DeviceCheck:
             self.close()
             what = self.outcomes[0].detail if self.outcomes else "Paddle sees no accelerator"
             raise NoAcceleratorError(
-                f"{what}. Remedy: install the build of Paddle for this machine's devices; "
+                f"{what}. Remedy (FC808): install the build of Paddle for this machine's devices; "
                 "`paddle.device.get_available_device()` has to name one"
             )
         self._ranks = min(ranks, len(self._devices))

@@ -84,7 +84,10 @@ def read_config_model(path: str | Path, variant: str = "plain") -> ConfigModel:
     if family not in _FAMILIES:
         known = ", ".join(sorted(_FAMILIES))
         raise ValidationError(
-            [f"{str(path)!r} has the model_type {family!r}, and shapes are known of {known}. Remedy: give a checkpoint"]
+            [
+                f"{str(path)!r} has the model_type {family!r}, and shapes are known of {known}. Remedy (FC704): give a "
+                "checkpoint"
+            ]
         )
     if variant not in _VARIANTS:
         raise ValidationError([f"a model is described in the variants {', '.join(_VARIANTS)}; got {variant!r}"])
@@ -258,8 +261,8 @@ def _deepseek(sizes: _Sizes) -> Shapes:
     if sizes.get("num_nextn_predict_layers", 0):
         raise ValidationError(
             [
-                "multi-token prediction layers are not described. Remedy: give a copy of the configuration with "
-                "num_nextn_predict_layers 0, which describes the model without them; or a checkpoint of the model"
+                "multi-token prediction layers are not described. Remedy (FC704): give a copy of the configuration "
+                "with num_nextn_predict_layers 0, which describes the model without them; or a checkpoint of the model"
             ]
         )
     yield from _decoder(sizes, _latent_attention, _deepseek_experts)

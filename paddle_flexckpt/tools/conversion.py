@@ -96,14 +96,16 @@ class ConvertOptions(OutputOptions, WholeOptions):
         elif self.strategy is not None and not TARGETS[self.format].has_layout:
             cut = [name for name, target in TARGETS.items() if target.has_layout]
             problems.append(
-                f"{self.format} has whole tensors, which no strategy cuts; got strategy={self.strategy!r}. Remedy: "
-                f"leave it out, or write {' or '.join(cut)}"
+                f"{self.format} has whole tensors, which no strategy cuts; got strategy={self.strategy!r}. "
+                f"Remedy (FC101): leave it out, or write {' or '.join(cut)}"
             )
         elif self.save_replicas and not TARGETS[self.format].has_replicas:
             with_replicas = [name for name, target in TARGETS.items() if target.has_replicas]
             problems.append(f"save_replicas is for {' or '.join(with_replicas)}; got format={self.format!r}")
         elif self.save_replicas and self.strategy is None:
-            problems.append("whole tensors have no replicas; save_replicas needs a strategy. Remedy: leave it out")
+            problems.append(
+                "whole tensors have no replicas; save_replicas needs a strategy. Remedy (FC101): leave it out"
+            )
         if type(self.memory_bytes) is not int or self.memory_bytes < LEAST_MEMORY:
             least = format_bytes(LEAST_MEMORY)
             problems.append(f"memory_bytes has to be an integer of at least {least}; got {self.memory_bytes!r}")

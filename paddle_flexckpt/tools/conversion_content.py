@@ -305,7 +305,8 @@ def read_config(given: str | os.PathLike[str] | None, directory: SourceDirectory
     except (OSError, ValueError) as error:
         where = given or directory.backend.where(CONFIG_FILE)
         raise ValidationError(
-            f"{where} cannot be read as a model's configuration: {error}. Remedy: correct it, or give another (config)"
+            f"{where} cannot be read as a model's configuration: {error}. Remedy (FC704): correct it, or give another "
+            "(config)"
         ) from error
 
 
@@ -343,9 +344,9 @@ def _of_heads(known: dict[str, Any], content: Content) -> Iterator[str]:
     )
     if cut:
         warning += (
-            f". This cuts {listed(cut, 2)}. Remedy: where each rank of the model has all key and value heads, as those "
-            "of PaddleNLP's Llama, give first --cut '*.k_proj.*=none' --cut '*.v_proj.*=none' (cuts= in Python); or a "
-            "degree that divides their number"
+            f". This cuts {listed(cut, 2)}. Remedy (FC704): where each rank of the model has all key and value heads, "
+            "as those of PaddleNLP's Llama, give first --cut '*.k_proj.*=none' --cut '*.v_proj.*=none' (cuts= in "
+            "Python); or a degree that divides their number"
         )
     yield warning
 

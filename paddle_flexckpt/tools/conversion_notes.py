@@ -51,7 +51,7 @@ class ConversionNotes:
         elif set(found) - {self._name}:
             raise ValidationError(
                 f"{sink.path} has the begun conversion of another checkpoint, of one that has changed since, or with "
-                "other options. Remedy: repeat the command that began it; or begin anew with --restart "
+                "other options. Remedy (FC405): repeat the command that began it; or begin anew with --restart "
                 "(restart=True), which removes what has been written; or give another destination"
             )
         elif found:
@@ -61,8 +61,8 @@ class ConversionNotes:
             others = [*sink.names(), *sink.names("directories")]
             if others:
                 raise ValidationError(
-                    f"{sink.path} is not empty. Remedy: give another destination, or empty it. A conversion that "
-                    "has ended leaves nothing but the checkpoint"
+                    f"{sink.path} is not empty. Remedy (FC405): give another destination, or empty it. A conversion "
+                    "that has ended leaves nothing but the checkpoint"
                 )
             self._folder.make_directory()
         self._write(_PLAN, json.dumps(sorted(names)).encode())

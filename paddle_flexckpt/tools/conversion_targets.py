@@ -137,7 +137,7 @@ class NativeTarget(ConversionTarget):
         if length > MAX_HEADER_BYTES:
             yield (
                 f"the header of {items.file_name(0)} would have {length} bytes; safetensors allows {MAX_HEADER_BYTES}. "
-                "Remedy: a strategy with more stages or replicas, or whole tensors (without --to)"
+                "Remedy (FC705): a strategy with more stages or replicas, or whole tensors (without --to)"
             )
 
     def names(self) -> list[str]:
@@ -270,7 +270,7 @@ class PaddleTarget(WholeFiles):
                 "give save_replicas (--save-replicas), by which a rank's file has all that the rank has; or convert to "
                 "whole tensors, or for a strategy without sharding v2 and stage 3"
             )
-            raise ValidationError([Problem(f"Paddle reads this wrong: {reason}", key=key, remedy=remedy)])
+            raise ValidationError([Problem(f"Paddle reads this wrong: {reason}", key=key, code="FC705", remedy=remedy)])
         if reason:
             self.notes.append(f"Paddle reads this right under the same layout alone, as {reason}")
 
@@ -401,10 +401,19 @@ def _paddle_problems(table: Catalog) -> Iterator[Problem]:
     for key, dtype in kinds.tolist():
         if table.dtypes[dtype] not in DISTCP_DTYPES:
             yield Problem(
-                "Paddle does not read this dtype back", table.keys[key], got=table.dtypes[dtype], remedy=remedy
+                "Paddle does not read this dtype back",
+                table.keys[key],
+                got=table.dtypes[dtype],
+                code="FC705",
+                remedy=remedy,
             )
     if PARAMETER_NAMES in table.keys:
-        yield Problem("Paddle has another use for this name", PARAMETER_NAMES, remedy="rename it with an AOA statement")
+        yield Problem(
+            "Paddle has another use for this name",
+            PARAMETER_NAMES,
+            code="FC705",
+            remedy="rename it with an AOA statement",
+        )
     _, first, count = np.unique(
         table.rank * np.int64(len(table.keys)) + table.key, return_index=True, return_counts=True
     )
@@ -429,5 +438,6 @@ def _paddle_order_problems(table: Catalog) -> Iterator[Problem]:
                 table.keys[key],
                 expected=f"{parts} parts",
                 got=order.describe(),
+                code="FC705",
                 remedy="convert to whole tensors or for tp=1, or split it with an AOA statement",
             )

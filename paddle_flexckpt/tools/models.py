@@ -106,7 +106,9 @@ def _read_file(path: str) -> dict[str, Any]:
 
             content = yaml.safe_load(text)
     except ModuleNotFoundError as error:
-        raise ValidationError([f"reading {path!r} needs PyYAML. Remedy: pip install pyyaml, or use JSON"]) from error
+        raise ValidationError(
+            [f"reading {path!r} needs PyYAML. Remedy (FC901): pip install pyyaml, or use JSON"]
+        ) from error
     except (OSError, ValueError) as error:
         raise ValidationError([f"cannot read the mesh {path!r}: {error}"]) from error
     except Exception as error:
@@ -164,8 +166,8 @@ def _check_cuts(strategy: Strategy | Mesh, described: Model) -> list[str]:
     whole = [each.name for each in described.tensors if each.tp_axis is None and len(each.shape) > 1]
     if all(each.tp_axis is None for each in described.tensors):
         raise ValidationError(
-            "nothing says how tensor parallelism cuts the model: no tensor is stored in parts. Remedy: give axes by "
-            f"names, --cut '*.q_proj.weight=1' or cuts= in Python, for each of {listed(whole, 3)} that is cut"
+            "nothing says how tensor parallelism cuts the model: no tensor is stored in parts. Remedy (FC704): give "
+            f"axes by names, --cut '*.q_proj.weight=1' or cuts= in Python, for each of {listed(whole, 3)} that is cut"
         )
     return [f"each rank of tensor parallelism has all of {listed(whole, 3)} (--cut says otherwise)"] if whole else []
 
@@ -234,7 +236,7 @@ def model_of(
         if axis in _UNCLEAR and axis is not None:
             if cuts_tensors:
                 remedy = f"say along which axis tensor parallelism cuts it: --cut '{name}=AXIS', or '{name}=none'"
-                problems.append(Problem(_UNCLEAR[axis], key=name, remedy=remedy))
+                problems.append(Problem(_UNCLEAR[axis], key=name, code="FC704", remedy=remedy))
             axis = None
         trained = not found or name in found
         info, lacks = infos[name], lacking_states(found.get(name, {}), kept)

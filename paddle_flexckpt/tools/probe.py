@@ -82,7 +82,7 @@ def probe(location: Location, nbytes: int = 256 << 20, threads: int = 4) -> Prob
             [f"a probe takes {LEAST_BYTES} bytes or more, and 1 to 256 threads; got {nbytes} and {threads}"]
         )
     if backend.has_path and not os.path.isdir(backend.path):
-        raise ValidationError([f"there is no directory {backend.path!r} to probe. Remedy: make it first"])
+        raise ValidationError([f"there is no directory {backend.path!r} to probe. Remedy (FC301): make it first"])
     mark, each = os.urandom(8).hex(), -(-nbytes // threads)
     files = [f"flexckpt-probe.{mark}.{number}" for number in range(threads)]
     with contextlib.ExitStack() as stack:
@@ -121,7 +121,7 @@ def read_probe(path: str | Path) -> ProbeReport:
         content: Any = json.loads(Path(path).read_text(encoding="utf-8"))
         report = ProbeReport(**{each.name: content[each.name] for each in fields(ProbeReport)})
     except (OSError, ValueError, KeyError, TypeError) as error:
-        remedy = "Remedy: write it with `flexckpt bench DIRECTORY --json`"
+        remedy = "Remedy (FC101): write it with `flexckpt bench DIRECTORY --json`"
         raise ValidationError([f"cannot read a probe from {str(path)!r}: {error!r}. {remedy}"]) from error
     numbers = [getattr(report, each.name) for each in fields(ProbeReport) if each.name != "path"]
     if not all(isinstance(number, (int, float)) and number > 0 for number in numbers):

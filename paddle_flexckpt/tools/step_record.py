@@ -56,7 +56,10 @@ class StepRecord:
         try:
             if fields["version"] != _VERSION:
                 raise ValidationError(
-                    [f"{RECORD} is of version {fields['version']!r}; this library reads {_VERSION}. Remedy: update it"]
+                    [
+                        f"{RECORD} is of version {fields['version']!r}; this library reads {_VERSION}. Remedy (FC307): "
+                        "update it"
+                    ]
                 )
             metrics = {str(name): float(value) for name, value in fields["metrics"].items()}
             return cls(int(fields["step"]), float(fields["time"]), metrics, str(fields.get("run", "")))

@@ -86,6 +86,7 @@ def choose_tensors(
             "safetensors has no such dtype",
             key=key,
             got=infos[key].dtype,
+            code="FC705",
             remedy="cast it, or leave it out, with an AOA statement",
         )
         for key in chosen
@@ -98,7 +99,7 @@ def choose_tensors(
         among = "no key" if not start else f"no key that starts with {start!r}"
         what = "optimizer states and extra state alone" if inside else f"{among} among {len(everything)}"
         remedy = "give states=True" if inside else "correct prefix" if start else "give tensors, and leave out fewer"
-        problems.append(Problem("there is nothing to export", got=what, remedy=remedy))
+        problems.append(Problem("there is nothing to export", got=what, code="FC201", remedy=remedy))
     if problems:
         raise ValidationError(problems)
     left_out = len(inside) - len(chosen) + len(skipped)
@@ -193,7 +194,9 @@ class OutputDirectory:
     def check_unused(self) -> None:
         """Raise ValidationError if anything is there."""
         if self.backend.names() or self.backend.names("directories"):
-            raise ValidationError([f"{self.backend.path} is not empty. Remedy: give another output, or empty it"])
+            raise ValidationError(
+                [f"{self.backend.path} is not empty. Remedy (FC405): give another output, or empty it"]
+            )
 
     def make(self) -> None:
         """Make the directory, if it is not there."""
@@ -293,7 +296,7 @@ def _files(parts: Sequence[list[str]], infos: Mapping[str, TensorInfo], prefix: 
         if len(text) > MAX_HEADER_BYTES:
             raise ValidationError(
                 f"the header of {file} would have {len(text)} bytes; safetensors allows {MAX_HEADER_BYTES}. "
-                "Remedy: a smaller max_file_bytes"
+                "Remedy (FC705): a smaller max_file_bytes"
             )
         files.append(TensorFile(file, tuple(part), len(text).to_bytes(8, "little") + text, end))
     return files

@@ -125,7 +125,9 @@ class TensorReader:
 
     def _check_open(self) -> None:
         if self._is_closed:
-            raise ValueError(f"the reader of {self._directory.path} is closed. Remedy: open another TensorReader")
+            raise ValueError(
+                f"the reader of {self._directory.path} is closed. Remedy (FC102): open another TensorReader"
+            )
 
     def read(self, key: str, index: Index = ...) -> np.ndarray:
         """Return a tensor, or a slice of it; of the rest of the tensor, only the rest of blocks is read.

@@ -111,7 +111,10 @@ def _shard_problems(directory: CheckpointDirectory, manifest: Manifest) -> list[
         return problems
     remedy = "restore the files that are missing, and repair it again with overwrite=True; or load another checkpoint"
     file = directory.manifest_file(manifest.unique_id)
-    return [*problems, Problem("the checkpoint is partial", file=file, got=manifest.partial, remedy=remedy)]
+    return [
+        *problems,
+        Problem("the checkpoint is partial", file=file, got=manifest.partial, code="FC306", remedy=remedy),
+    ]
 
 
 def _manifest_problems(directory: CheckpointDirectory, unique_id: int, error: CorruptCheckpointError) -> list[Problem]:
@@ -124,6 +127,7 @@ def _manifest_problems(directory: CheckpointDirectory, unique_id: int, error: Co
         Problem(
             f"the manifest is damaged: {without_remedy(error)}",
             file=directory.manifest_file(unique_id),
+            code="FC306",
             remedy="restore the file from a copy, or rebuild it with repair_manifest(path, unique_id, overwrite=True)",
         )
     ]
@@ -137,11 +141,11 @@ def _swapped(directory: CheckpointDirectory, manifest: Manifest, found: Verifica
     if found.tokens and not found.bytes_verified:
         what, tokens = "no data file is of the save that this manifest belongs to", sorted(set(found.tokens.values()))
         expected = " or ".join(tokens[:3])
-        return [Problem(what, file=file, expected=expected, got=manifest.save_token, remedy=remedy)]
+        return [Problem(what, file=file, expected=expected, got=manifest.save_token, code="FC304", remedy=remedy)]
     if names and len(found.missing) == len(names) and others:
         what = "the files that this manifest names are missing, and others of its id are there"
         expected, got = ", ".join(names[:3]), ", ".join(others[:3])
-        return [Problem(what, file=file, expected=expected, got=got, remedy=remedy)]
+        return [Problem(what, file=file, expected=expected, got=got, code="FC304", remedy=remedy)]
     return []
 
 

@@ -96,6 +96,7 @@ def model_shards(trainer: Any) -> ShardedStateDict:
             Problem(
                 f"a {type(trainer.model).__name__} without parameters that are trained has nothing to save",
                 got=f"{len(shards)} frozen tensors",
+                code="FC103",
                 remedy="call its mark_only_..._as_trainable() before the training",
             )
         )
@@ -197,6 +198,7 @@ class AverageState:
                 Problem(
                     f"the averages of the weights are in a {type(buffer).__name__} without {', '.join(missing)}",
                     expected="that of PaddleFormers 1.2.0 or PaddleFleet",
+                    code="FC905",
                     remedy="leave --zcc_save_ema_coef out, and train without averages",
                 ),
                 "cannot save moving averages",
@@ -244,7 +246,7 @@ class AverageState:
             found = any(key.startswith(prefix) for key in SourceDirectory(path).read_manifest().catalog.keys)
             if found and options.aoa_config is not None:
                 remedy = "resume without --aoa_config; or without --zcc_save_ema_coef, which leaves them behind"
-                raise ValidationError([f"--aoa_config does not apply to moving averages. Remedy: {remedy}"])
+                raise ValidationError([f"--aoa_config does not apply to moving averages. Remedy (FC905): {remedy}"])
             return None, b"found" if found else b""
 
         if not comm.together(look, context)[1][0]:

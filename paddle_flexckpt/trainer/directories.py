@@ -76,7 +76,7 @@ class TrainerDirectories:
         directory = self.directory(step)
         if (directory / _REMOVING).exists() and not self._remove(step):
             raise CheckpointError(
-                f"{directory} is being removed while it is read. Remedy: save again when that is over"
+                f"{directory} is being removed while it is read. Remedy (FC403): save again when that is over"
             )
         mark_directory(directory, step)
 
@@ -231,7 +231,9 @@ def choose_checkpoint(asked: str, directories: TrainerDirectories, fallback: boo
     below = None
     if asked.lower() != "true":
         if not Path(asked).is_dir():
-            raise ValidationError([f"there is no directory {asked!r}. Remedy: correct --resume_from_checkpoint"])
+            raise ValidationError(
+                [f"there is no directory {asked!r}. Remedy (FC301): correct --resume_from_checkpoint"]
+            )
         if not is_flex(asked) or is_usable(asked):
             return asked
         directories, below = TrainerDirectories(Path(asked).parent), step_of(asked)
@@ -243,10 +245,11 @@ def choose_checkpoint(asked: str, directories: TrainerDirectories, fallback: boo
             else f"there is none before it: {_NO_CHECKPOINT_REMEDY}"
         )
         raise CorruptCheckpointError(
-            f"{asked} is not complete: its save or its removal was interrupted, or files are missing. Remedy: {remedy}"
+            f"{asked} is not complete: its save or its removal was interrupted, or files are missing. Remedy (FC303): "
+            f"{remedy}"
         )
     if last is None:
         raise ValidationError(
-            [f"there is no complete checkpoint in {directories.root}. Remedy: {_NO_CHECKPOINT_REMEDY}"]
+            [f"there is no complete checkpoint in {directories.root}. Remedy (FC301): {_NO_CHECKPOINT_REMEDY}"]
         )
     return last

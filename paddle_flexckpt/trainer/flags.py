@@ -222,7 +222,8 @@ def _unknown_values(args: Any) -> list[str]:
             near = difflib.get_close_matches(str(value).lower(), _FORMATS, 1, 0.3) or [FLEX]
             known = ", ".join(_FORMATS)
             problems.append(
-                f"--{name} is one of {known}, or unset; got {value!r}. Remedy: --{name} {near[0]}, if it is meant"
+                f"--{name} is one of {known}, or unset; got {value!r}. Remedy (FC905): --{name} {near[0]}, if it is "
+                "meant"
             )
     for name in _SWITCHES:
         value = getattr(args, f"flex_{name}", False)
@@ -244,25 +245,25 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
     rules = [
         (
             output.startswith("~"),
-            f"--output_dir {output}: the trainer makes a directory that is called {output.partition('/')[0]}. Remedy: "
-            f"give the path in full, {os.path.expanduser(output)}",
+            f"--output_dir {output}: the trainer makes a directory that is called {output.partition('/')[0]}. "
+            f"Remedy (FC905): give the path in full, {os.path.expanduser(output)}",
         ),
         (
             unified,
-            f"{flag} and --unified_checkpoint are two formats. Remedy: leave --unified_checkpoint out; a unified "
-            f"checkpoint loads with --load_checkpoint_format {FLEX}",
+            f"{flag} and --unified_checkpoint are two formats. Remedy (FC905): leave --unified_checkpoint out; a "
+            f"unified checkpoint loads with --load_checkpoint_format {FLEX}",
         ),
         *(
-            (asked and given(name), f"{flag} and --{name} are two formats. Remedy: leave --{name} out")
+            (asked and given(name), f"{flag} and --{name} are two formats. Remedy (FC905): leave --{name} out")
             for asked, name in ((save, "save_sharded_model"), (load, "load_sharded_model"))
         ),
         (
             save and given("use_async_save"),
-            f"{flag} has an asynchronous save of its own. Remedy: --flex_async_save, not --use_async_save",
+            f"{flag} has an asynchronous save of its own. Remedy (FC905): --flex_async_save, not --use_async_save",
         ),
         (
             given("enable_zero_cost_checkpoint"),
-            f"{flag} and --enable_zero_cost_checkpoint are two ways of saving in the background. Remedy: "
+            f"{flag} and --enable_zero_cost_checkpoint are two ways of saving in the background. Remedy (FC905): "
             "--flex_async_save, not --enable_zero_cost_checkpoint",
         ),
         (
@@ -271,7 +272,7 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
         ),
         (
             load and given("load_from_hf") and not given("ignore_load_lr_and_optim"),
-            "--load_from_hf has no optimizer to load. Remedy: give --ignore_load_lr_and_optim as well",
+            "--load_from_hf has no optimizer to load. Remedy (FC905): give --ignore_load_lr_and_optim as well",
         ),
     ]
     if library_of(args) == "paddlefleet":
@@ -286,18 +287,18 @@ def _contradictions_of_semi_auto(args: Any, flag: str) -> list[tuple[bool, str]]
     if library_of(args) != "paddlenlp":
         name = "PaddleFleet's" if library_of(args) == "paddlefleet" else "PaddleFormers'"
         return [(True, f"{flag} does not serve {name} semi-automatic trainer (--enable_auto_parallel)")]
-    remedy = f"is of the trainer's own format; {flag} has one for all. Remedy: leave it out"
+    remedy = f"is of the trainer's own format; {flag} has one for all. Remedy (FC905): leave it out"
     return [
         (
             bool(getattr(args, "flex_fallback", False)),
             "--flex_fallback: the semi-automatic trainer (--enable_auto_parallel) reads its step before the "
-            "tensors, and cannot go back to another. Remedy: leave it out; where a checkpoint is damaged, the "
+            "tensors, and cannot go back to another. Remedy (FC905): leave it out; where a checkpoint is damaged, the "
             "error names it, and --resume_from_checkpoint can name the one before it",
         ),
         (
             getattr(args, "flex_slice_bytes", None) is not None,
             "--flex_slice_bytes: the semi-automatic trainer (--enable_auto_parallel) may step in a static graph, "
-            "where nothing can be copied before. Remedy: leave it out",
+            "where nothing can be copied before. Remedy (FC905): leave it out",
         ),
         *((bool(getattr(args, name, False)), f"--{name} {remedy}") for name in _OWN_LAYOUT),
     ]
@@ -305,16 +306,21 @@ def _contradictions_of_semi_auto(args: Any, flag: str) -> list[tuple[bool, str]]
 
 def _contradictions_of_paddlefleet(args: Any, save: bool, load: bool) -> list[tuple[bool, str]]:
     """Return the features of PaddleFleet that are not supported, and whether the arguments ask for them."""
-    one = "one program is for model, masters and states. Remedy: give --aoa_config with the statements of parameters"
+    one = (
+        "one program is for model, masters and states. Remedy (FC905): give --aoa_config with the statements of "
+        "parameters"
+    )
     rules = [
         (
             save and getattr(args, "zcc_save_ema_coef", None) is not None and (_number(args, "save_hf_steps") or 0) > 0,
-            "--zcc_save_ema_coef with --save_hf_steps: PaddleFleet makes its Hugging Face export of moving averages "
-            "of files that are not written here. Remedy: leave --save_hf_steps out; the averages are in the checkpoint",
+            "--zcc_save_ema_coef with --save_hf_steps: PaddleFleet makes its Hugging Face export of moving averages of "
+            "files that are not written here. Remedy (FC905): leave --save_hf_steps out; the averages are in the "
+            "checkpoint",
         ),
         (
             load and bool(getattr(args, "pdc_download_ckpt", False)),
-            "--pdc_download_ckpt brings the checkpoint when it has been chosen already. Remedy: download it first",
+            "--pdc_download_ckpt brings the checkpoint when it has been chosen already. Remedy (FC905): download it "
+            "first",
         ),
     ]
     for name in ("aoa_config_master_weight", "aoa_config_model_state"):

@@ -58,8 +58,8 @@ def install(library: str = "paddlenlp") -> None:
     if missing:
         raise RuntimeError(
             f"{library} {getattr(importlib.import_module(library), '__version__', '')}: its Trainer has no "
-            f"{', '.join(missing)}: this version is not supported. Remedy: use PaddleNLP 3.0.0b4, PaddleFormers 1.2.0 "
-            "or the PaddleFleet that docs/trainer.md names"
+            f"{', '.join(missing)}: this version is not supported. Remedy (FC808): use PaddleNLP 3.0.0b4, "
+            "PaddleFormers 1.2.0 or the PaddleFleet that docs/trainer.md names"
         )
     install_model_rules(library)
     undo = Undo()

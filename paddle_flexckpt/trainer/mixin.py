@@ -176,7 +176,7 @@ class PaddleFormersMixin(FlexTrainerMixin):
     def _save_flex_optimizer_state(self: Any, output_dir: str | os.PathLike[str]) -> None:
         raise RuntimeError(
             f"{type(self).__name__} saves its optimizer on its own, for {os.fspath(output_dir)}: with paddle_flexckpt "
-            "it is saved with the model, by all ranks. Remedy: call _save_checkpoint()"
+            "it is saved with the model, by all ranks. Remedy (FC905): call _save_checkpoint()"
         )
 
     def add_non_zcc_ema_callback(self: Any, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> None:

@@ -113,7 +113,8 @@ def _refuse(left_out: Mapping[str, str], options: TrainerOptions) -> None:
     if left_out and not options.ignore_schedule:
         raise ValidationError(
             [
-                f"{name}: {why}. Remedy: give the flags of the saved run; --flex_ignore_schedule 1 starts it anew"
+                f"{name}: {why}. Remedy (FC904): give the flags of the saved run; --flex_ignore_schedule 1 starts it "
+                "anew"
                 for name, why in left_out.items()
             ]
         )
@@ -143,8 +144,8 @@ def dequant_transform(model: Any, path: str | os.PathLike[str], library: str) ->
         text = f"{config} says that the weights are quantized, and {type(model).__name__} has no _gen_hf_quan_config()"
         raise ValidationError(
             [
-                f"{text}. Remedy: load dequantized weights, beside a config.json without quantization_config; of FP8 "
-                "and MXFP4 flexckpt convert --format huggingface makes them by AOA statements with dequant"
+                f"{text}. Remedy (FC208): load dequantized weights, beside a config.json without quantization_config; "
+                "of FP8 and MXFP4 flexckpt convert --format huggingface makes them by AOA statements with dequant"
             ]
         )
     module = importlib.import_module(f"{library}.quantization.hf_checkpoint")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.texts import format_ranks
 from paddle_flexckpt.catalog.wire import split
 
 Result = TypeVar("Result")
@@ -81,20 +82,20 @@ def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None
         check_calls(heads, context, ranks)
         seen = "; ".join(sorted(set(_differences(heads))))
         remedy = (
-            "Remedy: call with the same arguments on every rank; if the checkpoint differs, a save has just ended: "
-            "give unique_id"
+            "Remedy (FC502): call with the same arguments on every rank; if the checkpoint differs, a save has just "
+            "ended: give unique_id"
         )
         raise ValidationError([f"ranks disagree: {seen}. {remedy}"], context)
 
 
 def check_calls(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None = None) -> None:
     """Raise ValidationError if ranks are not in the same call; arguments as in :func:`check_same`."""
-    met: dict[str, list[str]] = {}
+    met: dict[str, list[int]] = {}
     for rank, head in zip(range(len(heads)) if ranks is None else ranks, heads):
-        met.setdefault(_call_of(head), []).append(str(rank))
+        met.setdefault(_call_of(head), []).append(rank)
     if len(met) > 1:
-        made = "; ".join(f"rank {', '.join(those)}: {call}" for call, those in met.items())
-        remedy = "Remedy: make the same calls in the same order on every rank"
+        made = "; ".join(f"rank{'s' * (len(those) > 1)} {format_ranks(those)}: {call}" for call, those in met.items())
+        remedy = "Remedy (FC502): make the same calls in the same order on every rank"
         raise ValidationError([f"ranks do not make the same call: {made}. {remedy}"], context)
 
 

@@ -120,7 +120,7 @@ class Codes:
                 f"have the library that quantised them {by and f'({by}) '}write them dequantized; or load the codes, "
                 "and their scales, into targets of the saved dtypes"
             )
-        return Problem(what, **{"key": key, **where}, expected=expected, got=got, remedy=remedy)
+        return Problem(what, **{"key": key, **where}, expected=expected, got=got, code="FC208", remedy=remedy)
 
     def _made_of(self, mapping: TensorMapping, name: str, dtype: str) -> Iterator[tuple[str, str]]:
         """Yield the source keys whose elements become a tensor's without dequantization, and in which type."""

@@ -162,8 +162,8 @@ class Filling:
             key = self._plan.catalog.key_name(tile.row)
             raise CheckpointError(
                 f"the values computed for key {key!r} are {result.dtype.name} {list(result.shape)}; expected "
-                f"{tile.dtype.name} {list(tile.box.shape)} for {tile.box}. Targets are partly overwritten. Remedy: "
-                f"report this step, {type(tile.step).__name__}, as a defect"
+                f"{tile.dtype.name} {list(tile.box.shape)} for {tile.box}. Targets are partly overwritten. "
+                f"Remedy (FC603): report this step, {type(tile.step).__name__}, as a defect"
             )
 
     def piece_done(self, row: int) -> None:
@@ -205,6 +205,6 @@ class Filling:
                 first, second = self._plan.catalog.key_name(other), self._plan.catalog.key_name(row)
                 raise CheckpointError(
                     f"targets {first!r} and {second!r} are one tied parameter, but the source holds different values "
-                    f"for them; the target has those of {first!r}. Remedy: untie the parameters, or leave one of the "
-                    "keys out"
+                    f"for them; the target has those of {first!r}. Remedy (FC107): untie the parameters, or leave one "
+                    "of the keys out"
                 )

@@ -72,6 +72,7 @@ class FusedMismatch:
             rank=self.rank,
             expected=f"parts of {self.extent // self.here} along axis {self.axis}, as here",
             got="parts of several sizes" if self.there is None else f"parts of [{self.extent // self.there}]",
+            code="FC207",
             remedy=remedy,
         )
 
@@ -115,6 +116,7 @@ def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -
             rank,
             expected=f"a FusedAxis here too, or a whole tensor; in the source it is {rule.describe()}",
             got=f"parts of {size} along axis {axis}",
+            code="FC207",
             remedy=f"mark it: FusedAxis({axis}, {rule.statement!r}) if every rank holds its part of all that is fused, "
             f"FusedAxis({axis}, {rule.statement!r}, parts=1) if the whole is in natural order",
         )
@@ -128,6 +130,7 @@ def find_mismatch(target: Catalog, row: int, source: Catalog, source_key: int) -
             rank,
             expected=here.describe(),
             got=there.describe(),
+            code="FC207",
             remedy="correct the FusedAxis of one of them",
         )
     if rule.statement is None and there is not None and there.axis is not None:
@@ -144,6 +147,7 @@ def _no_rule_there(key: str, rank: int, found: str, rule: Order, got: str) -> Pr
         rank,
         expected=f"a FusedAxis at the save, or whole tensors; here it is {rule.describe()}",
         got=got,
+        code="FC207",
         remedy=f'mark it where it is saved; or give an AOA statement: "{by_parts}" takes every shard for a part, '
         f'"{as_it_is}" takes the elements as they are',
     )

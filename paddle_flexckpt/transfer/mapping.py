@@ -86,6 +86,7 @@ def _to_natural_order(mapping: TensorMapping, source: Catalog) -> tuple[str, ...
             key=key,
             expected="a FusedAxis with a statement at the save",
             got=order.describe(),
+            code="FC207",
             remedy=f'take it as it is stored, by the AOA statement "{aoa.fused_statement(key, key, "", ())}"',
         )
         for key, order in left.items()

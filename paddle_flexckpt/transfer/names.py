@@ -362,6 +362,7 @@ def check_across_ranks(meanings: Sequence[Mapping[str, Sequence[str]]], context:
                         f"{raw!r} in the keys of the source would mean different parameters on different ranks: every "
                         "process counts its own layers",
                         got=f"{sorted(earlier)[:3]} and {sorted(parameters)[:3]}",
+                        code="FC202",
                         remedy=f"save and load sharded_state_dict(), whose names are the same everywhere; or {HINT}",
                     )
                 )
@@ -376,6 +377,7 @@ def _ambiguous(target: Unresolved, hits: list[str]) -> Problem:
         key=target.key,
         rank=target.rank,
         got=f"{hits[:5]}",
+        code="FC202",
         remedy=f"say which by an AOA statement ({hits[0]} -> {target.key})",
     )
 
@@ -385,6 +387,7 @@ def _wanted_twice(key: str, takers: list[Unresolved]) -> Problem:
         f"several targets would be filled from key {key!r} of the source, and none of them has its name",
         rank=takers[0].rank,
         got=f"targets {[taker.key for taker in takers[:5]]}",
+        code="FC202",
         remedy="say by an AOA statement for each of them where it comes from",
     )
 
@@ -398,5 +401,6 @@ def _half_believed(found: Mapping[str, str], lost: list[Unresolved]) -> Problem:
         rank=lost[0].rank,
         expected=f"{lost[0].raw_names[0]!r}, as target {target!r} is there as {key!r}",
         got=f"{len(lost)} states without a key",
+        code="FC202",
         remedy=HINT,
     )

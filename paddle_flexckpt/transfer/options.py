@@ -288,7 +288,7 @@ class LoadOptions(FileOptions, TransferOptions):
             raise ValidationError(
                 [
                     "load_transform: a rank makes tensors of whole ones, of which storage='per_node' may have parts on "
-                    "other nodes. Remedy: load from shared storage, or copy the nodes' directories into one"
+                    "other nodes. Remedy (FC504): load from shared storage, or copy the nodes' directories into one"
                 ]
             )
 

@@ -256,6 +256,7 @@ class _Builder:
                         f"a value is computed from what a target has, which statements cannot do"
                         f"{self._mapping.made_by(place.name)}",
                         key=place.name,
+                        code="FC603",
                         remedy="say what new elements hold, as with fill=0",
                     )
                 )

@@ -59,25 +59,30 @@ class Missing:
         if self._mapping is not None and (key in self._mapping.unfed or key in self._mapping.removed):
             why, remedy = self._not_made(key, self._mapping)
             # A reason may have its own remedy.
-            return Problem("nothing feeds a target", **where, got=why, remedy=None if "Remedy:" in why else remedy)
+            return Problem(
+                "nothing feeds a target", **where, got=why, code="FC604", remedy=None if "Remedy (" in why else remedy
+            )
         got = f"{len(names)} keys, among them {self._by_tail.get(_tail(key), names)[:3]}"
         if key in compatible.taken:
             got += f"; what might be meant is taken by target {compatible.taken[key]!r}"
         if key in compatible.of_others:
             got += f"; the one of its raw name is {compatible.of_others[key]!r}, as the source says"
         remedy = "correct the name, or load with strict=False to leave this target as it is"
+        code = "FC201"
         if is_state(key, self.known):
-            remedy = f"correct the state's name{first_value(key)}"
+            code, remedy = "FC204", f"correct the state's name{first_value(key)}"
         if has_parameter:
-            remedy = _PARAMETER_REMEDY
+            code, remedy = "FC204", _PARAMETER_REMEDY
         elif key in compatible.lost_by_raw_name and self._has_states:
             # One side has raw names of states, which count layers, and the other side counts others.
+            code = "FC202"
             remedy = "give its name by an AOA statement (plain_state_statements() makes them); or correct the name"
         else:
             other = self._renamed + untied(catalog, row, self._source)
             # A state whose parameter has another name in the source has its value there.
+            code = "FC201" if other else code
             remedy = other.removesuffix("; or ") if other and is_state(key, self.known) else other + remedy
-        return Problem("the source has no such key", **where, got=got, remedy=remedy)
+        return Problem("the source has no such key", **where, got=got, code=code, remedy=remedy)
 
     def _not_made(self, key: str, mapping: TensorMapping) -> tuple[str, str]:
         """Return why statements leave a target without a value, and the remedy."""
@@ -198,6 +203,7 @@ def _problem(
         rank=target.rank,
         expected="a record of whose they are, or one parameter of the shape",
         got=", ".join(listed[:_MOST_PAIRS]) + more,
+        code="FC202",
         remedy=remedy,
     )
 

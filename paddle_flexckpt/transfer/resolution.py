@@ -182,7 +182,7 @@ def check_unexpected(
         frozen = any(is_state(key, everything) for key in loaded)
         raise ValidationError(
             f"no rank asks for {len(states)} optimizer states that the source has of parameters that are loaded, "
-            f"such as {', '.join(map(repr, states[:3]))}. Remedy: "
+            f"such as {', '.join(map(repr, states[:3]))}. Remedy (FC203): "
             + (
                 "if their parameters were frozen since, load before that (stop_gradient=False), and freeze them then: "
                 "the optimizer keeps their states; "
@@ -198,7 +198,7 @@ def check_unexpected(
     if options.unexpected_is_an_error:
         ignored = frozenset(states)
         problems = [
-            f"no rank asks for key {key!r}, which the source has. Remedy: load it too, or allow it with "
+            f"no rank asks for key {key!r}, which the source has. Remedy (FC203): load it too, or allow it with "
             "strict='missing'"
             for key in unexpected
             if key not in ignored
@@ -217,7 +217,7 @@ def refuse_nothing(asked: int, unexpected: Sequence[str], context: str) -> None:
         there = f"{len(unexpected)} keys, such as {', '.join(map(repr, unexpected[:3]))}" if unexpected else "no key"
         raise ValidationError(
             f"nothing was filled: none of the {asked} targets has a name that the source knows, which has {there}. "
-            "Remedy: correct the targets' names, or give the source's keys these names by AOA statements",
+            "Remedy (FC201): correct the targets' names, or give the source's keys these names by AOA statements",
             context,
         )
 
@@ -253,14 +253,14 @@ class Given:
         dtype: Its dtype.
         text: A template of what an error got: ``{}`` stands for the shape or the dtype.
         file: Its file, for errors.
-        remedy: The remedy if the shapes differ.
+        shape_remedy: The remedy if the shapes differ.
     """
 
     shape: tuple[int, ...]
     dtype: str
     text: str
     file: str | None = None
-    remedy: str = "load into a model of the saved size, or leave this key out"
+    shape_remedy: str = "load into a model of the saved size, or leave this key out"
 
 
 def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Problem | None]:
@@ -269,7 +269,7 @@ def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Prob
     shape, dtype = target.unpadded(row, target.global_shape), target.dtype_name(row)
     if shape != given.shape:
         where.update(expected=f"{list(shape)} (target)", got=given.text.format(list(given.shape)))
-        return "", Problem("global shapes differ", **where, remedy=given.remedy)
+        return "", Problem("global shapes differ", **where, code="FC205", remedy=given.shape_remedy)
     if dtype == given.dtype:
         return "", None
     where.update(expected=f"{dtype} (target)", got=given.text.format(given.dtype))
@@ -278,9 +278,11 @@ def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Prob
     if not castable(given.dtype, dtype) or (counts and not _is_exact(given.dtype, dtype)):
         remedy = "load into a target of the saved dtype"
         what = "a cast would lose what the values mean" if casts else "dtypes differ"
-        return "", Problem(what, **where, remedy=remedy)
+        return "", Problem(what, **where, code="FC206", remedy=remedy)
     if not casts:
-        return "", Problem("dtypes differ", **where, remedy='load with dtype="cast" to convert the values')
+        return "", Problem(
+            "dtypes differ", **where, code="FC206", remedy='load with dtype="cast" to convert the values'
+        )
     return f"{given.dtype} -> {dtype}", None
 
 

@@ -143,7 +143,9 @@ def _mixed(first: Resolution, source: Catalog) -> list[Problem]:
             remedy = "mark parameter and states with the same FusedAxis, or give AOA statements for them"
             what = "a fused parameter and its states are not in the same order"
             got = moved.get(key, "nothing to do")
-            problems.append(Problem(what, key, int(catalog.rank[row]), None, moved[bases[base]], got, remedy))
+            problems.append(
+                Problem(what, key, int(catalog.rank[row]), None, moved[bases[base]], got, remedy, code="FC207")
+            )
     return problems
 
 
@@ -265,7 +267,7 @@ class _Resolver:
         cast, problem = fit(self._catalog, row, given, bool(master) or casts)
         if problem is not None and not (master or casts) and self._counterpart(row, name) is not None:
             same_shape = given.shape == self._catalog.unpadded(row, self._catalog.global_shape)
-            problem = replace(problem, remedy=_MASTER_REMEDY) if same_shape else problem
+            problem = replace(problem, code="FC204", remedy=_MASTER_REMEDY) if same_shape else problem
         problem = self._of_codes(row, name) or problem
         resolved = Resolved(how, name, alias, cast, master or "", problem=problem)
         return resolved if problem else self._in_order(resolved, row, number)
@@ -287,7 +289,7 @@ class _Resolver:
         problem = self._unfilled(row)
         if problem is None or not sources:
             return Resolved(MISSING, key, problem=problem)
-        return Resolved(MISSING, key, problem=replace(problem, remedy=power.remedy(steps)))
+        return Resolved(MISSING, key, problem=replace(problem, code="FC204", remedy=power.remedy(steps)))
 
     @cached_property
     def _target_numbers(self) -> dict[str, int]:
@@ -299,7 +301,8 @@ class _Resolver:
         info = mapping.tensors[found]
         # Braces of the statement are its own.
         origin = mapping.made_by(found).replace("{", "{{").replace("}", "}}")
-        given = Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", remedy="correct the statement, or the target")
+        remedy = "correct the statement, or the target"
+        given = Given(info.shape, info.dtype, f"AOA gives {{}}{origin}", shape_remedy=remedy)
         cast, problem = fit(self._catalog, row, given, bool(master) or self._casts)
         problem = self._of_codes(row, found) or problem
         resolved = Resolved(STATEMENT, found, found if found != key else "", cast, master, problem=problem)
@@ -384,4 +387,4 @@ class _Resolver:
         from paddle_flexckpt.transfer.problems import reshaped
 
         remedy = reshaped(self._catalog, row, source, source_row, self._missing.known)
-        return replace(given, remedy=remedy) if remedy else given
+        return replace(given, shape_remedy=remedy) if remedy else given

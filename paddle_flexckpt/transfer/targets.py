@@ -205,6 +205,7 @@ def _refuse_overlaps(targets: Targets, chosen: list[int]) -> None:
             rank=int(catalog.rank[row]),
             expected="memory for each element",
             got=f"steps of {list(targets.strides[row])} bytes, along axes of {catalog.unpadded(row, catalog.shape)}",
+            code="FC107",
             remedy="load into a contiguous copy of it, and use that in its place",
         )
         for row in targets.self_overlapping
@@ -223,6 +224,7 @@ def _refuse_overlaps(targets: Targets, chosen: list[int]) -> None:
                     rank=int(catalog.rank[row]),
                     expected="memory of its own",
                     got=f"memory of target {catalog.key_name(other)} {catalog.describe(other)}",
+                    code="FC107",
                     remedy="load into a clone of one of the two, and use that in its place",
                 )
             )

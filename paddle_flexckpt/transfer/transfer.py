@@ -257,8 +257,8 @@ def _errors_name_the_targets() -> Iterator[None]:
         raise
     except Exception as error:
         raise CheckpointError(
-            f"{type(error).__name__}: {str(error).strip()}. Targets may be partly overwritten. Remedy: put right what "
-            "failed, and make the same call again before they are used"
+            f"{type(error).__name__}: {str(error).strip()}. Targets may be partly overwritten. Remedy (FC401): put "
+            "right what failed, and make the same call again before they are used"
         ) from error
 
 

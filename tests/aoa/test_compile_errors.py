@@ -58,7 +58,7 @@ def message(*texts: str) -> str:
         ("a -> x, color=1", 9, "unknown attribute 'color'; attributes are axis, block"),
         ("a -> x, axis=0, axis=1", 17, "attribute 'axis' is given twice"),
         ("a -> x, copy, y", 15, "'y' is no tag, and names cannot follow attributes"),
-        ("a -> x^T", 6, r"x\^T cannot be assigned: it is a view. Remedy: transpose on the left, a\^T -> x"),
+        ("a -> x^T", 6, r"x\^T cannot be assigned: it is a view. Remedy .FC602.: transpose on the left, a\^T -> x"),
         ("q[3:3] -> x", 1, r"q\[3:3\] names nothing"),
         ("q[3 4] -> x", 5, "expected ':'"),
         ("q[-1:4] -> x", 3, "expected a whole number"),
@@ -66,7 +66,7 @@ def message(*texts: str) -> str:
         (
             '"a -> x',
             1,
-            r"unexpected character '\"'. Remedy: .* between quotes, and in these \\x22 for a quotation mark",
+            r"unexpected character '\"'. Remedy .FC602.: .* between quotes, and in these \\x22 for a quotation mark",
         ),
         ("0.weight -> x", 1, "put names .* that begin with a digit, between quotes"),
         ("a -> x, y, axis=2", 12, r"axis 2 is out of range for shape \[4, 6\]"),
@@ -75,7 +75,7 @@ def message(*texts: str) -> str:
         ('a -> x, slice="[0:2:1]"', 9, "slice has to be like"),
         ('a -> x, dtype="real"', 9, "dtype 'real' is not supported; supported are bool"),
         ('a -> x, states=""', 9, "states needs names"),
-        ("a, b -> x, y, axis=0", 9, "2 names cannot become 2. Remedy: join them into one first"),
+        ("a, b -> x, y, axis=0", 9, "2 names cannot become 2. Remedy .FC603.: join them into one first"),
         ("a, b -> x", 9, "axis= is needed to join"),
         ("a -> x, y", 6, "axis= is needed to cut"),
         ("a -> x, copy, stack", 15, "copy and stack exclude each other"),
@@ -99,7 +99,7 @@ def test_the_place(text: str, column: int, words: str):
     [
         (
             "none -> x",
-            "'none' is neither a source key nor assigned before; there are, for example, .*Remedy: correct the name$",
+            "'none' is neither a source key nor assigned before; there are, for example, .*FC601.: correct the name$",
         ),
         (
             "none -> u",
@@ -112,10 +112,10 @@ def test_the_place(text: str, column: int, words: str):
         ("a -> _, x, axis=0", "'_' stands alone on the right"),
         (
             "a^T -> y",
-            r"gives 'y' the shape \[6, 4\]; expected \[4, 6\], as in the destination. Remedy: correct the statement",
+            r"gives 'y' the shape \[6, 4\]; expected \[4, 6\], as in the destination. .*FC603.: correct the statement",
         ),
         ("_ -> l.$L.new", "no destination key matches"),
-        ("a -> x, fused_qkv, num_heads=4, num_key_value_groups=2", "Remedy: if every rank holds"),
+        ("a -> x, fused_qkv, num_heads=4, num_key_value_groups=2", "Remedy .FC603.: if every rank holds"),
         ("a -> x, fused_qkv_old", "fused_qkv_old needs num_heads=, a positive number; got nothing"),
         ("a -> x, fused_qkv_old, num_heads=3, num_key_value_groups=2", r"num_heads \(3\) has to be a multiple"),
         ("a, b, z -> x, fused_ffn", "fused_ffn takes"),
@@ -135,7 +135,7 @@ def test_no_remedy_leaves_out_a_misspelled_statement_whose_target_the_source_has
     for target in (tensors, None):
         with pytest.raises(AoaError) as error:
             compiled([statement], tensors, target)
-        assert re.search("Remedy: correct the (name|pattern)$", str(error.value), re.MULTILINE)
+        assert re.search("Remedy .FC601.: correct the (name|pattern)$", str(error.value), re.MULTILINE)
         assert "optional" not in str(error.value)
 
 
@@ -175,7 +175,8 @@ def test_two_statements_with_nothing_between_them_are_told_where_to_cut(first: s
     column = len(first) + 1
     assert found.startswith(
         f"AOA statement 1, column {column}: two statements with nothing between them: {end!r} ends one, and {begin!r} "
-        f"begins another. Remedy: cut before column {column}; in a list of Python, put a comma between the two texts"
+        f"begins another. Remedy (FC602): cut before column {column}; in a list of Python, put a comma between the two "
+        "texts"
     )
     assert found.split("\n")[2] == " " * (column + 3) + "^"
     # Cut there, these are two statements.
@@ -185,7 +186,10 @@ def test_two_statements_with_nothing_between_them_are_told_where_to_cut(first: s
 def test_a_name_behind_a_name_has_no_place_to_cut():
     found = message("a -> x.weightmodel.b -> y")
     assert found.startswith("AOA statement 1, column 22: a second '->' in one statement")
-    assert "one of ['x.weightmodel.b'] holds the end of the first and the begin of the second. Remedy: put" in found
+    assert (
+        "one of ['x.weightmodel.b'] holds the end of the first and the begin of the second. Remedy (FC602): put"
+        in found
+    )
 
 
 @pytest.mark.parametrize("text", ["0.weight -> x", "a -> 0.x", "a -> x, axis=10.5.b -> y", "a -> x, axis=0^T"])

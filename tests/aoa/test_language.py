@@ -626,7 +626,7 @@ class TestFused:
     def test_bias_needs_axis_0(self):
         bias = numbered(8)
         cuts = {"target_cuts": {"b": (0, 2)}}
-        with pytest.raises(AoaError, match="axis 1 is out of range.*Remedy: give axis="):
+        with pytest.raises(AoaError, match="axis 1 is out of range.*Remedy .FC603.: give axis="):
             run(["a -> b, fused_ffn"], {"a": bias}, {"b": room(8)}, **cuts)
         got = run(["a -> b, fused_ffn, axis=0"], {"a": bias}, {"b": room(8)}, **cuts)
         same(got["b"], bias[[0, 1, 4, 5, 2, 3, 6, 7]])

@@ -527,13 +527,16 @@ def test_every_text_is_one_statement(name):
     [
         (
             {"name": "lama"},
-            "no model rules 'lama'. Remedy: use 'llama'.*, the nearest of 60; `flexckpt rules` lists all",
+            "no model rules 'lama'. Remedy .FC606.: use 'llama'.*, the nearest of 60; `flexckpt rules` lists all",
         ),
-        ({"name": "nothing-like-it"}, "no model rules 'nothing-like-it'. Remedy: use one of .*, llama, .*qwen2,"),
+        (
+            {"name": "nothing-like-it"},
+            "no model rules 'nothing-like-it'. Remedy .FC606.: use one of .*, llama, .*qwen2,",
+        ),
         ({"name": "../../setup"}, "no model rules"),
-        ({"variant": "fuzed"}, "no variant of llama 'fuzed'. Remedy: use one of plain, fused"),
-        ({"direction": "to_paddle"}, "no direction 'to_paddle'. Remedy: use one of from_hf, to_hf"),
-        ({"heads": 4}, "no parameter of llama 'heads'. Remedy: use one of prefix, num_heads"),
+        ({"variant": "fuzed"}, "no variant of llama 'fuzed'. Remedy .FC606.: use one of plain, fused"),
+        ({"direction": "to_paddle"}, "no direction 'to_paddle'. Remedy .FC606.: use one of from_hf, to_hf"),
+        ({"heads": 4}, "no parameter of llama 'heads'. Remedy .FC606.: use one of prefix, num_heads"),
         ({"variant": "fused"}, "missing .num_heads: Number of attention heads.; num_key_value_groups"),
         ({"variant": "fused", "num_heads": 4}, "missing .num_key_value_groups"),
         ({"num_heads": "4"}, "'num_heads' .* has to be a positive whole number; got '4'"),

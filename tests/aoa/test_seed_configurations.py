@@ -143,4 +143,4 @@ def test_the_older_spelling_is_refused_with_the_reason():
     assert len(problems) == 2
     for number, problem in zip((1, 5), problems):
         assert problem.startswith(f"AOA statement {number}: fused_qkv is the same layout under every tensor-parallel")
-        assert "Remedy: if every rank holds [Q | K | V] of its own heads, write fused_qkv_old" in problem
+        assert "Remedy (FC603): if every rank holds [Q | K | V] of its own heads, write fused_qkv_old" in problem

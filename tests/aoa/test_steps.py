@@ -251,7 +251,7 @@ def test_same_gives_the_first_or_names_what_differs():
         run(Same(("x", "y", "z")), np.zeros((2, 3)), np.zeros((2, 3)), np.eye(3)[1:], box=Box((1, 1), (1, 2)))
     text = str(caught.value)
     assert "'x' and 'z' go to one target and have to be equal; at element [1, 2]" in text
-    assert "'x' has 0.0, 'y' has 0.0, 'z' has 1.0. Remedy: " in text
+    assert "'x' has 0.0, 'y' has 0.0, 'z' has 1.0. Remedy (FC603): " in text
     with pytest.raises(CheckpointError, match=r"at element \[\] 'x' has 0.0, 'y' has -0.0"):
         run(Same(("x", "y")), np.asarray(f32(0.0)), np.asarray(f32(-0.0)))
 
@@ -301,7 +301,7 @@ def test_integers_wrap_and_are_rounded_once():
 def test_numbers_without_an_integer_are_refused(value, dtype):
     array = converted(np.array([1.9, -1.9, value]), dtype)
     assert converted(array[:2], "int8").tolist() == [1, -1]
-    with pytest.raises(CheckpointError, match=r"to int8 met .*; expected numbers from -128 to 127. Remedy: "):
+    with pytest.raises(CheckpointError, match=r"to int8 met .*; expected numbers from -128 to 127. Remedy .FC206.: "):
         converted(array, "int8")
 
 

@@ -222,8 +222,8 @@ def _check_outcomes(job: Job, version: int, outcomes: list[str], is_struck: bool
         # Of a trainer that dies before all have handed over, the ranks tell one thing and the writers another.
         forms = ["its processes have ended before"] + ["a save was not handed over to its end"] * (job.mode == "waves")
         # A rank that has lost the victim while it hands over waves ends its own part too.
-        ranks = rf"\[rank (\d+, )*{job.victim}(, \d+)*\]"
-        ended = {text for text in failures if re.search(rf"{ranks} ({'|'.join(forms)})", text)}
+        form = re.compile(rf"\[ranks? ([\d, -]+)\] (?:{'|'.join(forms)})")
+        ended = {text for text in failures if any(job.victim in numbers(each) for each in form.findall(text))}
         # If it is the coordinator's, its writer goes with it, and the other writers cannot know.
         unknown = {text for text in failures if UNKNOWN in text and job.victim == job.coordinator}
         assert failures == lost | ended | unknown, "an error of another kind"
@@ -234,6 +234,12 @@ def _check_outcomes(job: Job, version: int, outcomes: list[str], is_struck: bool
     if job.on_nodes:
         lost = {text.replace(": some nodes may have published the checkpoint, others could not", "") for text in lost}
     assert len(lost) <= 1 and (failures == lost or job.on_nodes), "more than one text"
+
+
+def numbers(ranks: str) -> set[int]:
+    """The ranks of a text such as ``0-2, 5``."""
+    ends = [list(map(int, each.split("-"))) for each in ranks.split(", ")]
+    return {rank for each in ends for rank in range(each[0], each[-1] + 1)}
 
 
 def main(arguments: list[str] | None = None) -> int:

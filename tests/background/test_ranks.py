@@ -197,7 +197,7 @@ def test_a_coordinator_of_which_nothing_is_heard_is_named_and_does_no_harm_later
         text = one_error(handles[1:], LostRankError)
         assert text.startswith(
             f"cannot save to {str(tmp_path)!r}: [rank 0] its background writer has ended, or has not decided within "
-            "2 s: it is not known what became of the save. Remedy: look whether the checkpoint is there"
+            "2 s: it is not known what became of the save. Remedy (FC404): look whether the checkpoint is there"
         )
     # All had handed their shares over: it commits, or says why it does not.
     (own,) = outcomes(handles[:1])

@@ -20,8 +20,9 @@ def test_a_file_system_in_this_process_is_refused(writers):
     url = "memory://flexckpt-background/run"
     with pytest.raises(ValidationError) as caught:
         save(url, 1, writers())
-    assert f"{url} is in the memory of this process, where no other process can save. Remedy: save synch" in str(
-        caught.value
+    assert (
+        f"{url} is in the memory of this process, where no other process can save. Remedy (FC406): save synch"
+        in str(caught.value)
     )
     assert CheckpointDirectory(url).list_ids() == []
     save(url, 1)

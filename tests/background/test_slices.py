@@ -109,7 +109,7 @@ def test_a_change_meanwhile_is_an_error_on_every_rank_and_nothing_is_saved(tmp_p
     said = SimulatedWorld(2).run(job)
     assert said[0] == said[1]
     assert "[rank 1]" in said[0]
-    assert "'w' changed while the save was staged in slices. Remedy: call finish_staging()" in said[0]
+    assert "'w' changed while the save was staged in slices. Remedy (FC506): call finish_staging()" in said[0]
     assert not list(tmp_path.glob("*.manifest"))
     assert not [path.name for path in tmp_path.iterdir() if path.name.endswith((".safetensors", ".marker"))]
     # The writers and the directory are free.
@@ -219,9 +219,11 @@ def test_what_fails_in_a_slice_is_raised_on_every_rank_when_they_meet(tmp_path, 
 def test_another_save_meanwhile_is_refused_at_once(tmp_path, writers):
     writer = writers()
     handle = save(tmp_path, 1, writer, slice_bytes=SLICE)
-    with pytest.raises(ValidationError, match=r"being staged in slices. Remedy: call its finish_staging\(\) first"):
+    with pytest.raises(
+        ValidationError, match=r"being staged in slices. Remedy .FC102.: call its finish_staging\(\) first"
+    ):
         save(tmp_path / "other", 2, writer)
-    with pytest.raises(ValidationError, match=r"is not staged. Remedy: call finish_staging\(\) first"):
+    with pytest.raises(ValidationError, match=r"is not staged. Remedy .FC102.: call finish_staging\(\) first"):
         handle.result()
     handle.finish_staging().result(PATIENCE_SECONDS)
     with pytest.raises(ValidationError, match="is staged, or was given up"):

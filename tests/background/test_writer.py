@@ -214,7 +214,7 @@ def test_closing_waits_and_ends_the_process(tmp_path):
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
     assert (writer.pid, writer.staging_bytes) == (None, 0)
-    with pytest.raises(ValidationError, match="this BackgroundWriter is closed. Remedy: make another one"):
+    with pytest.raises(ValidationError, match="this BackgroundWriter is closed. Remedy .FC102.: make another one"):
         save(tmp_path, 2, writer)
     writer.close()
     assert load(tmp_path) == 1
@@ -252,9 +252,9 @@ def test_the_process_has_low_priority_and_no_paddle(tmp_path, writers):
 def test_media_that_other_processes_do_not_see_are_refused(tmp_path, writers):
     class Private(LocalBackend):
         def reopen_token(self):
-            raise ValidationError(["only this process sees it. Remedy: save synchronously"])
+            raise ValidationError(["only this process sees it. Remedy (FC406): save synchronously"])
 
-    with pytest.raises(ValidationError, match=r"cannot save to .*only this process sees it. Remedy: save sync"):
+    with pytest.raises(ValidationError, match=r"cannot save to .*only this process sees it. Remedy .FC406.: save sync"):
         save(Private(str(tmp_path)), 1, writers())
     save(Private(str(tmp_path)), 1)
     assert load(tmp_path) == 1

@@ -224,6 +224,7 @@ def test_a_key_of_which_too_many_shards_overlap_is_a_problem(monkeypatch, name):
         key="w",
         expected=f"shards of which few share elements without being the same, in at most {limit} pairs",
         remedy="describe replicas by the same offset and shape on every rank; or load another checkpoint",
+        code="FC105",
     )
     assert (found.problems, found.too_many_overlaps, found.overlaps) == ([expected], [expected], [])
 

@@ -7,8 +7,12 @@ from paddle_flexckpt.catalog.errors import MAX_LISTED, listed
 
 
 def test_a_problem_names_all_it_knows():
-    problem = Problem("bad", key="w", rank=0, file="0_0.safetensors", expected="[2]", got="[3]", remedy="cut it")
-    assert str(problem) == "bad (key 'w', rank 0, file '0_0.safetensors'); expected [2]; got [3]. Remedy: cut it"
+    problem = Problem(
+        "bad", key="w", rank=0, file="0_0.safetensors", expected="[2]", got="[3]", remedy="cut it", code="FC101"
+    )
+    assert (
+        str(problem) == "bad (key 'w', rank 0, file '0_0.safetensors'); expected [2]; got [3]. Remedy (FC101): cut it"
+    )
 
 
 def test_a_problem_names_nothing_that_it_does_not_know():
@@ -33,6 +37,22 @@ def test_problems_are_numbered_and_said_once():
     error = ValidationError([Problem("a"), "b", Problem("a")])
     assert str(error) == "2 problems\n  1. a\n  2. b"
     assert len(error.problems) == 3
+
+
+def test_problems_of_several_ranks_are_one_line_with_their_ranks():
+    """Not those that differ in anything else, and not those of no rank."""
+    alike = [Problem("bad", key="w", rank=rank, file="f", remedy="mend it", code="FC101") for rank in (6, 0, 1, 2, 3)]
+    others = [Problem("bad", key="v", rank=4), Problem("bad", key="v"), Problem("bad", key="w", rank=4)]
+    error = ValidationError([*alike, *others])
+    assert error.lines == [
+        "bad (key 'w', ranks 0-3, 6, file 'f'). Remedy (FC101): mend it",
+        "bad (key 'v', rank 4)",
+        "bad (key 'v')",
+        "bad (key 'w', rank 4)",
+    ]
+    assert str(error).startswith(f"4 problems\n  1. {error.lines[0]}\n")
+    assert error.problems == [*alike, *others]
+    assert str(ValidationError(alike[3:])) == "bad (key 'w', ranks 2-3, file 'f'). Remedy (FC101): mend it"
 
 
 def test_a_long_list_ends_with_a_count():

@@ -54,7 +54,7 @@ def test_other_entries_of_the_json_do_not_matter():
 
 def test_the_failures_of_ranks_are_told_once_each_with_their_ranks():
     same, other = Failure("ValidationError", ("same",)), Failure("ValidationError", ("same", "other"))
-    assert combine([(0, same), (4, other)]) == Failure("ValidationError", ("[rank 0, 4] same", "[rank 4] other"))
+    assert combine([(0, same), (4, other)]) == Failure("ValidationError", ("[ranks 0, 4] same", "[rank 4] other"))
 
 
 def test_a_problem_that_each_rank_tells_of_itself_is_one():
@@ -66,15 +66,15 @@ def test_a_problem_that_each_rank_tells_of_itself_is_one():
     shared = "dtypes differ (key 'w', file '0_0.safetensors'); expected float32"
     for text, problem in (
         ([told(0)], f"[rank 0] {told(0)}"),
-        ([told(0), told(1), told(2)], f"[rank 0, 1, 2] {shared}"),
-        ([told(5), told(5)], f"[rank 0, 1] {told(5)}"),
+        ([told(0), told(1), told(2)], f"[ranks 0-2] {shared}"),
+        ([told(5), told(5)], f"[ranks 0-1] {told(5)}"),
     ):
         assert combine([(r, Failure("ValidationError", (t,))) for r, t in enumerate(text)]).problems == (problem,)
     apart = [Failure("ValidationError", (told(0),)), Failure("ValidationError", (told(1, "int8"),))]
     assert combine([*enumerate(apart)]).problems == (f"[rank 0] {told(0)}", f"[rank 1] {told(1, 'int8')}")
     for rank, where in (({"rank": 0}, ""), ({"rank": 0, "file": "x"}, " (file 'x')")):
         both = [Failure("ValidationError", (str(Problem("bad", **{**rank, "rank": r})),)) for r in (0, 1)]
-        assert combine([*enumerate(both)]).problems == (f"[rank 0, 1] bad{where}",)
+        assert combine([*enumerate(both)]).problems == (f"[ranks 0-1] bad{where}",)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_a_problem_that_each_rank_tells_of_itself_is_one():
 )
 def test_kinds_are_combined(kinds, combined):
     found = combine([(rank, Failure(kind, ("x",))) for rank, kind in enumerate(kinds)])
-    assert found == Failure(combined, ("[rank 0, 1] x",))
+    assert found == Failure(combined, ("[ranks 0-1] x",))
 
 
 def test_an_error_is_told_with_what_was_being_done():
@@ -102,4 +102,4 @@ def test_an_error_is_told_with_what_was_being_done():
 def test_culprits_come_before_those_who_were_left_waiting():
     waiting, culprit = Failure("StoppedExchangeError", ("refused",)), Failure("CorruptCheckpointError", ("damaged",))
     found = combine([(0, waiting), (1, culprit), (2, waiting)])
-    assert found == Failure("CorruptCheckpointError", ("[rank 1] damaged", "[rank 0, 2] refused"))
+    assert found == Failure("CorruptCheckpointError", ("[rank 1] damaged", "[ranks 0, 2] refused"))

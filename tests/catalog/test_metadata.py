@@ -115,7 +115,9 @@ def test_an_index_of_two_dtypes_is_an_error():
 
 def test_a_shard_without_a_global_shape_is_an_error():
     bad = Metadata({"a": [LocalTensorMetadata((0,), (4,), "int8")]}, {LocalTensorIndex("a", (0,)): "0_0.distcp"})
-    with pytest.raises(ValidationError, match="'a' has no global shape.*Remedy: give LocalTensorMetadata its global"):
+    with pytest.raises(
+        ValidationError, match="'a' has no global shape.*Remedy .FC205.: give LocalTensorMetadata its global"
+    ):
         catalog_from_metadata([bad], rank_of)
     assert len(catalog_from_metadata([bad], rank_of, {"a": (4,)})) == 1
 

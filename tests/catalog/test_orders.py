@@ -69,6 +69,7 @@ def test_ranks_that_contradict_each_other_are_told_so(one, other):
         expected=one.describe(),
         got=other.describe(),
         remedy="give its shards the same FusedAxis on every rank",
+        code="FC207",
     )
     assert common_order("w", one, other) == common_order("w", other, one) == expected
     two = Order(4, 1, "fused_ffn")

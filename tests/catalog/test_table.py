@@ -271,6 +271,7 @@ def test_a_model_may_not_have_names_of_extra_state():
             "names that begin with 'extra_state.' are those of a run's extra state, which no model gets back",
             key=key,
             remedy="rename the layer or entry; values of the run go through collect_extra_state(name=value)",
+            code="FC108",
         )
         for key in bad
     ]

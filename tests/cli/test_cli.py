@@ -234,7 +234,7 @@ def test_rules_of_a_direction_are_those_of_the_plain_variant(capsys):
 
 def test_what_is_about_a_family_needs_one(capsys):
     for option, value in (("--direction", "to_hf"), ("--variant", "plain"), ("--set", "num_heads=8")):
-        assert f"{option} is about the rules of a family. Remedy: give FAMILY too" in failed(
+        assert f"{option} is about the rules of a family. Remedy (FC101): give FAMILY too" in failed(
             capsys, "rules", option, value
         )
 

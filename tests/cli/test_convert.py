@@ -156,7 +156,8 @@ def test_a_model_without_a_configuration_is_refused(hf, tmp_path):
     (hf / "config.json").unlink()
     text = refused(hf, tmp_path / "out", "--model", "llama")
     assert (
-        f"there is no config.json in {hf}, which says how many heads the model has. Remedy: give it by --config" in text
+        f"there is no config.json in {hf}, which says how many heads the model has. Remedy (FC101): give it by --config"
+        in text
     )
     assert flexckpt("convert", hf, tmp_path / "out", "--format", "gguf").returncode == 2
 

@@ -118,7 +118,7 @@ def test_doctor_names_what_is_missing_or_not_supported(monkeypatch, capsys):
 
     monkeypatch.setattr(doctor.metadata, "version", version)
     lines = printed(capsys, "doctor", code=1)
-    assert "problem: xxhash is missing. Remedy: pip install xxhash" in lines
+    assert "problem: xxhash is missing. Remedy (FC901): pip install xxhash" in lines
     assert "problem: numpy 1.20.3 is not a version that the tests run with" in lines
     assert "problem: paddlepaddle 2.6.2 is not a version that the tests run with" in lines
     assert "no problems" not in lines
@@ -129,7 +129,7 @@ def test_doctor_tells_which_patches_fit(monkeypatch, capsys):
     assert not [line for line in printed(capsys, "doctor") if "patch" in line]
     monkeypatch.setattr(doctor, "check_patch", lambda root, every, patch: ("fits", ""))
     lines = printed(capsys, "doctor")
-    assert any(line.endswith("Remedy: flexckpt patch --apply paddle-3.3.1-nested-state") for line in lines)
+    assert any(line.endswith("Remedy (FC901): flexckpt patch --apply paddle-3.3.1-nested-state") for line in lines)
 
 
 def test_what_doctor_advises_patches_what_is_installed(monkeypatch, capsys, tmp_path):
@@ -138,7 +138,7 @@ def test_what_doctor_advises_patches_what_is_installed(monkeypatch, capsys, tmp_
     monkeypatch.setattr(doctor, "find_root", lambda *_: root)
     (line,) = (line for line in printed(capsys, "doctor") if "defect" in line)
     advised("cli/doctor.py", "flexckpt patch --apply ", line)
-    printed(capsys, *line.partition("Remedy: flexckpt ")[2].split())
+    printed(capsys, *line.partition("Remedy (FC901): flexckpt ")[2].split())
     assert b"first_9 = 90" in (root / "sample" / "inner" / "first.py").read_bytes()
     assert "patched: title (later)" in printed(capsys, "doctor")
 

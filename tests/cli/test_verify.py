@@ -129,7 +129,7 @@ def test_repair_says_what_it_cannot_tell(checkpoint, capsys):
     code, out, err = run(capsys, "repair", str(checkpoint), "--id", "0")
     assert (code, out) == (1, "")
     assert "there is a manifest" in err
-    assert "Remedy: flexckpt verify lists what is damaged" in err
+    assert "Remedy (FC306): flexckpt verify lists what is damaged" in err
     (checkpoint / "0.manifest").unlink()
     code, out, _ = run(capsys, "repair", str(checkpoint), "--id", "0")
     assert code == 0
@@ -160,7 +160,7 @@ def test_repair_makes_nothing_whole_that_is_not(tmp_path, capsys):
     shutil.copytree(path, copy)
     assert run(capsys, *command.replace("CHECKPOINT", str(copy)).replace("ID", "0").split())[0] == 0
     assert run(capsys, "verify", str(copy))[0] == 0
-    assert "Remedy: --overwrite replaces it" in run(capsys, *repair)[2]
+    assert "Remedy (FC306): --overwrite replaces it" in run(capsys, *repair)[2]
     lost = second.read_bytes()
     second.unlink()
     code, _, err = run(capsys, *repair, "--overwrite")
@@ -193,7 +193,7 @@ def test_repair_names_the_saves_by_flags(checkpoint, capsys):
         (other / name).rename(checkpoint / name)
     code, _, err = run(capsys, "repair", str(checkpoint), "--id", "0")
     assert code == 1
-    assert "Remedy: choose one by --save-token" in err
+    assert "Remedy (FC306): choose one by --save-token" in err
     token = re.search(r"([0-9a-f]{32}) \(step 8\)", err)[1]
     assert run(capsys, "repair", str(checkpoint), "--id", "0", "--save-token", token)[0] == 0
     assert "step 8" in run(capsys, "inspect", str(checkpoint))[1]

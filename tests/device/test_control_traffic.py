@@ -60,7 +60,8 @@ def test_without_a_store_to_meet_through_nothing_falls_back_to_the_device(answer
         assert error.startswith("ValidationError: ranks [0, 1] cannot agree on anything")
         assert "the job has no key-value store through which their hosts could" in error
         assert (
-            "Remedy: start it with paddle.distributed.launch, and call paddle.distributed.init_parallel_env()" in error
+            "Remedy (FC503): start it with paddle.distributed.launch, and call paddle.distributed.init_parallel_env()"
+            in error
         )
 
 

@@ -119,7 +119,9 @@ def test_a_machine_without_an_accelerator_is_told_so():
     env = {**without_device(), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(CHECK, env=env, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("device_check: Paddle sees no accelerator. Remedy: install the build of Paddle for")
+    assert done.stderr.startswith(
+        "device_check: Paddle sees no accelerator. Remedy (FC808): install the build of Paddle for"
+    )
 
 
 @pytest.mark.slow  # test_seeded_mistakes has a dozen more

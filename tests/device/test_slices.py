@@ -97,7 +97,10 @@ def test_a_step_before_the_end_of_staging_is_an_error_on_every_rank(device_world
     answers = device_world2.run(step_too_early, directory=str(tmp_path), hooked=False)
     assert [changed for changed, _ in answers] == [True, True]
     (said,) = {said for _, said in answers}
-    assert "changed while the save was staged in slices. Remedy: call finish_staging() before optimizer.step()," in said
+    assert (
+        "changed while the save was staged in slices. Remedy (FC506): call finish_staging() before optimizer.step(),"
+        in said
+    )
     assert not list(tmp_path.glob("*.manifest"))
 
 

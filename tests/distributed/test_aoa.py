@@ -363,7 +363,7 @@ def test_a_program_that_does_not_fit_is_one_aoa_error_on_every_rank(world2, tmp_
         kind, text = reports[0][way]
         assert reports[1][way] == [kind, text]
         assert kind == "AoaError"
-        assert "[rank 0, 1] " in text
+        assert "[ranks 0-1] " in text
         for fragment in fragments:
             assert fragment in text
     assert all(report["unchanged"] and report["afterwards"] for report in reports)

@@ -103,7 +103,7 @@ def test_an_error_of_one_writer_is_raised_on_both_ranks_by_the_next_save(world2,
     cause = f"{here}[rank {rank}] OSError: [Errno 27] File too large: {file!r}"
     assert first["unseen"] == [
         "CheckpointError",
-        f"{here}[rank 0, 1] the asynchronous save of id 1 to {str(tmp_path)!r} failed: {cause}",
+        f"{here}[ranks 0-1] the asynchronous save of id 1 to {str(tmp_path)!r} failed: {cause}",
     ]
     assert first["seen"] == ["CheckpointError", cause]
     assert first["same writer"]

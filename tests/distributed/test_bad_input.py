@@ -12,18 +12,18 @@ pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]
 
 #: What every error has to say: key, rank, file, expected, got and remedy, as far as the case has them.
 LOADS = {
-    "wrong_path": ["{path}", "does not exist", "Remedy: correct the path"],
+    "wrong_path": ["{path}", "does not exist", "Remedy (FC301): correct the path"],
     "path_is_a_file": ["{path}", "is not a directory", "Remedy"],
     "not_a_checkpoint": ["{path}", "is not a checkpoint", "no *.manifest file", "Remedy"],
     "manifest_lost": ["{path}", "a save (id 0)", "its manifest has been lost", "or rebuild it: flexckpt repair"],
-    "paddles_checkpoint_damaged": ["{path}", "0.metadata is damaged", "Remedy: restore the file"],
+    "paddles_checkpoint_damaged": ["{path}", "0.metadata is damaged", "Remedy (FC305): restore the file"],
     "no_such_id": ["no checkpoint with id 4", "complete ids here: [0]"],
     "data_file_truncated": ["{path}/1_0-1.safetensors", "bytes; expected", "truncated", "Remedy"],
-    "data_file_missing": ["{path}/1_0-1.safetensors is missing", "Remedy: restore the file"],
+    "data_file_missing": ["{path}/1_0-1.safetensors is missing", "Remedy (FC304): restore the file"],
     "data_file_swapped": ["{path}/0_0-1.safetensors belongs to another save", "token", "Remedy"],
     "bit_flipped_in_data": [
         *("{path}/1_0-1.safetensors", "key 'w'", "saved by rank 1", "are damaged", "expected xxh3", "got"),
-        *("Targets are partly overwritten", "Remedy: load another checkpoint"),
+        *("Targets are partly overwritten", "Remedy (FC305): load another checkpoint"),
     ],
     "bit_flipped_in_manifest": ["{path}/0.manifest is damaged", "checksum", "or load another checkpoint"],
     "bit_flipped_in_manifest_header": ["{path}/0.manifest", "damaged"],
@@ -36,24 +36,30 @@ TARGETS = {
     "extra_key": ["no rank asks for key 'b'", "Remedy"],
     "dtype": ["dtypes differ", "key 'b', rank 1", "expected bfloat16 (target)", "got float32 (source)", "Remedy"],
     "dtype_that_no_cast_can_mend": ["a cast would lose", "key 'b'", "expected int32", "got float32", "Remedy"],
-    "global_shape": ["[rank 0, 1] global shapes differ", "key 'w'", "expected [10, 6]", "got [8, 6]", "Remedy"],
+    "global_shape": ["[ranks 0-1] global shapes differ", "key 'w'", "expected [10, 6]", "got [8, 6]", "Remedy"],
     "number_of_axes": ["global shapes differ", "key 'b'", "expected [1, 6]", "got [6]", "Remedy"],
-    "not_initialised": ["[rank 1]", "not initialised", "key 'b', rank 1", "got shape [6]", "Remedy: initialise it"],
+    "not_initialised": [
+        "[rank 1]",
+        "not initialised",
+        "key 'b', rank 1",
+        "got shape [6]",
+        "Remedy (FC103): initialise it",
+    ],
     "outside_its_global_shape": ["outside its global shape", "key 'w', rank 1", "expected", "got", "Remedy"],
     "local_shape_is_not_the_tensors": ["not the local shape", "key 'w'", "expected (8, 2)", "got (8, 3)"],
-    "int_value": ["tensors and ShardedWeights only", "key 'step'", "rank 0", "got 7 (int)", "Remedy"],
+    "int_value": ["tensors and ShardedWeights only", "key 'step'", "[ranks 0-1]", "got 7 (int)", "Remedy"],
     "str_value": ["tensors and ShardedWeights only", "key 'name.of'", "got 'llama' (str)", "Remedy"],
     "name_is_no_string": ["names that are strings", "got 3"],
-    "marked_is_distributed": ["is_distributed", "key 'b'", "Remedy: use model.sharded_state_dict()"],
+    "marked_is_distributed": ["is_distributed", "key 'b'", "Remedy (FC104): use model.sharded_state_dict()"],
     "partial_dist_tensor": [
         "Partial over mesh axis 0",
         "a term of a sum",
         "key 'b'",
-        "Remedy: save what dist.reshard() makes",
+        "Remedy (FC802): save what dist.reshard() makes",
     ],
-    "aoa_config": ["[rank 0, 1] AOA statement 2", "'nowhere'", "w, nowhere -> w, axis=0", "Remedy"],
+    "aoa_config": ["[ranks 0-1] AOA statement 2", "'nowhere'", "w, nowhere -> w, axis=0", "Remedy"],
     "aoa_config_that_removes_what_feeds_a_target": [
-        *("[rank 0, 1] nothing feeds a target", "key 'b'", "expected", "got a statement removes", "Remedy"),
+        *("[ranks 0-1] nothing feeds a target", "key 'b'", "expected", "got a statement removes", "Remedy"),
     ],
     "aoa_config_that_gives_another_shape": ["AOA statement 1: w^T -> w", "gives 'w'", "[6, 8]", "[8, 6]", "Remedy"],
     "ranks_disagree_about_aoa_config": ["ranks disagree", "aoa_config", "Remedy"],
@@ -148,7 +154,13 @@ def test_reshard(reshards, case):
 
 
 def test_a_target_in_the_memory_of_a_source(reshards):
-    fragments = ["shares memory with a source", "key 'w'", "rank 0", "expected memory of its own", "Remedy: clone"]
+    fragments = [
+        "shares memory with a source",
+        "key 'w'",
+        "rank 0",
+        "expected memory of its own",
+        "Remedy (FC107): clone",
+    ]
     case = f"source: {jobs.TARGET_IN_SOURCE}"
     check_error(reshards, case, fragments)
     assert all(result[case]["unchanged"] for result in reshards)

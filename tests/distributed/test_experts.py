@@ -596,7 +596,7 @@ def test_experts_among_sharding_ranks_are_refused_by_key(world2, tmp_path):
         for error in errors.values():
             assert "8 parameters of experts, such as " in error
             assert "'moe.experts.0.up.weight'" in error or "'moe.experts.2.up.weight'" in error
-            assert "Remedy: use sharding V2" in error and "save the model without its optimizer" in error
+            assert "Remedy (FC807): use sharding V2" in error and "save the model without its optimizer" in error
         assert keys == 4 + 4 * EXPERTS
         # Of an expert that is cut among ranks with other experts, no rank has the rest.
         assert "moe.experts.0.up.weight" in sliced

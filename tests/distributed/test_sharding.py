@@ -907,4 +907,4 @@ def test_weights_alone_beside_an_optimizer_that_has_stepped(tmp_path):
         assert found["v1"] == found["stage2"] == [True, []]
         for kind in ("v2", "stage3"):
             (text,) = found[kind][1]
-            assert "laid out otherwise" in text and "Remedy: load weights before the first step" in text
+            assert "laid out otherwise" in text and "Remedy (FC204): load weights before the first step" in text

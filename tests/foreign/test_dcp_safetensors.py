@@ -59,7 +59,7 @@ def test_what_torch_writes_now(tmp_path):
 def why(path, kind=CorruptCheckpointError):
     with pytest.raises(kind) as caught:
         SourceDirectory(path).read_manifest()
-    assert "Remedy: " in str(caught.value)
+    assert "Remedy (FC" in str(caught.value)
     return str(caught.value)
 
 

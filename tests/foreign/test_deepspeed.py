@@ -73,7 +73,7 @@ def test_what_deepspeed_writes_now(tmp_path, stage):
     check(tmp_path / "new" / "universal" / "global_step3_universal", tmp_path / "new" / "expected.npz")
     (tmp_path / "new" / "expected.npz").unlink()
     text = why(tmp_path / "new", ValidationError)
-    assert "latest of DeepSpeed, and global_step3, universal. Remedy: give the path of one of them" in text
+    assert "latest of DeepSpeed, and global_step3, universal. Remedy (FC301): give the path of one of them" in text
 
 
 def test_the_directory_above(tmp_path):
@@ -81,13 +81,13 @@ def test_the_directory_above(tmp_path):
     (tmp_path / "zero_to_fp32.py").write_text("")
     write(tmp_path / "global_step3")
     text = why(tmp_path, ValidationError)
-    assert "latest of DeepSpeed, and global_step3. Remedy: give the path of one of them" in text
+    assert "latest of DeepSpeed, and global_step3. Remedy (FC301): give the path of one of them" in text
 
 
 def why(path, kind=CorruptCheckpointError):
     with pytest.raises(kind) as caught:
         SourceDirectory(path).read_manifest()
-    assert "Remedy: " in str(caught.value)
+    assert "Remedy (FC" in str(caught.value)
     return str(caught.value)
 
 

@@ -99,7 +99,9 @@ def test_files_under_an_index(tmp_path, index):
 def test_the_path_of_a_file_or_index_chooses_it(tmp_path):
     write_index(tmp_path)
     write_file(tmp_path / "model.safetensors", ["s"])
-    with pytest.raises(ValidationError, match=rf"several sets.*{INDEX}, model\.safetensors\. Remedy: give the path"):
+    with pytest.raises(
+        ValidationError, match=rf"several sets.*{INDEX}, model\.safetensors\. Remedy .FC301.: give the path"
+    ):
         detect_format(tmp_path)
     assert contents(tmp_path / INDEX) == EXPECTED
     assert contents(str(tmp_path / "model.safetensors")) == {"s": S.tobytes()}
@@ -132,7 +134,7 @@ def test_files_without_an_index_are_read_together(tmp_path):
     # What two of them have is a choice, which is the caller's; so is what another program has written.
     write_file(tmp_path / "d.safetensors", ["s"])
     with pytest.raises(
-        ValidationError, match=r"several sets .*\(s in b\.safetensors and d\.safetensors\)\. Remedy: give"
+        ValidationError, match=r"several sets .*\(s in b\.safetensors and d\.safetensors\)\. Remedy .FC301.: give"
     ):
         detect_format(tmp_path)
     assert contents(tmp_path / "d.safetensors") == {"s": S.tobytes()}
@@ -301,15 +303,19 @@ def test_from_a_url(tmp_path):
 @pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin"])
 def test_pickles_of_tensors_are_not_read(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(ValidationError, match=rf"but {name}\. Remedy: have their writer save safetensors files"):
+    with pytest.raises(
+        ValidationError, match=rf"but {name}\. Remedy .FC301.: have their writer save safetensors files"
+    ):
         detect_format(tmp_path)
 
 
 def test_a_directory_above_a_checkpoint(tmp_path):
     (tmp_path / "flex_checkpoint").mkdir()
     native(tmp_path / "flex_checkpoint")
-    with pytest.raises(ValidationError, match=r"but in flex_checkpoint\. Remedy: give the path of that directory"):
+    with pytest.raises(
+        ValidationError, match=r"but in flex_checkpoint\. Remedy .FC301.: give the path of that directory"
+    ):
         detect_format(tmp_path)
     shutil.rmtree(tmp_path / "flex_checkpoint")
-    with pytest.raises(ValidationError, match="Remedy: correct the path"):
+    with pytest.raises(ValidationError, match="Remedy .FC301.: correct the path"):
         detect_format(tmp_path)

@@ -60,7 +60,7 @@ def test_what_megatron_core_writes_now(tmp_path):
 def why(path, kind=CorruptCheckpointError):
     with pytest.raises(kind) as caught:
         SourceDirectory(path).read_manifest()
-    assert "Remedy: " in str(caught.value)
+    assert "Remedy (FC" in str(caught.value)
     return str(caught.value)
 
 
@@ -99,7 +99,7 @@ def test_the_directory_above(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     shutil.copytree(DATA, tmp_path / "iter_0000007")
     text = why(tmp_path, ValidationError)
-    assert "but those of Megatron in iter_0000007. Remedy: give the path of one of them" in text
+    assert "but those of Megatron in iter_0000007. Remedy (FC301): give the path of one of them" in text
 
 
 def test_two_keys_that_become_one(monkeypatch):

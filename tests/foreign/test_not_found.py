@@ -90,5 +90,5 @@ def test_a_save_that_fails_leaves_nothing_that_looks_committed(tmp_path):
 def test_formats_that_are_not_read_are_named(tmp_path, name, program, remedy):
     (tmp_path / name).write_bytes(b"")
     text = why(tmp_path)
-    assert f"is a checkpoint of {program}, which is not read here. Remedy: " in text
+    assert f"is a checkpoint of {program}, which is not read here. Remedy (FC701): " in text
     assert remedy in text

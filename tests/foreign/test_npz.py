@@ -49,7 +49,7 @@ def test_arrays_and_slices_are_read_from_a_directory_and_a_file(tmp_path):
 def why(path, kind=ValidationError):
     with pytest.raises(kind) as caught:
         SourceDirectory(path).read_manifest()
-    assert "Remedy: " in str(caught.value)
+    assert "Remedy (FC" in str(caught.value)
     return str(caught.value)
 
 

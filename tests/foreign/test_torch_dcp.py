@@ -81,7 +81,7 @@ def test_on_an_object_store():
 def why(path, kind=CorruptCheckpointError):
     with pytest.raises(kind) as caught:
         SourceDirectory(path).read_manifest()
-    assert "Remedy: " in str(caught.value)
+    assert "Remedy (FC" in str(caught.value)
     return str(caught.value)
 
 

@@ -71,7 +71,9 @@ def test_a_prefix_that_no_key_has_is_an_error_of_every_call(tmp_path):
     }
     for name, call in calls.items():
         for wrong in ("modle", "model."):
-            with pytest.raises(ValidationError, match=rf"no key .*starts with '{wrong}\.'.*Remedy: correct prefix"):
+            with pytest.raises(
+                ValidationError, match=rf"no key .*starts with '{wrong}\.'.*Remedy .FC201.: correct prefix"
+            ):
                 call(wrong, tmp_path / name)
             assert not (tmp_path / name).exists()
         call("model", tmp_path / name)

@@ -84,7 +84,7 @@ def test_ranks_that_do_not_make_the_same_call(tmp_path):
         return save_state_dict(state(), tmp_path, comm)
 
     (text,) = {each.partition(": ")[2] for each in texts(SimulatedWorld(3).run_all(job, ranks=(2, 3, 5)))}
-    assert text.startswith("ranks do not make the same call: rank 2, 5: save_state_dict; rank 3: load_state_dict")
+    assert text.startswith("ranks do not make the same call: ranks 2, 5: save_state_dict; rank 3: load_state_dict")
     assert load_merged_state_dict(str(tmp_path))["w"].tolist() == [1.0] * 4
 
     def other(comm):
@@ -105,7 +105,7 @@ def test_ranks_that_disagree_about_the_path(tmp_path, there):
     outcomes = SimulatedWorld(2).run_all(lambda comm: save_state_dict(state(comm.rank), paths[comm.rank], comm))
     (text,) = texts(outcomes)
     assert f"[rank 1] {paths[1]}/0-1.saving is not there" in short(text)
-    assert "Remedy: give all ranks the same path of storage that they share" in text
+    assert "Remedy (FC504): give all ranks the same path of storage that they share" in text
     assert [name for path in paths if path.exists() for name in os.listdir(path)] == []
 
 
@@ -130,7 +130,7 @@ def test_a_failed_save_leaves_no_directory_and_says_what_retention_needs(tmp_pat
             manager.save(step, state=state(step), rng=False)
         with monkeypatch.context() as patched:
             full(patched)
-            with pytest.raises(fc.CheckpointError, match="room for one more than is kept. Remedy: make room"):
+            with pytest.raises(fc.CheckpointError, match="room for one more than is kept. Remedy .FC402.: make room"):
                 manager.save(3, state=state(3), rng=False)
         assert sorted(os.listdir(tmp_path)) == ["step_00000001", "step_00000002"]
         manager.save(3, state=state(3), rng=False)

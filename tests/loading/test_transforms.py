@@ -243,7 +243,7 @@ class Negative(Scaled):
         (Wide, f"gave float32 [{ROWS}, {COLUMNS}]; expected bfloat16"),
         (NoTensor, "gave a ndarray; expected a Tensor"),
         (Lacking, "of one that the checkpoint lacks (key 'w'); expected w.zero_points; got 3 other keys. Remedy"),
-        (Silent, "load_transform.logical_metadata() raised OSError: no index. Remedy: correct the transform"),
+        (Silent, "load_transform.logical_metadata() raised OSError: no index. Remedy (FC101): correct the transform"),
         (Hiding, "load_transform makes a tensor under the name of a stored one, and not of that (key 'plain')"),
         (Empty, "source_keys() has to give a list of names (key 'w')"),
         (Twice, "source_keys() gives a name twice (key 'w')"),

@@ -150,5 +150,5 @@ def test_the_dict_of_a_save_is_checked_as_that_save_checks_it(tmp_path):
             call()
         texts.append(str(error.value).partition(": ")[2])
     assert texts[0] == texts[1]
-    with pytest.raises(fc.ValidationError, match="Remedy: give the dict alone, or the model in its place"):
+    with pytest.raises(fc.ValidationError, match="Remedy .FC101.: give the dict alone, or the model in its place"):
         fc.check(state, optimizer)

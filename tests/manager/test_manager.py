@@ -139,15 +139,18 @@ def test_a_backend_as_root(tmp_path):
     ("arguments", "text"),
     [
         ({}, "there is nothing to do: give model=, state=, or both"),
-        ({"optimizer": object(), "state": {}}, "Remedy: give model= as well"),
-        ({"model": object()}, "model= has no sharded_state_dict.*got a object. Remedy: give a paddle.nn.Layer"),
+        ({"optimizer": object(), "state": {}}, "Remedy .FC101.: give model= as well"),
+        ({"model": object()}, "model= has no sharded_state_dict.*got a object. Remedy .FC101.: give a paddle.nn.Layer"),
         ({"state": {"extra_state.x": np.zeros(1)}}, "state= has a name of .*key 'extra_state.x'"),
         ({"state": {"a": {"b": np.zeros(1)}, "a.b": np.zeros(1)}}, "same name"),
         ({"state": {}, "extra": {"step": 1}}, "extra: 'step' is not a free name"),
         ({"state": {}, "extra": {3: 1}}, "extra: 3 is not a free name"),
         ({"state": {}, "extra": [1]}, "extra has to be a dict"),
         ({"state": {}, "extra": {"f": print}}, "extra_state.common.more.f: a builtin_function_or_method cannot"),
-        ({"state": {}, "metrics": {"loss": "1.0"}}, "metrics: 'loss' has the value '1.0'.*Remedy: give a number"),
+        (
+            {"state": {}, "metrics": {"loss": "1.0"}},
+            "metrics: 'loss' has the value '1.0'.*Remedy .FC101.: give a number",
+        ),
         ({"state": {}, "metrics": {"loss": None}}, "metrics: 'loss' has the value None"),
         ({"state": {}, "metrics": {"loss": np.zeros(2)}}, "metrics: 'loss' has the value"),
         ({"state": {}, "metrics": [1.0]}, "metrics has to be a dict"),
@@ -294,7 +297,9 @@ def test_should_save_needs_at_most_one_collective(tmp_path, options, expected):
 def test_a_step_is_not_saved_over_another_unless_asked(tmp_path):
     manager = manager_of(tmp_path)
     save(manager, 5, 1)
-    with pytest.raises(fc.ValidationError, match="there is a checkpoint of step 5 in .*Remedy: .*overwrite=True"):
+    with pytest.raises(
+        fc.ValidationError, match="there is a checkpoint of step 5 in .*Remedy .FC405.: .*overwrite=True"
+    ):
         save(manager, 5, 2)
     assert restore(manager, 5)[1] == 1
     save(manager, 5, 3, overwrite=True)
@@ -349,7 +354,7 @@ def test_best_step(tmp_path):
     other = manager_of(tmp_path)
     assert other.best_step("loss") == 1
     for call in (other.best_step, lambda: other.restore("best", state=empty())):
-        with pytest.raises(fc.ValidationError, match="Remedy: restore the step that best_step"):
+        with pytest.raises(fc.ValidationError, match="Remedy .FC903.: restore the step that best_step"):
             call()
     none = manager_of(tmp_path, keep=KeepBest(1, "accuracy"))
     with pytest.raises(fc.ValidationError, match="no checkpoint in .* has what KeepBest.*there are the steps"):

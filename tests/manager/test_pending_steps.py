@@ -80,7 +80,7 @@ def test_a_failure_is_told_on_all_ranks_once_whoever_knows_of_it_first():
     slow = Save()
     threading.Timer(0.05, slow.end, ["disk full"]).start()
     seen, _ = run((3, [slow, Save().end("disk full")]), (4, [Save().end(), Save().end()]))
-    assert seen == ["cannot go on: an earlier save failed: [rank 0, 1] disk full", [], None, []]
+    assert seen == ["cannot go on: an earlier save failed: [ranks 0-1] disk full", [], None, []]
 
 
 def test_failures_of_several_saves_are_told_together():

@@ -368,7 +368,7 @@ def test_a_renewal_that_fails_fails_the_save(tmp_path):
     lock = backend.locks.take()
     backend.wait(1)
     lock._thread.join(PATIENCE)
-    with pytest.raises(CheckpointError, match=r"could not be kept: .*injected.*Remedy: save again"):
+    with pytest.raises(CheckpointError, match=r"could not be kept: .*injected.*Remedy .FC403.: save again"):
         publish(backend, "0.manifest", b"x")
     lock.release()
     assert list(tmp_path.iterdir()) == []

@@ -147,7 +147,7 @@ def test_a_package_that_is_missing_is_named_with_the_command(monkeypatch, missin
     if missing == "s3fs":
         for name in ("s3", "s3a"):
             monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, name, raising=False)
-    with pytest.raises(ValidationError, match=r"Remedy: pip install 'paddle-flexckpt\[remote\]'"):
+    with pytest.raises(ValidationError, match=r"Remedy .FC901.: pip install 'paddle-flexckpt\[remote\]'"):
         open_backend("s3://bucket/a").names()
 
 
@@ -279,7 +279,7 @@ def test_a_whole_life_in_memory(memory, tmp_path):
 
 
 def test_memory_is_not_for_other_processes(memory):
-    with pytest.raises(ValidationError, match="in the memory of this process.*Remedy: save synchronously"):
+    with pytest.raises(ValidationError, match="in the memory of this process.*Remedy .FC406.: save synchronously"):
         open_backend(memory).reopen_token()
 
 

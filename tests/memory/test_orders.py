@@ -257,7 +257,7 @@ def test_a_rule_that_one_side_forgot_is_an_error(tmp_path, forgets):
     texts = {str(outcome) for outcome in outcomes}
     assert len(texts) == 1
     text = texts.pop()
-    assert QKV in text and "expected a FusedAxis" in text and "Remedy: mark it" in text
+    assert QKV in text and "expected a FusedAxis" in text and "Remedy (FC207): mark it" in text
     if forgets == "save":
         # Both remedies of the text: as they are, and every shard for a part.
         for tags, degree in (("", 2), (", fused_ffn", 4)):
@@ -312,7 +312,7 @@ def test_without_a_statement_natural_order_is_refused(tmp_path):
         lambda: fc.load_merged_state_dict(tmp_path / "run"),
         lambda: fc.export_safetensors(tmp_path / "run", tmp_path / "hf"),
     ):
-        with pytest.raises(fc.ValidationError, match=r"Remedy: .*-> .*gate_up"):
+        with pytest.raises(fc.ValidationError, match=r"Remedy .FC207.: .*-> .*gate_up"):
             attempt()
     # The remedy of the text.
     statements = [f"{name} -> {name}" for name in FUSED]
@@ -425,4 +425,4 @@ def test_a_rule_that_the_load_forgot_is_an_error_also_where_the_source_is_whole(
     outcomes = SimulatedWorld(2).run_all(job)
     assert all(isinstance(outcome, fc.ValidationError) for outcome in outcomes), outcomes
     (text,) = {str(outcome) for outcome in outcomes}
-    assert "a parameter is fused in the source" in text and "Remedy: mark it" in text
+    assert "a parameter is fused in the source" in text and "Remedy (FC207): mark it" in text

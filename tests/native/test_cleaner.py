@@ -508,7 +508,9 @@ def test_a_removal_that_is_refused_says_that_the_checkpoint_is_complete(tmp_path
     monkeypatch.setattr(directory.backend, "remove", refuse)
     ticket = directory.open_save(0)
     parts = [write(tmp_path, ticket, rank) for rank in (0, 1)]
-    with pytest.raises(CheckpointError, match=r"\(id 0\) is complete, but .* Remedy: the next save here tries again"):
+    with pytest.raises(
+        CheckpointError, match=r"\(id 0\) is complete, but .* Remedy .FC404.: the next save here tries again"
+    ):
         directory.commit(ticket, parts)
     assert directory.is_committed(ticket)
     last = save(tmp_path, 0)
@@ -524,7 +526,7 @@ def test_a_marker_says_who_saves(tmp_path):
 
 def test_two_savers_of_one_directory(tmp_path):
     first = open_to_save(tmp_path / "d").lock()
-    with pytest.raises(CheckpointError, match=r"another save is writing to .*/d\. Remedy: wait"):
+    with pytest.raises(CheckpointError, match=r"another save is writing to .*/d\. Remedy .FC403.: wait"):
         open_to_save(tmp_path / "d").lock()
     open_to_save(tmp_path / "other").lock().release()
     first.release()

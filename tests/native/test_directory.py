@@ -134,7 +134,7 @@ def test_a_directory_that_somebody_else_removes_meanwhile_is_made_again(step, mo
 
 
 def test_a_directory_that_is_removed_again_and_again_is_an_error_that_says_so(step):
-    with pytest.raises(CheckpointError, match=r"step was removed by another process each time .* Remedy: "):
+    with pytest.raises(CheckpointError, match=r"step was removed by another process each time .* Remedy .FC403.: "):
         open_to_save(step).lock()
 
 
@@ -178,7 +178,7 @@ def test_a_save_does_not_begin_where_another_one_has_come_meanwhile(tmp_path, mo
 
 def test_a_save_that_loses_its_directory_each_time_says_so_and_has_no_right_left(tmp_path, monkeypatch):
     remove_after_lock(monkeypatch, 1000)
-    with pytest.raises(CheckpointError, match=r"step was removed by another process each time .* Remedy: "):
+    with pytest.raises(CheckpointError, match=r"step was removed by another process each time .* Remedy .FC403.: "):
         open_to_save(tmp_path / "step").begin_save(None, 1)
     monkeypatch.undo()
     open_to_save(tmp_path / "step").lock().release()

@@ -252,7 +252,7 @@ def test_a_damaged_partition_is_named_on_every_rank(saved, kind):
     outcomes = SimulatedWorld(2).run_all(lambda comm: load_state_dict(cut(values, comm.position, 2), path, comm))
     assert all(isinstance(each, CorruptCheckpointError) for each in outcomes)
     assert len({str(each) for each in outcomes}) == 1
-    assert all(text in str(outcomes[0]) for text in (str(path / file), expected, got, "Remedy: "))
+    assert all(text in str(outcomes[0]) for text in (str(path / file), expected, got, "Remedy (FC306): "))
     report = verify_checkpoint(path)
     assert not report.ok and {problem.file for problem in report.problems} == {str(path / file)}
     assert "repair_manifest" in report.problems[0].remedy
@@ -275,7 +275,7 @@ def test_every_flipped_bit_of_a_partition_is_refused(saved):
 def test_readers_of_earlier_versions_refuse_it_as_newer(saved, monkeypatch):
     path, _ = saved
     monkeypatch.setattr(manifest_module, "FORMAT_VERSIONS", ("1", "2"))
-    with pytest.raises(ValidationError, match="has format version '3'; .* Remedy: update paddle-flexckpt"):
+    with pytest.raises(ValidationError, match="has format version '3'; .* Remedy .FC307.: update paddle-flexckpt"):
         CheckpointDirectory(path).read_manifest()
 
 

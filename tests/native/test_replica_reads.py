@@ -173,8 +173,8 @@ def test_a_block_that_is_damaged_everywhere_is_an_error_that_names_all_copies(st
             f"file {str(stored.file(file))!r}, key 'w', saved by rank {file}: bytes 1280 to 1536 of the shard" in text
         )
     assert text.count("nor can its replica be read: ") == 2
-    assert text.count("Remedy: ") == 1
-    assert "Targets are partly overwritten. Remedy: load another checkpoint" in text
+    assert text.count("Remedy (FC") == 1
+    assert "Targets are partly overwritten. Remedy (FC305): load another checkpoint" in text
 
 
 def test_files_that_are_all_gone_are_an_error_before_anything_is_touched(stored):
@@ -196,7 +196,7 @@ def test_without_permission_a_damaged_block_is_the_error_that_it_was(stored):
         read(stored, use_replicas=False)
     assert "replica" not in str(caught.value)
     assert "bytes 0 to 256 of the shard" in str(caught.value)
-    assert str(caught.value).endswith("Targets are partly overwritten. Remedy: load another checkpoint")
+    assert str(caught.value).endswith("Targets are partly overwritten. Remedy (FC305): load another checkpoint")
 
 
 def test_scattered_runs_are_unverified_with_read_so_damage_is_not_noticed(stored):

@@ -250,11 +250,11 @@ def test_averages_are_part_of_the_checkpoint_and_go_on(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ({"enable_zero_cost_checkpoint": True}, "Remedy: --flex_async_save, not --enable_zero_cost_checkpoint"),
+        ({"enable_zero_cost_checkpoint": True}, "Remedy (FC905): --flex_async_save, not --enable_zero_cost_checkpoint"),
         ({"zcc_save_ema_coef": 0.5, "save_hf_steps": 10}, "--zcc_save_ema_coef with --save_hf_steps"),
         ({"sharded_model_from_ema": True}, "does not start a model from moving averages"),
         ({"pdc_download_ckpt": True}, "--pdc_download_ckpt brings the checkpoint when it has been chosen already"),
-        ({"use_async_save": True}, "Remedy: --flex_async_save, not --use_async_save"),
+        ({"use_async_save": True}, "Remedy (FC905): --flex_async_save, not --use_async_save"),
         ({"unified_checkpoint": True}, "leave --unified_checkpoint out"),
         ({"enable_auto_parallel": True}, "does not serve PaddleFleet's semi-automatic trainer"),
         ({"load_from_hf": True}, "give --ignore_load_lr_and_optim as well"),
@@ -344,7 +344,9 @@ def test_quantized_weights_are_made_as_the_library_makes_them(tmp_path):
     kind._gen_aoa_config = classmethod(
         lambda cls, config: {"aoa_statements": [f"hf.{name} -> {name}" for name in expected]}
     )
-    with pytest.raises(ValidationError, match="Net has no _gen_hf_quan_config().*Remedy: load dequantized weights"):
+    with pytest.raises(
+        ValidationError, match="Net has no _gen_hf_quan_config().*Remedy .FC208.: load dequantized weights"
+    ):
         trainer.train(resume_from_checkpoint=str(tmp_path / "hf"))
     transform = Codes({name: array.shape for name, array in expected.items()})
     kind._gen_hf_quan_config = lambda self: transform
@@ -359,7 +361,9 @@ def test_quantized_weights_are_made_as_the_library_makes_them(tmp_path):
 def test_quantized_weights_that_nobody_describes_are_refused(tmp_path, library):
     """Statements alone would take codes for numbers."""
     write_hugging_face(tmp_path / "hf", quantized=True)
-    with pytest.raises(ValidationError, match="SimpleNamespace has no _gen_hf_quan_config.*Remedy: load dequantized"):
+    with pytest.raises(
+        ValidationError, match="SimpleNamespace has no _gen_hf_quan_config.*Remedy .FC208.: load dequantized"
+    ):
         dequant_transform(SimpleNamespace(), tmp_path / "hf", library)
     write_hugging_face(tmp_path / "plain", quantized=False)
     assert dequant_transform(SimpleNamespace(), tmp_path / "plain", library) is None

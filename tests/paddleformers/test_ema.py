@@ -80,6 +80,6 @@ def test_statements_do_not_apply_to_averages(tmp_path):
 
 
 def test_averages_of_an_unknown_kind_are_refused():
-    with pytest.raises(ValidationError, match="_fc_to_buffer_format.*Remedy: leave --zcc_save_ema_coef out"):
+    with pytest.raises(ValidationError, match="_fc_to_buffer_format.*Remedy .FC905.: leave --zcc_save_ema_coef out"):
         AverageState(object())
     assert callable(EMABufferFcBased._fc_to_buffer_format)

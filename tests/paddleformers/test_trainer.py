@@ -243,7 +243,7 @@ def test_save_model_saves_the_model_alone(whole, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"enable_zero_cost_checkpoint": True, "fuse_optimizer_states": True}, "Remedy: --flex_async_save"),
+        ({"enable_zero_cost_checkpoint": True, "fuse_optimizer_states": True}, "Remedy (FC905): --flex_async_save"),
         ({"sharded_model_from_ema": True}, "sharded_model_from_ema"),
         ({"load_from_hf": True}, "--ignore_load_lr_and_optim"),
     ],

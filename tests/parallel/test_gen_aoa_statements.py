@@ -275,7 +275,7 @@ def test_a_class_without_a_rule_is_an_error():
     model = nn.Sequential(("table", Table()))
     with pytest.raises(
         ValueError,
-        match=r"'table.kernel' \[2, 3\] is 'kernel' of a Table, .*Remedy: .*_get_aoa_rules\(self, direction\)",
+        match=r"'table.kernel' \[2, 3\] is 'kernel' of a Table, .*Remedy .FC606.: .*_get_aoa_rules\(self, direction\)",
     ):
         gen_aoa_statements(model)
     rules = {Table: {"kernel": "transpose"}}
@@ -358,7 +358,9 @@ def test_names_of_the_checkpoint():
         '"copy" -> b.bias',  # a word of the language
     ]
     del names["b.bias"]
-    with pytest.raises(ValueError, match=r"hf_names has no name for 'b.bias'; got None. Remedy: add one, or .*absent"):
+    with pytest.raises(
+        ValueError, match=r"hf_names has no name for 'b.bias'; got None. Remedy .FC606.: add one, or .*absent"
+    ):
         gen_aoa_statements(model, hf_names=names)
 
 
@@ -529,7 +531,7 @@ def test_as_many_statements_for_many_layers_as_for_few():
 def test_wrong_arguments():
     with pytest.raises(ValueError, match="direction is 'from_hf' or 'to_hf'; got 'hf'"):
         gen_aoa_statements(nn.Linear(2, 2), "hf")
-    with pytest.raises(ValueError, match=r"list has no sharded_state_dict\(\). Remedy: call .*install"):
+    with pytest.raises(ValueError, match=r"list has no sharded_state_dict\(\). Remedy .FC804.: call .*install"):
         gen_aoa_statements([])
 
 

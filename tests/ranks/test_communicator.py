@@ -22,10 +22,12 @@ def test_without_an_error_every_rank_gets_every_payload():
 
 
 def test_the_text_is_the_same_on_every_rank_and_names_the_rank():
-    outcomes = agree({1: ValidationError([Problem("bad", key="w", rank=1, expected=1, got=2, remedy="mend it")])})
+    outcomes = agree(
+        {1: ValidationError([Problem("bad", key="w", rank=1, expected=1, got=2, remedy="mend it", code="FC101")])}
+    )
     assert {type(outcome) for outcome in outcomes} == {ValidationError}
     assert {str(outcome) for outcome in outcomes} == {
-        "cannot x: [rank 1] bad (key 'w', rank 1); expected 1; got 2. Remedy: mend it"
+        "cannot x: [rank 1] bad (key 'w', rank 1); expected 1; got 2. Remedy (FC101): mend it"
     }
 
 
@@ -56,6 +58,21 @@ def test_an_error_in_a_step_that_trades_is_everybodys():
     assert {str(outcome) for outcome in trade({0: MemoryError("full")}, 1)} == {"cannot x: [rank 0] MemoryError: full"}
 
 
+def test_what_each_rank_has_found_of_its_own_is_one_problem_of_all():
+    def found(rank):
+        return ValidationError([Problem("bad", key="w", rank=rank, expected=1, remedy="mend it", code="FC101")])
+
+    outcomes = agree({rank: found(rank) for rank in (0, 1, 2, 3, 6)}, 7)
+    assert {str(outcome) for outcome in outcomes} == {
+        "cannot x: [ranks 0-3, 6] bad (key 'w'); expected 1. Remedy (FC101): mend it"
+    }
+    # One rank that has seen the problems of several.
+    seen = ValidationError([problem for rank in (0, 1, 2) for problem in found(rank).problems])
+    assert {str(outcome) for outcome in agree({1: seen})} == {
+        "cannot x: [rank 1] bad (key 'w', ranks 0-2); expected 1. Remedy (FC101): mend it"
+    }
+
+
 def test_global_ranks_are_named_not_positions():
     outcomes = agree({1: ValidationError(["bad"])}, 2, ranks=(4, 7))
     assert {str(outcome) for outcome in outcomes} == {"cannot x: [rank 7] bad"}
@@ -64,7 +81,7 @@ def test_global_ranks_are_named_not_positions():
 def test_a_problem_that_many_ranks_met_is_told_once():
     outcomes = agree({0: ValidationError(["same"]), 2: ValidationError(["same", "other"])})
     assert len({str(outcome) for outcome in outcomes}) == 1
-    assert outcomes[1].problems == ["[rank 0, 2] same", "[rank 2] other"]
+    assert outcomes[1].problems == ["[ranks 0, 2] same", "[rank 2] other"]
 
 
 @pytest.mark.parametrize(

@@ -335,8 +335,8 @@ def test_a_rank_that_dies_is_named_on_all_others_soon(store, size, point):
         process.join(300)
     assert processes[victim].exitcode == -signal.SIGKILL
     lost = (
-        f"rank {victim} is lost: it has gone, or does not answer. Remedy: look into its log (killed? out of memory? "
-        "host or network down?), and restart the job"
+        f"rank {victim} is lost: it has gone, or does not answer. Remedy (FC501): look into its log (killed? out of "
+        "memory? host or network down?), and restart the job"
     )
     for rank, texts in outcomes:
         assert texts == [
@@ -363,7 +363,7 @@ def test_a_rank_that_waits_for_long_says_for_whom(ranks, monkeypatch, has_met):
         return channel.all_gather(b"%d" % channel.rank)
 
     assert group.run(work) == {0: [b"0", b"1"], 1: [b"0", b"1"]}
-    assert texts[0].startswith("rank 0 has waited 0 s for rank 1 in a call of this library. Remedy: ")
+    assert texts[0].startswith("rank 0 has waited 0 s for rank 1 in a call of this library. Remedy (FC501): ")
     # The other rank has made the call. What a rank does alone: tests/distributed/rank_0_script.py.
     advised(
         "ranks/lost_ranks.py", "make this call on every rank of the group (is it inside `if rank == 0`?), or", texts[0]

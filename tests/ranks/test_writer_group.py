@@ -23,7 +23,7 @@ from paddle_flexckpt.ranks.writer_group import LostCoordinatorError, WriterGroup
 
 TOKEN = bytes(range(16))
 PATIENCE_SECONDS = 60.0
-GONE = "its processes have ended before it had done its share of the save. Remedy: look into its log"
+GONE = "its processes have ended before it had done its share of the save. Remedy (FC501): look into its log"
 UNKNOWN = "its background writer has ended, or has not decided within {:g} s: it is not known what became of the save"
 FORK = multiprocessing.get_context("fork")
 
@@ -383,7 +383,7 @@ def test_a_member_whose_process_has_gone_before_it_came_is_named(writers):
     some.sockets[3].close()
     some.sockets[1].close()
     outcomes = some.run(lambda group: group.together(lambda: (None, b""), "cannot save"), absent=[1, 3])
-    assert only(outcomes).startswith(f"cannot save: [rank 1, 3] {GONE}")
+    assert only(outcomes).startswith(f"cannot save: [ranks 1, 3] {GONE}")
 
 
 @pytest.mark.parametrize("is_connected", [False, True])
@@ -394,7 +394,8 @@ def test_a_member_that_lives_and_says_nothing_is_given_its_time(writers, is_conn
     outcomes = some.run(lambda group: group.together(lambda: (None, b""), "x"), absent=[2], timeout=0.5)
     assert only(outcomes).startswith(
         "x: [rank 2] has written nothing within 0.5 s after others had written: its processes have ended, or it is "
-        "slower than that. Remedy: look into the log of that rank, or give the BackgroundWriter a longer timeout"
+        "slower than that. Remedy (FC501): look into the log of that rank, or give the BackgroundWriter a longer "
+        "timeout"
     )
 
 
@@ -470,7 +471,9 @@ def test_members_whose_coordinator_is_killed_do_not_know_the_outcome(writers, po
 
     texts = set(in_threads({position: lambda p=position: work(p) for position in (1, 2, 3)}).values())
     process.join()
-    assert texts == {f"[rank 0] {UNKNOWN.format(PATIENCE_SECONDS)}. Remedy: look whether the checkpoint is there"}
+    assert texts == {
+        f"[rank 0] {UNKNOWN.format(PATIENCE_SECONDS)}. Remedy (FC404): look whether the checkpoint is there"
+    }
 
 
 def test_a_coordinator_that_has_gone_is_noticed_at_the_start(writers):

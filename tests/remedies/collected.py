@@ -12,7 +12,10 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "paddle_flexckpt"
 # Its functions return remedies, or parts of them.
 _TEXTS = "transfer/problems.py"
-_MARK = "Remedy: "
+_MARK = re.compile(r"Remedy(?: \((FC\d{3})\))?: ")
+_CODE = re.compile(r"FC\d{3}")
+# A Problem with so many positional arguments has a remedy.
+_UP_TO_REMEDY = 7
 _HOLE = "{}"
 
 
@@ -44,6 +47,56 @@ def remedies(package: Path = PACKAGE) -> list[Remedy]:
     return found
 
 
+def codes(package: Path = PACKAGE) -> dict[str, list[str]]:
+    """The codes of the package's remedies, each with the lines that have it."""
+    found: dict[str, list[str]] = {}
+    for place, node in _nodes(package):
+        if isinstance(node, ast.Constant) and _CODE.fullmatch(str(node.value)):
+            found.setdefault(node.value, []).append(place)
+        if isinstance(node, (ast.Constant, ast.JoinedStr)):
+            for text in _texts(node):
+                for code in filter(None, _MARK.findall(text)):
+                    found.setdefault(code, []).append(place)
+    return found
+
+
+def uncoded(package: Path = PACKAGE) -> list[str]:
+    """The lines of the package that give a remedy without a code."""
+    found = {}
+    for place, node in _nodes(package):
+        if isinstance(node, (ast.Constant, ast.JoinedStr)):
+            lacks = any(not code for text in _texts(node) for code in _MARK.findall(text))
+        elif isinstance(node, ast.Call):
+            given = {keyword.arg: keyword.value for keyword in node.keywords}
+            is_problem = isinstance(node.func, ast.Name) and node.func.id == "Problem"
+            code = given.get("code")
+            is_code = isinstance(code, ast.Name) or (
+                isinstance(code, ast.Constant) and _CODE.fullmatch(str(code.value)) is not None
+            )
+            lacks = not is_code and ("remedy" in given or (is_problem and len(node.args) >= _UP_TO_REMEDY))
+        else:
+            continue
+        if lacks:
+            found[place] = None
+    return list(found)
+
+
+def _nodes(package: Path) -> Iterator[tuple[str, ast.AST]]:
+    """All nodes of the package, but for docstrings and what is inside a text, each with its place."""
+    for path in sorted(package.rglob("*.py")):
+        module = path.relative_to(package).as_posix()
+        if not module.startswith("testing/"):
+            tree = ast.parse(path.read_text("utf-8"))
+            skipped: set[int] = set()
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+                    skipped.add(id(node.value))
+                if isinstance(node, ast.JoinedStr):
+                    skipped |= set(map(id, node.values))
+                if id(node) not in skipped and hasattr(node, "lineno"):
+                    yield f"{module}:{node.lineno}", node
+
+
 def _remedies_of(module: str, tree: ast.Module) -> Iterator[str]:
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     named = set(_names_of_remedies(tree))
@@ -57,11 +110,11 @@ def _remedies_of(module: str, tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Return) and node.value is not None and module == _TEXTS:
             texts = _texts(node.value)
         for text in texts:
-            if _MARK not in text:
+            if not _MARK.search(text):
                 yield from _useful(text)
         if isinstance(node, (ast.Constant, ast.JoinedStr, ast.BinOp)) and id(node) not in docstrings:
             for text in _texts(node):
-                for part in text.split(_MARK)[1:]:
+                for part in _MARK.split(text)[2::2]:
                     yield from _useful(part.partition("\n")[0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,14 +27,14 @@ class Advice(NamedTuple):
 
 def advised(module: str, words: str, text: str) -> None:
     """Assert that a text, such as a warning or an output, gives the remedy of a module that has these words."""
-    remedy = text.partition("Remedy: ")[2]
+    remedy = re.split(r"Remedy \(FC\d{3}\): ", text, maxsplit=1)[-1]
     assert words in remedy, f"the remedy of {module} is {remedy!r}; expected {words!r}"
 
 
 @contextmanager
 def provoked(module: str, words: str, kind: type[Exception] = Exception) -> Iterator[Any]:
     """Assert that the block raises an error with the remedy of a module that has these words; then follow it."""
-    with pytest.raises(kind, match=r"Remedy: ") as caught:
+    with pytest.raises(kind, match=r"Remedy \(FC\d{3}\): ") as caught:
         yield caught
     advised(module, words, str(caught.value))
 

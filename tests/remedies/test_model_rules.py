@@ -98,7 +98,7 @@ def test_a_paddle_without_the_context_or_with_another_one(monkeypatch):
     context_module(monkeypatch, *FIVE, "tower")
     with provoked("trainer/model_rules/live.py", "give the model a method ") as caught:
         aoa_config_of(Root())
-    assert str(caught.value).endswith("Remedy: give the model a method _gen_aoa_config(config)")
+    assert str(caught.value).endswith("Remedy (FC808): give the model a method _gen_aoa_config(config)")
     assert aoa_config_of(Answering()) == {"aoa_statements": ["a -> w"]}
     context_module(monkeypatch, *FIVE)  # the version that has it
     assert len(aoa_config_of(Root())["aoa_statements"]) == 2

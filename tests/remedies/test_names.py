@@ -88,7 +88,7 @@ def test_one_of_several_keys_is_named_by_a_statement(path, one, other, wanted):
     fc.save_state_dict({one: A, other: B}, path)
     with provoked("transfer/names.py", "say which by an AOA statement (") as caught:
         load(path, rooms(wanted))
-    assert str(caught.value).count("Remedy: ") == 1
+    assert str(caught.value).count("Remedy (FC") == 1
     assert f"({one} -> {wanted})" in str(caught.value)
     assert load(path, rooms(wanted), f"{one} -> {wanted}") == lists({wanted: A})
     assert load(path, rooms(wanted), f"{other} -> {wanted}") == lists({wanted: B})

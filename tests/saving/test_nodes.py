@@ -95,7 +95,7 @@ def test_ranks_that_share_no_directory_are_refused_before_data_is_written(nodes,
     a, b, _ = nodes
     monkeypatch.setattr(NodeDirectory, "write_data", lambda *args, **kwargs: pytest.fail("data was written"))
     text = one_error(save([a, a, b, b], 1, storage="shared"), ValidationError)
-    assert f"[rank 2, 3] {b}/0-1.saving is not there" in short(text)
+    assert f"[ranks 2-3] {b}/0-1.saving is not there" in short(text)
     assert "storage='per_node'" in text
     assert os.listdir(a) == []
     assert not os.path.exists(b)

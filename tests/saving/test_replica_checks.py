@@ -426,7 +426,7 @@ def test_what_is_no_policy_is_said(tmp_path, bad):
     for outcome in SimulatedWorld(2).run_all(save):
         assert isinstance(outcome, fc.ValidationError)
         assert "check_replicas has " in str(outcome)
-        assert "Remedy: give 'equal', 'all', 'close' or 'first'" in str(outcome)
+        assert "Remedy (FC101): give 'equal', 'all', 'close' or 'first'" in str(outcome)
 
 
 def test_extra_state_is_never_only_close(tmp_path):

@@ -388,7 +388,7 @@ def test_a_plain_state_dict_out_and_in(world2, tmp_path):
         assert told["differs"] == told["structured"] == []
         assert told["again"] == told["losses"]
         [rate], text = told["missing"]
-        assert f"[rank 0, 1] the source has no such key (key {rate!r}" in text
+        assert f"[ranks 0-1] the source has no such key (key {rate!r}" in text
 
 
 def test_a_plain_state_dict_with_fused_slices_is_refused(world2, tmp_path):

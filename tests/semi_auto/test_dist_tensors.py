@@ -16,6 +16,7 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
+from paddle_flexckpt.catalog.texts import format_ranks
 from paddle_flexckpt.manager import SaveEvery
 from paddle_flexckpt.memory.tensors import HostTensor
 from tests.semi_auto import training
@@ -392,7 +393,7 @@ def test_a_tensor_of_unknown_place_is_refused(world2, tmp_path, case, words, whe
     key = "model.slice@bad" if case == "slice" else "model.bad"
     for text in first["texts"].values():
         assert text.count(words) == 1
-        assert f"[rank {', '.join(map(str, where))}] " in text
+        assert f"[rank{'s' * (len(where) > 1)} {format_ranks(where)}] " in text
         assert f"(key {key!r}" in text
         assert "Remedy" in text
     assert first["untouched"] == second["untouched"] == [True] * 4
@@ -407,7 +408,7 @@ def test_descriptions_by_hand(world2):
         assert told.pop("of another shape") == (
             "Shape mismatch: 'w' has global shape (7, 2); expected (7, 3) as 'like' has"
         )
-        holds = f"of which this rank holds shape {tuple(mine[0])} at {tuple(mine[2])}. Remedy: make_replicated"
+        holds = f"of which this rank holds shape {tuple(mine[0])} at {tuple(mine[2])}. Remedy (FC105): make_replicated"
         assert sorted(told) == ["flattened", "wrong global shape", "wrong local shape", "wrong offset"]
         for text in told.values():
             assert text.startswith("key 'w': global_shape (7, ")

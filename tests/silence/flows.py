@@ -324,7 +324,7 @@ def _remedy(pick: Pick, root: Path) -> str:
             return "equal"
         raise Finding(f"{kind}: loaded as {found.shape}")
     options: dict[str, Any] = {}
-    advice = error.partition("Remedy: ")[2]
+    advice = error.partition("Remedy (FC")[2]
     statement = re.search(r"the AOA statement '([^']*)'", advice)
     if statement is not None:
         options["aoa_config"] = {"aoa_statements": [statement[1]]}

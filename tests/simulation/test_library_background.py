@@ -235,7 +235,9 @@ def test_a_small_machine(monkeypatch):
             with BackgroundWriter(timeout=TIMEOUT) as writer:
                 state = world.state(version=2)
                 options = {"unique_id": 0, "async_save": writer}
-                with pytest.raises(CheckpointError, match=r"8.0 MiB are available. Remedy: pass staging_bytes="):
+                with pytest.raises(
+                    CheckpointError, match=r"8.0 MiB are available. Remedy .FC505.: pass staging_bytes="
+                ):
                     save_state_dict(state, ROOT, comm, **options)
                 with pytest.raises(CheckpointError, match="8.0 MiB are available"):
                     writer.reserve(1 << 20)
@@ -553,7 +555,9 @@ def test_a_closed_writer():
             with BackgroundWriter(timeout=TIMEOUT) as writer:
                 pass
             writer.close()
-            with pytest.raises(ValidationError, match="this BackgroundWriter is closed. Remedy: make another one"):
+            with pytest.raises(
+                ValidationError, match="this BackgroundWriter is closed. Remedy .FC102.: make another one"
+            ):
                 save_state_dict(world.state(version=1), ROOT, comm, async_save=writer)
             with pytest.raises(ZeroDivisionError), BackgroundWriter(timeout=TIMEOUT) as other:
                 handle = save_state_dict(world.state(version=2), ROOT, comm, unique_id=0, async_save=other)

@@ -246,7 +246,7 @@ def test_writers_that_stay_cut_off_are_given_up() -> None:
         1, lambda world, _: world.scheduler.after(0.9, lambda: world.network.cut.add(frozenset(("node0", "node1"))))
     )
     assert str(outcome[1]) == str(outcome[3])
-    assert str(outcome[1]).startswith("[rank 0, 2, 4] has written nothing within 60 s after others had written")
+    assert str(outcome[1]).startswith("[ranks 0, 2, 4] has written nothing within 60 s after others had written")
     assert {type(outcome[rank]) for rank in (0, 2, 4)} == {LostCoordinatorError}
 
 

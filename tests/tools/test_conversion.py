@@ -582,7 +582,9 @@ def test_another_conversion_does_not_go_on_with_it(checkpoint, values, tmp_path)
     options = begun(checkpoint, out)
     before = tree(out)
     for other in ({"max_file_bytes": 500}, {"dtype": "float16"}, {"format": "native"}, {"prefix": "layers"}):
-        with pytest.raises(ValidationError, match="with other options. Remedy: repeat the command .* --restart"):
+        with pytest.raises(
+            ValidationError, match="with other options. Remedy .FC405.: repeat the command .* --restart"
+        ):
             convert_checkpoint(checkpoint, out, **{**options, **other})
         assert tree(out) == before
     changed = tmp_path / "changed"
@@ -784,7 +786,7 @@ def test_key_and_value_heads_of_grouped_queries(tmp_path, strategy, whole, is_wa
     assert bool(told) == is_warned
     if not told:
         return
-    assert "This cuts layers.0.k_proj.weight, layers.0.v_proj.weight. Remedy: where each rank" in told[0]
+    assert "This cuts layers.0.k_proj.weight, layers.0.v_proj.weight. Remedy (FC704): where each rank" in told[0]
     advised("tools/conversion_content.py", "give first --cut '*.k_proj.*=none' --cut '*.v_proj.*=none'", told[0])
     first = [("*.k_proj.*", None), ("*.v_proj.*", None)]
     for name, followed in {"cut": {"strategy": strategy, "cuts": [*first, *cuts]}, "two": {"strategy": "tp=2"}}.items():

@@ -414,8 +414,18 @@ def test_what_cannot_be_written_is_an_error_before_anything_is(checkpoint, tmp_p
     refused("is not empty. Remedy", checkpoint, used)
     refused("is not a directory, so nothing can be saved there. Remedy", checkpoint, used / "mine")
     refused("does not exist", tmp_path / "nowhere", out)
-    refused(f"got no key that starts with 'x.' among {len(KINDS)}. Remedy: correct prefix", checkpoint, out, prefix="x")
-    refused("nothing to export; got optimizer states.*Remedy: give states=True", checkpoint, out, prefix="extra_state")
+    refused(
+        f"got no key that starts with 'x.' among {len(KINDS)}. Remedy .FC201.: correct prefix",
+        checkpoint,
+        out,
+        prefix="x",
+    )
+    refused(
+        "nothing to export; got optimizer states.*Remedy .FC201.: give states=True",
+        checkpoint,
+        out,
+        prefix="extra_state",
+    )
     removed = {"aoa_statements": [f"{key} -> _" for key in KINDS]}
     refused("there is nothing to export; got no key among 0", checkpoint, out, removed, states=True)
     empty = tmp_path / "empty"

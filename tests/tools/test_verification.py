@@ -79,9 +79,11 @@ def test_a_damaged_manifest_is_the_one_problem(tmp_path, unique_id):
     with pytest.raises(CorruptCheckpointError) as caught:
         SourceDirectory(tmp_path).read_manifest(chosen)
     remedy = "restore the file from a copy, or rebuild it with repair_manifest(path, unique_id, overwrite=True)"
-    what = str(caught.value).partition(". Remedy: ")[0]
+    what = str(caught.value).partition(". Remedy (FC")[0]
     assert what.count(f"{chosen}.manifest") == 1 and "Remedy" not in what
-    problem = Problem(f"the manifest is damaged: {what}", file=str(tmp_path / f"{chosen}.manifest"), remedy=remedy)
+    problem = Problem(
+        f"the manifest is damaged: {what}", file=str(tmp_path / f"{chosen}.manifest"), remedy=remedy, code="FC306"
+    )
     assert verify_checkpoint(tmp_path, unique_id) == VerifyReport(
         str(tmp_path), chosen, problems=[problem], seconds=SECONDS
     )
@@ -186,7 +188,7 @@ def test_a_manifest_of_another_save_is_named(tmp_path):
         "no data file is of the save that this manifest belongs to", file=str(tmp_path / "0.manifest"),
         expected=" or ".join(token * 32 for token in "abc"), got=TOKEN,
         remedy="restore the manifest that belongs to the data files",
-    )  # fmt: skip
+    code="FC304")  # fmt: skip
 
 
 def test_a_file_of_another_save_is_no_doubt_of_the_manifest(tmp_path):
@@ -213,6 +215,7 @@ def test_a_manifest_whose_files_have_other_names_is_named(tmp_path):
         expected="0_0.safetensors, 1_0.safetensors, 2_0.safetensors",
         got="0_0.1.safetensors, 1_0.1.safetensors, 2_0.1.safetensors",
         remedy="restore the manifest that belongs to the data files",
+        code="FC304",
     )
 
 

@@ -70,7 +70,7 @@ def test_switches(name):
 def test_a_format_that_nobody_knows_is_refused_with_what_is_meant(name, value, meant):
     with provoked("trainer/flags.py", ", if it is meant") as caught:
         options(**{name: value})
-    assert f"got {value!r}. Remedy: --{name} {meant}, if" in str(caught.value)
+    assert f"got {value!r}. Remedy (FC905): --{name} {meant}, if" in str(caught.value)
     assert (options(**{name: meant}) == TrainerOptions()) is (meant != "flex_checkpoint")
 
 
@@ -116,7 +116,10 @@ def test_replicas():
         ({"save_sharded_model": True}, "leave --save_sharded_model out"),
         ({"load_sharded_model": True}, "leave --load_sharded_model out"),
         ({"use_async_save": True}, "--flex_async_save, not --use_async_save"),
-        ({"enable_auto_parallel": True, "flex_fallback": True}, "cannot go back to another. Remedy: leave it out"),
+        (
+            {"enable_auto_parallel": True, "flex_fallback": True},
+            "cannot go back to another. Remedy (FC905): leave it out",
+        ),
         (
             {"enable_auto_parallel": True, "save_model_with_sharding_tensor_fusion": True},
             "--save_model_with_sharding_tensor_fusion is of the trainer's own format",
@@ -141,7 +144,7 @@ def test_a_tilde_of_which_the_trainer_would_make_a_directory_is_refused(monkeypa
     monkeypatch.setenv("HOME", "/home/me")
     with provoked("trainer/flags.py", "give the path in full, ") as caught:
         options(**FLEX, output_dir="~/runs/1")
-    assert "a directory that is called ~. Remedy: give the path in full, /home/me/runs/1" in str(caught.value)
+    assert "a directory that is called ~. Remedy (FC905): give the path in full, /home/me/runs/1" in str(caught.value)
     assert options(**FLEX, output_dir="/home/me/runs/1").save
 
 

@@ -53,7 +53,7 @@ def test_ranks_that_say_the_same_go_on():
 def test_what_differs_is_told_once_and_sorted():
     said = heads({"call": "load", "a": 1, "b": 2}, {"call": "load", "a": 1, "b": 1}, {"call": "load", "a": 1, "b": 2})
     text = refusal(said, "cannot load")
-    assert text.startswith('cannot load: ranks disagree: {"b": 1}; {"b": 2}. Remedy: ')
+    assert text.startswith('cannot load: ranks disagree: {"b": 1}; {"b": 2}. Remedy (FC502): ')
     assert "same arguments on every rank" in text and "unique_id" in text
     said = heads({"call": "load", "context": "loading here", "a": 1}, {"call": "load", "context": "there"})
     text = refusal(said, "cannot load")
@@ -75,10 +75,10 @@ def test_ranks_in_different_calls_are_told_first():
     said = heads({"call": "save", "a": 1}, {"call": "load"}, {"call": "save", "a": 2})
     text = refusal(said, "cannot")
     assert text.startswith(
-        "cannot: ranks do not make the same call: rank 0, 2: save; rank 1: load. Remedy: make the same"
+        "cannot: ranks do not make the same call: ranks 0, 2: save; rank 1: load. Remedy (FC502): make the same"
     )
     text = refusal([*said[:2], b"no json", b"[1]", b'{"a": 1}'], "", ranks=[4, 7, 9, 11, 12])
-    assert "rank 4: save; rank 7: load; rank 9, 11, 12: a later step of a call" in text
+    assert "rank 4: save; rank 7: load; ranks 9, 11-12: a later step of a call" in text
 
 
 def test_the_first_fields_are_compared_and_the_others_returned_by_field():

@@ -304,7 +304,7 @@ def test_a_step_that_gives_something_else_is_named(given):
         Filling(plan, memory).finish()
     assert str(caught.value) == (
         f"the values computed for key 't' are {given.dtype.name} {list(given.shape)}; expected float32 [2] for "
-        f"{Box((1,), (2,))}. Targets are partly overwritten. Remedy: report this step, Odd, as a defect"
+        f"{Box((1,), (2,))}. Targets are partly overwritten. Remedy (FC603): report this step, Odd, as a defect"
     )
     assert memory.events == []
 
@@ -335,7 +335,7 @@ def test_tied_targets_have_to_be_equal(staged):
                 filling.finish()
             assert str(caught.value) == (
                 "targets 'first' and 'second' are one tied parameter, but the source holds different values for them; "
-                "the target has those of 'first'. Remedy: untie the parameters, or leave one of the keys out"
+                "the target has those of 'first'. Remedy (FC107): untie the parameters, or leave one of the keys out"
             )
         assert memory.arrays[0].tolist() == [1, 2, 3]
         # What a copy was of is not read back.

@@ -117,6 +117,7 @@ def test_shards_of_a_source_without_a_rule_are_refused_with_both_statements():
             got="parts of [4, 8] along axis 1",
             remedy=f'mark it where it is saved; or give an AOA statement: "w -> w, {tags}" takes every shard for a '
             'part, "w -> w" takes the elements as they are',
+            code="FC207",
         )
 
 
@@ -130,6 +131,7 @@ def test_shards_of_a_target_without_a_rule_are_refused():
         got="parts of 6 along axis 1",
         remedy=f"mark it: FusedAxis(1, {QKV!r}) if every rank holds its part of all that is fused, "
         f"FusedAxis(1, {QKV!r}, parts=1) if the whole is in natural order",
+        code="FC207",
     )
 
 
@@ -143,6 +145,7 @@ def test_rules_that_contradict_each_other_are_refused(here, there):
         expected=here.describe(),
         got=there.describe(),
         remedy="correct the FusedAxis of one of them",
+        code="FC207",
     )
 
 
@@ -161,6 +164,7 @@ def test_a_mismatch_that_may_not_be_mended_is_a_problem_that_names_the_statement
         expected="parts of 6 along axis 1, as here",
         got="parts of [3]",
         remedy=f'load with {convert}the AOA statement "v -> w, fused_ffn"',
+        code="FC207",
     )
     assert mismatch(4, 2).problem() == mismatch(4, 2).problem(False)
 

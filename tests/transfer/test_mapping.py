@@ -130,6 +130,7 @@ def test_without_a_statement_natural_order_is_refused():
             expected="a FusedAxis with a statement at the save",
             got="fused, by no known statement, along axis 1, 2 parts",
             remedy=f'take it as it is stored, by the AOA statement "{key} -> {key}"',
+            code="FC207",
         )
 
     assert refusal(whole_mapping, None, source) == [told("a"), told("c")]

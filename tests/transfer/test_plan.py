@@ -222,7 +222,7 @@ def test_a_value_cannot_be_computed_from_what_a_target_has():
     assert plan.covered.tolist() == [4, 4]
     assert str(caught.value) == (
         "a value is computed from what a target has, which statements cannot do (AOA statement 2: a -> b) "
-        "(key '#w'). Remedy: say what new elements hold, as with fill=0"
+        "(key '#w'). Remedy (FC603): say what new elements hold, as with fill=0"
     )
 
 

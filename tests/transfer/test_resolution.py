@@ -147,6 +147,7 @@ def test_a_key_that_is_missing_is_a_problem_that_lists_similar_names():
         expected="float32 [0:4, 6:12] of [4, 12]",
         got="7 keys, among them ['b.c.w', 'c.w', 'e.c.w']",
         remedy=LEFT_ALONE,
+        code="FC201",
     )
     assert the_refusal(solve, keys("p.q"), source).got == "7 keys, among them ['a.c.v', 'a.d.w', 'b.c.w']"
     assert the_refusal(solve, keys("p"), keys()).got == "0 keys, among them []"
@@ -212,6 +213,7 @@ def test_another_shape_is_a_problem_that_names_the_file():
         got="[4, 8] (source)",
         remedy="load into a model of the saved size, or leave this key out, or, if elements were added or removed at "
         "the end, as in a vocabulary, cut or extend it by the AOA statement 'w -> w, resize=\"auto\"'",
+        code="FC205",
     )
     # As many axes as the widest table does not make them alike.
     problem = the_refusal(solve, [Part("w", (2, 3)), Part("v")], [Part("w", (3,)), Part("v")])
@@ -245,6 +247,7 @@ def test_another_dtype_is_a_problem_or_cast():
         expected="bfloat16 (target)",
         got="float32 (source)",
         remedy='load with dtype="cast" to convert the values',
+        code="FC206",
     )
     found = solve([*wanted, *keys("v", rank=6)], [*source, *keys("v", rank=2)], dtype="cast")
     assert found.rows == (Resolved("own", "w", cast="float32 -> bfloat16"), Resolved("own", "v"))
@@ -257,6 +260,7 @@ def test_another_dtype_is_a_problem_or_cast():
         expected="int8 (target)",
         got="float32 (source)",
         remedy="load into a target of the saved dtype",
+        code="FC206",
     )
 
 
@@ -368,6 +372,7 @@ def test_statements_that_do_not_fit_a_target_are_named():
         expected="[4, 6] (target)",
         got='AOA gives [4, 8] (AOA statement 1: "a{0}" -> x)',
         remedy="correct the statement, or the target",
+        code="FC205",
     )
     assert (other.what, other.got) == ("dtypes differ", "AOA gives float32 (AOA statement 2: b -> y)")
     cast = resolve(targets(Part("y", dtype="float16")), source, TransferOptions(dtype="cast"), mapping)
@@ -401,6 +406,7 @@ def test_what_statements_take_away_is_missing():
         expected="float32 [0:4, 0:12] of [4, 12]",
         got="a statement removes the source key of that name",
         remedy=remedy,
+        code="FC604",
     )
     mapping = removed(keys("x"), keys("a", "b"), "a -> _")
     problem = the_refusal(solve, keys("a"), keys("a", "b"), mapping)
@@ -409,7 +415,7 @@ def test_what_statements_take_away_is_missing():
     # A reason that knows a remedy says it itself.
     problem = the_refusal(solve, keys("w", "w.moment1_0"), keys("a", "a.moment1_0"), ["a -> w, scale=2.0"])
     assert (problem.key, problem.remedy) == ("w.moment1_0", None)
-    assert "Remedy:" in problem.got
+    assert "Remedy (" in problem.got
     assert filled(keys("a"), keys("a"), ["a -> _"], strict=False) == {"a": Resolved("missing", "a")}
     # Others are wrong by name, statements or not.
     assert the_refusal(solve, keys("c"), keys("a", "b"), mapping).what == "the source has no such key"
@@ -639,6 +645,7 @@ def test_a_state_that_lies_otherwise_than_its_parameter_is_refused():
             expected,
             got,
             "mark parameter and states with the same FusedAxis, or give AOA statements for them",
+            code="FC207",
         )
 
     def both(state, *there, **options):

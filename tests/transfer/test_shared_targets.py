@@ -89,6 +89,7 @@ def told(key, rank, other, box="float32 [0:2, 0:3] of [2, 3]"):
         expected="memory of its own",
         got=f"memory of target {other} {box}",
         remedy="load into a clone of one of the two, and use that in its place",
+        code="FC107",
     )
 
 
@@ -181,6 +182,7 @@ def test_elements_of_a_target_have_memory_of_their_own(shape, strides, fits):
         expected="memory for each element",
         got=f"steps of {list(strides)} bytes, along axes of {shape}",
         remedy="load into a contiguous copy of it, and use that in its place",
+        code="FC107",
     )
     # What is not filled is not looked at.
     assert share_memory(here, {0: "s"}, None) == ([0], {})

@@ -314,7 +314,7 @@ def test_what_nobody_asks_for_is_told_with_the_context():
         strict=True,
     )  # fmt: skip
     assert refused(outcomes) == (
-        f"{CONTEXT}: no rank asks for key 'c', which the source has. Remedy: load it too, or allow it with "
+        f"{CONTEXT}: no rank asks for key 'c', which the source has. Remedy (FC203): load it too, or allow it with "
         "strict='missing'"
     )
 

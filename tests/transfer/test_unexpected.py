@@ -49,7 +49,7 @@ def test_all_keys_are_listed_where_none_may_be_left():
         with pytest.raises(ValidationError, match=rf"^{CONTEXT}: 2 problems") as caught:
             unexpected(["a", "b", "c"], ["b"], strict=strict)
         assert caught.value.problems == [
-            f"no rank asks for key {key!r}, which the source has. Remedy: load it too, or allow it with "
+            f"no rank asks for key {key!r}, which the source has. Remedy (FC203): load it too, or allow it with "
             "strict='missing'"
             for key in "ac"
         ]
@@ -58,8 +58,8 @@ def test_all_keys_are_listed_where_none_may_be_left():
 
 
 OPTIMIZER = (
-    "Remedy: give the optimizer's too: before its first step it has states only after paddle_flexckpt.install(), or by "
-    "optimizer_sharded_state_dict(); "
+    "Remedy (FC203): give the optimizer's too: before its first step it has states only after "
+    "paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
 )
 MASTERS = "to take float32 parameters from their masters, give master_weights='convert'; "
 ALONE = "to load weights alone, give optimizer_states='ignore'"

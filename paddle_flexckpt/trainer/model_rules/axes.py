@@ -148,8 +148,8 @@ def _vocabulary_axis(layer: Any, name: str, tensor: Any, preferred: int | None) 
     if not fitting:
         raise ValueError(
             f"{name} of {qualified_name(type(layer))} is marked is_distributed, and has the shape {shape}: expected "
-            f"one axis of {vocabulary} (vocab_size) / {degree} (tensor_parallel_degree) elements. Remedy: choose a "
-            "vocab_size that is a multiple of the degree, or say what is split with register_model_rule()"
+            f"one axis of {vocabulary} (vocab_size) / {degree} (tensor_parallel_degree) elements. Remedy (FC801): "
+            "choose a vocab_size that is a multiple of the degree, or say what is split with register_model_rule()"
         )
     if len(fitting) == 1:
         return fitting[0]
@@ -174,7 +174,7 @@ def complete_rules(layer: Any, own: dict[str, Any], stop: type) -> dict[str, Any
         if not isinstance(axis, int) or not -len(tensor.shape) <= axis < len(tensor.shape):
             raise ValueError(
                 f"{name} of {qualified_name(type(layer))} has split_axis {axis!r}, and the shape {list(tensor.shape)}. "
-                "Remedy: say what is split with register_model_rule()"
+                "Remedy (FC801): say what is split with register_model_rule()"
             )
         rules[name] = axis
     return rules

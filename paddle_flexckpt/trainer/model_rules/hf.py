@@ -201,6 +201,7 @@ def _unknown(model_class: type, why: str) -> ValidationError:
         Problem(
             f"it is not known how Hugging Face's weights become those of {qualified_name(model_class)}",
             got=why,
+            code="FC606",
             remedy="write the AOA statements yourself (paddle_flexckpt.model_rules has them for some families, "
             "paddle_flexckpt.gen_aoa_statements makes them from a model), and pass them as aoa_config",
         )

@@ -252,7 +252,7 @@ def _parameter_name(layer_class: Any, attribute: str) -> str:
         if attribute in vars(cls):
             raise ValueError(
                 f"stages share {attribute} of {cls.__module__}.{cls.__qualname__}, and it is not known which parameter "
-                "that is. Remedy: paddle_flexckpt.trainer.model_rules.register_shared_attribute("
+                "that is. Remedy (FC804): paddle_flexckpt.trainer.model_rules.register_shared_attribute("
                 f"{cls.__name__!r}, {attribute!r}, name of the parameter in the layer)"
             )
     return attribute

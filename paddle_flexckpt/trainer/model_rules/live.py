@@ -128,8 +128,8 @@ def export_config_of(model: Any, *, process_group: Any = None) -> dict[str, Any]
     if open_:
         raise AoaError(
             f"the AOA statements of a {qualified_name(type(model))}, reversed, take shapes from a destination, and an "
-            f"export has none: {len(open_)} of them, such as {shorten(open_[0].place.text)!r}. Remedy: give the model "
-            f'a method {_HAND_WRITTEN["to_hf"]}(config), or the joins among its statements sizes="[...]"'
+            f"export has none: {len(open_)} of them, such as {shorten(open_[0].place.text)!r}. Remedy (FC605): give "
+            f'the model a method {_HAND_WRITTEN["to_hf"]}(config), or the joins among its statements sizes="[...]"'
         )
     return {"aoa_statements": back}
 
@@ -148,6 +148,7 @@ def _check_equal(chosen: list[bytes], comm: Communicator) -> None:
                     rank=rank,
                     expected=f"{names[0]}, as on rank {comm.ranks[0]}",
                     got=names[1],
+                    code="FC502",
                     remedy="build the model by the same class on all ranks",
                 ),
                 _CONTEXT,
@@ -169,6 +170,7 @@ def _of_all_ranks(own: list[str], is_reverse: bool, comm: Communicator) -> list[
                 rank=different,
                 expected=f"{directions[comm.ranks[0]]}, as on rank {comm.ranks[0]}",
                 got=directions[different],
+                code="FC502",
                 remedy="generate statements of one direction on all ranks",
             ),
             _CONTEXT,
@@ -196,6 +198,7 @@ def _protocol_of(model: Any, direction: str, config: Any) -> _Protocol:
             f"a {qualified_name(type(model))} does not say how Hugging Face's weights become its own",
             expected=f"a method {own}(config), or an override of paddle.nn.Layer.{inherited}",
             got="neither of them, and no table of names",
+            code="FC606",
             remedy="pass the model itself where this is a wrapper; or write the AOA statements yourself "
             "(paddle_flexckpt.model_rules has them for some families, paddle_flexckpt.gen_aoa_statements makes them "
             "from a model), and pass them as aoa_config",
@@ -242,6 +245,7 @@ def _context_for(model: Any, config: Any) -> Any:
                 f"the method {_MODULAR['from_hf']} of {qualified_name(type(model))} takes an AOAContext, which this "
                 "version of Paddle does not have",
                 expected=_CONTEXT_MODULE,
+                code="FC808",
                 remedy=f"install a version of Paddle that has it, or give the model a method "
                 f"{_HAND_WRITTEN['from_hf']}(config)",
             )
@@ -268,6 +272,7 @@ def _context_for(model: Any, config: Any) -> Any:
                 "the AOAContext of this version of Paddle has fields that are not known",
                 expected=f"of {', '.join(known)}",
                 got=", ".join(unknown),
+                code="FC808",
                 remedy=f"give the model a method {_HAND_WRITTEN['from_hf']}(config)",
             )
         )
