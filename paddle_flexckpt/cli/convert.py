@@ -50,7 +50,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument(
         "--to",
         metavar="STRATEGY",
-        help="write what the ranks of a job with these degrees would have saved (tp, pp, vpp, dp, ep, sep, and "
+        help="write what the ranks of a job with these degrees would have saved (tp or mp, pp, vpp, dp, ep, sep, and "
         "sharding=KIND:DEGREE), or on a mesh such as 'mesh=2x4:dp,mp' or its JSON or YAML file, as `flexckpt rehearse` "
         "takes it; by default whole tensors",
     )

@@ -9,6 +9,7 @@ import argparse
 import re
 import shutil
 import sys
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from paddle_flexckpt._version import __version__
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.common import Outcome, table
 from paddle_flexckpt.cli.outputs import DoctorReport, Package, PatchState
-from paddle_flexckpt.patching import PatchError, check_patch, find_root, plan_change, read_patches, write_files
+from paddle_flexckpt.patching import Patch, PatchError, check_patch, find_root, plan_change, read_patches, write_files
 
 #: Distribution, versions that the tests run with (as a pattern), and purpose.
 _PACKAGES = (
@@ -35,13 +36,14 @@ _PACKAGES = (
 )
 _REQUIRED = ("numpy", "safetensors", "xxhash", "ml_dtypes")
 _SHARED_MEMORY = "/dev/shm"
+_TITLES = {"paddle": "Paddle", "paddlenlp": "PaddleNLP", "paddleformers": "PaddleFormers"}
 
 
 def add_command(commands: Any) -> None:
     """Add the parsers of the commands."""
     doctor = commands.add_parser(
         "doctor",
-        help="list the installed packages, whether they are supported, and the patches for their defects",
+        help="list the installed packages, whether they are supported, and the optional patches for their defects",
         description="Lists the versions of Python and of the packages that matter, and the patches that fit what is "
         "installed. The exit status is 1 if something needed is missing, or a version is not supported.",
         epilog="example: flexckpt doctor",
@@ -78,22 +80,42 @@ def _doctor(options: argparse.Namespace) -> Outcome:
         lines.append((each.package, each.version or "-", verdict, each.purpose))
     text = table(lines)
     text.append(f"shared memory, for asynchronous saves and reshards: {_free(free)}")
-    for patch in patches:
-        text.append(
-            f"defect that a patch mends: {patch.mends}. Remedy (FC901): flexckpt patch --apply {patch.name}"
-            if patch.status == "fits"
-            else f"patched: {patch.mends} ({patch.name})"
-        )
-    text += [f"problem: {problem}" for problem in problems]
-    return Outcome("\n".join([*text, "" if problems else "no problems"]).rstrip("\n"), int(bool(problems)))
+    text += _defects(patches)
+    text += [f"problem: {problem}" for problem in problems] or ["no problems: this installation is as it should be"]
+    return Outcome("\n".join(text), int(bool(problems)))
+
+
+def _defects(patches: Sequence[PatchState]) -> list[str]:
+    """Return lines about the defects of other packages, and the patches that mend them."""
+    lines = []
+    for owner in dict.fromkeys(each.owner for each in patches):
+        own = [each for each in patches if each.owner == owner]
+        fitting = [each for each in own if each.status == "fits"]
+        if fitting:
+            lines.append(
+                f"defects of {owner} itself, which optional patches mend; flexckpt works without them, programs that "
+                f"call {owner.split()[0]}'s own functions may need them:"
+            )
+            lines += [f"  {line}" for line in table([(each.name, each.mends) for each in fitting])]
+            lines.append(f"  to apply some: flexckpt patch --apply {fitting[0].name} ...; to undo it: --revert")
+        lines += [f"patched: {each.mends} ({each.name})" for each in own if each.status != "fits"]
+    return lines
 
 
 def _patches() -> list[PatchState]:
     """Return the patches that are applied to the installed packages, or could be."""
     every = list(read_patches().values())
     roots = {package: find_root(package) for package in {patch.package for patch in every}}
-    found = [PatchState(each.name, check_patch(roots[each.package], every, each)[0], each.title) for each in every]
+    found = [
+        PatchState(each.name, check_patch(roots[each.package], every, each)[0], each.title, _owner(each))
+        for each in every
+    ]
     return [each for each in found if each.status in ("fits", "applied")]
+
+
+def _owner(patch: Patch) -> str:
+    """Return the package that a patch is for, with its releases."""
+    return f"{_TITLES.get(patch.package, patch.package)} {', '.join(patch.versions)}"
 
 
 def _free_shared_memory() -> int | None:

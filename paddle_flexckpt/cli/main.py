@@ -9,7 +9,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from paddle_flexckpt._version import __version__
 
@@ -48,13 +48,21 @@ _ZSH = "autoload -U +X compinit && compinit\nautoload -U +X bashcompinit && bash
 SHELLS = ("bash", "zsh", "fish")
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors end with the command that helps."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print usage and error, and exit with status 2."""
+        super().error(f"{message}\nsee `{self.prog} --help`")
+
+
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of all commands, or of the command in ``words``.
 
     Args:
         words: The command line without the program's name.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="flexckpt",
         description="Inspect and transform flexible checkpoints.",
         epilog="exit status: 0 on success; 1 if the command failed, or found a problem or a difference; 2 for wrong "
@@ -98,7 +106,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"flexckpt {options.command}: interrupted", file=sys.stderr)
         return 130  # 128 + SIGINT, as shells have it
     except (CheckpointError, OSError, *getattr(options, "errors", ())) as error:
-        print(printable_lines(f"flexckpt {options.command}: {error}"), file=sys.stderr)
+        from paddle_flexckpt.cli.errors import report
+
+        report(options, error)
         return 1
     return outcome.code
 

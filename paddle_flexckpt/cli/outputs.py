@@ -230,11 +230,13 @@ class PatchState:
         name: Its name.
         status: ``fits`` or ``applied``.
         mends: The defect that it fixes.
+        owner: The package that has the defect, and its releases.
     """
 
     name: str
     status: str
     mends: str
+    owner: str
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.common import Outcome, add_checkpoint, table
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
@@ -137,6 +136,8 @@ def _clean_hint(root: str, unfinished: Sequence[UnfinishedSave]) -> list[str]:
 
 def _clean(options: argparse.Namespace) -> Outcome:
     """Return a line for each unfinished save, or for each directory that was cleaned; code 1 if something stays."""
+    from paddle_flexckpt.foreign.paddle_files import open_to_save
+
     backend = open_backend(options.root)
     directories = [(each, unfinished_in(each)) for each in walk(backend)]
     unfinished = [save for _, saves in directories for save in saves]

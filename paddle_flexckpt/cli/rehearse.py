@@ -104,8 +104,9 @@ def add_layout(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "--to",
         required=required,
         metavar="STRATEGY",
-        help="the degrees of the job: tp, pp, vpp, dp, ep, sep, and sharding=KIND:DEGREE (v1, v2, stage2, stage3, "
-        "muon); or a mesh, such as 'mesh=2x4:dp,mp;sharding=stage1:dp;*.q_proj.weight=R,S1', or its JSON or YAML file",
+        help="the degrees of the job: tp (or mp), pp, vpp, dp, ep, sep, and sharding=KIND:DEGREE (v1, v2, stage2, "
+        "stage3, muon); ep=dp:4 and ep=tp:4 name the ranks of experts; or a mesh, such as "
+        "'mesh=2x4:dp,mp;sharding=stage1:dp;*.q_proj.weight=R,S1', or its JSON or YAML file",
     )
     add_aoa(parser, required=False)
     parser.add_argument(

@@ -8,13 +8,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.media.backend import Backend, map_files, reading
 from paddle_flexckpt.native.cleaner import find_begun
 from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import marked_by, save_of
+
+if TYPE_CHECKING:
+    from paddle_flexckpt.native.save_directory import SaveDirectory
 
 
 @dataclass(frozen=True)

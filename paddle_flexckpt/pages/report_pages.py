@@ -5,6 +5,7 @@ Tested in tests/pages/test_report_pages.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -32,6 +33,7 @@ from paddle_flexckpt.tools.save_rehearsal import SaveRehearsal
 #: The most rows of a table, and of a table of pairs of ranks.
 MOST_ROWS, MOST_PAIRS = 1000, 64
 _RANGES = 6
+_REMEDY = re.compile(r"\. (?=Remedy\b)")
 
 
 def diff_page(report: DiffReport) -> str:
@@ -157,6 +159,25 @@ def save_rehearsal_page(report: SaveRehearsal) -> str:
         found.append(Section("What each rank writes and holds", by_rank("rank", series)))
     lead = report.summary() if report.ok else "It does not save."
     return page(f"Save under {report.strategy}, rehearsed", lead, found)
+
+
+def refusal_page(command: str, error: Exception, advice: str) -> str:
+    """Return a page of the error of a command that made no report.
+
+    Args:
+        command: The command's name.
+        error: The error.
+        advice: The command line that helps; or empty.
+    """
+    texts = [str(each) for each in getattr(error, "problems", ())] or [str(error)]
+    found = [_REMEDY.split(text, maxsplit=1) for text in texts]
+    remedies = list(dict.fromkeys(parts[1] for parts in found if len(parts) > 1))
+    sections = [Section("Problems", bullets([parts[0] for parts in found], MOST_ROWS))]
+    if remedies:
+        sections.append(Section("Remedies", bullets(remedies, MOST_ROWS)))
+    if advice:
+        sections.append(Section("See also", element("pre", advice)))
+    return page(f"flexckpt {command}: refused", str(error).partition("\n")[0], sections)
 
 
 def _failure(error: str) -> list[Markup]:

@@ -95,7 +95,7 @@ def test_a_report_that_is_none_is_refused(checkpoint, tmp_path, capsys, content)
     command = ["map", checkpoint, "--html", str(tmp_path / "a.html"), "--report", str(tmp_path / "r.json")]
     assert main(command) == 1
     assert "this is no report with seconds (file " in capsys.readouterr().err
-    assert not (tmp_path / "a.html").exists()
+    assert "this is no report with seconds" in check((tmp_path / "a.html").read_text(encoding="utf-8")).text()
 
 
 @pytest.mark.parametrize(

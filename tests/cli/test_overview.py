@@ -21,7 +21,6 @@ from paddle_flexckpt.cli.main import build_parser, main
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord
 from tests.patching.samples import install, write_patches
-from tests.remedies.following import advised
 from tests.transfer.samples import save
 
 VALUES = {
@@ -107,7 +106,7 @@ def test_doctor_finds_nothing_wrong_here(capsys):
     assert report["problems"] == []
     versions = {each["package"]: each["version"] for each in report["packages"]}
     assert versions["numpy"] == np.__version__
-    assert printed(capsys, "doctor")[-1] == "no problems"
+    assert printed(capsys, "doctor")[-1] == "no problems: this installation is as it should be"
 
 
 def test_doctor_names_what_is_missing_or_not_supported(monkeypatch, capsys):
@@ -121,7 +120,7 @@ def test_doctor_names_what_is_missing_or_not_supported(monkeypatch, capsys):
     assert "problem: xxhash is missing. Remedy (FC901): pip install xxhash" in lines
     assert "problem: numpy 1.20.3 is not a version that the tests run with" in lines
     assert "problem: paddlepaddle 2.6.2 is not a version that the tests run with" in lines
-    assert "no problems" not in lines
+    assert not [line for line in lines if line.startswith("no problems")]
 
 
 def test_doctor_tells_which_patches_fit(monkeypatch, capsys):
@@ -129,16 +128,21 @@ def test_doctor_tells_which_patches_fit(monkeypatch, capsys):
     assert not [line for line in printed(capsys, "doctor") if "patch" in line]
     monkeypatch.setattr(doctor, "check_patch", lambda root, every, patch: ("fits", ""))
     lines = printed(capsys, "doctor")
-    assert any(line.endswith("Remedy (FC901): flexckpt patch --apply paddle-3.3.1-nested-state") for line in lines)
+    (head,) = (line for line in lines if line.startswith("defects of Paddle 3.3.1 itself"))
+    assert "optional patches mend; flexckpt works without them" in head
+    (own,) = (line for line in lines if line.startswith("  paddle-3.3.1-nested-state "))
+    assert own.endswith("  Nested state dicts load")
+    assert lines[-1].startswith("no problems")
+    report = json.loads("\n".join(printed(capsys, "doctor", "--json")))
+    assert {each["owner"] for each in report["patches"]} >= {"Paddle 3.3.1"}
 
 
 def test_what_doctor_advises_patches_what_is_installed(monkeypatch, capsys, tmp_path):
     root, patches = install(tmp_path / "site"), write_patches(tmp_path / "patches", "later")
     monkeypatch.setattr(doctor, "read_patches", lambda: patches)
     monkeypatch.setattr(doctor, "find_root", lambda *_: root)
-    (line,) = (line for line in printed(capsys, "doctor") if "defect" in line)
-    advised("cli/doctor.py", "flexckpt patch --apply ", line)
-    printed(capsys, *line.partition("Remedy (FC901): flexckpt ")[2].split())
+    (line,) = (line for line in printed(capsys, "doctor") if "to apply some: " in line)
+    printed(capsys, *line.partition("flexckpt ")[2].partition(" ...")[0].split())
     assert b"first_9 = 90" in (root / "sample" / "inner" / "first.py").read_bytes()
     assert "patched: title (later)" in printed(capsys, "doctor")
 

@@ -1,0 +1,89 @@
+"""The text of a command's error, which ends with the command that helps, and its page.
+
+Tested in tests/cli/test_errors.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+
+from paddle_flexckpt.catalog import AoaError, CheckpointError, CorruptCheckpointError, Problem, ValidationError
+from paddle_flexckpt.catalog.texts import printable_lines
+from paddle_flexckpt.cli.common import write_page
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.media.file_names import redacted
+
+# Arguments that are checkpoints, and the options with their ids.
+_CHECKPOINTS = {"source": "unique_id", "first": "first_id", "second": "second_id", "root": ""}
+_COMMAND = re.compile(r"\bflexckpt [a-z]+")
+# The beginning of errors about a strategy, whose keys are no tensors.
+_STRATEGY = "cannot read a strategy"
+
+
+def report(options: argparse.Namespace, error: Exception) -> None:
+    """Print a command's error on standard error, and write its page if the command was to write one."""
+    advice = advise(options, error)
+    head = f"flexckpt {options.command}: "
+    print(printable_lines(f"{head}{error}" + (f"\nsee `{advice}`" if advice else "")), file=sys.stderr)
+    path = getattr(options, "html", None)
+    if path is None:
+        return
+    from paddle_flexckpt.pages.report_pages import refusal_page
+
+    try:
+        print(head + write_page(path, refusal_page(options.command, error, advice)), file=sys.stderr)
+    except ValidationError as second:
+        if str(second) != str(error):
+            print(printable_lines(f"{head}{second}"), file=sys.stderr)
+
+
+def advise(options: argparse.Namespace, error: Exception) -> str:
+    """Return the command that helps; empty where none does, or where the text names one."""
+    if _COMMAND.search(str(error)) or isinstance(error, OSError):
+        return ""
+    if options.command == "patch":
+        return "flexckpt patch --check"
+    found = [(getattr(options, name, None), getattr(options, its_id, None)) for name, its_id in _CHECKPOINTS.items()]
+    places = [(path, unique_id) for path, unique_id in found if path is not None]
+    if isinstance(error, CorruptCheckpointError) and options.command != "verify":
+        named = next((path for path, _ in places if path in str(error)), places[0][0] if places else None)
+        return f"flexckpt verify {_quoted(named)}" if named else ""
+    if not isinstance(error, ValidationError):
+        return ""
+    above = next((_above(path) for path, unique_id in places if not _is_checkpoint(path, unique_id)), None)
+    if above and above != getattr(options, "root", None):
+        return f"flexckpt ls {_quoted(above)}"
+    about_keys = isinstance(error, AoaError) or any(isinstance(each, Problem) and each.key for each in error.problems)
+    if places and about_keys and not str(error).startswith(_STRATEGY):
+        return f"flexckpt inspect {_quoted(places[0][0])}"
+    return f"flexckpt {options.command} --help"
+
+
+def _is_checkpoint(path: str, unique_id: int | None) -> bool:
+    """Return whether a local path is a checkpoint, with this id if one is given; true of URLs, which are not asked."""
+    if "://" in path:
+        return True
+    try:
+        directory = SourceDirectory(path)
+        ids = directory.list_ids()
+        return unique_id in ids if ids and unique_id is not None else bool(directory.origin())
+    except ValidationError:
+        return False
+    except (CheckpointError, OSError):
+        return True
+
+
+def _above(path: str) -> str:
+    """Return the directory itself, or the nearest one above that is there; empty if that is the root of all."""
+    found = path
+    while found and not os.path.isdir(found):
+        found = os.path.dirname(found)
+    return "" if found == os.sep else found or os.curdir
+
+
+def _quoted(path: str) -> str:
+    return shlex.quote(redacted(path) if "://" in path else path)
