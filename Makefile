@@ -272,6 +272,11 @@ docs: $(DOCS_STAMP) ## make the documentation a site, with references of names a
 	@$(DOCS_VENV)/bin/python docs/site.py build/site-source
 	@NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/python -m mkdocs build --quiet
 
+.PHONY: test-site
+test-site: $(TEST_STAMP) docs ## make the site, then type queries into its search and look at its pages in Chromium
+	@echo "[make] the site in a browser"
+	@FLEXCKPT_SITE=build/site $(BIN)/python -m pytest $(PYTEST_FLAGS) tests/docs
+
 .PHONY: clean
 clean: ## remove outputs, caches and the virtual environment
 	@rm -rf demo-output bench-output mutation-output log build dist paddle_flexckpt.egg-info

@@ -28,7 +28,42 @@ LINKED = ("benchmarks/results/table.md", "paddle_flexckpt/testing/cpu_world/__in
 #: Documents that have another place in the site.
 PLACES = {"docs/index.md": "index.md", "README.md": "overview.md"}
 #: By document of the site, what mkdocs and its theme are told of it.
-META = {"index.md": "hide: [navigation, toc]"}
+META = {
+    "index.md": "hide: [navigation, toc]\nsearch: {boost: 0.5}",
+    "overview.md": "search: {boost: 0.5}",
+    "docs/coming_from.md": "search: {boost: 1.2}",
+    "docs/cpu.md": "search: {boost: 1.5}",
+    # `check` is also how `checkpoint` begins, which all pages have.
+    "docs/guide.md": "tags: [check]",
+    "docs/troubleshooting.md": "tags: [corrupt, crash, hang]\nsearch: {boost: 1.2}",
+    # These answer few questions, with the words of many.
+    **dict.fromkeys(
+        (
+            "docs/extending.md",
+            "docs/format.md",
+            "docs/glossary.md",
+            "docs/reliability.md",
+            "examples/semi_auto/README.md",
+            "examples/tensor_parallel_lm/README.md",
+            "patches/README.md",
+        ),
+        "search: {boost: 0.3}",
+    ),
+    # What a user looks for is not there: history, tables of numbers, how it is built and proved.
+    **dict.fromkeys(
+        (
+            "CHANGELOG.md",
+            "CONTRIBUTING.md",
+            "SECURITY.md",
+            "benchmarks/results/table.md",
+            "docs/benchmarks.md",
+            "docs/design.md",
+            "docs/rehearsal_device.md",
+            "docs/scaling.md",
+        ),
+        "search: {exclude: true}",
+    ),
+}
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _PICTURE = re.compile(r"^!\[([^\]]*)\]\((\S*images/[^)\s]+\.svg)\)$", re.M)
 _ESCAPED = re.compile(r"(?m)^\|.*\\\|.*$")

@@ -19,7 +19,7 @@ def test_links_hold_where_a_document_moves(tmp_path):
     assert page("[a](guide.md#x) ![b](images/b.png) [c](https://d/e.md)", "docs/index.md", tmp_path).endswith(
         "[a](docs/guide.md#x) ![b](docs/images/b.png) [c](https://d/e.md)"
     )
-    assert page("[a](../README.md#x) [b](b.md)", "docs/guide.md", tmp_path) == "[a](../overview.md#x) [b](b.md)"
+    assert page("[a](../README.md#x) [b](b.md)", "docs/manager.md", tmp_path) == "[a](../overview.md#x) [b](b.md)"
     assert page("[a](../README.md)", "docs/sub/a.md", tmp_path) == "[a](../README.md)"
     assert page("[a](docs/guide.md)", "README.md", tmp_path) == "[a](docs/guide.md)"
 

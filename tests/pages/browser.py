@@ -81,11 +81,15 @@ class Browser:
 
     def open(self, path: Any, width: int = 1000, height: int = 800, dark: bool = False) -> None:
         """Show a file."""
+        self.visit(f"file://{path}", width, height, dark)
+
+    def visit(self, url: str, width: int = 1000, height: int = 800, dark: bool = False) -> None:
+        """Show an address."""
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.events.clear()
-        self.call("Page.navigate", url=f"file://{path}")
+        self.call("Page.navigate", url=url)
         self.wait_for("Page.loadEventFired")
 
     def run(self, script: str) -> Any:

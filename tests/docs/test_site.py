@@ -1,0 +1,138 @@
+"""The site in a browser: its search finds the page that answers, and its pages fit a phone and load nothing.
+
+`make test-site` makes the site and runs this.
+"""
+
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import threading
+import time
+from pathlib import Path
+from urllib.parse import quote_plus, urljoin
+
+import pytest
+
+from tests.docs.scripts import script
+from tests.pages import browser as browsers
+
+SITE = os.environ.get("FLEXCKPT_SITE")
+pytestmark = [
+    pytest.mark.skipif(SITE is None, reason="THE SITE IS NOT TRIED: `make test-site` makes it"),
+    pytest.mark.skipif(
+        browsers.find() is None, reason="THE SITE IS NOT TRIED: no Chromium. Remedy: apt-get install chromium"
+    ),
+]
+
+# By what a user types, the page that has to be among the first three.
+QUERIES = {
+    "sharding V2": "docs/recipes/",
+    "check": "docs/guide/",
+    "disk full": "docs/troubleshooting/",
+    "async save": "docs/guide/",
+    "resume from checkpoint": "docs/trainer/",
+    "convert hugging face": "docs/migration/",
+    "tied embeddings": "docs/recipes/",
+    "pipeline parallel": "docs/recipes/",
+    "expert parallel": "docs/recipes/",
+    "out of memory": "docs/guide/",
+    "rename parameters": "docs/aoa/",
+    "S3": "docs/guide/",
+    "change world size": "docs/guide/",
+    "stage 3 offload": "docs/recipes/",
+    "loss jumps after load": "docs/guide/",
+    "corrupt checkpoint": "docs/troubleshooting/",
+    "keep latest checkpoints": "docs/manager/",
+    "optimizer state missing": "docs/troubleshooting/",
+    "rng state": "docs/guide/",
+    "dataloader position": "docs/manager/",
+    "bfloat16": "docs/cpu/",
+    "PaddleNLP": "docs/trainer/",
+    "torch DCP": "docs/coming_from/",
+    "preemption": "docs/recipes/",
+    "weight sync": "docs/weight_sync/",
+}
+# The pages of the results, in order. None: the search has not answered yet.
+FOUND = """(() => {
+  const items = [...document.querySelectorAll(".md-search-result__item > .md-search-result__link")];
+  const meta = document.querySelector(".md-search-result__meta");
+  const ended = items.length || (meta && /No matching/.test(meta.innerText));
+  return ended ? items.map(item => item.pathname.slice(1)) : null;
+})()"""
+
+
+@pytest.fixture(scope="module")
+def address():
+    """A server of the site."""
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *message):
+            pass
+
+    handler = functools.partial(Quiet, directory=SITE)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with browsers.running(browsers.find()) as found:
+        yield found
+
+
+def pages():
+    """The paths of the site's pages."""
+    if SITE is None:
+        return []
+    return sorted(path.parent.relative_to(SITE).as_posix() + "/" for path in Path(SITE).rglob("index.html"))
+
+
+def search(browser, address, words):
+    browser.visit(f"{address}?q={quote_plus(words)}")
+    until = time.monotonic() + browsers.TIMEOUT
+    while (found := browser.run(FOUND)) is None:
+        assert time.monotonic() < until, f"the search does not answer {words!r}"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("words", QUERIES)
+def test_the_page_that_answers_is_among_the_first_three(browser, address, words):
+    found = search(browser, address, words)
+    assert QUERIES[words] in found[:3]
+
+
+def test_history_and_tables_of_numbers_do_not_answer(browser, address):
+    meta = script("site").META
+    excluded = {name.removesuffix(".md") + "/" for name, told in meta.items() if "exclude" in told}
+    assert "CHANGELOG/" in excluded and excluded <= set(pages())
+    for words in ("changelog", "benchmarks", "scaling", "async save"):
+        assert not excluded & set(search(browser, address, words))
+
+
+def test_pages_fit_a_phone_and_load_nothing_from_elsewhere(browser, address):
+    places = pages()
+    assert len(places) > 30
+    for place in places:
+        browser.visit(urljoin(address, place), width=390)
+        assert browser.run("document.documentElement.scrollWidth") <= 390, place
+        asked = [said["request"]["url"] for name, said in browser.events if name == "Network.requestWillBeSent"]
+        assert asked and [url for url in asked if not url.startswith((address, "data:", "blob:"))] == [], place
+        assert [said for name, said in browser.events if name == "Runtime.exceptionThrown"] == [], place
+
+
+def test_pictures_have_a_text(browser, address):
+    seen = 0
+    for place in pages():
+        browser.visit(urljoin(address, place))
+        texts = browser.run(
+            "[...document.querySelectorAll('article img, article .drawing > svg')]"
+            ".map(each => each.getAttribute('alt') || each.getAttribute('aria-label') || '')"
+        )
+        assert all(len(text) > 20 for text in texts), (place, texts)
+        seen += len(texts)
+    assert seen >= 6
