@@ -148,7 +148,7 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
         CorruptCheckpointError: It is missing, of another size, or of another save.
     """
     path = backend.where(name)
-    remedy = "Remedy (FC304): restore the file or load another checkpoint"
+    remedy = "restore the file or load another checkpoint"
     try:
         file = open_member(backend, name) if manifest.foreign else backend.open(name)
     except FileNotFoundError as error:
@@ -159,14 +159,16 @@ def check_data_file(backend: Backend, manifest: Manifest, name: str, size: int) 
                 f"{' and '.join(nodes)}. Remedy (FC504): load with storage='per_node' where a rank sees that "
                 "directory, or copy the nodes' directories into one"
             ) from error
-        raise CorruptCheckpointError(f"{path} is missing; the manifest names it. {remedy}") from error
+        raise CorruptCheckpointError(f"{path} is missing; the manifest names it. Remedy (FC304): {remedy}") from error
     with contextlib.ExitStack() as stack:
         stack.callback(file.close)
         if file.size != size:
-            raise CorruptCheckpointError(f"{path} has {file.size} bytes; expected {size} (truncated?). {remedy}")
+            raise CorruptCheckpointError(
+                f"{path} has {file.size} bytes; expected {size} (truncated?). Remedy (FC305): {remedy}"
+            )
         if not manifest.foreign and manifest.save_token.encode() not in file.read(0, TOKEN_WINDOW):
             raise CorruptCheckpointError(
-                f"{path} belongs to another save: its save token is not the manifest's. {remedy}"
+                f"{path} belongs to another save: its save token is not the manifest's. Remedy (FC304): {remedy}"
             )
         stack.pop_all()
     return file
