@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         ValidationError,
     )
     from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
+    from paddle_flexckpt.data import ElasticBatchSampler
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
     from paddle_flexckpt.loading.full_param import full_param
     from paddle_flexckpt.loading.live_rehearsal import rehearse
@@ -84,6 +85,7 @@ if TYPE_CHECKING:
 SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "The state of a run": {
         "manager.whole_run": ("load", "save"),
+        "data": ("ElasticBatchSampler",),
         "manager": (
             "CheckpointManager",
             "KeepBest",

@@ -203,6 +203,7 @@ class CheckpointManager:
         scaler: Any = None,
         state: Mapping[str, Any] | None = None,
         dataloader: Any = None,
+        data: Any = None,
         extra: Mapping[str, Any] | None = None,
         metrics: Mapping[str, Any] | None = None,
         **options: Any,
@@ -215,6 +216,7 @@ class CheckpointManager:
                 ``dataloader`` and, with ``rng``, the random number generators. None: the optimizer's own scheduler, or
                 its constant rate.
             state: Shards or tensors besides, or instead of, those of model and optimizer.
+            data: An :class:`~paddle_flexckpt.data.ElasticBatchSampler`: a position that other layouts continue.
             extra: Portable values, the same on every rank.
             metrics: Numbers by which the best checkpoint is chosen, the same on every rank.
             **options: Like ``step``, of :class:`~paddle_flexckpt.manager.manager_options.StepOptions`.
@@ -231,7 +233,7 @@ class CheckpointManager:
         """
         asked = StepOptions(step, **options)
         asked = replace(asked, blocking=not self._asked.async_save if asked.blocking is None else asked.blocking)
-        objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
+        objects = RunObjects(model, optimizer, lr_scheduler, scaler, state, data)
         context = f"cannot save a step in {self.path!r}"
         self._pending.collect(context, wait_for=asked.step)
         replaces = asked.overwrite or asked.step in self._pending.doubtful
@@ -259,8 +261,8 @@ class CheckpointManager:
             run = self._steps.begin_run(asked.step, self._restored)
         contents = StepContents(shards, numbers, run or "")
         more = check_extra(extra)
-        extra_state = collect_extra_state(objects.schedule(), objects.scaler, asked.step, asked.rng, dataloader, **more)
-        contents.shards.update(extra_state)
+        own = (objects.schedule(), objects.scaler, asked.step, asked.rng, dataloader, objects.data)
+        contents.shards.update(collect_extra_state(*own, **more))
         if self._comm.position == 0:
             self._steps.prepare(asked.step, replaces)
         return contents, join((asked.encode("save", **objects.given()), contents.describe_metrics()))
@@ -350,6 +352,7 @@ class CheckpointManager:
         lr_scheduler: Any = None,
         scaler: Any = None,
         state: Mapping[str, Any] | None = None,
+        data: Any = None,
         **options: Any,
     ) -> RestoreReport:
         """Restore model, optimizer and the run's extra state of a step, in place.
@@ -357,6 +360,7 @@ class CheckpointManager:
         Args:
             model: As in :meth:`save`; so are ``optimizer``, ``lr_scheduler`` and ``scaler``.
             state: As in :meth:`save`; its tensors are written.
+            data: As in :meth:`save`; it continues at the saved position.
             **options: Like ``step``, of :class:`~paddle_flexckpt.manager.restore.RestoreOptions`. To restore the model
                 alone, give no optimizer and ``optimizer_states="ignore"``.
 
@@ -376,8 +380,9 @@ class CheckpointManager:
             self._check_open()
             if step not in ("latest", "best"):
                 check_step(step)
-            objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
-            targets = RestoreTargets(objects.shards(), objects.schedule(), scaler, asked.rng, optimizer is not None)
+            objects = RunObjects(model, optimizer, lr_scheduler, scaler, state, data)
+            schedule, has_optimizer = objects.schedule(), optimizer is not None
+            targets = RestoreTargets(objects.shards(), schedule, scaler, asked.rng, has_optimizer, data)
             head = asked.encode("restore", **objects.given())
             if self._comm.position != 0:
                 return targets, join((head, b"null"))

@@ -101,6 +101,7 @@ class StepArguments(TypedDict, total=False):
     scaler: Any
     state: Mapping[str, Any] | None
     dataloader: Any
+    data: Any
     extra: Mapping[str, Any] | None
     metrics: Mapping[str, Any] | None
     rng: bool

@@ -31,7 +31,9 @@ from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import (
     ConstantRate,
     ExtraStateReport,
+    check_data,
     has_extra_state,
+    has_position,
     load_extra_state,
     restore_extra_state,
     schedule_left_out,
@@ -90,9 +92,9 @@ class RunOptions(LoadOptions):
 
     Attributes:
         rng: Whether to restore the random number generators, where the layout is the same.
-        schedule: ``"raise"``: it is an error if a schedule (or constant rate) or scaler was saved, and this run has
-            none or another kind, unless the model alone is wanted. ``"ignore"``: this run's stays as it is, with a
-            warning.
+        schedule: ``"raise"``: it is an error if a schedule (or constant rate), a scaler or a position in the data was
+            saved, and this run has none or another kind, unless the model alone is wanted. ``"ignore"``: this run's
+            stays as it is, with a warning.
     """
 
     storage: Storage = field(default="shared", init=False)
@@ -120,22 +122,24 @@ class RestoreOptions(RunOptions):
 
 @dataclass(frozen=True, eq=False)
 class RestoreTargets:
-    """The objects that a restore fills on this rank; schedule and scaler may be None."""
+    """The objects that a restore fills on this rank; schedule, scaler and data may be None."""
 
     shards: Mapping[str, Any]
     lr_scheduler: Any
     scaler: Any
     rng: bool
     has_optimizer: bool
+    data: Any = None
 
     def check_schedule(self, state: Mapping[str, Any] | None, options: RunOptions) -> tuple[None, bytes]:
-        """Raise ValidationError where a schedule or scaler would not be restored, and so start anew.
+        """Raise ValidationError where a schedule, scaler or position would not be restored, and so start anew.
 
         Args:
             state: The checkpoint's extra state; None if it has none.
             options: The options of the load.
         """
-        given = {"lr_scheduler": self.lr_scheduler, "scaler": self.scaler}
+        check_data(self.data)
+        given = {"lr_scheduler": self.lr_scheduler, "scaler": self.scaler, "data": self.data}
         if state is None:
             missing = [name for name, each in given.items() if each is not None and not isinstance(each, ConstantRate)]
             if missing:
@@ -144,15 +148,20 @@ class RestoreTargets:
                     "state. Remedy (FC904): give schedule='ignore', and set them to the step of the checkpoint yourself"
                 )
             return None, b""
+        if self.data is not None and not has_position(state):
+            raise ValidationError(
+                "the checkpoint has no position in the data: it was saved without data=. Remedy (FC904): give "
+                "schedule='ignore', and set the sampler's position to the samples that the checkpoint's run has taken"
+            )
         is_alone = not self.has_optimizer and options.optimizer_states == "ignore"
         model = "" if self.has_optimizer else "; for the model alone give optimizer_states='ignore'"
-        left_out = schedule_left_out(state, self.lr_scheduler, self.scaler)
+        left_out = schedule_left_out(state, self.lr_scheduler, self.scaler, self.data)
         problems = [
             Problem(
                 f"{name} is saved and would not be restored: {why}",
                 code="FC904",
                 remedy=f"give {name}=, built as in the run that saved it; with schedule='ignore' this run's stays as "
-                f"it is, and the rate or scale starts over{model}",
+                f"it is, and the rate, scale or data starts over{model}",
             )
             for name, why in left_out.items()
             if given[name] is not None or not is_alone
@@ -160,6 +169,10 @@ class RestoreTargets:
         if problems:
             raise ValidationError(problems)
         return None, b""
+
+    def restore(self, state: Mapping[str, Any]) -> ExtraStateReport:
+        """Restore all but the shards from a checkpoint's extra state."""
+        return restore_extra_state(state, self.lr_scheduler, self.scaler, self.rng, self.data)
 
 
 class ReplacedError(CheckpointError):
@@ -247,7 +260,7 @@ def fill_run(
                     return None, b"replaced"
             if state is None:
                 return ExtraStateReport.of_none(), b""
-            return restore_extra_state(state, targets.lr_scheduler, targets.scaler, targets.rng), b""
+            return targets.restore(state), b""
 
         extra, found = comm.together(restore_extra, context)
         if extra is None or any(found):

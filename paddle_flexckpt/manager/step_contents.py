@@ -23,10 +23,10 @@ from paddle_flexckpt.tools.step_record import RECORD, StepRecord
 from paddle_flexckpt.transfer.agreement import check_heads
 from paddle_flexckpt.transfer.options import GROUP, SHARDS, encode_options, same_on_all_ranks
 
-_TAKEN = ("lr_scheduler", "scaler", "step", "rng", "dataloader")
+_TAKEN = ("lr_scheduler", "scaler", "step", "rng", "dataloader", "data")
 OWN_OBJECTS = {
     **dict.fromkeys(("model", "optimizer", "state"), SHARDS),
-    **dict.fromkeys(("lr_scheduler", "scaler"), "every rank has its own; whether there is one is compared"),
+    **dict.fromkeys(("lr_scheduler", "scaler", "data"), "every rank has its own; whether there is one is compared"),
 }
 
 
@@ -39,6 +39,7 @@ class RunObjects:
     lr_scheduler: Any
     scaler: Any
     state: Mapping[str, Any] | None
+    data: Any = None
 
     def shards(self) -> dict[str, Any]:
         """Return the shards of :func:`collect_shards`."""
@@ -49,8 +50,8 @@ class RunObjects:
         return schedule_of(self.lr_scheduler, self.optimizer)
 
     def given(self) -> dict[str, bool]:
-        """Return whether there are a schedule and a scaler. Ranks compare this: one without would save none."""
-        return {name: getattr(self, name) is not None for name in ("lr_scheduler", "scaler")}
+        """Return which of schedule, scaler and data there are. Ranks compare this: one without would save none."""
+        return {name: getattr(self, name) is not None for name in ("lr_scheduler", "scaler", "data")}
 
 
 @dataclass(frozen=True)

@@ -82,6 +82,7 @@ def save(
     scaler: Any = None,
     state: Mapping[str, Any] | None = None,
     dataloader: Any = None,
+    data: Any = None,
     extra: Mapping[str, Any] | None = None,
     process_group: Any = None,
     **options: Any,
@@ -108,6 +109,7 @@ def save(
         scaler: A ``paddle.amp.GradScaler``.
         state: Shards or tensors besides, or instead of, those of model and optimizer.
         dataloader: This rank's position in the data: a portable value, or an object with ``state_dict()``.
+        data: An :class:`~paddle_flexckpt.data.ElasticBatchSampler`: a position that other layouts continue.
         extra: Portable values, the same on every rank.
         process_group: The ranks that take part, as in :func:`save_state_dict`.
         **options: Of :class:`~paddle_flexckpt.manager.whole_run.RunSaveOptions`.
@@ -121,12 +123,13 @@ def save(
     """
     asked = RunSaveOptions(**options)
     comm = communicator_for(process_group)
-    objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
+    objects = RunObjects(model, optimizer, lr_scheduler, scaler, state, data)
     context = f"cannot save to {shown(path)}"
 
     def collect() -> tuple[dict[str, Any], bytes]:
         shards, more = objects.shards(), check_extra(extra)
-        shards.update(collect_extra_state(objects.schedule(), scaler, asked.step, asked.rng, dataloader, **more))
+        schedule = objects.schedule()
+        shards.update(collect_extra_state(schedule, scaler, asked.step, asked.rng, dataloader, data, **more))
         return shards, asked.encode("save", **objects.given())
 
     shards, heads = comm.together(collect, context)
@@ -143,6 +146,7 @@ def load(
     lr_scheduler: Any = None,
     scaler: Any = None,
     state: Mapping[str, Any] | None = None,
+    data: Any = None,
     process_group: Any = None,
     **options: Any,
 ) -> RunReport:
@@ -157,6 +161,7 @@ def load(
         lr_scheduler: None: the optimizer's own scheduler, or its constant rate.
         scaler: A scaler; its settings become the saved ones.
         state: As in :func:`save`; its tensors are written.
+        data: As in :func:`save`; it continues at the saved position.
         process_group: The ranks that take part, as in :func:`load_state_dict`.
         **options: Of :class:`~paddle_flexckpt.manager.restore.RunOptions`.
 
@@ -170,11 +175,12 @@ def load(
     """
     asked = RunOptions(**options)
     comm = communicator_for(process_group)
-    objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
+    objects = RunObjects(model, optimizer, lr_scheduler, scaler, state, data)
     context = f"cannot load from {shown(path)}"
 
     def describe() -> tuple[tuple[RestoreTargets, SourceDirectory], bytes]:
-        targets = RestoreTargets(objects.shards(), objects.schedule(), scaler, asked.rng, optimizer is not None)
+        schedule, has_optimizer = objects.schedule(), optimizer is not None
+        targets = RestoreTargets(objects.shards(), schedule, scaler, asked.rng, has_optimizer, data)
         directory = SourceDirectory(path)
         return (targets, directory), asked.encode("load", **objects.given())
 

@@ -53,6 +53,7 @@ _PREFIX = EXTRA_STATE
 _COMMON = f"{_PREFIX}common"
 _OF_RANK = re.compile(re.escape(_PREFIX) + r"(rng|dataloader)\.rank(\d+)(\.|$)")
 _VERSION = 1
+_METHODS_OF_DATA = ("state_dict", "load_state_dict", "refuse")
 # Attributes that change with the steps and are missing in Paddle's state_dict() (3.0 to 3.3).
 _LEFT_OUT = {"CosineAnnealingWarmRestarts": ("T_i", "T_cur")}
 
@@ -89,6 +90,7 @@ def collect_extra_state(
     step: int | None = None,
     rng: bool = True,
     dataloader: Any = None,
+    data: Any = None,
     **more: Any,
 ) -> dict[str, Any]:
     """Return the extra state of a run, to be saved with the rest by ``save_state_dict``.
@@ -99,14 +101,17 @@ def collect_extra_state(
         step: Training step.
         rng: Whether to save the random number generators of Python, numpy, Paddle and fleet's model-parallel tracker.
         dataloader: This rank's position in the data: a portable value, or an object with ``state_dict()``.
+        data: An :class:`~paddle_flexckpt.data.ElasticBatchSampler`, whose position is the same on every rank.
         **more: Portable values and tensors that are the same on every rank.
 
     Returns:
         Names to CPU tensors (those in ``more`` as they are).
 
     Raises:
-        ValidationError: A value is not portable (see :mod:`~paddle_flexckpt.catalog.portable`).
+        ValidationError: A value is not portable (see :mod:`~paddle_flexckpt.catalog.portable`), or ``data`` is no
+            such sampler.
     """
+    check_data(data)
     tensors: dict[str, Any] = {}
     rank = _rank()
     common = {
@@ -115,6 +120,7 @@ def collect_extra_state(
         "step": plain_integer(step),
         "lr_scheduler": None if lr_scheduler is None else _scheduler_state(lr_scheduler),
         "scaler": None if scaler is None else scaler.state_dict(),
+        "data": None if data is None else data.state_dict(),
         "more": more,
     }
     state = {_COMMON: encode(common, _COMMON, tensors)}
@@ -178,9 +184,23 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
     return state
 
 
+def check_data(data: Any) -> None:
+    """Raise ValidationError unless an object is an ElasticBatchSampler, or has its methods, or is None."""
+    if data is not None and not all(callable(getattr(data, name, None)) for name in _METHODS_OF_DATA):
+        raise ValidationError(
+            f"data= takes a sampler of paddle_flexckpt.data; got a {type(data).__name__}. Remedy (FC101): give a loader or "
+            "a position of another kind as dataloader=, and values of your own under another name"
+        )
+
+
 def has_extra_state(catalog: Catalog) -> bool:
     """Return whether a checkpoint has a run's extra state, given all its shards."""
     return _COMMON in catalog.keys
+
+
+def has_position(state: Mapping[str, Any]) -> bool:
+    """Return whether a state has the position of a sampler; errors of :func:`restore_extra_state`."""
+    return bool(_common(state).get("data"))
 
 
 def saved_world_size(state: Mapping[str, Any]) -> int:
@@ -195,7 +215,7 @@ def saved_data_ranks(state: Mapping[str, Any]) -> int:
 
 
 def restore_extra_state(
-    state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True
+    state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True, data: Any = None
 ) -> ExtraStateReport:
     """Restore scheduler, scaler and generators in place. Rank 0 logs one warning of what could not be restored.
 
@@ -204,6 +224,7 @@ def restore_extra_state(
         lr_scheduler: A scheduler built like the saved one.
         scaler: A scaler; its settings become the saved ones.
         rng: Whether to restore the random number generators.
+        data: A sampler of :mod:`paddle_flexckpt.data`, made like the saved one.
 
     Returns:
         Step, positions, the caller's own values, and the names of what was restored and what was not.
@@ -212,23 +233,23 @@ def restore_extra_state(
         ValidationError: This is no extra state.
         CorruptCheckpointError: It is damaged.
     """
-    report = put_back_extra_state(state, lr_scheduler, scaler, rng)
+    report = put_back_extra_state(state, lr_scheduler, scaler, rng, data)
     if report.not_restored and _rank() == 0:
         logger.warning("not restored: " + "; ".join(f"{name}: {why}" for name, why in report.not_restored.items()))
     return report
 
 
 def put_back_extra_state(
-    state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True
+    state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True, data: Any = None
 ) -> ExtraStateReport:
     """Do the same as :func:`restore_extra_state`, but log no warning."""
     common = _common(state)
-    not_restored = schedule_left_out(state, lr_scheduler, scaler)
+    not_restored = schedule_left_out(state, lr_scheduler, scaler, data)
     restored: list[str] = []
-    for name, target in (("lr_scheduler", lr_scheduler), ("scaler", scaler)):
+    for name, target in (("lr_scheduler", lr_scheduler), ("scaler", scaler), ("data", data)):
         if target is None or name in not_restored:
             continue
-        if common[name]:
+        if common.get(name):
             if name == "lr_scheduler":
                 _restore_scheduler(target, common[name])
             else:
@@ -240,6 +261,8 @@ def put_back_extra_state(
             not_restored[name] = (
                 "the checkpoint has none" if common[name] is None else "it was disabled when it was saved"
             )
+        elif name == "data":
+            not_restored[name] = "the checkpoint has none"
     layout = _layout()
     same = common["layout"] == layout
     other = f"saved under {_describe(common['layout'])}, this run has {_describe(layout)}"
@@ -262,15 +285,19 @@ def put_back_extra_state(
     )
 
 
-def schedule_left_out(state: Mapping[str, Any], lr_scheduler: Any, scaler: Any) -> dict[str, str]:
-    """Return which of a saved schedule and scaler :func:`restore_extra_state` would not restore, and why.
+def schedule_left_out(state: Mapping[str, Any], lr_scheduler: Any, scaler: Any, data: Any = None) -> dict[str, str]:
+    """Return what of a saved schedule, scaler and position in the data would not be restored, by name, and why.
 
     Raises:
-        ValidationError: As of it; so is CorruptCheckpointError.
+        ValidationError: As of :func:`restore_extra_state`; so is CorruptCheckpointError.
     """
     common, found = _common(state), {}
-    for name, target, refuse in (("lr_scheduler", lr_scheduler, _refuse_scheduler), ("scaler", scaler, scaler_problem)):
-        if not common[name]:  # a scaler that is disabled has an empty state
+    for name, target, refuse in (
+        ("lr_scheduler", lr_scheduler, _refuse_scheduler),
+        ("scaler", scaler, scaler_problem),
+        ("data", data, lambda sampler, saved: sampler.refuse(saved)),
+    ):
+        if not common.get(name):  # a scaler that is disabled has an empty state; earlier releases saved no "data"
             continue
         problem = "none was passed" if target is None else refuse(target, common[name])
         if problem is not None:

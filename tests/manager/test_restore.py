@@ -14,7 +14,7 @@ import paddle_flexckpt as fc
 from tests.manager.samples import manager_of
 from tests.run_state.test_extra_state import scaler as scaler_of
 
-REMEDY = "with schedule='ignore' this run's stays as it is, and the rate or scale starts over"
+REMEDY = "with schedule='ignore' this run's stays as it is, and the rate, scale or data starts over"
 
 
 def warming(scheduler=None):

@@ -152,3 +152,53 @@ def test_several_ids_and_a_save_in_the_background(tmp_path):
         target = {"w": np.zeros(3, np.float32)}
         fc.load(tmp_path, state=target, unique_id=unique_id)
         assert target["w"].tolist() == [value] * 3
+
+
+def samples(position, ranks=1, batch=4, **options):
+    sampler = fc.ElasticBatchSampler(range(50), batch, ranks, 0, shuffle=True, **options)
+    sampler.position = position
+    return sampler
+
+
+def test_the_position_in_the_data_is_saved_once_and_continues(tmp_path):
+    run = Run(1)
+    fc.save(tmp_path, **run.parts(step=3), data=samples(24))
+    other = samples(0, ranks=3, batch=7)
+    report = fc.load(tmp_path, **run.parts(), data=other)
+    assert (other.position, "data" in report.extra.restored) == (24, True)
+
+
+def test_other_data_changes_nothing(tmp_path):
+    run = Run(1)
+    fc.save(tmp_path, **run.parts(step=3), data=samples(24))
+    other, before = samples(8, seed=1), run.model.state_dict()["0.weight"].numpy()
+    run.train(0, 1)
+    trained = run.model.state_dict()["0.weight"].numpy()
+    with pytest.raises(fc.ValidationError, match="data is saved and would not be restored: .* another seed"):
+        fc.load(tmp_path, **run.parts(), data=other)
+    with pytest.raises(fc.ValidationError, match="data is saved and would not be restored: none was passed"):
+        fc.load(tmp_path, **run.parts())
+    assert other.position == 8
+    assert (run.model.state_dict()["0.weight"].numpy() == trained).all()
+    assert (before != trained).any()
+    report = fc.load(tmp_path, **run.parts(), data=other, schedule="ignore")
+    assert (other.position, report.extra.not_restored["data"][:20]) == (8, "the samples are shuf")
+
+
+def test_a_checkpoint_without_a_position_does_not_begin_the_data_anew_in_silence(tmp_path):
+    run = Run(1)
+    fc.save(tmp_path, **run.parts(step=3))
+    other = samples(8)
+    with provoked("manager/restore.py", "give schedule='ignore', and set the sampler's position"):
+        fc.load(tmp_path, **run.parts(), data=other)
+    report = fc.load(tmp_path, **run.parts(), data=other, schedule="ignore")
+    assert (other.position, report.extra.not_restored["data"]) == (8, "the checkpoint has none")
+
+
+def test_data_is_a_sampler(tmp_path):
+    run = Run(1)
+    with provoked("run_state/extra_state.py", "give a loader or a position of another kind as dataloader="):
+        fc.save(tmp_path, **run.parts(step=3), data={"position": 3})
+    assert not list(tmp_path.iterdir())
+    fc.save(tmp_path, **run.parts(step=3), dataloader={"position": 3}, extra={"own": 1})
+    assert fc.load(tmp_path, **run.parts()).extra.dataloader == {"position": 3}
