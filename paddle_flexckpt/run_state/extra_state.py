@@ -188,8 +188,8 @@ def check_data(data: Any) -> None:
     """Raise ValidationError unless an object is an ElasticBatchSampler, or has its methods, or is None."""
     if data is not None and not all(callable(getattr(data, name, None)) for name in _METHODS_OF_DATA):
         raise ValidationError(
-            f"data= takes a sampler of paddle_flexckpt.data; got a {type(data).__name__}. Remedy (FC101): give a loader or "
-            "a position of another kind as dataloader=, and values of your own under another name"
+            f"data= takes a sampler of paddle_flexckpt.data; got a {type(data).__name__}. Remedy (FC101): give a "
+            "loader or a position of another kind as dataloader=, and values of your own under another name"
         )
 
 
