@@ -6,7 +6,6 @@ Tested in tests/cli/test_cli.py and tests/cli/test_verify.py.
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -412,6 +411,8 @@ def _rows_of(catalog: Catalog, key: str) -> np.ndarray:
     """
     rows = np.flatnonzero(np.asarray([name == key for name in catalog.keys], dtype=bool)[catalog.key])
     if not len(rows):
+        import difflib
+
         alike = difflib.get_close_matches(key, catalog.keys) or sorted(catalog.keys)[:3]
         raise ValidationError(
             [Problem("there is no such key", key=key, got=f"{len(catalog.keys)} keys such as {alike}")]

@@ -41,6 +41,11 @@ def report(options: argparse.Namespace, error: Exception) -> None:
             print(printable_lines(f"{head}{second}"), file=sys.stderr)
 
 
+def keys_hint(source: str, text: str) -> list[str]:
+    """Return a line with the command that lists keys; none where the text of an error names a command."""
+    return [] if _COMMAND.search(text) else [f"see `flexckpt inspect {_quoted(source)}`"]
+
+
 def advise(options: argparse.Namespace, error: Exception) -> str:
     """Return the command that helps; empty where none does, or where the text names one."""
     if _COMMAND.search(str(error)) or isinstance(error, OSError):

@@ -162,7 +162,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
     if options.save:
         chosen = {"save_replicas": options.save_replicas, "object_store": options.object_store}
         saved = rehearse_save(layout, bytes_per_second=rate, notes=notes, **chosen)
-        lines = [*_save_lines(saved), saved.summary()]
+        lines = [*_save_lines(saved), saved.summary(), *_hint(options.source, saved.error)]
         if options.html is not None:
             from paddle_flexckpt.pages.report_pages import save_rehearsal_page
 
@@ -180,13 +180,22 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
         request_seconds=request,
         notes=notes,
     )
-    lines = [*_lines(report), report.summary()]
+    lines = [*_lines(report), report.summary(), *_hint(options.source, report.error)]
     if options.html is not None:
         from paddle_flexckpt.pages.report_pages import rehearsal_page
 
         lines.append(write_page(options.html, rehearsal_page(report)))
     text = report.to_json() if options.json else "\n".join(lines)
     return Outcome(text, int(not report.ok))
+
+
+def _hint(source: str, error: str) -> list[str]:
+    """Return the command that helps where the job has an error."""
+    if not error:
+        return []
+    from paddle_flexckpt.cli.errors import keys_hint
+
+    return keys_hint(source, error)
 
 
 def _speed(options: argparse.Namespace) -> tuple[float | None, float]:

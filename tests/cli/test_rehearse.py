@@ -67,6 +67,7 @@ def test_the_page_of_what_does_not_load_says_why(checkpoint, tmp_path, capsys):
     page = tmp_path / "a.html"
     command = ["rehearse", checkpoint, "--to", "tp=2", "--model", str(tmp_path / "other"), "--html", str(page)]
     assert main(command) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == [f"see `flexckpt inspect {checkpoint}`", f"wrote {page}"]
     assert "the source has no such key" in check(page.read_text(encoding="utf-8")).text()
 
 
