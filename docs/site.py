@@ -3,7 +3,7 @@
 The repository's documents are copied as they lie, so their links hold in the site, on a code host and in an editor.
 PLACES has those that lie elsewhere in the site. Drawings of docs/images become part of their pages, so that they
 have the colours of the page. Added are pages that follow from the code: the reference of the Python names and that
-of the commands.
+of the commands. The former has the docstrings of a copy of the package, in which their marks are Markdown.
 
     python docs/site.py build/site-source
 """
@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 #: What documents link to, besides each other.
 COPIED = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "docs", "patches", "examples")
 LINKED = ("benchmarks/results/table.md", "paddle_flexckpt/testing/cpu_world/__init__.py")
+#: Of a copy of the package; hidden, so that mkdocs does not publish it. mkdocs.yml names it too.
+CODE = ".code"
 #: Documents that have another place in the site.
 PLACES = {"docs/index.md": "index.md", "README.md": "overview.md"}
 #: By document of the site, what mkdocs and its theme are told of it.
@@ -67,6 +69,7 @@ META = {
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _PICTURE = re.compile(r"^!\[([^\]]*)\]\((\S*images/[^)\s]+\.svg)\)$", re.M)
 _ESCAPED = re.compile(r"(?m)^\|.*\\\|.*$")
+_ROLE = re.compile(r":(attr|class|data|func|meth|mod):`~?([\w.]+)`")
 _STYLE = re.compile(r"<style>.*?</style>\n?", re.S)
 #: Names that are public in a module of their own: what functions of the package take and return.
 MORE = {
@@ -118,6 +121,10 @@ def main(argv: list[str] | None = None) -> None:
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copyfile(source, target)
+    for path in (ROOT / "paddle_flexckpt").rglob("*.py"):
+        target = output / CODE / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(markdown(path.read_text(encoding="utf-8")), encoding="utf-8")
     (output / "docs" / "api.md").write_text(reference(), encoding="utf-8")
     (output / "docs" / "commands.md").write_text(commands(), encoding="utf-8")
     for path in output.rglob("*.md"):
@@ -149,6 +156,20 @@ def page(text: str, name: str, root: Path) -> str:
 
     text = _ESCAPED.sub(row, _LINK.sub(link, _PICTURE.sub(picture, text)))
     return f"---\n{META[place]}\n---\n\n{text}" if place in META else text
+
+
+def markdown(code: str) -> str:
+    """Return a module whose docstrings are Markdown: names link to where the reference has them."""
+    there = {each.rpartition(".")[2]: each for names in MORE.values() for each in names}
+    there |= {name: f"paddle_flexckpt.{module}.{name}" for name, module in fc._HOME.items()}
+
+    def role(found: re.Match[str]) -> str:
+        owner, _, name = found[2].rpartition(".")
+        place = there.get(owner.rpartition(".")[2] if found[1] == "meth" else name)
+        return f"[`{name}`][{place}]" if place else f"`{name}`"
+
+    # A colon that announces code stays; two, which announce it to other tools, do not.
+    return re.sub(r"(?m)^ *::\n\n", "", re.sub(r"(?m)(?<=\w)::$", ":", _ROLE.sub(role, code)))
 
 
 def reference() -> str:

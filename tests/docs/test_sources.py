@@ -41,6 +41,17 @@ def test_a_bar_in_the_code_of_a_table_has_no_backslash(tmp_path):
     assert page("| `a\\|b` | c \\| d |\n`e\\|f`", "a.md", tmp_path) == "| `a|b` | c \\| d |\n`e\\|f`"
 
 
+def test_docstrings_become_markdown():
+    made = script("site").markdown(
+        "As :func:`save` and :meth:`CheckpointManager.save`, not :meth:`save` or :data:`~a.B`.\n\n    ::\n\n        x\n"
+        "More::\n\n    y = z[::]\n"
+    )
+    assert made == (
+        "As [`save`][paddle_flexckpt.manager.whole_run.save] and [`save`][paddle_flexckpt.manager.CheckpointManager], "
+        "not `save` or `B`.\n\n        x\nMore:\n\n    y = z[::]\n"
+    )
+
+
 @pytest.mark.parametrize("name", ["key", "shard", "layout", "manifest"])
 def test_drawings_are_those_of_their_command(name):
     """Remedy: python docs/pictures.py."""
