@@ -37,6 +37,7 @@ META = {
     "docs/cpu.md": "search: {boost: 1.5}",
     # `check` is also how `checkpoint` begins, which all pages have.
     "docs/guide.md": "tags: [check]",
+    "docs/manager.md": "tags: [dataloader]",
     "docs/troubleshooting.md": "tags: [corrupt, crash, hang]\nsearch: {boost: 1.2}",
     # These answer few questions, with the words of many.
     **dict.fromkeys(

@@ -56,7 +56,8 @@ QUERIES = {
 }
 # The pages of the results, in order. None: the search has not answered yet.
 FOUND = """(() => {
-  const items = [...document.querySelectorAll(".md-search-result__item > .md-search-result__link")];
+  const items = [...document.querySelectorAll(".md-search-result__item")]
+    .map(item => item.querySelector(".md-search-result__link"));  // then come links of its sections
   const meta = document.querySelector(".md-search-result__meta");
   const ended = items.length || (meta && /No matching/.test(meta.innerText));
   return ended ? items.map(item => item.pathname.slice(1)) : null;
