@@ -115,7 +115,7 @@ def find_checkpoint(
     manifest, answers = comm.together(look, context)
     answers = gather_full(comm, answers, lambda: b"", context)  # others may load from a directory that all share
     directory = open_directory()
-    texts, flags, wrongs = check_heads(answers, context)
+    texts, flags, wrongs = check_heads(answers, context, comm.ranks)
     descriptions = [json.loads(text) for text in texts]
     if not any("id" in each for each in descriptions):
         _raise_nothing_found(comm, directory, unique_id, context)

@@ -114,7 +114,7 @@ class CheckpointManager:
         context = "cannot make a CheckpointManager"
         try:
             _, heads = self._comm.together(lambda: (None, self._open_root(objects)), context)
-            check_same(heads, context)
+            check_same(heads, context, self._comm.ranks)
             if any(each is not None for each in vars(objects).values()):
                 check(model, optimizer, lr_scheduler, scaler, state, self._comm)
         except CheckpointError:
@@ -391,7 +391,7 @@ class CheckpointManager:
 
         self._pending.collect(context, wait_for="all")
         targets, answers = self._comm.together(prepare, context)
-        order, damaged = agree_and_collect(answers, context)[0]
+        order, damaged = agree_and_collect(answers, context, self._comm.ranks)[0]
         candidates = [(each, self._steps.directory(each)) for each in order]
         try:
             report, whole = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
@@ -445,7 +445,7 @@ class CheckpointManager:
             return None, join((head, json.dumps(work() if self._comm.position == 0 else None).encode()))
 
         context = f"cannot look at the checkpoints in {self.path!r}"
-        return agree_and_collect(self._comm.together(look, context)[1], context)[0]
+        return agree_and_collect(self._comm.together(look, context)[1], context, self._comm.ranks)[0]
 
     def _check_open(self) -> None:
         if self._closed:

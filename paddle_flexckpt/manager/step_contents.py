@@ -76,7 +76,7 @@ class StepContents:
         Raises:
             ValidationError: Options or metrics differ between ranks; the same on every rank.
         """
-        gathered = agree_and_collect(answers, context)
+        gathered = agree_and_collect(answers, context, ranks)
         check_same_metrics(ranks, [each["metrics"] for each in gathered], context)
         run = str(gathered[0]["run"])
         self.shards[RECORD] = StepRecord(step, gathered[0]["time"], self.metrics, run).encode()
@@ -215,13 +215,13 @@ def check_step(step: object) -> None:
         raise ValidationError([f"step has to be an integer >= 0; got {step!r}"])
 
 
-def agree_and_collect(answers: list[bytes], context: str) -> list[Any]:
+def agree_and_collect(answers: list[bytes], context: str, ranks: Sequence[int]) -> list[Any]:
     """Return the decoded JSON of each rank's message; the heads of the messages have to be the same on all ranks.
 
     Raises:
         ValidationError: Heads differ; the same on every rank.
     """
-    return [json.loads(text) for text in check_heads(answers, context)[0]]
+    return [json.loads(text) for text in check_heads(answers, context, ranks)[0]]
 
 
 @same_on_all_ranks(**OWN_OBJECTS, process_group=GROUP)

@@ -64,7 +64,8 @@ def check_state(describe: Callable[[], Mapping[str, Any]], comm: Communicator, c
         return None, join((head, encode_catalog(open_state(describe(), comm.rank).catalog)))
 
     _, answers = comm.together(own, context)
-    check_layout(concat([decode_catalog(catalog) for catalog in check_heads(answers, context)[0]]), context)
+    catalogs = check_heads(answers, context, comm.ranks)[0]
+    check_layout(concat([decode_catalog(catalog) for catalog in catalogs]), context)
 
 
 def check_sources(comm: Communicator, owned: Mapping[int, Any], catalog: Catalog, context: str) -> Inspection:

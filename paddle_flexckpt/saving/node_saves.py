@@ -264,7 +264,7 @@ def find_nodes(
 
     _, answers = comm.together(show, context)
     answers = gather_full(comm, answers, lambda: b"", context)  # others may save to a directory that all share
-    check_same([split(answer)[0] for answer in answers], context)
+    check_same([split(answer)[0] for answer in answers], context, comm.ranks)
     tokens = [split(answer)[1].decode() for answer in answers]
     _, answers = comm.together(lambda: _look(comm, open_directory(), tokens, options, locks), context)
     seen = [json.loads(answer) for answer in answers]

@@ -149,7 +149,7 @@ class TrainerCheckpointer:
             return None, json.dumps(dataclasses.asdict(self.options), default=repr).encode()
 
         context = "training arguments"
-        check_same(self._comm.together(encode, context)[1], context)
+        check_same(self._comm.together(encode, context)[1], context, self._comm.ranks)
 
     def _contents(self, everything: bool) -> dict[str, Any]:
         """Return the shards and extra state of a save; without ``everything``, those of the model alone."""

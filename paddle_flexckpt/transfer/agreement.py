@@ -7,7 +7,7 @@ and tests/loading/test_options.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from paddle_flexckpt.catalog import ValidationError
@@ -71,7 +71,7 @@ def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None
         heads: Every rank's view, as JSON. The member ``context`` of an object is not compared: ranks may reach one
             checkpoint by different paths. The error has the first rank's.
         context: The context of the error, if heads have none.
-        ranks: Numbers of the ranks; by default they are counted.
+        ranks: Numbers of the ranks, for the error; by default it has the views alone.
     """
     if len(set(heads)) != 1:
         views = _objects(heads)
@@ -80,7 +80,11 @@ def check_same(heads: Sequence[bytes], context: str, ranks: Sequence[int] | None
         if views:
             context = views[0].get("context", context)
         check_calls(heads, context, ranks)
-        seen = "; ".join(sorted(set(_differences(heads))))
+        views_of: dict[str, list[int]] = {}
+        for rank, view in zip(range(len(heads)) if ranks is None else ranks, _differences(heads)):
+            views_of.setdefault(view, []).append(rank)
+        # Without numbers of ranks, the views may be those of other things than ranks.
+        seen = "; ".join(sorted(views_of)) if ranks is None else _by_rank(views_of)
         remedy = (
             "Remedy (FC502): call with the same arguments on every rank; if the checkpoint differs, a save has just "
             "ended: give unique_id"
@@ -94,9 +98,13 @@ def check_calls(heads: Sequence[bytes], context: str, ranks: Sequence[int] | Non
     for rank, head in zip(range(len(heads)) if ranks is None else ranks, heads):
         met.setdefault(_call_of(head), []).append(rank)
     if len(met) > 1:
-        made = "; ".join(f"rank{'s' * (len(those) > 1)} {format_ranks(those)}: {call}" for call, those in met.items())
         remedy = "Remedy (FC502): make the same calls in the same order on every rank"
-        raise ValidationError([f"ranks do not make the same call: {made}. {remedy}"], context)
+        raise ValidationError([f"ranks do not make the same call: {_by_rank(met)}. {remedy}"], context)
+
+
+def _by_rank(ranks: Mapping[str, Sequence[int]]) -> str:
+    """Return texts with the ranks that have each."""
+    return "; ".join(f"rank{'s' * (len(those) > 1)} {format_ranks(those)}: {text}" for text, those in ranks.items())
 
 
 def _call_of(head: bytes) -> str:

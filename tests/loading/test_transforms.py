@@ -338,7 +338,7 @@ def test_ranks_with_other_transforms_disagree(tmp_path):
     def load(comm):
         weight, _ = part("w", EXPECTED.shape, 0, comm)
         given = Scaled() if comm.position else Turnabout()
-        with pytest.raises(ValidationError, match='ranks disagree: {"load_transform"'):
+        with pytest.raises(ValidationError, match='ranks disagree: rank 0: {"load_transform"'):
             load_state_dict({"w": weight}, directory, comm, load_transform=given)
 
     SimulatedWorld(2).run(load)

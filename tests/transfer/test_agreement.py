@@ -55,6 +55,8 @@ def test_what_differs_is_told_once_and_sorted():
     text = refusal(said, "cannot load")
     assert text.startswith('cannot load: ranks disagree: {"b": 1}; {"b": 2}. Remedy (FC502): ')
     assert "same arguments on every rank" in text and "unique_id" in text
+    text = refusal(said, "cannot load", ranks=[4, 7, 9])
+    assert text.startswith('cannot load: ranks disagree: ranks 4, 9: {"b": 2}; rank 7: {"b": 1}. Remedy (FC502): ')
     said = heads({"call": "load", "context": "loading here", "a": 1}, {"call": "load", "context": "there"})
     text = refusal(said, "cannot load")
     assert text.startswith('loading here: ranks disagree: {"context": "loading here", "a": 1}; {"context": "there"}.')

@@ -267,7 +267,9 @@ def test_ranks_that_differ_are_told_by_their_numbers():
 
     for statements in (None, {"aoa_statements": []}):
         outcomes, comms = on_ranks(job, aoa_config=statements)
-        assert refused(outcomes).startswith(f'{CONTEXT}: ranks disagree: {{"shelf": "of 0"}}; {{"shelf": "of 1"}}. ')
+        assert refused(outcomes).startswith(
+            f'{CONTEXT}: ranks disagree: rank 0: {{"shelf": "of 0"}}; rank 1: {{"shelf": "of 1"}}. '
+        )
         assert [comm.collectives for comm in comms] == [1, 1]
         world = SimulatedWorld(2)
         outcomes = world.run_all(lambda comm, said=statements: work(comm, aoa_config=said), ranks=(4, 6))
