@@ -66,8 +66,8 @@ class Manifest:
         unique_id: The checkpoint's id in its directory.
         world_size: Number of ranks that took part in the save.
         step: Training step, if the caller gave one.
-        origin: The format of the files: ``"native"``, or that of another program. Another program's have neither
-            checksums nor a save token, and may be in a directory right below the checkpoint's.
+        origin: The format of the files: ``"native"``, or that of another program. Another program's have no
+            checksums, and a digest for a save token; they may be in a directory right below the checkpoint's.
         nodes: Where nodes share no storage: by name of a node, the data files that it has.
         partitions: Where the rows are in files of their own: these. The catalog and the checksums have the rows of
             those that have been read, and the catalog's table of files has all files.

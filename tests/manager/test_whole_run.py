@@ -108,6 +108,26 @@ def test_a_checkpoint_without_extra_state(tmp_path):
     assert (other.model[0].weight.numpy() == run.model[0].weight.numpy()).all()
 
 
+@pytest.mark.parametrize("kind", ["published", "one file", "pdparams", "paddle", "torch"])
+def test_the_checkpoint_of_another_program(tmp_path, kind):
+    run, other = Run(1), Run(2)
+    fc.save_state_dict(run.model.state_dict(), tmp_path / "own")
+    path = tmp_path / kind
+    if kind == "published":
+        fc.publish(run.model, path)
+    elif kind == "one file":
+        fc.publish(run.model, tmp_path / "published")
+        path = tmp_path / "published" / "model.safetensors"
+    elif kind == "pdparams":
+        path = tmp_path / "model.pdparams"
+        paddle.save(run.model.state_dict(), str(path))
+    else:
+        fc.convert_checkpoint(tmp_path / "own", path, format={"paddle": "paddle", "torch": "torch_dcp"}[kind])
+    report = fc.load(path, model=other.model)
+    assert (report.step, report.extra.not_restored) == (None, {"extra_state": "the checkpoint has none"})
+    assert all((a.numpy() == b.numpy()).all() for a, b in zip(run.model.parameters(), other.model.parameters()))
+
+
 @pytest.mark.parametrize("names", [{"model": None}, {"model": "text"}, {"state": {"w": object}}])
 def test_objects_that_cannot_be_saved_are_an_error_that_writes_nothing(tmp_path, names):
     with pytest.raises(fc.CheckpointError, match="cannot save to"):
