@@ -20,18 +20,23 @@ from paddle_flexckpt.media.file_names import redacted
 # Arguments that are checkpoints, and the options with their ids.
 _CHECKPOINTS = {"source": "unique_id", "first": "first_id", "second": "second_id", "root": ""}
 _COMMAND = re.compile(r"\bflexckpt [a-z]+")
-# The beginning of errors about a strategy, whose keys are no tensors.
-_STRATEGY = "cannot read a strategy"
+# The beginnings of errors about the text of a strategy: wrong usage, and their keys are no tensors.
+_STRATEGY = ("cannot read a strategy", "cannot read a mesh")
 
 
-def report(options: argparse.Namespace, error: Exception) -> None:
-    """Print a command's error on standard error, and write its page if the command was to write one."""
+def report(options: argparse.Namespace, error: Exception) -> int:
+    """Print a command's error on standard error, and write its page if the command was to write one.
+
+    Returns:
+        The exit status: 2 for wrong usage, and otherwise 1.
+    """
+    status = 2 if str(error).startswith(_STRATEGY) else 1
     advice = advise(options, error)
     head = f"flexckpt {options.command}: "
     print(printable_lines(f"{head}{error}" + (f"\nsee `{advice}`" if advice else "")), file=sys.stderr)
     path = getattr(options, "html", None)
     if path is None:
-        return
+        return status
     from paddle_flexckpt.pages.report_pages import refusal_page
 
     try:
@@ -39,6 +44,7 @@ def report(options: argparse.Namespace, error: Exception) -> None:
     except ValidationError as second:
         if str(second) != str(error):
             print(printable_lines(f"{head}{second}"), file=sys.stderr)
+    return status
 
 
 def keys_hint(source: str, text: str) -> list[str]:
@@ -50,6 +56,8 @@ def advise(options: argparse.Namespace, error: Exception) -> str:
     """Return the command that helps; empty where none does, or where the text names one."""
     if _COMMAND.search(str(error)) or isinstance(error, OSError):
         return ""
+    if str(error).startswith(_STRATEGY):
+        return f"flexckpt {options.command} --help"
     if options.command == "patch":
         return "flexckpt patch --check"
     found = [(getattr(options, name, None), getattr(options, its_id, None)) for name, its_id in _CHECKPOINTS.items()]
@@ -63,7 +71,7 @@ def advise(options: argparse.Namespace, error: Exception) -> str:
     if above and above != getattr(options, "root", None):
         return f"flexckpt ls {_quoted(above)}"
     about_keys = isinstance(error, AoaError) or any(isinstance(each, Problem) and each.key for each in error.problems)
-    if places and about_keys and not str(error).startswith(_STRATEGY):
+    if places and about_keys:
         return f"flexckpt inspect {_quoted(places[0][0])}"
     return f"flexckpt {options.command} --help"
 

@@ -108,8 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, OSError, *getattr(options, "errors", ())) as error:
         from paddle_flexckpt.cli.errors import report
 
-        report(options, error)
-        return 1
+        return report(options, error)
     return outcome.code
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.cli.common import Outcome, add_checkpoint, table
-from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.foreign.formats import SourceDirectory, explain_lacking
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
@@ -75,6 +75,7 @@ def add_command(commands: Any) -> None:
 def _list(options: argparse.Namespace) -> Outcome:
     """Return a line for each checkpoint and each unfinished save; code 1 if a checkpoint is not complete."""
     backend = open_backend(options.root)
+    _check_exists(backend)
     found = _checkpoints(backend)
     unfinished = [save for each in walk(backend) for save in unfinished_in(each)]
     if not found and not unfinished:
@@ -116,6 +117,13 @@ def _list(options: argparse.Namespace) -> Outcome:
     return Outcome(text, int(not found or not all(info.complete for info in found)))
 
 
+def _check_exists(backend: Backend) -> None:
+    """Raise ValidationError if there is no such directory."""
+    lacking = explain_lacking(backend)
+    if lacking:
+        raise ValidationError([lacking])
+
+
 def _checkpoints(backend: Backend) -> list[CheckpointInfo]:
     """Return the checkpoints in a directory, right below it, and below those directories that have none."""
     found = list_checkpoints(backend)
@@ -139,6 +147,7 @@ def _clean(options: argparse.Namespace) -> Outcome:
     from paddle_flexckpt.foreign.paddle_files import open_to_save
 
     backend = open_backend(options.root)
+    _check_exists(backend)
     directories = [(each, unfinished_in(each)) for each in walk(backend)]
     unfinished = [save for _, saves in directories for save in saves]
     cleaned = [clean_up(open_to_save(each)) for each, saves in directories if saves and options.remove]

@@ -289,13 +289,22 @@ def more_than_one(path: str, candidates: Iterable[str]) -> ValidationError:
     )
 
 
+def explain_lacking(backend: Backend) -> str:
+    """Return the text about a directory that is not there; or ""."""
+    if exists(backend):
+        return ""
+    path = backend.path
+    if backend.has_path and os.path.exists(path):
+        return f"{path} is not a directory. Remedy (FC301): give the checkpoint's directory, not a file in it"
+    return f"{path} does not exist. Remedy (FC301): correct the path"
+
+
 def _explain_missing(listing: Listing, ids: Sequence[int], unique_id: int | None) -> str:
     """Explain why a directory, with manifests of ``ids``, has no checkpoint of an id (None: any), and give a remedy."""
     backend, path = listing.backend, listing.backend.path
-    if not exists(backend):
-        if backend.has_path and os.path.exists(path):
-            return f"{path} is not a directory. Remedy (FC301): give the checkpoint's directory, not a file in it"
-        return f"{path} does not exist. Remedy (FC301): correct the path"
+    lacking = explain_lacking(backend)
+    if lacking:
+        return lacking
     unfinished = _explain_unfinished(listing, ids, unique_id)
     if unfinished:
         return unfinished

@@ -7,12 +7,14 @@ Tested in tests/planning/test_layouts.py and tests/distributed/test_layouts.py.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from paddle_flexckpt.catalog import Catalog, Problem, ValidationError, dtype_of
+from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.table import NOT_FLATTENED
 from paddle_flexckpt.planning.job_layout import (
     ADAMW,
@@ -27,6 +29,9 @@ from paddle_flexckpt.planning.job_layout import (
 from paddle_flexckpt.planning.strategy import Strategy, aligned, stage_layers
 
 __all__ = ["ADAMW", "JobLayout", "Layout", "Model", "ModelTensor", "State"]
+
+# The most degrees that a remedy lists.
+_DEGREES = 16
 
 
 @dataclass(frozen=True)
@@ -119,15 +124,12 @@ class Layout(JobLayout):
                 problems.append(
                     Problem("tensor parallelism cuts along no axis", each.name, expected=axes, got=each.tp_axis)
                 )
-            elif each.tp_axis is not None and self._cuts(each) and each.shape[each.tp_axis] % strategy.tp:
-                expected = f"a multiple of tp={strategy.tp} along axis {each.tp_axis}"
-                what = "tensor parallelism cannot cut a tensor evenly"
-                problems.append(Problem(what, each.name, expected=expected, got=f"shape {list(each.shape)}"))
             if each.expert is not None and (each.expert[1] % strategy.ep or not 0 <= each.expert[0] < each.expert[1]):
                 expected = f"a number of experts that ep={strategy.ep} divides"
                 problems.append(
                     Problem("experts cannot be spread evenly", each.name, expected=expected, got=each.expert)
                 )
+        problems += [] if problems else self._uneven()
         if self._kind == "muon" and self._model.states and not any(each.lacks for each in self._model.tensors):
             remedy = "take the model of a checkpoint that Muon has trained (--model), or sharding=v2"
             problems.append(Problem("nothing says which parameters are Muon's matrices", code="FC704", remedy=remedy))
@@ -136,6 +138,32 @@ class Layout(JobLayout):
             problems += self._mixed_experts(first)
         if problems:
             raise ValidationError(problems, f"{strategy} does not fit the model")
+
+    def _uneven(self) -> list[Problem | str]:
+        """Return why tensor parallelism does not cut all tensors evenly; the text names the first that it does not."""
+        degree = self.strategy.tp
+        extents = [
+            (each, each.shape[each.tp_axis])
+            for each in self._model.tensors
+            if each.tp_axis is not None and self._cuts(each)
+        ]
+        uneven = [each for each, extent in extents if extent % degree]
+        if not uneven:
+            return []
+        common = math.gcd(*(extent for _, extent in extents))
+        fit = [str(each) for each in range(1, common + 1) if common % each == 0]
+        first, others = uneven[0], len(uneven) - 1
+        more = f", and {others} more tensor{'s' * (others > 1)}" if others else ""
+        return [
+            Problem(
+                "tensor parallelism cannot cut a tensor evenly",
+                first.name,
+                expected=f"a multiple of tp={degree} along axis {first.tp_axis}",
+                got=f"shape {list(first.shape)}{more}",
+                code="FC704",
+                remedy=f"tp can be {listed(fit, _DEGREES)}",
+            )
+        ]
 
     def _mixed_experts(self, name: str) -> list[Problem | str]:
         """Return why experts cannot be spread over ranks that share an optimizer; the text names an expert."""

@@ -18,6 +18,10 @@ SHARDING_KINDS = ("none", "v1", "v2", "stage2", "stage3", "muon")
 EXPERT_AXES = ("data", "dp", "tp")
 _ALIASES = {"mp": "tp"}
 _CONTEXT = "cannot read a strategy"
+_ENTRIES = (
+    "NAME=DEGREE, with a name of tp (or mp), pp, vpp, dp, sep, ep; or sharding=KIND:DEGREE; or a mesh, such as "
+    "mesh=2x4:dp,mp"
+)
 
 
 class Place(NamedTuple):
@@ -170,16 +174,15 @@ def parse_strategy(text: str) -> Strategy:
         name, equals, value = (part.strip() for part in entry.partition("="))
         name = _ALIASES.get(name, name)
         if not equals or name not in names:
-            raise ValidationError(
-                [Problem("unknown entry", key=entry, expected=f"NAME=DEGREE, one of {names}")], _CONTEXT
-            )
+            raise ValidationError([Problem("unknown entry", key=entry, expected=_ENTRIES)], _CONTEXT)
         if name in found:
             raise ValidationError([Problem("an entry is there twice", key=entry)], _CONTEXT)
         if name == "sharding":
             kind, colon, value = (part.strip() for part in value.partition(":"))
             if not colon or kind not in SHARDING_KINDS[1:]:
-                expected = f"sharding=KIND:DEGREE, one of {SHARDING_KINDS[1:]}"
-                raise ValidationError([Problem("sharding without its kind", key=entry, expected=expected)], _CONTEXT)
+                what = "unknown kind of sharding" if colon else "sharding without its kind"
+                expected = f"sharding=KIND:DEGREE, with a kind of {', '.join(SHARDING_KINDS[1:])}"
+                raise ValidationError([Problem(what, key=entry, expected=expected)], _CONTEXT)
         if name == "ep" and ":" in value:
             experts, _, value = (part.strip() for part in value.partition(":"))
             experts = _ALIASES.get(experts, experts)
@@ -213,8 +216,14 @@ def stage_layers(
     bounds = [0]
     if counted is None:
         if layers < parts:
-            problem = Problem("too few layers for the pipeline", expected=f"at least {parts}", got=layers)
-            raise ValidationError([problem], _CONTEXT)
+            problem = Problem(
+                "too few layers for the pipeline",
+                expected=f"at least {parts}",
+                got=layers,
+                code="FC704",
+                remedy=f"pp x vpp can be {layers} at most",
+            )
+            raise ValidationError([problem], f"{strategy} does not fit the model")
         for part in range(1, parts):
             bounds.append(bounds[-1] + layers // parts + (part > parts - layers % parts))
         bounds.append(layers)
@@ -222,7 +231,9 @@ def stage_layers(
         if not counted or len(counted) % parts:
             what = "layers cannot be spread evenly over the stages of the pipeline"
             expected = f"a multiple of pp x vpp = {parts}"
-            raise ValidationError([Problem(what, expected=expected, got=f"{len(counted)} layers")], _CONTEXT)
+            remedy = "give another pp, or vpp, whose product divides the number of layers"
+            problem = Problem(what, expected=expected, got=f"{len(counted)} layers", code="FC704", remedy=remedy)
+            raise ValidationError([problem], f"{strategy} does not fit the model")
         ends = sorted(counted)[len(counted) // parts - 1 :: len(counted) // parts]
         bounds += [end + 1 for end in ends[:-1]] + [layers]
     stages: list[list[int]] = [[] for _ in range(strategy.pp)]

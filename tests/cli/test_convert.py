@@ -143,12 +143,18 @@ def test_statements_types_and_a_file_as_source(tmp_path):
         (("--model", "bert"), "no model rules 'bert'"),
         (("--model", "auto", "--config", "/nowhere.json"), "cannot be read as a model's configuration"),
         (("--cut", "x"), "--cut takes GLOB=AXIS"),
-        (("--to", "tp=2,format=3"), "unknown entry"),
         (("--memory", "1MiB"), "at least 128.0 MiB"),
     ],
 )
 def test_what_is_refused(hf, tmp_path, arguments, words):
     assert words in refused(hf, tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_strategy_that_cannot_be_read_is_wrong_usage(hf, tmp_path):
+    done = flexckpt("convert", hf, tmp_path / "out", "--to", "tp=2,format=3")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "unknown entry (key 'format=3')" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

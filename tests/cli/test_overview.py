@@ -65,6 +65,9 @@ def test_ls_tells_what_is_not_complete_and_exits_with_1(root, capsys):
     assert " yes " in lines[1] and " no " in lines[2] and data in lines[2]
     shutil.rmtree(root)
     assert main(["ls", str(root)]) == 1
+    assert f"{root} does not exist. Remedy (FC301): correct the path" in capsys.readouterr().err
+    root.mkdir()
+    assert main(["ls", str(root)]) == 1
     assert "there are no checkpoints" in capsys.readouterr().err
 
 
@@ -214,6 +217,14 @@ def test_ls_looks_two_levels_below(tmp_path, capsys):
     save(tmp_path / "checkpoint-20" / "flex_checkpoint", VALUES, world=1, step=20)
     (line,) = printed(capsys, "ls", str(tmp_path))[1:]
     assert line.endswith("checkpoint-20/flex_checkpoint")
+
+
+def test_clean_says_that_a_directory_does_not_exist(tmp_path, capsys):
+    for more in ([], ["--remove"], ["--json"]):
+        assert main(["clean", str(tmp_path / "nowhere"), *more]) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert f"{tmp_path / 'nowhere'} does not exist. Remedy (FC301): correct the path" in captured.err
 
 
 def test_clean_leaves_a_running_save_alone(tmp_path, capsys):

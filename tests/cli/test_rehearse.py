@@ -123,7 +123,7 @@ def test_a_strategy_may_be_a_mesh(checkpoint, capsys):
     assert main(["rehearse", checkpoint, "--to", mesh, "--save"]) == 0
     assert main(["map", checkpoint, "lm_head.weight", "--to", mesh]) == 0
     capsys.readouterr()
-    assert main(["rehearse", checkpoint, "--to", "mesh=2:dp;*norm.weight=Partial"]) == 1
+    assert main(["rehearse", checkpoint, "--to", "mesh=2:dp;*norm.weight=Partial"]) == 2
     assert "a Partial is a term of a sum" in capsys.readouterr().err
 
 
@@ -166,7 +166,6 @@ def test_a_save_is_rehearsed_instead(checkpoint, tmp_path, capsys):
     ("arguments", "words"),
     [
         (["--to", "tp=3"], "tp=3 does not fit the model"),
-        (["--to", "tp"], "unknown entry"),
         (["--to", "tp=2", "--cut", "w"], "--cut takes GLOB=AXIS"),
         (["--to", "tp=2", "--gbps", "0"], "--gbps takes a positive number"),
         (["--to", "tp=2", "--id", "7"], "7"),
@@ -180,3 +179,31 @@ def test_what_cannot_be_rehearsed_is_an_error(checkpoint, capsys, arguments, wor
     assert captured.out == ""
     assert captured.err.startswith("flexckpt rehearse: ")
     assert words in captured.err
+
+
+def test_a_degree_that_does_not_fit_has_a_remedy_on_its_page_too(checkpoint, tmp_path, capsys):
+    page = tmp_path / "a.html"
+    assert main(["rehearse", checkpoint, "--to", "tp=3", "--html", str(page)]) == 1
+    text = capsys.readouterr().err
+    assert "Remedy (FC704): tp can be 1, 2, 4, 8" in text
+    assert len(text.splitlines()) == 3
+    found = check(page.read_text(encoding="utf-8")).text()
+    assert "Remedies" in found and "tp can be 1, 2, 4, 8" in found
+    assert main(["rehearse", checkpoint, "--to", "tp=8"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("to", "words"),
+    [
+        ("tp", "unknown entry"),
+        ("tp4", "a name of tp (or mp), pp, vpp, dp, sep, ep; or sharding=KIND:DEGREE; or a mesh"),
+        ("tp:4", "unknown entry (key 'tp:4')"),
+        ("tp=2,sharding=v3:2", "unknown kind of sharding (key 'sharding=v3:2')"),
+        ("mesh=2x2:dp", "cannot read a mesh"),
+    ],
+)
+def test_a_strategy_that_cannot_be_read_is_wrong_usage(checkpoint, capsys, to, words):
+    assert main(["rehearse", checkpoint, "--to", to]) == 2
+    text = capsys.readouterr().err
+    assert words in text
+    assert text.endswith("see `flexckpt rehearse --help`\n")

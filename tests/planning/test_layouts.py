@@ -16,6 +16,7 @@ from paddle_flexckpt.planning.layouts import ADAMW, Layout, Model, ModelTensor
 from paddle_flexckpt.planning.strategy import SHARDING_KINDS, Strategy, parse_strategy
 from paddle_flexckpt.planning.write_plan import lay_lines, plan_write
 from tests.property import examples
+from tests.remedies.following import provoked
 
 
 def tensors(layers: int, dtype: str = "float32", scale: int = 4) -> tuple[ModelTensor, ...]:
@@ -146,6 +147,21 @@ def _names(catalog):
 def test_what_a_strategy_cannot_cut_is_refused(text, tensor, words):
     with pytest.raises(ValidationError, match=words):
         Layout(Model((tensor,)), parse_strategy(text))
+
+
+def test_a_degree_that_cuts_no_tensor_evenly_is_one_problem_with_the_degrees_that_fit():
+    shapes = ((4, 8), (8, 6), (24, 16))
+    model = Model(tuple(ModelTensor(f"w{row}", shape, tp_axis=0) for row, shape in enumerate(shapes)))
+    with provoked("planning/layouts.py", "tp can be ") as caught:
+        Layout(model, parse_strategy("tp=3"))
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.got, problem.code) == ("w0", "shape [4, 8], and 1 more tensor", "FC704")
+    assert problem.remedy == "tp can be 1, 2, 4"
+    with provoked("planning/layouts.py", "tp can be ") as caught:
+        Layout(model, parse_strategy("tp=5"))
+    assert caught.value.problems[0].got == "shape [4, 8], and 2 more tensors"
+    for degree in (1, 2, 4):
+        assert Layout(model, parse_strategy(f"tp={degree}")).catalog(0).keys
 
 
 def test_two_tensors_of_one_name_are_refused():

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.planning.strategy import Place, Strategy, aligned, parse_strategy, stage_layers
+from tests.remedies.following import provoked
 
 DEGREES = st.integers(1, 4)
 
@@ -39,7 +40,7 @@ def test_the_text_of_a_strategy_is_read_back(strategy):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("tq=2", "unknown entry.*tq=2.*one of"),
+        ("tq=2", "unknown entry.*tq=2.*a name of tp .or mp., pp.*mesh=2x4:dp,mp"),
         ("tp", "unknown entry"),
         ("tp=0", "not a degree.*tp=0"),
         ("tp=-1", "not a degree"),
@@ -47,7 +48,7 @@ def test_the_text_of_a_strategy_is_read_back(strategy):
         ("tp=99999999999", "not a degree"),
         ("tp=2,mp=2", "twice"),
         ("sharding=4", "sharding without its kind.*KIND:DEGREE"),
-        ("sharding=v3:4", "sharding without its kind.*stage3"),
+        ("sharding=v3:4", "unknown kind of sharding.*a kind of v1, v2, stage2, stage3, muon"),
         ("vpp=2", "virtual stages need a pipeline"),
         ("dp=2,ep=4", "dp x sharding = 2"),
         ("dp=2,sharding=v2:2,ep=dp:4", "ep to divide dp = 2"),
@@ -76,10 +77,16 @@ def test_layers_are_spread_over_stages_as_paddle_does():
     interleaved = parse_strategy("pp=2,vpp=2")
     assert stage_layers(interleaved, 10, range(1, 9)) == ((0, 1, 2, 5, 6), (3, 4, 7, 8, 9))
     assert stage_layers(Strategy(), 3) == ((0, 1, 2),)
-    with pytest.raises(ValidationError, match="too few layers"):
+    with provoked("planning/strategy.py", "pp x vpp can be ") as caught:
         stage_layers(pipeline, 3)
-    with pytest.raises(ValidationError, match=r"pp x vpp = 4.*got 6 layers"):
+    assert str(caught.value).startswith("pp=4 does not fit the model: too few layers")
+    assert str(caught.value).endswith("pp x vpp can be 3 at most")
+    assert stage_layers(parse_strategy("pp=3"), 3) == ((0,), (1,), (2,))
+    with provoked("planning/strategy.py", "give another pp, or vpp, whose product divides") as caught:
         stage_layers(pipeline, 10, range(6))
+    assert "pp x vpp = 4; got 6 layers" in str(caught.value)
+    for text in ("pp=3", "pp=3,vpp=2"):
+        assert len(stage_layers(parse_strategy(text), 10, range(6))) == 3
 
 
 def test_sizes_are_aligned_on_every_rank():
