@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -32,12 +32,14 @@ from paddle_flexckpt.run_state.extra_state import (
     ConstantRate,
     ExtraStateReport,
     check_data,
+    has_constant_rate,
     has_extra_state,
     has_position,
     load_extra_state,
     restore_extra_state,
     schedule_left_out,
 )
+from paddle_flexckpt.transfer.names import is_state
 from paddle_flexckpt.transfer.options import LoadOptions, Storage, Strict, rule
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -131,11 +133,14 @@ class RestoreTargets:
     has_optimizer: bool
     data: Any = None
 
-    def check_schedule(self, state: Mapping[str, Any] | None, options: RunOptions) -> tuple[None, bytes]:
+    def check_schedule(
+        self, state: Mapping[str, Any] | None, saved: Collection[str], options: RunOptions
+    ) -> tuple[None, bytes]:
         """Raise ValidationError where a schedule, scaler or position would not be restored, and so start anew.
 
         Args:
             state: The checkpoint's extra state; None if it has none.
+            saved: The checkpoint's keys.
             options: The options of the load.
         """
         check_data(self.data)
@@ -156,19 +161,46 @@ class RestoreTargets:
         is_alone = not self.has_optimizer and options.optimizer_states == "ignore"
         model = "" if self.has_optimizer else "; for the model alone give optimizer_states='ignore'"
         left_out = schedule_left_out(state, self.lr_scheduler, self.scaler, self.data)
-        problems = [
-            Problem(
-                f"{name} is saved and would not be restored: {why}",
-                code="FC904",
-                remedy=f"give {name}=, built as in the run that saved it; with schedule='ignore' this run's stays as "
-                f"it is, and the rate, scale or data starts over{model}",
+        problems = []
+        is_constant = has_constant_rate(state)
+        if self._lacks_optimizer(is_constant, saved) and not is_alone:
+            # Its rate comes with the optimizer.
+            if self.lr_scheduler is None:
+                left_out.pop("lr_scheduler", None)
+            problems.append(
+                Problem(
+                    "the checkpoint is of a model and its optimizer, and no optimizer was given",
+                    code="FC203",
+                    remedy="give optimizer=, as in the run that saved it; for the model alone give "
+                    "optimizer_states='ignore'",
+                )
             )
-            for name, why in left_out.items()
-            if given[name] is not None or not is_alone
-        ]
+        for name, why in left_out.items():
+            if given[name] is None and is_alone:
+                continue
+            remedy = f"give {name}=, built as in the run that saved it"
+            if name == "lr_scheduler" and is_constant:
+                remedy = (
+                    "make the optimizer with a constant rate, as in the run that saved it, and give no lr_scheduler"
+                )
+            problems.append(
+                Problem(
+                    f"{name} is saved and would not be restored: {why}",
+                    code="FC904",
+                    remedy=f"{remedy}; with schedule='ignore' this run's stays as it is, and the rate, scale or data "
+                    f"starts over{model}",
+                )
+            )
         if problems:
             raise ValidationError(problems)
         return None, b""
+
+    def _lacks_optimizer(self, is_constant: bool, saved: Collection[str]) -> bool:
+        """Return whether an optimizer was saved, by its constant rate or its states, and this call does not get it."""
+        if self.has_optimizer or is_constant:
+            return not self.has_optimizer
+        keys, own = {*saved}, {*self.shards}
+        return any(is_state(key, keys) for key in saved) and not any(is_state(key, own | keys) for key in own)
 
     def restore(self, state: Mapping[str, Any]) -> ExtraStateReport:
         """Restore all but the shards from a checkpoint's extra state."""
@@ -243,7 +275,7 @@ def fill_run(
         try:
             state = load_extra_state(location, unique_id, comm) if has_extra_state(manifest.catalog) else None
             if options.schedule == "raise":
-                comm.together(lambda: targets.check_schedule(state, options), context)
+                comm.together(lambda: targets.check_schedule(state, manifest.catalog.keys, options), context)
             asked = {**options.keywords(LoadOptions), "unique_id": unique_id}
             load = load_state_dict(targets.shards, location, comm, **asked)
         except (CorruptCheckpointError, UnreadableCheckpointError, ValidationError) as error:

@@ -203,6 +203,11 @@ def has_position(state: Mapping[str, Any]) -> bool:
     return bool(_common(state).get("data"))
 
 
+def has_constant_rate(state: Mapping[str, Any]) -> bool:
+    """Return whether the saved run had an optimizer without a scheduler; errors of :func:`restore_extra_state`."""
+    return ((_common(state)["lr_scheduler"] or {}).get("class")) == ConstantRate.__name__
+
+
 def saved_world_size(state: Mapping[str, Any]) -> int:
     """Return the number of ranks that saved a state; errors of :func:`restore_extra_state`."""
     return int(_common(state)["layout"]["world_size"])
@@ -442,6 +447,8 @@ def plain_scheduler_problem(scheduler: Any, saved: dict[str, Any]) -> str | None
 
 def _classes(state: dict[str, Any]) -> str:
     inside = ", ".join(f"{name}={_classes(inner)}" for name, inner in state["inside"].items())
+    if state["class"] == ConstantRate.__name__:
+        return "constant rate"
     return f"{state['class']}({inside})" if inside else state["class"]
 
 

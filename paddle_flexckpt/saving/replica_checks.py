@@ -352,7 +352,8 @@ def _remedies() -> str:
     return (
         "if each rank has its own part of a tensor, describe it by shard_weight(key, tensor, axis, group): "
         "one rank's part would be saved as the whole; give different tensors (such as the experts of different ranks) "
-        "different names; bring ranks in step that ran out of it"
+        "different names; if they differ before the first step, call paddle.seed() with one number on every rank "
+        "before the model is made; bring ranks in step that ran out of it"
     )
 
 

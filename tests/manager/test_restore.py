@@ -12,6 +12,7 @@ from paddle.optimizer.lr import LinearWarmup
 
 import paddle_flexckpt as fc
 from tests.manager.samples import manager_of
+from tests.remedies.following import provoked
 from tests.run_state.test_extra_state import scaler as scaler_of
 
 REMEDY = "with schedule='ignore' this run's stays as it is, and the rate, scale or data starts over"
@@ -139,3 +140,40 @@ def test_a_checkpoint_without_a_schedule_is_no_error(tmp_path, caplog):
         report = manager.restore(state={"w": paddle.zeros([2])}, lr_scheduler=Cosine(0.1, 10), rng=False)
     assert report.extra.not_restored == {"lr_scheduler": "the checkpoint has none"}
     assert re.findall("not restored: lr_scheduler: the checkpoint has none", caplog.text) != []
+
+
+def test_a_forgotten_optimizer_is_named_and_not_a_schedule_that_the_run_never_had(tmp_path):
+    for number, rate in enumerate((0.1, warming())):
+        first, run = Run(rate), Run(0.1)
+        fc.save(tmp_path / str(number), **first.parts())
+        before = run.model.weight.numpy()
+        with provoked("manager/restore.py", "give optimizer=, as in the run that saved it") as caught:
+            fc.load(tmp_path / str(number), model=run.model, rng=False)
+        assert "no optimizer was given" in str(caught.value) and "scheduler" not in str(caught.value)
+        assert (run.model.weight.numpy() == before).all()
+        other = Run(0.1 if number == 0 else warming())
+        assert fc.load(tmp_path / str(number), **other.parts()).extra.not_restored == {}
+        fc.load(tmp_path / str(number), model=run.model, rng=False, optimizer_states="ignore")
+        assert (run.model.weight.numpy() == first.model.weight.numpy()).all()
+
+
+def test_states_that_are_given_as_such_are_no_forgotten_optimizer(tmp_path):
+    first, run = Run(warming()), Run(warming())
+    fc.save(tmp_path, **first.parts())
+    states = fc.optimizer_sharded_state_dict(run.optimizer, run.model.sharded_state_dict())
+    with pytest.raises(fc.ValidationError, match="lr_scheduler is saved and would not be restored"):
+        fc.load(tmp_path, model=run.model, state=states, rng=False)
+
+
+def test_a_scheduler_that_is_new_is_left_out(tmp_path):
+    fc.save(tmp_path, **Run(0.1).parts())
+    run, same = Run(warming()), Run(0.3)
+    with provoked("manager/restore.py", "make the optimizer with a constant rate, as in the run") as caught:
+        fc.load(tmp_path, **run.parts())
+    assert "the checkpoint has a constant rate, this run a LinearWarmup" in str(caught.value)
+    fc.load(tmp_path, **same.parts())
+    assert same.optimizer.get_lr() == 0.1
+    with provoked("manager/restore.py", "with schedule='ignore' this run's stays as it is"):
+        fc.load(tmp_path, **run.parts())
+    fc.load(tmp_path, **run.parts(), schedule="ignore")
+    assert run.optimizer.get_lr() == 0.0
