@@ -105,6 +105,9 @@ def run_program(
             lost = overwritten_names(statements)
             statements = parse_program(inverse_texts(statements, exact=False))
     program.run([*statements, *following])
+    if config.reverse and there is not None:
+        # A reverse load may want only a part of what the statements were written for.
+        program.read.update(program.values, *program.state_values.values())
     program.forget(lost)
     return program
 

@@ -92,6 +92,7 @@ class TensorMapping:
             parameter, or a parameter by its master weight.
         outputs: Where the program was compiled without a destination: all keys of the result, each in ``tensors``.
         provenance: For target keys in ``tensors`` and ``unfed``: the statement that made it, or why nothing feeds it.
+        unread: A name of each statement that makes nothing but names that no target has, and the statement.
     """
 
     maps: BoxMaps
@@ -103,6 +104,7 @@ class TensorMapping:
     masters: Mapping[str, str] = field(default_factory=dict)
     outputs: tuple[str, ...] = ()
     provenance: Mapping[str, str] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)
 
     def source_names(self, names: Iterable[str]) -> set[str]:
         """Return the source keys that tensors are made of, directly or through what they are computed from."""

@@ -89,6 +89,7 @@ class Compilation:
             self._masters,
             outputs,
             _Provenance({**self._origins, **self._unfed}),
+            self._program.unread(),
         )
 
     def _feed(self, base: str, state: str, info: TensorInfo) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+# The most names among which a near one is looked for.
+MOST_COMPARED = 5000
 
 
 def format_bytes(count: int) -> str:
@@ -64,4 +67,23 @@ def order_warning(source: str, keys: list[str]) -> str:
         "shards are: part by part, not in natural order. Remedy (FC207): load it once into parameters that are marked "
         "with a FusedAxis, under the strategy of its save, and save it again; or give AOA statements such as "
         f"'{keys[0]} -> {keys[0]}, fused_ffn'. These are: {', '.join(keys)}"
+    )
+
+
+def unread_warning(source: str, unread: Mapping[str, str], keys: Sequence[str]) -> str:
+    """Return the warning about AOA statements that make nothing but names that no target has.
+
+    Args:
+        source: The source of the load.
+        unread: A name of each statement, and the statement.
+        keys: The targets' keys, of which a near one is named.
+    """
+    import difflib  # for messages alone
+
+    key, statement = next(iter(unread.items()))
+    near = difflib.get_close_matches(key, keys[:MOST_COMPARED], 1)
+    return (
+        f"{source}: {len(unread)} AOA statement{'s' * (len(unread) > 1)} made names that no target has, and changed "
+        f"nothing, such as {key!r} ({statement}){f'; there is {near[0]!r}' if near else ''}. Remedy (FC601): correct "
+        "the name on the right, and load again; or leave the statement out"
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from paddle_flexckpt.catalog import Catalog, CheckpointError, ValidationError, concat, validate_shards
 from paddle_flexckpt.catalog.collector import without_collector
-from paddle_flexckpt.catalog.texts import order_warning, replica_warning
+from paddle_flexckpt.catalog.texts import order_warning, replica_warning, unread_warning
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.transfer.agreement import BRIEF_LOAD, Ranks, Solo, check_coordinator, check_heads
@@ -151,6 +151,8 @@ class Transfer:
         if report.replicas_used:
             logger.warning(f"rank {self._comm.rank}: {replica_warning(report.source, report.replicas_used)}")
         if self._comm.position == self._options.coordinator_rank:
+            if task.mapping is not None and task.mapping.unread:
+                logger.warning(unread_warning(report.source, task.mapping.unread, task.resolution.targets.catalog.keys))
             logger.log(_report_level.get(), report.summary())
         return report
 

@@ -17,11 +17,13 @@ from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.loading.merged import load_merged_state_dict
 from paddle_flexckpt.loading.resharder import reshard_sharded_state_dict
 from paddle_flexckpt.memory.tensors import HostTensor
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.property.mappings import Move, Program, Weighted, statements_of
 from tests.ramdisk import memory_directory
+from tests.remedies.following import advised
 
 
 @pytest.fixture(params=["files", "memory"])
@@ -448,3 +450,39 @@ def test_a_merged_load_gives_what_statements_define_and_what_they_do_not_touch(c
 def test_a_merged_load_has_nothing_to_keep(checkpoint):
     with pytest.raises(ValidationError, match="keep what a target has.*'b'.*AOA statement 1.*Remedy.*fill=0"):
         merged(checkpoint, 'b -> b, resize="[3]", fill="keep"')
+
+
+SQUARE = np.arange(9, dtype=np.float32).reshape(3, 3)
+
+
+def loaded_with(path, *statements, key="0.weight", shape=(3, 3)):
+    target = {key: np.zeros(shape, np.float32)}
+    load_state_dict(target, path, SoloCommunicator(), aoa_config={"aoa_statements": [*statements]})
+    return target[key]
+
+
+def test_a_statement_that_makes_a_name_that_no_target_has_is_a_warning(tmp_path, caplog):
+    """Else a misspelt name leaves a square tensor as it is stored, without a word."""
+    save_state_dict({"0.weight": SQUARE, "0.bias": SQUARE[0]}, tmp_path, SoloCommunicator())
+    assert np.array_equal(loaded_with(tmp_path, '"0.weight"^T -> "0.wieght"'), SQUARE)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "1 AOA statement made names that no target has, and changed nothing, such as '0.wieght'" in warning
+    assert '(AOA statement 1: "0.weight"^T -> "0.wieght"); there is \'0.weight\'' in warning
+    advised("catalog/texts.py", "correct the name on the right, and load again; or leave the statement out", warning)
+    caplog.clear()
+    assert np.array_equal(loaded_with(tmp_path, '"0.weight"^T -> "0.weight"'), SQUARE.T)
+    assert np.array_equal(loaded_with(tmp_path), SQUARE)
+    # A name that a later statement reads, and statements of a family of which a part is loaded.
+    assert np.array_equal(loaded_with(tmp_path, '"0.weight"^T -> t', 't -> "0.weight"'), SQUARE.T)
+    save_state_dict({"l.0.w": SQUARE, "l.1.w": SQUARE}, tmp_path / "family", SoloCommunicator())
+    assert np.array_equal(loaded_with(tmp_path / "family", "l.$N.w^T -> l.$N.w", key="l.1.w"), SQUARE.T)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
+
+
+def test_the_statements_of_a_reverse_load_may_be_for_more_than_is_loaded(tmp_path, caplog):
+    save_state_dict({"a": SQUARE, "b": SQUARE}, tmp_path, SoloCommunicator())
+    config = {"aoa_statements": ["x^T -> a", "y -> b"], "aoa_config_reverse": True}
+    target = {"x": np.zeros((3, 3), np.float32)}
+    load_state_dict(target, tmp_path, SoloCommunicator(), aoa_config=config)
+    assert np.array_equal(target["x"], SQUARE.T)
+    assert [record for record in caplog.records if record.levelname == "WARNING"] == []
