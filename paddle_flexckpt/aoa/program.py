@@ -127,8 +127,8 @@ class Program:
             return {}
         found: dict[int, tuple[str, Origin]] = {}
         used: set[int] = set()
-        tables: dict[str | None, dict[str, Value]] = {None: self.values, **self.state_values}
-        for state, table in tables.items():
+        tables: list[tuple[str | None, dict[str, Value]]] = [(None, self.values), *self.state_values.items()]
+        for state, table in tables:
             for name in table:
                 key = name if state is None else state_key(name, state)
                 origin = self.origins.get(key)
