@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.aoa.parser import quoted
 from paddle_flexckpt.catalog import Catalog, Problem
+from paddle_flexckpt.catalog.errors import MAX_LISTED
 from paddle_flexckpt.optimizer_states import MASTER, split_state
 from paddle_flexckpt.transfer.names import (
     HINT,
@@ -38,6 +40,8 @@ _TIED = re.compile(r"(?:embed|wte|head|decoder)[^.]*\.[^.]+$", re.IGNORECASE)
 _FROM_ONE = re.compile(r"(?:beta[12]_pow|mu_product|momentum_decay_pow|rho)_\d+$")
 _PARAMETER_REMEDY = 'load with master_weights="convert", by which a master that is missing starts from its parameter'
 _MOST_PAIRS = 8
+# A search for the nearest names compares a key with each of them.
+_MOST_NAMES = 2000
 # The path before a parameter's raw name, and its shape.
 _Kind = tuple[str, tuple[int, ...]]
 
@@ -50,6 +54,7 @@ class Missing:
     ) -> None:
         """Take targets, source and mapping, and the result of a search by other names."""
         self._catalog, self._source, self._mapping, self._compatible = targets, source, mapping, compatible
+        self._searches = MAX_LISTED
 
     def problem(self, row: int, has_parameter: bool) -> Problem:
         """Return the problem of a target; ``has_parameter``: it is a master that may be made of its parameter."""
@@ -62,7 +67,10 @@ class Missing:
             return Problem(
                 "nothing feeds a target", **where, got=why, code="FC604", remedy=None if "Remedy (" in why else remedy
             )
+        nearest = self._nearest(key)
         got = f"{len(names)} keys, among them {self._by_tail.get(_tail(key), names)[:3]}"
+        if nearest:
+            got = f"{len(names)} keys, the nearest of them {nearest}"
         if key in compatible.taken:
             got += f"; what might be meant is taken by target {compatible.taken[key]!r}"
         if key in compatible.of_others:
@@ -83,6 +91,15 @@ class Missing:
             code = "FC201" if other else code
             remedy = other.removesuffix("; or ") if other and is_state(key, self.known) else other + remedy
         return Problem("the source has no such key", **where, got=got, code=code, remedy=remedy)
+
+    def _nearest(self, key: str) -> list[str]:
+        """Return the nearest of the source's keys; none if there are keys of the same end, or too many to compare."""
+        names = self._sorted_names
+        if not self._searches or len(names) > _MOST_NAMES or _tail(key) in self._by_tail:
+            return []
+        self._searches -= 1
+        of_kind = [name for name in names if is_state(name, self.known) == is_state(key, self.known)]
+        return get_close_matches(key, of_kind, 3)
 
     def _not_made(self, key: str, mapping: TensorMapping) -> tuple[str, str]:
         """Return why statements leave a target without a value, and the remedy."""
@@ -272,7 +289,10 @@ def renamed(keys: Sequence[str], names: Collection[str]) -> str:
         return ""
     side, (prefix,) = ("the source's", longer) if longer else ("only the targets'", shorter)
     pair = f'"{prefix}{{key}}" -> "{{key}}"' if longer else f'"{{key[{len(prefix)}:]}}" -> "{{key}}"'
-    return f"as {side} keys begin with {prefix!r}, give the AOA statements [f'{pair}' for key in state_dict]; or "
+    return (
+        f"as {side} keys begin with {prefix!r}, give the AOA statements [f'{pair}' for key in state_dict], where "
+        "state_dict stands for model.state_dict(), or for that of the call; or "
+    )
 
 
 def first_value(key: str) -> str:

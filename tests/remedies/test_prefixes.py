@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
+import paddle
 import pytest
 
 import paddle_flexckpt as fc
@@ -47,6 +48,18 @@ def test_a_prefix_of_some_keys_is_none_of_all(tmp_path, saved, wanted):
     with pytest.raises(fc.ValidationError, match="no such key") as error:
         fc.load_state_dict({name: np.zeros(2, np.float32) for name in wanted}, tmp_path)
     assert "keys begin with" not in str(error.value)
+
+
+def test_the_statements_of_a_model_are_made_of_its_state_dict(tmp_path):
+    model = paddle.nn.Linear(2, 2)
+    fc.save_state_dict({f"net.{key}": value for key, value in model.state_dict().items()}, tmp_path)
+    expected = model.weight.numpy().tolist()
+    model.weight.set_value(model.weight * 0)
+    with provoked("transfer/problems.py", "state_dict stands for model.state_dict(), or for that of the call") as error:
+        fc.load(tmp_path, model=model)
+    (text,) = set(re.findall(r"(\[[^]]* for key in )state_dict\]", str(error.value)))
+    fc.load(tmp_path, model=model, aoa_config=eval(f"{text}model.state_dict()]", {"model": model}))
+    assert model.weight.numpy().tolist() == expected
 
 
 def follow(text: str, state_dict: dict[str, np.ndarray], path) -> None:

@@ -149,8 +149,19 @@ def test_a_key_that_is_missing_is_a_problem_that_lists_similar_names():
         remedy=LEFT_ALONE,
         code="FC201",
     )
-    assert the_refusal(solve, keys("p.q"), source).got == "7 keys, among them ['a.c.v', 'a.d.w', 'b.c.w']"
+    assert the_refusal(solve, keys("q"), source).got == "7 keys, among them ['a.c.v', 'a.d.w', 'b.c.w']"
     assert the_refusal(solve, keys("p"), keys()).got == "0 keys, among them []"
+
+
+def test_a_misspelt_key_is_a_problem_that_lists_the_nearest_names():
+    source = keys("a.weight", "down.weight", "up.bias", "up.weight", "zero", *(f"a.{i}.moment1_0" for i in range(9)))
+    got = the_refusal(solve, keys("upp.weight"), source).got
+    assert got.startswith("14 keys, the nearest of them ['up.weight'")
+    # Many names, or many targets, would take long: the search ends.
+    found = refusal(solve, [Part(f"upp.weight{i}") for i in range(50)], source)
+    assert sum("nearest" in str(problem) for problem in found) == 20
+    many = [*source, *(Part(f"layers.{i}.w") for i in range(3000))]
+    assert "among them" in the_refusal(solve, keys("upp.weight"), many).got
 
 
 @pytest.mark.parametrize(
