@@ -108,6 +108,8 @@ def model_rules(
             type.
     """
     rules = describe_model_rules(name)
+    if variant in _DIRECTIONS:
+        raise AoaError([f"no variant of {name} {variant!r}. Remedy (FC606): give it by name, direction={variant!r}"])
     _check_known(f"variant of {name}", variant, list(rules["variants"]))
     _check_known("direction", direction, list(_DIRECTIONS))
     for given in parameters:

@@ -75,6 +75,12 @@ def tokenize(text: str) -> list[Token]:
         found = _TOKENS.match(text, position)
         if found is None:
             _check_glued(text, position, tokens)
+            if text[position] == ">":
+                raise StatementError(
+                    "unexpected character '>'. Remedy (FC602): did you mean `->`? It stands between the two sides of a "
+                    "statement",
+                    position + 1,
+                )
             raise StatementError(
                 f"unexpected character {text[position]!r}. Remedy (FC602): put names with other characters than "
                 "letters, digits, '_' and '.', or that begin with a digit, between quotes, and in these \\x22 for a "

@@ -190,6 +190,8 @@ def _shown(reader: TensorReader, text: str) -> tuple[ShownTensor, str]:
     match = _SLICE.fullmatch(text)
     if match is not None and text in reader:  # a key may itself end like a slice
         match = None
+    if text.count("[") > text.count("]") and text not in reader:
+        raise ValidationError([Problem("the bracket of a slice is not closed", key=text, expected=f"{text}]")])
     try:
         parts = [] if match is None else [_part(part.strip()) for part in match[2].split(",") if part.strip()]
         array = reader.read(text if match is None else match[1], tuple(parts))

@@ -55,6 +55,23 @@ class _Parser(argparse.ArgumentParser):
         """Print usage and error, and exit with status 2."""
         super().error(f"{message}\nsee `{self.prog} --help`")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse, and exit with the error of this parser, and so of its command, if an argument is unknown."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            options = [each for action in self._actions for each in action.option_strings]
+            hints = filter(None, (_meant(each.partition("=")[0], options) for each in unknown if each.startswith("-")))
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{next(hints, '')}")
+        return found, unknown
+
+
+def _meant(word: str, known: Sequence[str]) -> str:
+    """Return a question for the known word that is like another; "" if none is."""
+    import difflib
+
+    alike = difflib.get_close_matches(word, known, 1)
+    return f"; did you mean {alike[0]}?" if alike else ""
+
 
 def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of all commands, or of the command in ``words``.
@@ -89,7 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with 2, as argparse does.
     """
     words = sys.argv[1:] if arguments is None else arguments
-    options = build_parser(words).parse_args(words)
+    parser = build_parser(words)
+    commands = [name for names in _COMMANDS.values() for name in names]
+    if words and not words[0].startswith("-") and words[0] not in commands:
+        parser.error(f"there is no command {words[0]!r}{_meant(words[0], commands)}")
+    options = parser.parse_args(words)
     from paddle_flexckpt.catalog import CheckpointError
     from paddle_flexckpt.catalog.texts import printable_lines
     from paddle_flexckpt.cli.common import Outcome

@@ -32,6 +32,7 @@ def message(*texts: str) -> str:
     ("text", "column", "words"),
     [
         ("a - x", 3, "unexpected character '-'"),
+        ("a => x", 4, "unexpected character '>'. Remedy .FC602.: did you mean `->`"),
         (
             "a -> x y",
             8,

@@ -68,6 +68,7 @@ def test_show_prints_values_and_statistics(checkpoint, tmp_path, capsys):
         ("w[9]", "9 is not in a tensor"),
         ("w[a]", "cannot read a slice"),
         ("w[1:2:3:4]", "cannot read a slice"),
+        ("w[0:2", "the bracket of a slice is not closed (key 'w[0:2'); expected w[0:2]"),
         ("v[0]", "flexckpt show: there is no such key (key 'v')"),
     ):
         assert words in failed(capsys, "show", path, wrong)

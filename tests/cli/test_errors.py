@@ -99,6 +99,25 @@ def test_wrong_usage_ends_with_the_help(capsys, line, program):
 
 
 @pytest.mark.parametrize(
+    ("line", "program", "words"),
+    [
+        ("inspect ck --jsn", "flexckpt inspect", "unrecognized arguments: --jsn; did you mean --json?"),
+        ("inspect ck --jsn=3", "flexckpt inspect", "unrecognized arguments: --jsn=3; did you mean --json?"),
+        ("inspect ck more", "flexckpt inspect", "unrecognized arguments: more"),
+        ("insepct ck", "flexckpt", "there is no command 'insepct'; did you mean inspect?"),
+        ("zzz", "flexckpt", "there is no command 'zzz'"),
+    ],
+)
+def test_a_typing_error_gets_the_usage_of_its_command_and_the_nearest_name(capsys, line, program, words):
+    with pytest.raises(SystemExit) as caught:
+        main(shlex.split(line))
+    assert caught.value.code == 2
+    text = capsys.readouterr().err
+    assert text.startswith(f"usage: {program} [-h]")
+    assert f"\n{program}: error: {words}\nsee `{program} --help`\n" in text
+
+
+@pytest.mark.parametrize(
     ("line", "words"),
     [
         ("rehearse 'run/step 1' --to tp=2", "nothing says how tensor parallelism cuts the model"),

@@ -318,3 +318,15 @@ def test_states_that_cannot_be_joined_are_given_by_statements_of_their_own(tmp_p
     ]
     fc.load_state_dict(target, tmp_path, aoa_config={"aoa_statements": statements})
     assert_equal(target, {"x": np.concatenate([A, B]), "x.moment1_0": np.concatenate([A + 1, half.astype("float32")])})
+
+
+def test_an_arrow_of_another_kind():
+    with provoked("aoa/parser.py", "did you mean `->`? It stands between the two sides of a statement"):
+        compiled(["a => x"], {"a": A}, {"x": room(4, 6)})
+    assert_equal(run(["a -> x"], {"a": A}, {"x": room(4, 6)}), {"x": A})
+
+
+def test_a_direction_in_place_of_a_variant():
+    with provoked("aoa/model_rules.py", "give it by name, direction="):
+        fc.model_rules("llama", "to_hf")
+    assert fc.model_rules("llama", direction="to_hf")["aoa_statements"]
