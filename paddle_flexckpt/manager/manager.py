@@ -24,6 +24,7 @@ from paddle_flexckpt.manager.policies import (
     SavePolicy,
     SaveSchedule,
     check_policies,
+    warn_of_missing_metrics,
 )
 from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, RestoreTargets, restore_first
@@ -33,7 +34,6 @@ from paddle_flexckpt.manager.step_contents import (
     StepContents,
     agree_and_collect,
     check,
-    check_extra,
     check_metrics,
     check_step,
 )
@@ -41,7 +41,6 @@ from paddle_flexckpt.manager.step_directories import StepDirectories, Which, is_
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.run_state.extra_state import collect_extra_state
 from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.transfer.agreement import check_same
 from paddle_flexckpt.transfer.options import GROUP, encode_options, same_on_all_ranks, takes
@@ -260,10 +259,9 @@ class CheckpointManager:
         if run is None and self._comm.position == 0:
             run = self._steps.begin_run(asked.step, self._restored)
         contents = StepContents(shards, numbers, run or "")
-        more = check_extra(extra)
-        own = (objects.schedule(), objects.scaler, asked.step, asked.rng, dataloader, objects.data)
-        contents.shards.update(collect_extra_state(*own, **more))
+        contents.shards.update(objects.extra_state(asked.step, asked.rng, dataloader, extra))
         if self._comm.position == 0:
+            warn_of_missing_metrics(self._keep, numbers)
             self._steps.prepare(asked.step, replaces)
         return contents, join((asked.encode("save", **objects.given()), contents.describe_metrics()))
 

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import itertools
 import json
+import logging
 import math
 import os
 import signal
@@ -22,7 +23,7 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, TypeVar
@@ -33,6 +34,8 @@ from paddle_flexckpt.manager.step_contents import check_step
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.tools.step_record import StepRecord
 from paddle_flexckpt.transfer.agreement import check_same
+
+logger = logging.getLogger("paddle_flexckpt")
 
 Mode = Literal["min", "max"]
 Policy = TypeVar("Policy")
@@ -188,6 +191,16 @@ def best_first(records: Sequence[StepRecord], metric: str, mode: Mode) -> list[i
     sign = 1.0 if mode == "min" else -1.0
     known = [record for record in records if not math.isnan(record.metrics.get(metric, math.nan))]
     return [record.step for record in sorted(known, key=lambda r: (sign * r.metrics[metric], -r.step))]
+
+
+def warn_of_missing_metrics(policies: Sequence[KeepPolicy], metrics: Mapping[str, float]) -> None:
+    """Log a warning where metrics were given, and none of them is one by which a KeepBest chooses."""
+    wanted = [policy.metric for policy in policies if isinstance(policy, KeepBest)]
+    if metrics and wanted and not any(name in metrics for name in wanted):
+        logger.warning(
+            f"metrics= has {', '.join(metrics)}, and KeepBest chooses by {' and '.join(wanted)}: it does not keep this "
+            "step. Remedy (FC903): give KeepBest the name of a metric that is saved, or save its metric from now on"
+        )
 
 
 def check_policies(name: str, given: Policy | Sequence[Policy], kind: type) -> tuple[Policy, ...]:

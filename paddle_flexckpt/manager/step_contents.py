@@ -49,6 +49,13 @@ class RunObjects:
         """Return the object with the rate, of :func:`schedule_of`."""
         return schedule_of(self.lr_scheduler, self.optimizer)
 
+    def extra_state(
+        self, step: int | None, rng: bool, dataloader: Any, extra: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """Return the extra state of :func:`collect_extra_state`, with the caller's own values."""
+        more = check_extra(extra)
+        return collect_extra_state(self.schedule(), self.scaler, step, rng, dataloader, self.data, **more)
+
     def given(self) -> dict[str, bool]:
         """Return which of schedule, scaler and data there are. Ranks compare this: one without would save none."""
         return {name: getattr(self, name) is not None for name in ("lr_scheduler", "scaler", "data")}

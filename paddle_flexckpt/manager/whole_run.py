@@ -13,12 +13,12 @@ from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.manager.restore import RestoreTargets, RunOptions, fill_run
-from paddle_flexckpt.manager.step_contents import OWN_OBJECTS, RunObjects, check_extra
+from paddle_flexckpt.manager.step_contents import OWN_OBJECTS, RunObjects
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.media.opening import shown
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.report import LoadReport, SaveReport
-from paddle_flexckpt.run_state.extra_state import ExtraStateReport, collect_extra_state
+from paddle_flexckpt.run_state.extra_state import ExtraStateReport
 from paddle_flexckpt.saving.save_options import SaveOptions
 from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.transfer.agreement import check_heads
@@ -127,9 +127,8 @@ def save(
     context = f"cannot save to {shown(path)}"
 
     def collect() -> tuple[dict[str, Any], bytes]:
-        shards, more = objects.shards(), check_extra(extra)
-        schedule = objects.schedule()
-        shards.update(collect_extra_state(schedule, scaler, asked.step, asked.rng, dataloader, data, **more))
+        shards = objects.shards()
+        shards.update(objects.extra_state(asked.step, asked.rng, dataloader, extra))
         return shards, asked.encode("save", **objects.given())
 
     shards, heads = comm.together(collect, context)

@@ -26,7 +26,7 @@ from tests.manager.samples import (
     tree,
     values,
 )
-from tests.remedies.following import provoked
+from tests.remedies.following import advised, provoked
 from tests.run_state.test_extra_state import scaler
 
 SIGNAL = signal.SIGUSR2
@@ -95,7 +95,7 @@ def test_what_is_not_restored_is_said(tmp_path, installed):
     run = Run(8)
     manager = manager_of(tmp_path)
     manager.save(1, **run.parts, rng=False)
-    with pytest.raises(fc.ValidationError, match=r"lr_scheduler is saved.*model alone give optimizer_states='ig"):
+    with pytest.raises(fc.ValidationError, match=r"no optimizer was given.*give optimizer="):
         manager.restore(model=run.model)
     with pytest.raises(fc.ValidationError, match=r"8 optimizer states.*optimizer_states='ignore'"):
         manager.restore(model=run.model, schedule="ignore")
@@ -338,6 +338,22 @@ def test_what_is_no_step_of_the_run_is_not_listed(tmp_path):
     directory_of(tmp_path, 13).mkdir()
     assert manager.all_steps() == [7]
     assert [(info.step, info.complete) for info in manager.checkpoints()] == [(7, True)]
+
+
+def test_metrics_without_the_one_that_decides_are_a_warning(tmp_path, caplog):
+    manager = manager_of(tmp_path, keep=[KeepLatest(9), KeepBest(1, "loss"), KeepBest(1, "score")])
+    for step, metrics in enumerate([{"loss": 3}, {"score": 1}, None]):
+        save(manager, step, metrics=metrics)
+    assert "KeepBest" not in caplog.text
+    save(manager, 3, metrics={"los": 1})
+    (warning,) = [record.getMessage() for record in caplog.records if "KeepBest" in record.getMessage()]
+    assert warning.startswith("metrics= has los, and KeepBest chooses by loss and score: it does not keep this step. ")
+    advised("manager/policies.py", "give KeepBest the name of a metric that is saved, or save its metric", warning)
+    caplog.clear()
+    save(manager, 4, metrics={"loss": 1})
+    save(manager_of(tmp_path, keep=[KeepLatest(9), KeepBest(1, "los")]), 5, metrics={"los": 1})
+    assert "KeepBest" not in caplog.text
+    assert manager.best_step() == 4
 
 
 def test_best_step(tmp_path):
