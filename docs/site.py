@@ -29,16 +29,18 @@ LINKED = ("benchmarks/results/table.md", "paddle_flexckpt/testing/cpu_world/__in
 CODE = ".code"
 #: Documents that have another place in the site.
 PLACES = {"docs/index.md": "index.md", "README.md": "overview.md"}
-#: By document of the site, what mkdocs and its theme are told of it.
+#: By document of the site, what mkdocs and its theme are told of it. Tags are words to search for, which are not shown.
 META = {
     "index.md": "hide: [navigation, toc]\nsearch: {boost: 0.5}",
     "overview.md": "search: {boost: 0.5}",
     "docs/coming_from.md": "search: {boost: 1.2}",
     "docs/cpu.md": "search: {boost: 1.5}",
     # `check` is also how `checkpoint` begins, which all pages have.
-    "docs/guide.md": "tags: [check]",
+    "docs/guide.md": "tags: [check, S3]",
     "docs/manager.md": "tags: [dataloader]",
-    "docs/troubleshooting.md": "tags: [corrupt, crash, hang]\nsearch: {boost: 1.2}",
+    "docs/migration.md": "tags: [migrate, pdparams]",
+    "docs/troubleshooting.md": "tags: [AdamW, SGD, corrupted, crash, different, hang, learning, rate, vocabulary]\n"
+    "search: {boost: 1.2}",
     # These answer few questions, with the words of many.
     **dict.fromkeys(
         (

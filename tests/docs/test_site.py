@@ -53,6 +53,21 @@ QUERIES = {
     "torch DCP": "docs/coming_from/",
     "preemption": "docs/recipes/",
     "weight sync": "docs/weight_sync/",
+    "resume on fewer GPUs": "docs/tutorial_fleet/",
+    "change tensor parallel degree": "docs/guide/",
+    "how do I read one tensor without paddle": "docs/guide/",
+    "show values of a tensor": "docs/guide/",
+    "learning rate wrong after resume": "docs/troubleshooting/",
+    "checkpoint is corrupt what now": "docs/troubleshooting/",
+    "is my checkpoint corrupted": "docs/troubleshooting/",
+    "how big is my checkpoint": "docs/cli/",
+    "gradient accumulation": "docs/recipes/",
+    "different optimizer": "docs/troubleshooting/",
+    "AdamW to SGD": "docs/troubleshooting/",
+    "fine-tune new head": "docs/guide/",
+    "paddle.save pdparams migrate": "docs/migration/",
+    "save to S3": "docs/guide/",
+    "vocabulary size changed": "docs/troubleshooting/",
 }
 # The pages of the results, in order. None: the search has not answered yet.
 FOUND = """(() => {
@@ -105,6 +120,12 @@ def search(browser, address, words):
 def test_the_page_that_answers_is_among_the_first_three(browser, address, words):
     found = search(browser, address, words)
     assert QUERIES[words] in found[:3]
+
+
+def test_tags_are_found_and_not_shown(browser, address):
+    search(browser, address, "corrupt checkpoint")
+    shown = browser.run("[...document.querySelectorAll('.md-tag')].map(tag => tag.getClientRects().length)")
+    assert shown and not any(shown)
 
 
 def test_history_and_tables_of_numbers_do_not_answer(browser, address):
