@@ -29,7 +29,6 @@ from paddle_flexckpt.native.manifest import NATIVE, Manifest
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import (
-    ConstantRate,
     ExtraStateReport,
     check_data,
     has_constant_rate,
@@ -39,6 +38,7 @@ from paddle_flexckpt.run_state.extra_state import (
     restore_extra_state,
     schedule_left_out,
 )
+from paddle_flexckpt.run_state.schedules import ConstantRate
 from paddle_flexckpt.transfer.names import is_state
 from paddle_flexckpt.transfer.options import LoadOptions, Storage, Strict, rule
 

@@ -18,7 +18,8 @@ from paddle_flexckpt.memory.state import flatten_state_dict
 from paddle_flexckpt.parallel import install, optimizer_sharded_state_dict
 from paddle_flexckpt.parallel.optimizers import optimizer_inside
 from paddle_flexckpt.parallel.state_creation import no_new_states
-from paddle_flexckpt.run_state.extra_state import ConstantRate, collect_extra_state
+from paddle_flexckpt.run_state.extra_state import collect_extra_state
+from paddle_flexckpt.run_state.schedules import ConstantRate
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord
 from paddle_flexckpt.transfer.agreement import check_heads
 from paddle_flexckpt.transfer.options import GROUP, SHARDS, encode_options, same_on_all_ranks

@@ -43,6 +43,13 @@ from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.media.opening import shown
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.run_state.random_state import collect_random_state, restore_random_state
+from paddle_flexckpt.run_state.schedules import (
+    ConstantRate,
+    refuse_scheduler,
+    restore_scheduler,
+    scaler_problem,
+    scheduler_state,
+)
 from paddle_flexckpt.transfer.agreement import check_heads
 from paddle_flexckpt.transfer.options import GROUP, PATH, same_on_all_ranks
 from paddle_flexckpt.transfer.transfer import quiet_loads
@@ -54,8 +61,6 @@ _COMMON = f"{_PREFIX}common"
 _OF_RANK = re.compile(re.escape(_PREFIX) + r"(rng|dataloader)\.rank(\d+)(\.|$)")
 _VERSION = 1
 _METHODS_OF_DATA = ("state_dict", "load_state_dict", "refuse")
-# Attributes that change with the steps and are missing in Paddle's state_dict() (3.0 to 3.3).
-_LEFT_OUT = {"CosineAnnealingWarmRestarts": ("T_i", "T_cur")}
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ def collect_extra_state(
         "version": _VERSION,
         "layout": _layout(),
         "step": plain_integer(step),
-        "lr_scheduler": None if lr_scheduler is None else _scheduler_state(lr_scheduler),
+        "lr_scheduler": None if lr_scheduler is None else scheduler_state(lr_scheduler),
         "scaler": None if scaler is None else scaler.state_dict(),
         "data": None if data is None else data.state_dict(),
         "more": more,
@@ -256,7 +261,7 @@ def put_back_extra_state(
             continue
         if common.get(name):
             if name == "lr_scheduler":
-                _restore_scheduler(target, common[name])
+                restore_scheduler(target, common[name])
             else:
                 target.load_state_dict(common[name])
             restored.append(name)
@@ -298,7 +303,7 @@ def schedule_left_out(state: Mapping[str, Any], lr_scheduler: Any, scaler: Any, 
     """
     common, found = _common(state), {}
     for name, target, refuse in (
-        ("lr_scheduler", lr_scheduler, _refuse_scheduler),
+        ("lr_scheduler", lr_scheduler, refuse_scheduler),
         ("scaler", scaler, scaler_problem),
         ("data", data, lambda sampler, saved: sampler.refuse(saved)),
     ):
@@ -377,81 +382,3 @@ def _as_tensor(text: bytes) -> Any:
 
 def _text(tensor: Any) -> bytes:
     return np.asarray(tensor.numpy(), dtype=np.uint8).tobytes()
-
-
-# -- schedulers and scalers --------------------------------------------------------------------------------------------
-
-
-class ConstantRate:
-    """The rate of an optimizer without a scheduler, which ``set_lr`` may have changed."""
-
-    def __init__(self, optimizer: Any) -> None:
-        """Take the optimizer, in whatever wrappers."""
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the rate."""
-        return {"rate": float(self.optimizer.get_lr())}
-
-    def set_state_dict(self, state: Mapping[str, float]) -> None:
-        """Set the rate."""
-        self.optimizer.set_lr(state["rate"])
-
-
-def _scheduler_state(scheduler: Any) -> dict[str, Any]:
-    """Return a scheduler's state and those of all schedulers inside it."""
-    return {
-        "class": type(scheduler).__name__,
-        "state": scheduler.state_dict(),
-        "left_out": {name: getattr(scheduler, name) for name in _left_out(scheduler)},
-        "inside": {name: _scheduler_state(inner) for name, inner in _schedulers_inside(scheduler)},
-    }
-
-
-def _left_out(scheduler: Any) -> list[str]:
-    return [name for base in type(scheduler).__mro__ for name in _LEFT_OUT.get(base.__name__, ())]
-
-
-def _schedulers_inside(scheduler: Any) -> list[tuple[str, Any]]:
-    from paddle.optimizer.lr import LRScheduler
-
-    return [(name, value) for name, value in sorted(vars(scheduler).items()) if isinstance(value, LRScheduler)]
-
-
-def _refuse_scheduler(scheduler: Any, saved: dict[str, Any]) -> str | None:
-    """Return why a scheduler cannot load a saved state; None if it can."""
-    expected, got = _classes(saved), _classes(_scheduler_state(scheduler))
-    return None if expected == got else f"the checkpoint has a {expected}, this run a {got}"
-
-
-def _restore_scheduler(scheduler: Any, saved: dict[str, Any]) -> None:
-    """Set a scheduler, and those inside it, to a saved state."""
-
-    def restore(target: Any, state: dict[str, Any]) -> None:
-        target.set_state_dict(state["state"])
-        for name in _left_out(target):
-            setattr(target, name, state["left_out"][name])
-        for name, inner in _schedulers_inside(target):
-            restore(inner, state["inside"][name])
-
-    restore(scheduler, saved)
-
-
-def plain_scheduler_problem(scheduler: Any, saved: dict[str, Any]) -> str | None:
-    """Return why a scheduler cannot load a state that is a plain ``state_dict()``; None if it can."""
-    own = scheduler.state_dict()
-    if own.keys() == saved.keys():
-        return None
-    return f"the checkpoint has a scheduler's {sorted(saved)}, this run's {type(scheduler).__name__} {sorted(own)}"
-
-
-def _classes(state: dict[str, Any]) -> str:
-    inside = ", ".join(f"{name}={_classes(inner)}" for name, inner in state["inside"].items())
-    if state["class"] == ConstantRate.__name__:
-        return "constant rate"
-    return f"{state['class']}({inside})" if inside else state["class"]
-
-
-def scaler_problem(scaler: Any, saved: dict[str, Any]) -> str | None:
-    """Return why a GradScaler cannot load a state that is a ``state_dict()``; None if it can."""
-    return "it is disabled in this run" if saved and not scaler.state_dict() else None

@@ -20,13 +20,12 @@ from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import (
     load_extra_state,
-    plain_scheduler_problem,
     put_back_extra_state,
     saved_data_ranks,
     saved_world_size,
-    scaler_problem,
     schedule_left_out,
 )
+from paddle_flexckpt.run_state.schedules import plain_scheduler_problem, scaler_problem
 from paddle_flexckpt.trainer.contents import collect_shards
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, is_flex
 from paddle_flexckpt.trainer.flags import TrainerOptions

@@ -10,7 +10,7 @@ from paddle_flexckpt.foreign.formats import detect_format
 from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.loading.merged import load_merged_state_dict
-from paddle_flexckpt.run_state.extra_state import plain_scheduler_problem
+from paddle_flexckpt.run_state.schedules import plain_scheduler_problem
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.foreign import test_huggingface as huggingface

@@ -80,6 +80,16 @@ def test_it_is_a_checkpoint_like_any_other(tmp_path):
     assert all((a.numpy() == b.numpy()).all() for a, b in zip(run.model.parameters(), other.model.parameters()))
 
 
+def test_a_constant_rate_is_the_saved_one_and_the_log_says_so(tmp_path, caplog):
+    model = paddle.nn.Linear(2, 2)
+    first, second = (paddle.optimizer.AdamW(rate, parameters=model.parameters()) for rate in (1e-3, 5e-4))
+    fc.save(tmp_path, model=model, optimizer=first)
+    caplog.set_level("INFO", "paddle_flexckpt")
+    fc.load(tmp_path, model=model, optimizer=second)
+    assert second.get_lr() == 1e-3
+    assert "the constant learning rate is 0.001, as it was saved; it was 0.0005" in caplog.text
+
+
 def test_the_model_alone(tmp_path):
     run, other = Run(1), Run(2)
     run.train(0, 2)
