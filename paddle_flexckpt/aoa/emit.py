@@ -89,7 +89,7 @@ class Compilation:
             self._masters,
             outputs,
             _Provenance({**self._origins, **self._unfed}),
-            self._program.unread(),
+            _unread(self._program),
         )
 
     def _feed(self, base: str, state: str, info: TensorInfo) -> None:
@@ -382,3 +382,25 @@ def _leaf_alone(structure: Structure, leaf: int) -> Structure:
     shown = replace(alone.fragments, leaf=np.full(1, leaf if leaf >= 0 else -1, dtype=np.int64))
     nodes: Sequence[StructureNode] = () if leaf >= 0 else (structure.nodes[-1 - leaf],)
     return Structure(info.shape, info.dtype, structure.inputs, shown, alone.chains, tuple(nodes))
+
+
+def _unread(program: Program) -> dict[str, str]:
+    """Return a name of each statement whose names no destination has and no later statement reads; with its text.
+
+    The statements of a model's whole family are often used for a part of it, so one name that is used is enough.
+    """
+    if program.target is None:
+        return {}
+    found: dict[int, tuple[str, Origin]] = {}
+    used: set[int] = set()
+    tables: list[tuple[str | None, dict[str, Value]]] = [(None, program.values), *program.state_values.items()]
+    for state, table in tables:
+        for name in table:
+            key = name if state is None else state_key(name, state)
+            origin = program.origins.get(key)
+            if origin is not None:
+                number = origin.rule.place.number
+                found.setdefault(number, (key, origin))
+                if name in program.read or name in program.target.states or key in program.target.infos:
+                    used.add(number)
+    return {key: str(origin) for number, (key, origin) in sorted(found.items()) if number not in used}

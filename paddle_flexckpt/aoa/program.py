@@ -118,27 +118,6 @@ class Program:
             self.origins[name if state is None else state_key(name, state)] = origin
         self._index.add([name], parse_name(name))
 
-    def unread(self) -> dict[str, str]:
-        """Return a name of each statement whose names no destination has and no later statement reads; with its text.
-
-        The statements of a model's whole family are often used for a part of it, so one name that is used is enough.
-        """
-        if self.target is None:
-            return {}
-        found: dict[int, tuple[str, Origin]] = {}
-        used: set[int] = set()
-        tables: list[tuple[str | None, dict[str, Value]]] = [(None, self.values), *self.state_values.items()]
-        for state, table in tables:
-            for name in table:
-                key = name if state is None else state_key(name, state)
-                origin = self.origins.get(key)
-                if origin is not None:
-                    number = origin.rule.place.number
-                    found.setdefault(number, (key, origin))
-                    if name in self.read or name in self.target.states or key in self.target.infos:
-                        used.add(number)
-        return {key: str(origin) for number, (key, origin) in sorted(found.items()) if number not in used}
-
     def forget(self, names: Sequence[str]) -> None:
         """Leave the destination's keys of these names, or patterns, without a value."""
         for template in map(parse_name, names):
