@@ -85,7 +85,8 @@ def verify_files(
         if files:
             names = listed([catalog.files[file] for file in sorted(files)], _MAX_NAMED)
             remedy = f"{problem.remedy}; until then, a load reads the intact replica in {names}"
-            problem = replace(problem, code="FC305", remedy=remedy)
+            code = problem.code
+            problem = replace(problem, code=code, remedy=remedy)
         found.problems.append(problem)
     return found
 
@@ -158,6 +159,7 @@ class _FileVerifier:
         expected: object = None,
         got: object = None,
         blocks: range | None = None,
+        code: str = "FC305",
     ) -> None:
         """Note a problem of the file or of an item: damaged bytes of the file, and blocks of the item."""
         catalog = self._manifest.catalog
@@ -168,7 +170,7 @@ class _FileVerifier:
             file=self._path,
             expected=expected,
             got=got,
-            code="FC305",
+            code=code,
             remedy=remedy_of_copies(self._manifest, self._name) or REMEDY,
             offset=stretch[0],
             end=stretch[1],
@@ -195,9 +197,8 @@ class _FileVerifier:
         except FileNotFoundError:
             nodes = self._manifest.nodes_of(self._name)
             got = f"nothing here; it was saved on node {' and '.join(nodes)}" if nodes else None
-            self._problem(
-                "a file that the manifest names is missing", None, expected=f"{len(self._rows)} shards", got=got
-            )
+            what = "a file that the manifest names is missing"
+            self._problem(what, None, expected=f"{len(self._rows)} shards", got=got, code="FC304")
             self._found.missing.append(self._name)
             return False
         except OSError as error:

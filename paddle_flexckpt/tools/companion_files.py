@@ -69,7 +69,7 @@ def find_companions(backend: Backend, tensor_files: Collection[str], all_files: 
     Args:
         backend: The directory of the source.
         tensor_files: Names of its files of tensors.
-        all_files: Whether other files of the directory are listed as left: not where it has other things too.
+        all_files: Whether files that stay are listed as left: not where the directory has other things too.
     """
     found = Companions()
     for name in sorted(backend.names()):
@@ -81,7 +81,7 @@ def find_companions(backend: Backend, tensor_files: Collection[str], all_files: 
             reason = _read(backend, name, found.copied)
         else:
             reason = "as tensors do not need them"
-        if reason and (all_files or reason == _CODE):
+        if reason and all_files:
             found.left[name] = reason
     return found
 

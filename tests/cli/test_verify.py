@@ -71,6 +71,12 @@ def test_verify_as_json(checkpoint, capsys):
     assert [(p["what"], p["rank"]) for p in report["problems"]] == [("a file that the manifest names is missing", 1)]
 
 
+def test_a_file_that_is_missing_has_the_code_that_a_load_gives_it(checkpoint, capsys):
+    (checkpoint / data_file(checkpoint, 1)).unlink()
+    assert "Remedy (FC304): restore the file" in run(capsys, "verify", str(checkpoint))[1]
+    assert "Remedy (FC304): restore the file" in run(capsys, "show", str(checkpoint), "model.w")[2]
+
+
 def test_verify_of_what_is_no_checkpoint(tmp_path, capsys):
     code, out, err = run(capsys, "verify", str(tmp_path))
     assert (code, out) == (1, "")
