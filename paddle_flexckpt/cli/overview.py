@@ -6,6 +6,8 @@ Tested in tests/cli/test_overview.py.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -104,7 +106,7 @@ def _list(options: argparse.Namespace) -> Outcome:
                 (
                     "-" if info.step is None else str(info.step),
                     str(info.unique_id),
-                    _age(now - record.time) if record else "-",
+                    _age_of(info, record, now),
                     format_bytes(info.total_bytes),
                     str(info.world_size),
                     "yes" if info.complete else "no",
@@ -174,6 +176,17 @@ def _record(info: CheckpointInfo) -> StepRecord | None:
             return read_record(backend, manifest)
     except (CorruptCheckpointError, ValidationError):
         return None  # the checkpoint is complete without it; `flexckpt verify` finds the damage
+
+
+def _age_of(info: CheckpointInfo, record: StepRecord | None, now: float) -> str:
+    """Return a checkpoint's age by its record, or else by its manifest file; "-" where neither tells it."""
+    if record is not None:
+        return _age(now - record.time)
+    backend = open_backend(info.path)
+    if backend.has_path:
+        with contextlib.suppress(OSError):  # there is none, or it is not a directory
+            return _age(now - os.path.getmtime(backend.where(f"{info.unique_id}.manifest")))
+    return "-"
 
 
 def _age(seconds: float) -> str:

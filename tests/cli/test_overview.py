@@ -71,9 +71,11 @@ def test_ls_tells_what_is_not_complete_and_exits_with_1(root, capsys):
     assert "there are no checkpoints" in capsys.readouterr().err
 
 
-def test_ls_lists_a_checkpoint_without_a_record(tmp_path, capsys):
+def test_ls_takes_the_age_of_a_checkpoint_without_a_record_from_its_manifest(tmp_path, capsys):
     save(tmp_path / "one", VALUES, world=1)
-    assert printed(capsys, "ls", str(tmp_path / "one"))[1].split()[2:3] == ["-"]
+    then = time.time() - 7200
+    os.utime(tmp_path / "one" / "0.manifest", (then, then))
+    assert printed(capsys, "ls", str(tmp_path / "one"))[1].split()[2:4] == ["2.0", "h"]
 
 
 @pytest.mark.parametrize(
