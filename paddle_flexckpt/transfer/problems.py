@@ -56,13 +56,19 @@ class Missing:
         self._catalog, self._source, self._mapping, self._compatible = targets, source, mapping, compatible
         self._searches = MAX_LISTED
 
-    def problem(self, row: int, has_parameter: bool) -> Problem:
-        """Return the problem of a target; ``has_parameter``: it is a master that may be made of its parameter."""
+    def problem(self, row: int, has_parameter: bool, beta: float | None = None) -> Problem:
+        """Return the problem of a target.
+
+        Args:
+            row: The target.
+            has_parameter: Whether it is a master that may be made of its parameter.
+            beta: The beta of which it is a power; None if it is not known.
+        """
         catalog, names, compatible = self._catalog, self._sorted_names, self._compatible
         key = catalog.keys[row]
         where: dict[str, Any] = {"key": key, "rank": int(catalog.rank[row]), "expected": catalog.describe(row)}
         if self._mapping is not None and (key in self._mapping.unfed or key in self._mapping.removed):
-            why, remedy = self._not_made(key, self._mapping)
+            why, remedy = self._not_made(key, self._mapping, beta)
             # A reason may have its own remedy.
             return Problem(
                 "nothing feeds a target", **where, got=why, code="FC604", remedy=None if "Remedy (" in why else remedy
@@ -78,7 +84,7 @@ class Missing:
         remedy = "correct the name, or load with strict=False to leave this target as it is"
         code = "FC201"
         if is_state(key, self.known):
-            code, remedy = "FC204", f"correct the state's name{first_value(key)}"
+            code, remedy = "FC204", f"correct the state's name{first_value(key, beta)}"
         if has_parameter:
             code, remedy = "FC204", _PARAMETER_REMEDY
         elif key in compatible.lost_by_raw_name and self._has_states:
@@ -101,7 +107,7 @@ class Missing:
         of_kind = [name for name in names if is_state(name, self.known) == is_state(key, self.known)]
         return get_close_matches(key, of_kind, 3)
 
-    def _not_made(self, key: str, mapping: TensorMapping) -> tuple[str, str]:
+    def _not_made(self, key: str, mapping: TensorMapping, beta: float | None) -> tuple[str, str]:
         """Return why statements leave a target without a value, and the remedy."""
         why = mapping.provenance.get(key, "a statement removes the source key of that name, and none makes another")
         base, _, state = key.rpartition(".")
@@ -110,7 +116,7 @@ class Missing:
         if state == MASTER and (base in mapping.tensors or is_there):
             remedy = _PARAMETER_REMEDY
         elif is_state(key, self.known):
-            remedy = f"add a statement that makes the state{first_value(key)}"
+            remedy = f"add a statement that makes the state{first_value(key, beta)}"
         return why, remedy
 
     @cached_property
@@ -295,10 +301,11 @@ def renamed(keys: Sequence[str], names: Collection[str]) -> str:
     )
 
 
-def first_value(key: str) -> str:
+def first_value(key: str, beta: float | None = None) -> str:
     """Return the remedy by which a state that the source lacks gets its value before the first step.
 
-    A master starts as its parameter: zeros in it would become the parameter's at the next step.
+    A master starts as its parameter: zeros in it would become the parameter's at the next step. ``beta`` is that of a
+    power of it, if it is known.
     """
     raw, (parameter, _, state) = split_raw(bare(key)), key.rpartition(".")
     if MASTER in (state, raw and raw.state):
@@ -311,6 +318,8 @@ def first_value(key: str) -> str:
         )
     power = re.search(r"beta([12])_pow_acc_\d+$", key)
     value, of = (f"BETA{power[1]}", f", with the optimizer's beta{power[1]}") if power else ("0", "")
+    if power and beta is not None:
+        value, of = repr(beta), ""
     if _FROM_ONE.search(key):
         value = "1"
     if re.search(r"learning_rates_\d+$", key):

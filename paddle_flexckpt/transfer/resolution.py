@@ -191,7 +191,11 @@ def check_unexpected(
                 "paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
             )
             + ("to take float32 parameters from their masters, give master_weights='convert'; " if masters else "")
-            + ("to go on without these states" if frozen and not masters else "to load weights alone")
+            + (
+                "to go on without these states"
+                if frozen and not masters
+                else "to load weights alone, or for an optimizer of another kind, which has no such states"
+            )
             + ", give optimizer_states='ignore'",
             context,
         )

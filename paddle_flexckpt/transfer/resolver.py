@@ -74,9 +74,16 @@ def resolve(
     problems = [*validate_shards(targets.catalog), *resolver.compatible.problems]
     others = {row: resolver.resolve(row) for row in np.flatnonzero(~resolver.are_plain()).tolist()}
     ambiguous = {problem.key for problem in resolver.compatible.problems}
-    for row, other in others.items():
-        if other.problem is not None and not (other.how == MISSING and targets.catalog.keys[row] in ambiguous):
-            problems.append(other.problem)
+    of_rows = {
+        row: other.problem
+        for row, other in others.items()
+        if other.problem is not None and not (other.how == MISSING and targets.catalog.keys[row] in ambiguous)
+    }
+    if of_rows:
+        from paddle_flexckpt.transfer.other_states import summarised
+
+        missing = {row for row, other in others.items() if other.how == MISSING and mapping is None}
+        problems += summarised(of_rows, missing, targets.catalog, source)
     if problems:
         raise ValidationError(problems)
     names = dict(enumerate(targets.catalog.keys))
@@ -369,7 +376,9 @@ class _Resolver:
         """Return the problem of a target that nothing fills, if that is an error."""
         if not self._options.missing_is_an_error:
             return None
-        return self._missing.problem(row, self._counterpart(row, None) is not None)
+        power = Power.of(self._catalog.keys[row])
+        beta = None if power is None else self._targets.memory.beta(row, power.number)
+        return self._missing.problem(row, self._counterpart(row, None) is not None, beta)
 
     @cached_property
     def _missing(self) -> Missing:

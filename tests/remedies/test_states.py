@@ -183,7 +183,7 @@ def test_states_that_nobody_asks_for_are_loaded_or_left_out_by_name(tmp_path):
     masters = {"w": WHOLE.astype("float16"), "w.w_0": WHOLE + 0.0001}
     fc.save_state_dict(masters, tmp_path / "masters")
     fc.save_state_dict({"w": WHOLE, "w.moment1_0": WHOLE + 1}, tmp_path / "moments")
-    with provoked("transfer/resolution.py", "to load weights alone, give optimizer_states='ignore'"):
+    with provoked("transfer/resolution.py", "which has no such states, give optimizer_states='ignore'"):
         loaded(tmp_path / "moments")
     assert loaded(tmp_path / "moments", optimizer_states="ignore").tobytes() == WHOLE.tobytes()
     both = {"w": np.zeros_like(WHOLE), "w.moment1_0": np.zeros_like(WHOLE)}

@@ -192,7 +192,7 @@ def test_a_raw_name_that_counts_other_layers_is_told_with_a_way_out():
     ("moment1_0", "0'"), ("beta2_pow_acc_0", "BETA2', with the optimizer's beta2"), ("mu_product_0", "1'"),
 ])  # fmt: skip
 def test_a_state_that_the_source_lacks_is_not_left_stale(state, value):
-    problem = the_refusal(solve, keys("w", f"w.{state}"), keys("w"))
+    problem = the_refusal(solve, keys("w", "v", f"w.{state}", f"v.{state}"), keys("w", "v", f"v.{state}"))
     assert f"AOA statement '_ -> w.{state}, fill={value}" in problem.remedy
     assert LEFT_ALONE not in problem.remedy
 

@@ -62,7 +62,8 @@ OPTIMIZER = (
     "paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
 )
 MASTERS = "to take float32 parameters from their masters, give master_weights='convert'; "
-ALONE = "to load weights alone, give optimizer_states='ignore'"
+ALONE = "to load weights alone, or for an optimizer of another kind, which has no such states, "
+ALONE += "give optimizer_states='ignore'"
 
 
 def test_states_of_what_is_loaded_are_an_error_whatever_strict_says():

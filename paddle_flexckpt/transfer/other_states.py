@@ -1,0 +1,97 @@
+"""Problems of all optimizer states together: the source has another optimizer's, or none, or another size's.
+
+Tested in tests/remedies/test_optimizers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from paddle_flexckpt.catalog import Catalog, Problem
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.optimizer_states import MASTER, SCALARS, is_torch_state, split_state
+from paddle_flexckpt.transfer.names import MASTER_STATE, bare, split_raw
+
+_NO_KINDS = frozenset({MASTER, MASTER_STATE})
+_POWERS = frozenset(f"{name}_0" for name in SCALARS)
+
+
+def summarised(problems: Mapping[int, Problem], missing: set[int], targets: Catalog, source: Catalog) -> list[Problem]:
+    """Return one problem for all states that the source lacks, if it has none of their kinds; else fewer problems.
+
+    Args:
+        problems: The problem of each target that has one, by its row.
+        missing: The rows of the targets that nothing fills.
+        targets: This rank's targets.
+        source: All source shards.
+    """
+    known = {*source.keys, *targets.keys}
+    lacking = {row: state_of(targets.keys[row], known) for row in missing if row in problems}
+    kinds = {state_of(key, known) for key in targets.keys}
+    wanted = kinds - _NO_KINDS - {""}
+    there = {state_of(key, known) for key in source.keys} - _NO_KINDS - {""}
+    # A rank may have powers of beta alone, and an optimizer may be loaded by itself.
+    is_whole = (
+        "" in kinds and all(lacking.values()) and bool({*lacking.values()} - _NO_KINDS) and bool(wanted - _POWERS)
+    )
+    if is_whole and not wanted & there and not _has_others(source, [targets.keys[row] for row in missing], known):
+        kept = [problem for row, problem in problems.items() if row not in lacking]
+        return [*kept, _whole(sorted(lacking), targets, sorted(wanted), sorted(there))]
+    return _grouped(problems, targets, known)
+
+
+def state_of(key: str, known: set[str]) -> str:
+    """Return the state of a key, such as ``moment1_0``; "" for a parameter."""
+    raw = split_raw(bare(key))
+    return split_state(key, known)[1] or (raw.state if raw else "")
+
+
+def _has_others(source: Catalog, states: Sequence[str], known: set[str]) -> bool:
+    """Return whether the source has states under names that are not Paddle's."""
+    parameters = {split_state(key, known)[0] for key in states}
+    return any(
+        is_torch_state(key) or (not state_of(key, known) and key.rpartition(".")[0] in parameters)
+        for key in source.keys
+    )
+
+
+def _whole(rows: Sequence[int], targets: Catalog, wanted: list[str], there: list[str]) -> Problem:
+    keys = [targets.keys[row] for row in rows]
+    fresh = "an optimizer that has not stepped begins with fresh states, so make a new one if this one has stepped"
+    expected = f"{len(keys)} states of this optimizer, such as {listed(keys, 3)}"
+    if there:
+        return Problem(
+            "the source's optimizer states are those of another optimizer",
+            expected=f"{expected} (kinds: {', '.join(wanted)})",
+            got=f"the kinds {', '.join(there)}",
+            code="FC204",
+            remedy=f"load the model alone: leave the optimizer out, and give optimizer_states='ignore'; {fresh}",
+        )
+    return Problem(
+        "the source has no optimizer states",
+        expected=expected,
+        got=f"none among its keys, as where weights alone were saved: {len(wanted)} kinds are missing",
+        code="FC204",
+        remedy=f"load the model alone: leave the optimizer out; {fresh}",
+    )
+
+
+def _grouped(problems: Mapping[int, Problem], targets: Catalog, known: set[str]) -> list[Problem]:
+    """Return the problems, with shapes of states that differ as those of their parameters named beside these."""
+    rows = {targets.keys[row]: row for row, problem in problems.items() if problem.code == "FC205"}
+    states: dict[int, list[str]] = {}
+    for key, row in rows.items():
+        parameter, state = split_state(key, known)
+        if state and parameter in rows and problems[rows[parameter]].expected == problems[row].expected:
+            states.setdefault(rows[parameter], []).append(key)
+    folded: Iterable[str] = [key for keys in states.values() for key in keys]
+    left_out = {rows[key] for key in folded}
+    found = []
+    for row, problem in problems.items():
+        if row in states:
+            names = ", ".join(sorted(split_state(key, known)[1] for key in states[row]))
+            problem = replace(problem, what=f"{problem.what}, and those of its states {names}")
+        if row not in left_out:
+            found.append(problem)
+    return found
