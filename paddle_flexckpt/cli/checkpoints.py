@@ -278,9 +278,28 @@ def _verify(options: argparse.Namespace) -> Outcome:
     if options.json:
         text = report.to_json()
     else:
-        lines = (_as_flags(" ".join(str(problem).split())) for problem in report.problems)
-        text = "\n".join([*lines, report.summary()])
+        text = "\n".join([*_problem_lines(report.problems), report.summary()])
     return Outcome(text, int(not report.ok))
+
+
+def _problem_lines(problems: list[Problem]) -> list[str]:
+    """Return a line for each problem; of a file that is too short, one line with the number of tensors cut off."""
+    from paddle_flexckpt.native.verify import FILE_ENDS, TOO_SHORT
+
+    short = {each.file for each in problems if each.what == TOO_SHORT}
+    cut_off: dict[str | None, set[str | None]] = {file: set() for file in short}
+    shown = []
+    for each in problems:
+        if each.file in short and each.what.endswith(FILE_ENDS):
+            cut_off[each.file].add(each.key)
+        else:
+            shown.append(each)
+    lines = []
+    for each in shown:
+        keys = len(cut_off[each.file]) if each.what == TOO_SHORT else 0
+        more = f" ({keys} tensor{'s' * (keys > 1)} not whole; --json lists all)" if keys else ""
+        lines.append(_as_flags(" ".join(str(each).split())) + more)
+    return lines
 
 
 def _repair(options: argparse.Namespace) -> Outcome:

@@ -25,6 +25,8 @@ from paddle_flexckpt.progress import SILENT, Meter
 
 _MAX_NAMED = 3
 _OTHER_TOKEN = "the header has another save_token: another save's file"
+TOO_SHORT = "a file is shorter than it was"
+FILE_ENDS = "are not there: the file ends before"
 REMEDY = "restore the file from a copy, or load another checkpoint"
 
 
@@ -211,7 +213,7 @@ class _FileVerifier:
             opened.read_ahead([opened], Wanted(*np.array([[0], [0], [opened.size]])))
             size, expected = opened.size, int(self._manifest.file_bytes[self._file])
             if size != expected:
-                what = "a file is shorter than it was" if size < expected else "a file is longer than it was"
+                what = TOO_SHORT if size < expected else "a file is longer than it was"
                 stretch = (min(size, expected), max(size, expected))
                 self._problem(what, None, stretch, f"{expected} bytes", f"{size} bytes")
             self._check_layout(expected)
@@ -325,7 +327,7 @@ class _FileVerifier:
             self._found.bytes_read += count
             self._meter.add(count)
             if count < len(view):
-                note("are not there: the file ends before", first + count, length)
+                note(FILE_ENDS, first + count, length)
                 break
             expected, got = checksums.of_block(row, block), hash_block(view)
             if expected == got:

@@ -77,6 +77,20 @@ def test_a_file_that_is_missing_has_the_code_that_a_load_gives_it(checkpoint, ca
     assert "Remedy (FC304): restore the file" in run(capsys, "show", str(checkpoint), "model.w")[2]
 
 
+def test_a_file_that_is_too_short_is_one_line(checkpoint, capsys):
+    catalog = CheckpointDirectory(str(checkpoint)).read_manifest().catalog
+    mine = np.flatnonzero(catalog.rank == 1)
+    with (checkpoint / data_file(checkpoint, 1)).open("r+b") as file:
+        file.truncate(int(catalog.byte_offset[mine].min()))
+    code, out, _ = run(capsys, "verify", str(checkpoint))
+    line, _ = out.splitlines()
+    assert (code, line.startswith("a file is shorter than it was")) == (1, True)
+    keys = {catalog.key_name(row) for row in mine if catalog.byte_length[row]}
+    assert f"({len(keys)} tensor{'s' * (len(keys) > 1)} not whole; --json lists all)" in line
+    problems = json.loads(run(capsys, "verify", str(checkpoint), "--json")[1])["problems"]
+    assert {each["key"] for each in problems} == {None, *keys}
+
+
 def test_verify_of_what_is_no_checkpoint(tmp_path, capsys):
     code, out, err = run(capsys, "verify", str(tmp_path))
     assert (code, out) == (1, "")
