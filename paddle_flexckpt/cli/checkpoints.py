@@ -1,4 +1,4 @@
-"""flexckpt inspect, show, digest, diff, verify, repair and export.
+"""flexckpt show, digest, diff, verify, repair and export.
 
 Tested in tests/cli/test_cli.py and tests/cli/test_verify.py.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
-from paddle_flexckpt.catalog.texts import format_bytes, printable
+from paddle_flexckpt.catalog import Problem, ValidationError
+from paddle_flexckpt.catalog.texts import printable
 from paddle_flexckpt.cli.common import (
     Outcome,
     add_aoa,
@@ -24,18 +23,14 @@ from paddle_flexckpt.cli.common import (
     aoa_config,
     byte_count,
     progress_bar,
-    table,
     write_page,
 )
-from paddle_flexckpt.foreign.formats import FORMATS, SourceDirectory
-from paddle_flexckpt.native.directory import CheckpointDirectory
-from paddle_flexckpt.native.manifest import Manifest
 
 if TYPE_CHECKING:
-    from paddle_flexckpt.cli.outputs import InspectReport, ShownTensor
+    from paddle_flexckpt.cli.outputs import ShownTensor
     from paddle_flexckpt.tools.tensor_reader import TensorReader
 
-# Modules of a command here are imported when it runs, so that `inspect` starts quickly.
+# Modules of a command here are imported when it runs, so that commands start quickly.
 # With more values than this, --json of `show` leaves them out.
 MOST_VALUES = 1 << 16
 # Functions and arguments in errors, and their names on the command line.
@@ -53,22 +48,8 @@ _SLICE = re.compile(r"(.+)\[([^\[\]]*)\]")
 
 def add_command(commands: Any) -> None:
     """Add the parsers of these commands."""
-    for add in (_add_inspect, _add_show, _add_digest, _add_diff, _add_verify, _add_repair, _add_export):
+    for add in (_add_show, _add_digest, _add_diff, _add_verify, _add_repair, _add_export):
         add(commands)
-
-
-def _add_inspect(commands: Any) -> None:
-    parser = commands.add_parser(
-        "inspect",
-        help="list what a checkpoint holds",
-        epilog="example: flexckpt inspect run/step_00000100 --key model.norm",
-    )
-    add_checkpoint(parser)
-    parser.add_argument(
-        "--key", action="append", default=[], help="the shards of this tensor; may be given several times"
-    )
-    add_json(parser, "all")
-    parser.set_defaults(run=_inspect)
 
 
 def _add_show(commands: Any) -> None:
@@ -328,128 +309,3 @@ def _export(options: argparse.Namespace) -> str:
     chosen = {name: getattr(options, name) for name in ("prefix", "states", "max_file_bytes", "verify")}
     with progress_bar() as progress:
         return export_safetensors(options.source, options.output, config, progress=progress, **chosen).summary()
-
-
-def _inspect(options: argparse.Namespace) -> str:
-    """Return all keys in the manifest, or the shards of some."""
-    directory = SourceDirectory(options.source)
-    manifest = directory.read_manifest(options.unique_id, options.key or None)
-    if options.json:
-        rows = dict(_rows_by_key(manifest.catalog))
-        chosen = {key: _rows_of(manifest.catalog, key) for key in options.key} if options.key else rows
-        return _inspect_report(directory, manifest, chosen).to_json()
-    if options.key:
-        return "\n".join(line for key in options.key for line in _shards(manifest.catalog, key))
-    return "\n".join([_head(directory, manifest), *_keys(manifest.catalog), *_totals(manifest)])
-
-
-def _inspect_report(
-    directory: CheckpointDirectory, manifest: Manifest, rows: Mapping[str, np.ndarray]
-) -> InspectReport:
-    """Return the report on the given rows, by key."""
-    from paddle_flexckpt.cli.outputs import InspectReport, Shard, StoredTensor
-
-    catalog, length = manifest.catalog, manifest.catalog.byte_length
-    tensors = {}
-    for key, own in rows.items():
-        first, order = int(own[0]), catalog.order(int(catalog.key[own[0]]))
-        tensors[key] = StoredTensor(
-            dtype=catalog.dtype_name(first),
-            shape=list(catalog.unpadded(first, catalog.global_shape)),
-            order=None if order is None or order.axis is None else order.describe(),
-            shards=[
-                Shard(
-                    global_offset=list(catalog.unpadded(row, catalog.offset)),
-                    local_shape=list(catalog.unpadded(row, catalog.shape)),
-                    description=catalog.describe(row),
-                    rank=int(catalog.rank[row]),
-                    file=catalog.file_name(row),
-                    byte_offset=int(catalog.byte_offset[row]),
-                    bytes=int(length[row]),
-                )
-                for row in own.tolist()
-            ],
-        )
-    return InspectReport(
-        path=directory.path,
-        unique_id=manifest.unique_id,
-        step=manifest.step,
-        world_size=manifest.world_size,
-        format=FORMATS[manifest.origin].title if manifest.foreign else "flexckpt",
-        tensors=tensors,
-    )
-
-
-def _head(directory: CheckpointDirectory, manifest: Manifest) -> str:
-    others = [number for number in directory.list_ids() if number != manifest.unique_id]
-    ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
-    return (
-        f"{directory.path}, id {manifest.unique_id}: saved by {ranks}, step "
-        f"{'unknown' if manifest.step is None else manifest.step}"
-        + (f"; {FORMATS[manifest.origin].title}, without checksums" if manifest.foreign else "")
-        + (f"; partial: {manifest.partial}" if manifest.partial else "")
-        + (f"; other ids here: {others}" if others else "")
-    )
-
-
-def _rows_by_key(catalog: Catalog) -> list[tuple[str, np.ndarray]]:
-    """Return the rows of each key, sorted by name."""
-    order = np.argsort(catalog.key, kind="stable")
-    numbers, starts = np.unique(catalog.key[order], return_index=True)
-    rows = np.split(order, starts[1:])
-    return sorted(((catalog.keys[number], found) for number, found in zip(numbers, rows)), key=lambda pair: pair[0])
-
-
-def _keys(catalog: Catalog) -> list[str]:
-    length = catalog.byte_length
-    lines = [("key", "dtype", "shape", "shards", "files", "bytes")]
-    for key, rows in _rows_by_key(catalog) if len(catalog) else []:
-        row = int(rows[0])
-        shape = str(list(catalog.unpadded(row, catalog.global_shape)))
-        files = len(np.unique(catalog.file[rows]))
-        size = int(length[rows].sum())
-        lines.append((key, catalog.dtype_name(row), shape, str(len(rows)), str(files), str(size)))
-    return table(lines, right=(3, 4, 5))
-
-
-def _totals(manifest: Manifest) -> list[str]:
-    catalog = manifest.catalog
-    keys = [catalog.keys[number] for number in np.unique(catalog.key)]
-    extra = sorted(key for key in keys if key.startswith(EXTRA_STATE))
-    stored, files = int(catalog.byte_length.sum()), int(manifest.file_bytes.sum())
-    return [
-        f"extra state: {', '.join(map(printable, extra)) if extra else 'none'}",
-        f"total: {len(keys)} keys, {len(catalog)} shards, {stored} bytes ({format_bytes(stored)}) in "
-        f"{len(catalog.files)} files of {files} bytes",
-    ]
-
-
-def _rows_of(catalog: Catalog, key: str) -> np.ndarray:
-    """Return the rows of a key.
-
-    Raises:
-        ValidationError: There is no such key.
-    """
-    rows = np.flatnonzero(np.asarray([name == key for name in catalog.keys], dtype=bool)[catalog.key])
-    if not len(rows):
-        import difflib
-
-        alike = difflib.get_close_matches(key, catalog.keys) or sorted(catalog.keys)[:3]
-        raise ValidationError(
-            [Problem("there is no such key", key=key, got=f"{len(catalog.keys)} keys such as {alike}")]
-        )
-    return rows
-
-
-def _shards(catalog: Catalog, key: str) -> list[str]:
-    rows = _rows_of(catalog, key)
-    length = catalog.byte_length
-    order = catalog.order(int(catalog.key[rows[0]]))
-    return [
-        printable(key if order is None or order.axis is None else f"{key}: {order.describe()}"),
-        *(
-            f"  {catalog.describe(row)}, rank {catalog.rank[row]}, {catalog.file_name(row)}, bytes "
-            f"{catalog.byte_offset[row]} to {catalog.byte_offset[row] + length[row]}"
-            for row in rows.tolist()
-        ),
-    ]

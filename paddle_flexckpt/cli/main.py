@@ -15,7 +15,8 @@ from paddle_flexckpt._version import __version__
 
 # Only the given command's module is imported: `flexckpt --version` needs no numpy.
 _COMMANDS = {
-    "checkpoints": ("inspect", "show", "digest", "diff", "verify", "repair", "export"),
+    "inspection": ("inspect",),
+    "checkpoints": ("show", "digest", "diff", "verify", "repair", "export"),
     "convert": ("convert",),
     "overview": ("ls", "du", "clean"),
     "rehearse": ("rehearse", "map", "bench"),

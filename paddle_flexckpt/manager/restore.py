@@ -25,7 +25,7 @@ from paddle_flexckpt.manager.removal import UNIQUE_ID
 from paddle_flexckpt.manager.step_directories import Which, save_token_in
 from paddle_flexckpt.media.backend import Backend, Location, reading
 from paddle_flexckpt.native.directory import LockedManifest
-from paddle_flexckpt.native.manifest import NATIVE, Manifest
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import (
@@ -271,7 +271,7 @@ def fill_run(
     backend = SourceDirectory(location).backend
     with _hold_together(hold, refuse, comm, context) as manifest:
         # Another program's checkpoint is asked for as the caller does: the id of its manifest is made up.
-        unique_id = manifest.unique_id if manifest.origin == NATIVE else options.unique_id
+        unique_id = options.unique_id if manifest.foreign else manifest.unique_id
         try:
             state = load_extra_state(location, unique_id, comm) if has_extra_state(manifest.catalog) else None
             if options.schedule == "raise":
@@ -288,7 +288,7 @@ def fill_run(
 
         def restore_extra() -> tuple[ExtraStateReport | None, bytes]:
             with reading(backend.path):
-                if manifest.origin == NATIVE and save_token_in(backend, manifest.unique_id) != manifest.save_token:
+                if not manifest.foreign and save_token_in(backend, manifest.unique_id) != manifest.save_token:
                     return None, b"replaced"
             if state is None:
                 return ExtraStateReport.of_none(), b""
@@ -323,7 +323,7 @@ def _hold_together(
 
 def _is_replaced(directory: Backend, manifest: Manifest) -> bool:
     """Return whether the checkpoint is known to be that of another save by now; of another program's it never is."""
-    if manifest.origin != NATIVE:
+    if manifest.foreign:
         return False
     with contextlib.suppress(OSError, CorruptCheckpointError):
         return save_token_in(directory, manifest.unique_id) != manifest.save_token
