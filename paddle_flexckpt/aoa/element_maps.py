@@ -39,6 +39,9 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: str
 
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
     @property
     def nbytes(self) -> int:
         """Return the bytes of its elements."""

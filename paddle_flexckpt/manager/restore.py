@@ -46,6 +46,8 @@ logger = logging.getLogger("paddle_flexckpt")
 
 # The most tries to restore one step, if another process saves it again each time.
 _TRIES = 3
+_NO_OPTIMIZER = "the checkpoint is of a model and its optimizer, and no optimizer was given"
+_GIVE_OPTIMIZER = "give optimizer=, as in the run that saved it; for the model alone give optimizer_states='ignore'"
 
 
 @dataclass(frozen=True)
@@ -164,17 +166,10 @@ class RestoreTargets:
         problems = []
         is_constant = has_constant_rate(state)
         if self._lacks_optimizer(is_constant, saved) and not is_alone:
+            problems.append(Problem(_NO_OPTIMIZER, code="FC203", remedy=_GIVE_OPTIMIZER))
             # Its rate comes with the optimizer.
             if self.lr_scheduler is None:
                 left_out.pop("lr_scheduler", None)
-            problems.append(
-                Problem(
-                    "the checkpoint is of a model and its optimizer, and no optimizer was given",
-                    code="FC203",
-                    remedy="give optimizer=, as in the run that saved it; for the model alone give "
-                    "optimizer_states='ignore'",
-                )
-            )
         for name, why in left_out.items():
             if given[name] is None and is_alone:
                 continue

@@ -127,8 +127,7 @@ def save(
     context = f"cannot save to {shown(path)}"
 
     def collect() -> tuple[dict[str, Any], bytes]:
-        shards = objects.shards()
-        shards.update(objects.extra_state(asked.step, asked.rng, dataloader, extra))
+        shards = {**objects.shards(), **objects.extra_state(asked.step, asked.rng, dataloader, extra)}
         return shards, asked.encode("save", **objects.given())
 
     shards, heads = comm.together(collect, context)

@@ -116,8 +116,7 @@ def diff(
     """Compare two checkpoints of any format and layout.
 
     Tensors with the same shards in both are compared by the checksums of their blocks, and only blocks that differ are
-    read. Others are read, at most 64 MiB of each side at a time. Values are compared by their bits;
-    the report also says which differences the tolerances allow.
+    read. Others are read, at most 64 MiB of each side at a time. Values are compared by their bits.
 
     Args:
         first: A checkpoint's directory: a path, a URL, or what ``open_storage`` gives; or a safetensors file.
@@ -126,8 +125,7 @@ def diff(
         first_id: Which checkpoint of the first directory; None takes the highest id.
         second_id: Likewise of the second.
         extra_state: Whether a run's extra state is compared too.
-        rtol: Relative tolerance: ``|first - second| <= atol + rtol * |second|`` is allowed, as in numpy. NaN is allowed
-            against NaN, and an infinity against the same one alone.
+        rtol: Relative tolerance, as in numpy: the report says where ``|first - second| <= atol + rtol * |second|`` too.
         atol: Absolute tolerance.
         progress: Called with a :class:`~paddle_flexckpt.progress.Progress` as tensors of the first are compared.
 
@@ -135,8 +133,7 @@ def diff(
         The differences.
 
     Raises:
-        ValidationError: There is no such checkpoint, the statements do not fit, or a tolerance is negative or not
-            finite.
+        ValidationError: There is no such checkpoint, the statements do not fit, or a tolerance is not finite.
         CorruptCheckpointError: A checkpoint is damaged.
         OSError: The file system refused.
     """
@@ -146,11 +143,7 @@ def diff(
         one = _Side(stack, first, first_id, aoa_config, extra_state)
         two = _Side(stack, second, second_id, None, extra_state)
         both = sorted(one.infos.keys() & two.infos.keys())
-        unlike = {
-            key: [f"{info.dtype} {list(info.shape)}" for info in (one.infos[key], two.infos[key])]
-            for key in both
-            if one.infos[key] != two.infos[key]
-        }
+        unlike = {key: [str(one.infos[key]), str(two.infos[key])] for key in both if one.infos[key] != two.infos[key]}
         keys = [key for key in both if key not in unlike]
         differing, counts = _differences(one, two, keys, tolerances, progress)
         return DiffReport(
