@@ -63,8 +63,19 @@ def check_equal(found, state) -> None:
     assert all((found[key] == value).all() for key, value in state.items())
 
 
+BEFORE: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def threads_before():
+    """Tests that let ranks die within a call leave threads, which the process of these tests may have run before."""
+    BEFORE.clear()
+    BEFORE.update(threading.enumerate())
+
+
 def threads() -> list[str]:
-    return [each.name for each in threading.enumerate() if each.name.startswith("flexckpt")]
+    """The library's threads that this test has started, and that still run."""
+    return [each.name for each in threading.enumerate() if each.name.startswith("flexckpt") and each not in BEFORE]
 
 
 def test_a_large_load_has_many_requests_under_way_within_its_budget(store):
