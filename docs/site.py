@@ -54,7 +54,7 @@ META = {
         ),
         "search: {boost: 0.3}",
     ),
-    # What a user looks for is not there: history, tables of numbers, how it is built and proved.
+    # These do not have what a user looks for: history, tables of numbers, how it is built and proved.
     **dict.fromkeys(
         (
             "CHANGELOG.md",

@@ -16,12 +16,13 @@ from paddle_flexckpt.catalog.texts import printable_lines
 from paddle_flexckpt.cli.common import write_page
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.file_names import redacted
+from paddle_flexckpt.planning import meshes, strategy
 
 # Arguments that are checkpoints, and the options with their ids.
 _CHECKPOINTS = {"source": "unique_id", "first": "first_id", "second": "second_id", "root": ""}
 _COMMAND = re.compile(r"\bflexckpt [a-z]+")
 # The beginnings of errors about the text of a strategy: wrong usage, and their keys are no tensors.
-_STRATEGY = ("cannot read a strategy", "cannot read a mesh")
+_STRATEGY = (strategy.CONTEXT, meshes.CONTEXT)
 
 
 def report(options: argparse.Namespace, error: Exception) -> int:

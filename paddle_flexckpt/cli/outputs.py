@@ -165,7 +165,7 @@ class CleanReport(Report):
     Attributes:
         root: The directory.
         unfinished: The saves that had begun and were not complete.
-        cleaned: What was done in each of their directories; none without ``--remove``.
+        cleaned: The outcome in each of their directories; none without ``--remove``.
     """
 
     root: str

@@ -192,7 +192,7 @@ def read_tensor_index(backend: Backend, name: str) -> TensorIndex:
     except ValueError as error:
         raise CorruptCheckpointError(
             f"{path} is not an index of safetensors files: {error}. Remedy (FC305): restore it"
-        ) from (error)
+        ) from error
     return TensorIndex(files, settings, xxhash.xxh3_128_digest(text))
 
 

@@ -41,7 +41,7 @@ class UnfinishedSave:
 
 @dataclass(frozen=True)
 class CleanedDirectory:
-    """What a clean-up did in one directory.
+    """The outcome of a clean-up in one directory.
 
     Attributes:
         path: The directory.

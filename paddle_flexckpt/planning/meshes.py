@@ -19,7 +19,7 @@ _PLACEMENT = re.compile(
     r"(?P<whole>r(eplicate)?(\(\))?)|s(hard)?\(?(dim=)?(?P<cut>\d+)\)?|@(?P<only>\d+)", re.IGNORECASE
 )
 _FORM = "R, S<axis of the tensor> or @<index of the mesh axis>, one for each axis of the mesh"
-_CONTEXT = "cannot read a mesh"
+CONTEXT = "cannot read a mesh"
 
 
 class Placement(NamedTuple):
@@ -85,7 +85,7 @@ class Mesh:
         for glob, placed in self.placements if not problems else ():
             problems += self._misplaced(glob, placed)
         if problems:
-            raise ValidationError(problems, _CONTEXT)
+            raise ValidationError(problems, CONTEXT)
 
     def _misplaced(self, glob: str, placed: Placements) -> list[Problem | str]:
         if len(placed) > len(self.shape):
@@ -138,16 +138,16 @@ def parse_mesh(text: str) -> Mesh:
         name, equals, value = (part.strip() for part in entry.partition("="))
         if not equals or not value:
             expected = "mesh=EXTENTS:AXES, sharding=STAGE:AXIS or GLOB=PLACEMENTS"
-            raise ValidationError([Problem("unknown entry of a mesh", key=entry, expected=expected)], _CONTEXT)
+            raise ValidationError([Problem("unknown entry of a mesh", key=entry, expected=expected)], CONTEXT)
         known = entries if name in ("mesh", "sharding") else entries["placements"]
         if name in known:
-            raise ValidationError([Problem("an entry is there twice", key=entry)], _CONTEXT)
+            raise ValidationError([Problem("an entry is there twice", key=entry)], CONTEXT)
         known[name] = value
     extents, colon, axes = entries.get("mesh", "").partition(":")
     if not colon or not all(extent.strip().isdecimal() for extent in extents.split("x")):
         expected = "mesh=EXTENTS:AXES, such as mesh=2x4:dp,mp"
         wrong = Problem("no extents and axes", key=f"mesh={entries.get('mesh', '')}", expected=expected)
-        raise ValidationError([wrong], _CONTEXT)
+        raise ValidationError([wrong], CONTEXT)
     entries["mesh"] = {"shape": [int(extent) for extent in extents.split("x")], "dim_names": axes.split(",")}
     return mesh_of(entries)
 
@@ -179,7 +179,7 @@ def mesh_of(entries: Mapping[str, Any]) -> Mesh:
         expected = f"STAGE:AXIS, one of {MESH_STAGES}"
         problems.append(Problem("sharding without its axis", key="sharding", expected=expected, got=sharding))
     if problems or not isinstance(shape, list) or not isinstance(names, list):
-        raise ValidationError(problems, _CONTEXT)
+        raise ValidationError(problems, CONTEXT)
     stage, _, axis = (part.strip() for part in sharding.partition(":"))
     placed = tuple((glob, parse_placements(glob, each)) for glob, each in placements.items())
     return Mesh(tuple(shape), tuple(str(name).strip() for name in names), placed, stage, axis)
@@ -203,5 +203,5 @@ def parse_placements(glob: str, entries: str | Sequence[str]) -> Placements:
         else:
             problems.append(Problem("unknown placement", key=glob, expected=_FORM, got=each))
     if problems:
-        raise ValidationError(problems, _CONTEXT)
+        raise ValidationError(problems, CONTEXT)
     return tuple(found)

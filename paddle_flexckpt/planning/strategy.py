@@ -17,7 +17,7 @@ SHARDING_KINDS = ("none", "v1", "v2", "stage2", "stage3", "muon")
 # those of dp alone, or among those of dp x sharding x tp, where tensor parallelism does not cut experts.
 EXPERT_AXES = ("data", "dp", "tp")
 _ALIASES = {"mp": "tp"}
-_CONTEXT = "cannot read a strategy"
+CONTEXT = "cannot read a strategy"
 _ENTRIES = (
     "NAME=DEGREE, with a name of tp (or mp), pp, vpp, dp, sep, ep; or sharding=KIND:DEGREE; or a mesh, such as "
     "mesh=2x4:dp,mp"
@@ -86,7 +86,7 @@ class Strategy:
             problems.append(Problem("virtual stages need a pipeline", expected="pp > 1 beside vpp", got=str(self)))
         problems += [] if problems else self._expert_problems()
         if problems:
-            raise ValidationError(problems, _CONTEXT)
+            raise ValidationError(problems, CONTEXT)
 
     def _expert_problems(self) -> list[Problem | str]:
         """Return why experts cannot be spread like this."""
@@ -174,23 +174,23 @@ def parse_strategy(text: str) -> Strategy:
         name, equals, value = (part.strip() for part in entry.partition("="))
         name = _ALIASES.get(name, name)
         if not equals or name not in names:
-            raise ValidationError([Problem("unknown entry", key=entry, expected=_ENTRIES)], _CONTEXT)
+            raise ValidationError([Problem("unknown entry", key=entry, expected=_ENTRIES)], CONTEXT)
         if name in found:
-            raise ValidationError([Problem("an entry is there twice", key=entry)], _CONTEXT)
+            raise ValidationError([Problem("an entry is there twice", key=entry)], CONTEXT)
         if name == "sharding":
             kind, colon, value = (part.strip() for part in value.partition(":"))
             if not colon or kind not in SHARDING_KINDS[1:]:
                 what = "unknown kind of sharding" if colon else "sharding without its kind"
                 expected = f"sharding=KIND:DEGREE, with a kind of {', '.join(SHARDING_KINDS[1:])}"
-                raise ValidationError([Problem(what, key=entry, expected=expected)], _CONTEXT)
+                raise ValidationError([Problem(what, key=entry, expected=expected)], CONTEXT)
         if name == "ep" and ":" in value:
             experts, _, value = (part.strip() for part in value.partition(":"))
             experts = _ALIASES.get(experts, experts)
             if experts not in EXPERT_AXES[1:]:
                 expected = f"ep=DEGREE, or ep=AXIS:DEGREE with one of {EXPERT_AXES[1:]}"
-                raise ValidationError([Problem("unknown axis of experts", key=entry, expected=expected)], _CONTEXT)
+                raise ValidationError([Problem("unknown axis of experts", key=entry, expected=expected)], CONTEXT)
         if not (value.isascii() and value.isdigit() and 0 < int(value) <= 1 << 20):
-            raise ValidationError([Problem("not a degree", key=entry, expected="a number from 1 to 2 ** 20")], _CONTEXT)
+            raise ValidationError([Problem("not a degree", key=entry, expected="a number from 1 to 2 ** 20")], CONTEXT)
         found[name] = int(value)
     return Strategy(**found, kind=kind, experts=experts)
 

@@ -1,4 +1,4 @@
-"""What the differences of one tensor are, with tolerances as numpy has them."""
+"""The differences of one tensor, with tolerances as numpy has them."""
 
 from __future__ import annotations
 
