@@ -135,10 +135,10 @@ class RestoreTargets:
     has_optimizer: bool
     data: Any = None
 
-    def check_schedule(
+    def check_complete(
         self, state: Mapping[str, Any] | None, saved: Collection[str], options: RunOptions
     ) -> tuple[None, bytes]:
-        """Raise ValidationError where a schedule, scaler or position would not be restored, and so start anew.
+        """Raise ValidationError where a part of the run would not be restored, and so start anew.
 
         Args:
             state: The checkpoint's extra state; None if it has none.
@@ -270,7 +270,7 @@ def fill_run(
         try:
             state = load_extra_state(location, unique_id, comm) if has_extra_state(manifest.catalog) else None
             if options.schedule == "raise":
-                comm.together(lambda: targets.check_schedule(state, manifest.catalog.keys, options), context)
+                comm.together(lambda: targets.check_complete(state, manifest.catalog.keys, options), context)
             asked = {**options.keywords(LoadOptions), "unique_id": unique_id}
             load = load_state_dict(targets.shards, location, comm, **asked)
         except (CorruptCheckpointError, UnreadableCheckpointError, ValidationError) as error:
