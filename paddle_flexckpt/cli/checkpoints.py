@@ -91,6 +91,7 @@ def _add_diff(commands: Any) -> None:
     parser.add_argument("--first-id", type=int, metavar="ID", help="id of the first; by default the highest")
     parser.add_argument("--second-id", type=int, metavar="ID", help="id of the second; by default the highest")
     add_aoa(parser, required=False)
+    parser.add_argument("--weights", action="store_false", dest="states", help="leave optimizer states out")
     parser.add_argument("--extra-state", action="store_true", help="compare a run's extra state too")
     allowed = "allow differences of values up to A + R * |value of SECOND|; by default bits are compared"
     parser.add_argument("--rtol", type=float, default=0.0, metavar="R", help=allowed)
@@ -238,7 +239,8 @@ def _diff(options: argparse.Namespace) -> Outcome:
     from paddle_flexckpt.tools.comparison import diff
 
     config = aoa_config(options.aoa)
-    chosen = {name: getattr(options, name) for name in ("first_id", "second_id", "extra_state", "rtol", "atol")}
+    names = "first_id", "second_id", "states", "extra_state", "rtol", "atol"
+    chosen = {name: getattr(options, name) for name in names}
     with progress_bar(options.json) as progress:
         report = diff(options.first, options.second, config, progress=progress, **chosen)
     lines = [*report.lines(), report.summary()]

@@ -22,6 +22,7 @@ from paddle_flexckpt.report import Report
 from paddle_flexckpt.tools.differences import DifferenceSums, Position, TensorDifference, Tolerances
 from paddle_flexckpt.tools.whole_tensors import iterate_bands
 from paddle_flexckpt.transfer.mapping import tensor_infos, whole_mapping
+from paddle_flexckpt.transfer.names import is_state
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class DiffReport(Report):
         bytes_read: Bytes of tensors that were read, from both.
         rtol: The relative tolerance.
         atol: The absolute tolerance.
+        left_out: Optimizer states of both that were not compared.
         seconds: Wall time; ``total`` is all of it.
     """
 
@@ -55,6 +57,7 @@ class DiffReport(Report):
     bytes_read: int
     rtol: float = 0.0
     atol: float = 0.0
+    left_out: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     derived = ("equal", "within_tolerance")
@@ -84,6 +87,7 @@ class DiffReport(Report):
         """Return one line for people."""
         by_checksum, both = format_bytes(self.bytes_by_checksum), f"{self.keys} tensors"
         read = f"{format_bytes(self.bytes_read)} read, {by_checksum} compared by checksums alone"
+        read += f"; {self.left_out} states left out" if self.left_out else ""
         if self.equal:
             return f"{self.first} and {self.second} are equal: {both}; {read}"
         within = sum(each.within_tolerance for each in self.differing.values())
@@ -108,6 +112,7 @@ def diff(
     *,
     first_id: int | None = None,
     second_id: int | None = None,
+    states: bool = True,
     extra_state: bool = False,
     rtol: float = 0.0,
     atol: float = 0.0,
@@ -124,6 +129,7 @@ def diff(
         aoa_config: AOA statements that bring the first one's tensors to the names and shapes of the second one's.
         first_id: Which checkpoint of the first directory; None takes the highest id.
         second_id: Likewise of the second.
+        states: Whether optimizer states are compared.
         extra_state: Whether a run's extra state is compared too.
         rtol: Relative tolerance, as in numpy: the report says where ``|first - second| <= atol + rtol * |second|`` too.
         atol: Absolute tolerance.
@@ -142,6 +148,7 @@ def diff(
     with contextlib.ExitStack() as stack:
         one = _Side(stack, first, first_id, aoa_config, extra_state)
         two = _Side(stack, second, second_id, None, extra_state)
+        left_out = 0 if states else one.leave_out_states() + two.leave_out_states()
         both = sorted(one.infos.keys() & two.infos.keys())
         unlike = {key: [str(one.infos[key]), str(two.infos[key])] for key in both if one.infos[key] != two.infos[key]}
         keys = [key for key in both if key not in unlike]
@@ -156,6 +163,7 @@ def diff(
             differing=differing,
             rtol=rtol,
             atol=atol,
+            left_out=left_out,
             seconds={"total": time.perf_counter() - begin},
             **counts,
         )
@@ -216,6 +224,12 @@ class _Side:
                 self._rows.setdefault(self.catalog.key_name(row), []).append(row)
         # The stored tensor that equals a tensor, element by element.
         self._stored = dict.fromkeys(self.infos) if self.mapping is None else self.mapping.copied_keys(self.infos)
+
+    def leave_out_states(self) -> int:
+        """Leave optimizer states out of the comparison; return how many."""
+        everything = self.infos
+        self.infos = {key: info for key, info in everything.items() if not is_state(key, everything)}
+        return len(everything) - len(self.infos)
 
     def items(self, key: str) -> dict[tuple[tuple[int, ...], ...], int] | None:
         """Return the rows of a tensor by their places in it; None if they cannot be compared by checksum.

@@ -138,6 +138,17 @@ def test_diff_lists_what_differs_and_exits_with_1(checkpoint, tmp_path, capsys):
     assert "nowhere does not exist" in failed(capsys, "diff", path, str(tmp_path / "nowhere"))
 
 
+def test_diff_of_weights_leaves_optimizer_states_out(checkpoint, tmp_path, capsys):
+    path, values = checkpoint
+    other = str(tmp_path / "other")
+    save(other, {**values, "model.norm.moment1_0": values["model.norm"]})
+    assert main(["diff", path, other]) == 1
+    assert capsys.readouterr().out.startswith("+ model.norm.moment1_0: only in the second\n")
+    text = printed(capsys, "diff", path, other, "--weights")
+    assert "are equal: 3 tensors" in text
+    assert "3 states left out" in text
+
+
 def test_diff_with_tolerances_exits_with_0_where_they_allow_all(checkpoint, tmp_path, capsys):
     path, values = checkpoint
     other = str(tmp_path / "other")

@@ -139,6 +139,23 @@ def test_extra_state_is_compared_where_asked(tmp_path):
     assert list(diff(tmp_path / "one", tmp_path / "other", extra_state=True).differing) == ["extra_state.rng.rank0"]
 
 
+def test_weights_are_compared_alone_where_asked(tmp_path):
+    """One side has an optimizer and the other has none; the weights are renamed by a statement."""
+    weight, moment = np.zeros((4, 2), dtype=np.float32), np.ones((4, 2), dtype=np.float32)
+    save(tmp_path / "one", {"w": weight, "w.moment1_0": moment, "w.beta1_pow_acc_0": moment[0, :1], "w.w_0": moment})
+    save(tmp_path / "other", {"v": weight})
+    renamed = {"aoa_statements": ["w -> v"]}
+    report = diff(tmp_path / "one", tmp_path / "other", renamed)
+    assert (len(report.only_in_first), report.left_out) == (3, 0)
+    report = diff(tmp_path / "one", tmp_path / "other", renamed, states=False)
+    assert report.equal, report.lines()
+    assert (report.keys, report.left_out) == (1, 3)
+    assert report.summary().endswith("3 states left out")
+    save(tmp_path / "other", {"w": weight + 1, "w.moment1_0": moment + 1})
+    report = diff(tmp_path / "one", tmp_path / "other", states=False)
+    assert (list(report.differing), report.left_out) == (["w"], 4)
+
+
 def test_no_such_checkpoint(tmp_path):
     save(tmp_path / "one", {"w": np.zeros(3, dtype=np.float32)})
     with pytest.raises(ValidationError, match="nothing does not exist"):
