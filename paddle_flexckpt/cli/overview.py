@@ -135,13 +135,16 @@ def _checkpoints(backend: Backend) -> list[CheckpointInfo]:
 
 
 def _unfinished_line(save: UnfinishedSave) -> str:
-    state = "complete on this node, perhaps not on others" if save.prepared else "running, or it died"
+    state = {None: "running, or it died", True: "running", False: "it died"}[save.running]
+    if save.prepared:
+        state = "complete on this node, perhaps not on others"
     count = "1 file" if len(save.files) == 1 else f"{len(save.files)} files"
     return f"unfinished: {save.path}, id {save.unique_id}: {count}, {format_bytes(save.bytes)}; {state}"
 
 
 def _clean_hint(root: str, unfinished: Sequence[UnfinishedSave]) -> list[str]:
-    return [f"`flexckpt clean {root} --remove` removes what died"] if unfinished else []
+    may_have_died = not all(save.running for save in unfinished)
+    return [f"`flexckpt clean {root} --remove` removes what died"] if may_have_died else []
 
 
 def _clean(options: argparse.Namespace) -> Outcome:
@@ -150,9 +153,13 @@ def _clean(options: argparse.Namespace) -> Outcome:
 
     backend = open_backend(options.root)
     _check_exists(backend)
-    directories = [(each, unfinished_in(each)) for each in walk(backend)]
+    directories = [(each, unfinished_in(each, ask=True)) for each in walk(backend)]
     unfinished = [save for _, saves in directories for save in saves]
-    cleaned = [clean_up(open_to_save(each)) for each, saves in directories if saves and options.remove]
+    cleaned = [
+        clean_up(open_to_save(each), remove_empty=each is not backend)
+        for each, saves in directories
+        if saves and options.remove
+    ]
     if options.json:
         from paddle_flexckpt.cli.outputs import CleanReport
 
@@ -163,7 +170,8 @@ def _clean(options: argparse.Namespace) -> Outcome:
         return Outcome(f"there is no unfinished save in {backend.path} and below")
     lines = [*map(_unfinished_line, unfinished)]
     for each in cleaned:
-        lines.append(f"{each.path}: {len(each.removed)} files removed" + (f"; {each.kept}" if each.kept else ""))
+        text = f"{each.path}: {len(each.removed)} files removed" + ", and the directory" * each.directory_removed
+        lines.append(text + (f"; {each.kept}" if each.kept else ""))
     if not options.remove:
         lines += _clean_hint(options.root, unfinished)
     return Outcome("\n".join(lines), int(any(each.kept for each in cleaned)))

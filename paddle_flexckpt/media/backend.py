@@ -189,6 +189,10 @@ class Locks:
         """
         return SaveLock()
 
+    def is_taken(self) -> bool | None:
+        """Return whether a saver has the save lock; None if this medium cannot tell at once."""
+        return None
+
     def adopt(self, token: dict[str, Any], descriptor: int | None) -> SaveLock:
         """Take over a lock from another process, with the result of :meth:`SaveLock.handover` there."""
         return SaveLock()

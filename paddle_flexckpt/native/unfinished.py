@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.media.backend import Backend, map_files, reading
+from paddle_flexckpt.media.backend import Backend, exists, map_files, reading
 from paddle_flexckpt.native.cleaner import find_begun
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.save_names import marked_by, save_of
@@ -30,6 +30,7 @@ class UnfinishedSave:
         files: The names of its files, the marker first.
         bytes: Bytes of these files.
         prepared: Whether its node has all of it: on another node it may be complete.
+        running: Whether it is running; None if that was not asked, or cannot be known.
     """
 
     path: str
@@ -37,6 +38,7 @@ class UnfinishedSave:
     files: list[str]
     bytes: int
     prepared: bool
+    running: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -47,11 +49,13 @@ class CleanedDirectory:
         path: The directory.
         removed: The names of the files that were removed.
         kept: Why the files of unfinished saves stay; "" if they do not.
+        directory_removed: Whether nothing else was in the directory, so that it was removed too.
     """
 
     path: str
     removed: list[str]
     kept: str = ""
+    directory_removed: bool = False
 
 
 def walk(backend: Backend, depth: int = 2) -> Iterator[Backend]:
@@ -64,23 +68,31 @@ def walk(backend: Backend, depth: int = 2) -> Iterator[Backend]:
             yield from walk(backend.child(name), depth - 1)
 
 
-def unfinished_in(backend: Backend) -> list[UnfinishedSave]:
-    """Return the unfinished saves in a directory; UnreadableCheckpointError if it cannot be read."""
+def unfinished_in(backend: Backend, ask: bool = False) -> list[UnfinishedSave]:
+    """Return the unfinished saves in a directory; UnreadableCheckpointError if it cannot be read.
+
+    With ``ask`` they tell whether they are running. The save lock is taken for a moment, if it is free, so a save that
+    begins in that moment is refused.
+    """
     with reading(backend.path):
-        return list(_unfinished_in(backend))
+        return list(_unfinished_in(backend, ask))
 
 
-def _unfinished_in(backend: Backend) -> Iterator[UnfinishedSave]:
+def _unfinished_in(backend: Backend, ask: bool = False) -> Iterator[UnfinishedSave]:
     names = backend.names()
-    if not any(map(marked_by, names)):
+    begun_saves = list(filter(None, map(marked_by, names)))
+    if not begun_saves:
         return
+    # After the listing, so that a save in it has ended if the lock is free. Only the last one can have the lock.
+    taken, last = backend.locks.is_taken() if ask else None, max(save.number for save in begun_saves)
     directory = CheckpointDirectory(backend)
     for begun in find_begun(directory, names):
         if directory.save_token(begun.save.unique_id) == begun.token:
             continue  # it has been committed since, or died before it had removed its marker
         files = [begun.marker, *sorted(name for name in names if save_of(name) == begun.save)]
         sizes = map_files(backend, lambda name: _size(backend, name), files)
-        yield UnfinishedSave(backend.path, begun.save.unique_id, files, sum(sizes), bool(begun.prepared))
+        running = taken and begun.save.number == last
+        yield UnfinishedSave(backend.path, begun.save.unique_id, files, sum(sizes), bool(begun.prepared), running)
 
 
 def _size(backend: Backend, name: str) -> int:
@@ -90,13 +102,14 @@ def _size(backend: Backend, name: str) -> int:
     return 0
 
 
-def clean_up(directory: SaveDirectory) -> CleanedDirectory:
+def clean_up(directory: SaveDirectory, remove_empty: bool = False) -> CleanedDirectory:
     """Remove the files of saves that died in a directory. Running saves, and checkpoints, are left alone.
 
-    Nothing is removed where it cannot be known that a save has died.
+    Nothing is removed where it cannot be known that a save has died. With ``remove_empty`` a directory that is empty
+    afterwards is removed, as a manager does it: a save that begins meanwhile makes it again.
     """
     backend = directory.backend
-    if backend.locks.can_run_out:
+    if backend.locks.is_taken() is None:
         return CleanedDirectory(
             directory.path,
             [],
@@ -110,12 +123,12 @@ def clean_up(directory: SaveDirectory) -> CleanedDirectory:
     except CheckpointError as error:
         return CleanedDirectory(directory.path, [], f"a save is running: {error}")
     try:
-        if lock.handover()[0]["kind"] == "none":
-            return CleanedDirectory(directory.path, [], "nothing here tells a running save from one that died")
         removed = directory.cleaner.remove_dead_saves()
         directory.companion.remove_refusal()
         prepared = [each.unique_id for each in _unfinished_in(backend)]
     finally:
         lock.release()
+    if remove_empty and removed:
+        backend.remove_directory()
     kept = f"another node may have published id {prepared[0]}: its next save decides" if prepared else ""
-    return CleanedDirectory(directory.path, removed, kept)
+    return CleanedDirectory(directory.path, removed, kept, remove_empty and not exists(backend))

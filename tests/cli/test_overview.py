@@ -201,10 +201,11 @@ def test_ls_shows_unfinished_saves_and_clean_removes_them(root, capsys):
     (entry,) = json.loads("\n".join(printed(capsys, "ls", str(root), "--json")))["unfinished"]
     assert (entry["bytes"], entry["files"]) == (size, [names.marker_file, names.data_file(0)])
     before = sorted(os.listdir(inner))
-    assert printed(capsys, "clean", str(root)) == lines[3:]
+    died = line.replace("running, or it died", "it died")
+    assert printed(capsys, "clean", str(root)) == [died, lines[4]]
     assert sorted(os.listdir(inner)) == before
-    assert printed(capsys, "clean", str(root), "--remove") == [line, f"{inner}: 2 files removed"]
-    assert [name for name in os.listdir(inner) if name.endswith((".saving", ".safetensors"))] == []
+    assert printed(capsys, "clean", str(root), "--remove") == [died, f"{inner}: 2 files removed, and the directory"]
+    assert not inner.exists()
     assert printed(capsys, "clean", str(root)) == [f"there is no unfinished save in {root} and below"]
     assert len(printed(capsys, "ls", str(root))) == 3
 
@@ -232,10 +233,19 @@ def test_clean_says_that_a_directory_does_not_exist(tmp_path, capsys):
 def test_clean_leaves_a_running_save_alone(tmp_path, capsys):
     directory = open_to_save(tmp_path)
     lock, _, names = directory.begin_save(None, 1)
+    (line,) = printed(capsys, "clean", str(tmp_path))  # no hint: there is nothing to remove
+    assert line.endswith("; running")
+    assert json.loads("\n".join(printed(capsys, "clean", str(tmp_path), "--json")))["unfinished"][0]["running"] is True
     lines = printed(capsys, "clean", str(tmp_path), "--remove", code=1)
     assert "0 files removed; a save is running: " in lines[1]
     assert names.marker_file in os.listdir(tmp_path)
     lock.release()
+
+
+def test_clean_leaves_the_directory_that_it_is_given(tmp_path, capsys):
+    begun(tmp_path)
+    assert printed(capsys, "clean", str(tmp_path), "--remove")[1] == f"{tmp_path}: 2 files removed"
+    assert os.listdir(tmp_path) == []
 
 
 def test_inspect_explains_a_save_that_has_only_begun(tmp_path, capsys):

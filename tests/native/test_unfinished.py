@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 
 import numpy as np
@@ -9,6 +11,7 @@ import pytest
 
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.opening import open_backend, open_storage
+from paddle_flexckpt.native.save_names import SaveNames, token_after
 from paddle_flexckpt.native.unfinished import clean_up, unfinished_in, walk
 from tests.transfer.samples import save
 
@@ -64,19 +67,69 @@ def test_without_a_lock_nothing_is_removed(tmp_path):
     begin(tmp_path)[0].release()
     before = listing(tmp_path)
     cleaned = clean_up(open_to_save(open_storage(tmp_path, lock=False)))
-    assert (cleaned.removed, cleaned.kept) == ([], "nothing here tells a running save from one that died")
+    assert cleaned.removed == []
+    assert cleaned.kept.startswith("this storage has no locks")
     assert listing(tmp_path) == before
 
 
-@pytest.mark.parametrize("lease", [True])
-def test_where_the_lock_is_a_lease_nothing_is_removed(lease):
+@pytest.mark.parametrize("again", [False, True])
+def test_where_the_lock_is_a_lease_nothing_is_removed(again):
+    """Neither by the process of the save nor by another one, which has opened the directory anew."""
     pytest.importorskip("fsspec")
-    directory = open_to_save("memory://test_unfinished_lease")
+    path = f"memory://test_unfinished_lease_{again}"
+    directory = open_to_save(path)
     lock, _, names = directory.begin_save(None, 1)
     lock.release()
-    (found,) = unfinished_in(directory.backend)
-    assert found.files == [names.marker_file]
+    directory = open_to_save(path) if again else directory
+    (found,) = unfinished_in(directory.backend, ask=True)
+    assert (found.files, found.running) == ([names.marker_file], None)
     cleaned = clean_up(directory)
     assert cleaned.removed == []
     assert "the next save of the same id removes them" in cleaned.kept
-    assert names.marker_file in directory.backend.names()
+    assert directory.backend.names() == [names.marker_file]
+
+
+def test_where_the_file_system_has_no_locks_nothing_is_removed(tmp_path, monkeypatch):
+    begin(tmp_path)[0].release()
+    before = listing(tmp_path)
+
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    (found,) = unfinished_in(open_backend(tmp_path), ask=True)
+    assert found.running is None
+    assert clean_up(open_to_save(tmp_path)).kept.startswith("this storage has no locks")
+    assert listing(tmp_path) == before
+
+
+def test_a_running_save_is_told_from_one_that_died(tmp_path):
+    begin(tmp_path)[0].release()
+    (died,) = unfinished_in(open_backend(tmp_path), ask=True)
+    assert died.running is False
+    lock, names, directory = begin(tmp_path)
+    directory.mark_save(died_names := SaveNames(5, token_after(0)))
+    found = {each.files[0]: each.running for each in unfinished_in(open_backend(tmp_path), ask=True)}
+    assert found == {names.marker_file: True, died_names.marker_file: False, died.files[0]: False}
+    assert [each.running for each in unfinished_in(open_backend(tmp_path))] == [None] * 3
+    lock.release()
+    assert not any(each.running for each in unfinished_in(open_backend(tmp_path), ask=True))
+    open_backend(tmp_path).locks.take().release()  # nothing keeps the lock
+
+
+def test_an_emptied_directory_is_removed_where_asked(tmp_path):
+    for name in ("kept", "empty", "other"):
+        begin(tmp_path / name)[0].release()
+    (tmp_path / "other" / "notes.txt").touch()
+    os.symlink(tmp_path / "empty", tmp_path / "link")
+    cleaned = [clean_up(open_to_save(tmp_path / name), name != "kept") for name in ("kept", "other", "link", "empty")]
+    assert [(len(each.removed), each.directory_removed) for each in cleaned] == [
+        (2, False),
+        (2, False),
+        (2, False),
+        (0, False),
+    ]
+    assert listing(tmp_path) == ["empty", "kept", "link", "other"]
+    begin(tmp_path / "empty")[0].release()
+    assert clean_up(open_to_save(tmp_path / "empty"), True).directory_removed
+    assert listing(tmp_path) == ["kept", "link", "other"]
