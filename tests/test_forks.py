@@ -20,9 +20,9 @@ import pytest
 from paddle_flexckpt.background.staging import WaveSender
 from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.communication.transport import SocketTransport
 from paddle_flexckpt.forks import close_in_forks
 from paddle_flexckpt.media.opening import open_backend
+from paddle_flexckpt.ranks.transport import SocketTransport
 from paddle_flexckpt.saving.saver import save_state_dict
 from tests.background.helpers import SOLO, load, save, stopped
 

@@ -17,6 +17,8 @@ from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.native.group_save import GroupSave
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.node_commit import NodeCommit, NodeLayout
+from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.ranks.group_listener import ask_outcome
 from paddle_flexckpt.ranks.writer_group import UNKNOWN_OUTCOME, LostCoordinatorError, WriterGroup
@@ -73,6 +75,36 @@ def save_together(
         # manifest.
         is_unread = parts is None and not is_unknown
         directory.discard_late(job.names, [job.rank], is_unread)
+    outcome.seconds.setdefault("write", time.perf_counter() - begin)
+    outcome.seconds["commit"] = time.perf_counter() - begin - outcome.seconds["write"]
+    return outcome
+
+
+def commit_on_nodes(
+    job: WriteJob, layout: NodeLayout, directory: NodeDirectory, group: WriterGroup, refusal: str = ""
+) -> Outcome:
+    """Copy and commit a save to nodes, whose data files the ranks have written; return the outcome of the save.
+
+    ``layout`` has the nodes; the other arguments are those of :func:`save_together`.
+    """
+    begin = time.perf_counter()
+    outcome = Outcome(None)
+    save = NodeCommit(group, directory, job.names, layout)
+    try:
+        if refusal:
+            raise group.abort(refusal)
+        _, parts = group.together(lambda: (None, job.part))
+        outcome.seconds["write"] = time.perf_counter() - begin
+        save.run(save.merge(parts))
+    except LostCoordinatorError:
+        outcome.failure = look_for_manifest(job, directory)
+    except LostRankError as error:
+        outcome.failure = Failure.of(error)
+        save.lose_rank()
+    except CheckpointError as error:
+        outcome.failure = Failure.of(error)
+        save.discard()
+    group.close(b"" if outcome.failure is None else outcome.failure.encode())
     outcome.seconds.setdefault("write", time.perf_counter() - begin)
     outcome.seconds["commit"] = time.perf_counter() - begin - outcome.seconds["write"]
     return outcome

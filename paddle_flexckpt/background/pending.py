@@ -174,6 +174,10 @@ class SaveSlot:
         """
         return self._take(job, job.data_bytes, lock_pages)[1]
 
+    def stage_written(self, job: WriteJob) -> None:
+        """Stage a job whose data file is written already."""
+        self._take(job, 0, None)
+
     def stage_in_waves(
         self, job: WriteJob, nbytes: int, lock_pages: LockPages | None, lock: SaveLock | None
     ) -> WaveSender:

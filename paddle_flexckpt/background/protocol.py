@@ -18,6 +18,7 @@ from typing import Any
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog, join, split
 from paddle_flexckpt.forks import close_in_forks
+from paddle_flexckpt.native.node_commit import NodeLayout
 from paddle_flexckpt.native.save_names import SaveNames
 
 _HEAD_BYTES = 8
@@ -39,6 +40,8 @@ class WriteJob:
         coordinator: The one of ``ranks`` that commits.
         timeout: Seconds to wait for the other ranks.
         addresses: The address of the writer of each of ``ranks``, with its secret; empty for one rank alone.
+        layout: The nodes of a save to nodes, whose data file the rank has written itself; None of another save.
+        part: That rank's part of the manifest, encoded.
     """
 
     path: str
@@ -52,11 +55,13 @@ class WriteJob:
     step: int | None
     timeout: float
     addresses: tuple[str, ...] = ()
+    layout: NodeLayout | None = None
+    part: bytes = b""
 
     @property
     def context(self) -> str:
         """Return what is being done, for errors."""
-        return f"cannot save to {self.path!r}"
+        return f"cannot save to {self.path!r}" if self.layout is None else "cannot save to the nodes' directories"
 
     @property
     def data_bytes(self) -> int:
@@ -80,19 +85,21 @@ class WriteJob:
 
     def encode(self) -> bytes:
         """Encode the job for the writer."""
-        head = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "items"}
+        head = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("items", "part")}
         head["names"] = asdict(self.names)
-        return join((json.dumps(head).encode(), encode_catalog(self.items)))
+        head["layout"] = None if self.layout is None else asdict(self.layout)
+        return join((json.dumps(head).encode(), encode_catalog(self.items), self.part))
 
     @classmethod
     def decode(cls, data: bytes) -> WriteJob:
         """Decode what :meth:`encode` returned."""
-        text, items = split(data)
+        text, items, part = split(data)
         head = json.loads(text)
         head["names"] = SaveNames(**head["names"])
         head["ranks"] = tuple(head["ranks"])
         head["addresses"] = tuple(head["addresses"])
-        return cls(items=decode_catalog(items), **head)
+        head["layout"] = None if head["layout"] is None else NodeLayout.from_dict(head["layout"])
+        return cls(items=decode_catalog(items), part=bytes(part), **head)
 
 
 class Channel:

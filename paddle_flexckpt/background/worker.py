@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from paddle_flexckpt.background.outcome import save_together
+from paddle_flexckpt.background.outcome import commit_on_nodes, save_together
 from paddle_flexckpt.background.protocol import Channel, WriteJob
 from paddle_flexckpt.background.staging import Segment, WaveReceiver
 from paddle_flexckpt.foreign.paddle_files import open_to_save
@@ -67,8 +67,12 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         waves = WaveReceiver(socket.socket(fileno=given["waves"]), data) if "waves" in given else None
         progress = functools.partial(_send_progress, channel, message["save"])
         write = functools.partial(write_share, job, data, waves, progress)
+        group, refusal = join_group(job, listener), message["refusal"]
         try:
-            outcome = save_together(job, directory, join_group(job, listener), write, message["refusal"])
+            if job.layout is None:
+                outcome = save_together(job, directory, group, write, refusal)
+            else:
+                outcome = commit_on_nodes(job, job.layout, directory, group, refusal)
         finally:
             if lock is not None:
                 lock.release()

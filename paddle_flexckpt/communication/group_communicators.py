@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paddle_flexckpt.catalog import LostRankError, ValidationError
@@ -19,7 +19,6 @@ from paddle_flexckpt.transfer.plan_cache import PlanCache
 
 # A process without others needs none of these.
 if TYPE_CHECKING:
-    from paddle_flexckpt.communication.transport import Transport
     from paddle_flexckpt.ranks.host_channel import HostChannel
 
 # Backends of Paddle whose collectives work on device memory.
@@ -66,14 +65,6 @@ class PaddleCommunicator(Communicator):
 
     def _all_to_all(self, note: bytes, payloads: Mapping[int, bytes]) -> tuple[dict[int, bytes], dict[int, bytes]]:
         return self._channel.all_to_all(note, payloads)
-
-
-def open_transport(comm: Communicator) -> Transport:
-    """Return a transport for tensor data between the members through host memory."""
-    from paddle_flexckpt.communication.transport import SocketTransport
-
-    own: Callable[[], Transport] | None = getattr(comm, "open_transport", None)  # simulated ranks have their own
-    return SocketTransport(comm.ranks, comm.position) if own is None else own()
 
 
 def device_group(comm: Communicator) -> Any:

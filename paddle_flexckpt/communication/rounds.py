@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from paddle_flexckpt.catalog.errors import StoppedExchangeError
-from paddle_flexckpt.communication.transport import Streams
 from paddle_flexckpt.planning.exchange_plan import ExchangePlan
 from paddle_flexckpt.planning.matching import Pieces
+from paddle_flexckpt.ranks.transport import Streams
 from paddle_flexckpt.transfer.copies import Storage, copy_pieces, pack, unpack
 
 # Rounds whose rows are held: one is sent while the next is read.

@@ -24,9 +24,8 @@ from paddle_flexckpt.catalog.errors import OverflowingCastError
 from paddle_flexckpt.catalog.findings import Inspection
 from paddle_flexckpt.catalog.wire import decode_catalog, encode_catalog
 from paddle_flexckpt.communication.device_exchange import DeviceExchange, Traffic
-from paddle_flexckpt.communication.group_communicators import device_group, open_transport
+from paddle_flexckpt.communication.group_communicators import device_group
 from paddle_flexckpt.communication.rounds import HeldRows, Rounds
-from paddle_flexckpt.communication.transport import Transport
 from paddle_flexckpt.memory.device_memory import devices_of, has_views, wait_for_devices
 from paddle_flexckpt.memory.replica_digests import Digests
 from paddle_flexckpt.memory.sources import refuse_shared_memory
@@ -35,6 +34,7 @@ from paddle_flexckpt.planning.exchange_plan import ExchangePlan, plan_exchange
 from paddle_flexckpt.planning.matching import ShardMatcher, concat_pieces, uncovered_targets
 from paddle_flexckpt.planning.replica_comparison import Comparison, compare_whole
 from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.ranks.transport import Transport, open_transport
 from paddle_flexckpt.saving.replica_checks import Replicas
 from paddle_flexckpt.saving.replica_policies import CheckReplicas, ReplicaPolicies
 from paddle_flexckpt.transfer.copies import AnyStorage, Storage, copy_pieces

@@ -1,4 +1,4 @@
-"""Saves to nodes that share no storage: which ranks share a directory, one id for all, and the agreed commit.
+"""Saves to nodes that share no storage: which ranks share a directory, one id for all, and what each rank writes.
 
 Tested in tests/saving/test_nodes.py and tests/crash/test_nodes.py.
 """
@@ -12,25 +12,22 @@ import os
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from paddle_flexckpt.background.earlier_saves import await_earlier
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.catalog.wire import join, split
-from paddle_flexckpt.communication.group_communicators import open_transport
-from paddle_flexckpt.communication.transport import Transport
-from paddle_flexckpt.media.backend import Backend, Lock, write_file
-from paddle_flexckpt.native.manifest import Manifest, merge_parts
+from paddle_flexckpt.media.backend import Backend, SaveLock, write_file
+from paddle_flexckpt.native.node_commit import NodeCommit, NodeLayout
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.saving.save_options import SaveOptions
 from paddle_flexckpt.saving.save_plan import Share, WriteMessages
 from paddle_flexckpt.transfer.agreement import check_same
-from paddle_flexckpt.transfer.copies import CHUNK_BYTES
 from paddle_flexckpt.transfer.plan_cache import gather_full
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -38,72 +35,57 @@ logger = logging.getLogger("paddle_flexckpt")
 _TOKEN = re.compile(r"\d+\.[0-9a-f]{32}\.node", re.ASCII)
 
 
-@dataclass(eq=False)
 class NodeSave:
     """One save to the directories of several nodes.
 
     Attributes:
+        directory: The directory of this rank's node.
         names: The names of the save's files, the same on every rank.
-        nodes: By node, the positions of its ranks, in rising order. The first of them commits there.
-        node_names: By node, its name in manifests and errors.
-        published: Tokens of earlier saves that a node has published, and that no node has replaced.
-        aborted: Tokens of earlier saves that were prepared, and that no node has published.
-        copies: The number of nodes that get each data file.
+        nodes: The copies and the commit on all nodes.
+        locks: The right to save on this rank's node, on the rank that commits there; empty once it is handed over.
+        published: Tokens of the saves that a node has published, and that no node has replaced.
+        aborted: Tokens of the saves that were prepared, and that no node has published.
     """
 
-    comm: Communicator
-    directory: NodeDirectory
-    context: str
-    names: SaveNames
-    nodes: list[list[int]]
-    node_names: list[str]
-    published: set[str]
-    aborted: set[str]
-    copies: int
-    # Whether this rank may remove files here: not while a node may have published this save.
-    _is_removable: bool = False
-    _transport: Transport | None = None
-    _addresses: Sequence[bytes] = ()
-
-    @property
-    def node(self) -> int:
-        """Number of this rank's node."""
-        return next(number for number, members in enumerate(self.nodes) if self.comm.position in members)
-
-    @property
-    def is_committer(self) -> bool:
-        """Return whether this rank commits on its node."""
-        return self.nodes[self.node][0] == self.comm.position
+    def __init__(
+        self,
+        comm: Communicator,
+        nodes: NodeCommit,
+        locks: list[SaveLock],
+        published: Collection[str] = (),
+        aborted: Collection[str] = (),
+    ) -> None:
+        """Take the ranks, and the attributes."""
+        self.directory, self.names = nodes.directory, nodes.names
+        self.nodes, self.locks = nodes, locks
+        self.published, self.aborted = {*published}, {*aborted}
+        self._comm = comm
 
     def begin(self) -> tuple[SaveNames, bytes]:
-        """Mark the save as begun on this rank's node; return its names, and an address for copies if there are to be.
+        """Mark the save as begun on this rank's node; return its names, and no message.
 
         Raises:
             ValidationError: There are fewer nodes than copies wanted of each data file.
         """
-        copies = self.copies
-        if not isinstance(copies, int) or isinstance(copies, bool) or not 1 <= copies <= len(self.nodes):
+        layout = self.nodes.layout
+        copies, count = layout.copies, len(layout.nodes)
+        if not isinstance(copies, int) or isinstance(copies, bool) or not 1 <= copies <= count:
             raise ValidationError(
-                f"node_copies has to be 1 to {len(self.nodes)}, the number of nodes "
-                f"({', '.join(self.node_names)}); got {copies!r}. Remedy (FC504): lower it, or run on more nodes"
+                f"node_copies has to be 1 to {count}, the number of nodes "
+                f"({', '.join(layout.names)}); got {copies!r}. Remedy (FC504): lower it, or run on more nodes"
             )
-        self._is_removable = True
-        if self.is_committer:
-            self.directory.mark_save(self.names, self.comm.size, len(self.nodes))
-        if copies == 1:
-            return self.names, b""
-        self._transport = open_transport(self.comm)
-        return self.names, self._transport.address()
+        if self.nodes.is_committer:
+            self.directory.mark_save(self.names, self._comm.size, count)
+        return self.names, b""
 
     def agree(self, names: SaveNames, places: Sequence[bytes], messages: Sequence[bytes]) -> None:
-        """Take the addresses for copies, which :meth:`begin` returned on every rank. Names and places are known."""
-        self._addresses = messages
+        """Take what the ranks sent. Names and places are known."""
 
     def write(self, share: Share, hashed: np.ndarray) -> WriteMessages:
         """Write this rank's data file; return its part of the manifest, and the block checksums of all items."""
         self._clean_up()
         with share.data() as data:
-            size, directory = self.comm.size, self.directory
+            size, directory = self._comm.size, self.directory
             part = directory.write_data(self.names, share.items, data, world_size=size, **share.write_arguments())
         return WriteMessages(part.encode(), part.checksums)
 
@@ -113,7 +95,7 @@ class NodeSave:
 
     def _clean_up(self) -> None:
         """Finish or remove what dead saves have left on this rank's node."""
-        if not self.is_committer:
+        if not self.nodes.is_committer:
             return
         backend = self.directory.backend
         for name in filter(_TOKEN.fullmatch, backend.names()):
@@ -128,137 +110,48 @@ class NodeSave:
             )
 
     def commit(self, parts: Sequence[bytes], received: Mapping[int, bytes], described: Mapping[int, bytes]) -> None:
-        """Commit on all nodes: prepare, publish, finish, with a collective after each.
-
-        Raises:
-            CheckpointError: A node could not commit.
-        """
-        comm, directory, context = self.comm, self.directory, self.context
-        transport, rank = self._transport, comm.rank
-        manifest = self._merge(parts)
-        replaced: list[Lock | None] = []
-
-        def prepare() -> None:
-            directory.prepare_save(self.names, rank, manifest, self.node_names[self.node])
-
-        def publish() -> None:
-            replaced.append(directory.publish_save(self.names, rank))
-
-        def finish() -> None:
-            directory.finish(self.names, being_read=replaced[0] is None)
-
-        def on_nodes(step: Callable[[], None], context: str = context) -> None:
-            def work() -> tuple[None, bytes]:
-                if self.is_committer:
-                    step()
-                return None, b""
-
-            comm.together(work, context)
-
-        if transport is not None:
-            comm.together(lambda: self._copy_files(manifest, transport), context)
-        self._is_removable = False
-        try:
-            on_nodes(prepare)
-        except LostRankError:
-            raise  # others may not have noticed, and publish
-        except CheckpointError:
-            self._is_removable = True
-            raise
-        try:
-            on_nodes(publish, f"{context}: some nodes may have published the checkpoint, others could not")
-            on_nodes(finish)
-        finally:
-            for lock in filter(None, replaced):
-                lock.release()
-
-    def _merge(self, parts: Sequence[bytes]) -> Manifest:
-        """Return the manifest of all ranks' parts, with the data files that each node has."""
-        ranks = self.comm.ranks
-        merged = merge_parts([Manifest.decode(part, f"the part of rank {rank}") for rank, part in zip(ranks, parts)])
-        files: dict[str, list[str]] = {name: [] for name in self.node_names}
-        known = set(merged.catalog.files)
-        for position, rank in enumerate(ranks):
-            file = self.names.data_file(rank)
-            for node in self._nodes_of(position) if file in known else ():
-                files[self.node_names[node]].append(file)
-        return replace(merged, nodes={name: tuple(kept) for name, kept in files.items()})
+        """Copy and commit on all nodes; collectives and errors as of :meth:`NodeCommit.run`."""
+        self.nodes.run(self.nodes.merge(parts))
 
     def discard(self) -> None:
-        """Remove what was written on this node, unless the save may exist. The node's committing rank does this."""
-        if self._is_removable and self.is_committer:
-            self.directory.discard(self.names, self.comm.ranks)
+        """Remove what was written on this node, unless the save may exist."""
+        self.nodes.discard()
 
     def lose_rank(self, error: LostRankError) -> None:
-        """Keep the files, as other ranks may still commit.
-
-        If the save is over and was not committed, remove the files that this rank has written.
-        """
-        here = self.comm.position
-        written = [
-            rank for position, rank in enumerate(self.comm.ranks) if here in (position, *self._receivers(position))
-        ]
-        self.directory.discard_late(self.names, written)
+        """Keep the files, as other ranks may still commit; see :meth:`NodeCommit.lose_rank`."""
+        self.nodes.lose_rank()
 
     def release(self) -> None:
-        """Close the transport."""
-        if self._transport is not None:
-            self._transport.close()
-
-    def _nodes_of(self, position: int) -> list[int]:
-        """Return the nodes that have a rank's data file, its own first."""
-        own = next(number for number, members in enumerate(self.nodes) if position in members)
-        return [(own + copy) % len(self.nodes) for copy in range(self.copies)]
-
-    def _receivers(self, position: int) -> list[int]:
-        """Return the positions of the ranks that write copies of a rank's data file on other nodes."""
-        own, *others = self._nodes_of(position)
-        index = self.nodes[own].index(position)
-        return [self.nodes[node][index % len(self.nodes[node])] for node in others]
-
-    def _copy_files(self, manifest: Manifest, transport: Transport) -> tuple[None, bytes]:
-        """Send this rank's data file to other nodes, and write those of others here."""
-        ranks, here, backend = self.comm.ranks, self.comm.position, self.directory.backend
-        sizes = dict(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
-        files = [self.names.data_file(rank) for rank in ranks]
-        outgoing = {
-            ranks[other]: _read(backend, files[here]) for other in self._receivers(here) if files[here] in sizes
-        }
-        incoming = {
-            ranks[other]: _write(backend, files[other], sizes[files[other]])
-            for other in range(self.comm.size)
-            if files[other] in sizes and here in self._receivers(other)
-        }
-        with contextlib.ExitStack() as files_under_way:
-            for stream in (*outgoing.values(), *incoming.values()):
-                files_under_way.callback(stream.close)
-            transport.exchange(list(self._addresses), outgoing, incoming)
-        return None, b""
+        """Release the right to save here."""
+        _release(self.locks)
 
 
 def find_nodes(
     comm: Communicator,
     open_directory: Callable[[], NodeDirectory],
     options: SaveOptions,
-    locks: contextlib.ExitStack,
+    stack: contextlib.ExitStack,
     context: str,
 ) -> NodeSave:
     """Find out which ranks see the same directory, and agree on one id and the names of a save.
 
     Two collectives, and one more where a node has prepared a save that it has not published.
 
-    ``locks`` takes the right to save, on the ranks that commit.
+    The ranks that commit take the right to save, which the end of ``stack`` releases unless it was handed over.
 
     Raises:
         ValidationError: Ranks disagree, or the id cannot be used.
         CheckpointError: Another save is being made in one of the directories.
     """
     own = f"{comm.rank}.{os.urandom(16).hex()}.node"
+    locks: list[SaveLock] = []
+    stack.callback(_release, locks)
 
     def show() -> tuple[None, bytes]:
         head, backend = options.encode("save_state_dict"), open_directory().backend
+        await_earlier(backend.path)
         backend.make_directory()
-        locks.callback(_remove, backend, own)
+        stack.callback(_remove, backend, own)
         write_file(backend, own, b"")
         return None, join((head, own.encode()))
 
@@ -283,21 +176,15 @@ def find_nodes(
     published, aborted = _earlier_saves(known, node_names)
     if any(each["prepared"] for each in known):
         published = _newest(comm, open_directory(), comm.position in committers, context)
-    return NodeSave(
-        comm=comm,
-        directory=open_directory(),
-        context=context,
-        names=SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen)),
-        nodes=[[p for p in range(comm.size) if seen[p]["committer"] == committer] for committer in committers],
-        node_names=node_names,
-        published=published,
-        aborted=aborted,
-        copies=options.node_copies,
-    )
+    nodes = [tuple(p for p in range(comm.size) if seen[p]["committer"] == committer) for committer in committers]
+    layout = NodeLayout(tuple(nodes), tuple(node_names), options.node_copies)
+    names = SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen))
+    commit = NodeCommit(comm, open_directory(), names, layout, context)
+    return NodeSave(comm, commit, locks, published, aborted)
 
 
 def _look(
-    comm: Communicator, directory: NodeDirectory, tokens: list[str], options: SaveOptions, locks: contextlib.ExitStack
+    comm: Communicator, directory: NodeDirectory, tokens: list[str], options: SaveOptions, locks: list[SaveLock]
 ) -> tuple[None, bytes]:
     """Find the first rank whose token is here; if it is this one, take the lock and choose a save for this node."""
     backend = directory.backend
@@ -309,8 +196,7 @@ def _look(
         )
     seen: dict[str, object] = {"committer": committer}
     if committer == comm.position:
-        lock = directory.lock()
-        locks.callback(lock.release)
+        locks.append(directory.lock())
         known = directory.known_saves()
         seen["place"] = f"{socket.gethostname()}:{backend.path}"
         seen["save"] = directory.choose_node_save(options.unique_id, options.overwrite)
@@ -350,6 +236,11 @@ def _place(node_name: str) -> str:
     return node_name.partition(" ")[2]
 
 
+def _release(locks: list[SaveLock]) -> None:
+    while locks:
+        locks.pop().release()
+
+
 def _remove(backend: Backend, name: str) -> None:
     # The file does no harm, and the next save removes it.
     with contextlib.suppress(OSError):
@@ -362,24 +253,3 @@ def _is_there(backend: Backend, name: str) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _read(backend: Backend, name: str) -> Generator[np.ndarray]:
-    """Yield the bytes of a file. Each array is used before the next is requested."""
-    with backend.open(name) as file:
-        buffer = np.empty(min(CHUNK_BYTES, file.size), dtype=np.uint8)
-        for start in range(0, file.size, CHUNK_BYTES):
-            part = buffer[: file.size - start]
-            if file.read_into(memoryview(part), start) != len(part):
-                raise CheckpointError(f"{backend.where(name)} became shorter while it was copied to another node")
-            yield part
-
-
-def _write(backend: Backend, name: str, size: int) -> Generator[np.ndarray]:
-    """Yield buffers to be filled with the bytes of a new file. Each is written when the next is requested."""
-    buffer = np.empty(min(CHUNK_BYTES, size), dtype=np.uint8)
-    with backend.create(name, size=size) as file:
-        for start in range(0, size, CHUNK_BYTES):
-            part = buffer[: size - start]
-            yield part
-            file.write(memoryview(part))

@@ -49,7 +49,8 @@ class SaveOptions(ProgressOptions):
         storage: ``"shared"``: all ranks see the same directory. ``"per_node"``: the ranks of each node see one of their
             own, under the same path or another; each gets the data of its ranks and a manifest of all, and the
             checkpoint exists on all of them or on none. Which ranks share a directory is found out. It is loaded with
-            ``storage="per_node"``; not with ``async_save``.
+            ``storage="per_node"``. With ``async_save`` the call writes this rank's data file, and the writer
+            processes make copies and commit.
         node_copies: With ``storage="per_node"``: the number of nodes that store each data file. With 2, a checkpoint
             survives the loss of any one node.
         staging_bytes: With ``async_save``: the most memory for the copy, 64 MiB at least. A larger share uses it in
@@ -79,10 +80,10 @@ class SaveOptions(ProgressOptions):
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have, or two do not go together."""
         super().check()
-        if self.storage == "per_node" and self.async_save is not False:
+        if self.storage == "per_node" and (self.staging_bytes is not None or self.slice_bytes is not None):
             raise ValidationError(
-                "async_save does not work with storage='per_node': the writer processes of all ranks agree on the "
-                "outcome through one directory, which they have to share. Remedy (FC101): save with async_save=False"
+                "staging_bytes and slice_bytes do not go with storage='per_node', where the call writes the data file "
+                "itself and stages nothing. Remedy (FC101): leave them out"
             )
         if self.progress is not None and self.async_save is not False:
             raise ValidationError(

@@ -46,6 +46,7 @@ from paddle_flexckpt.transfer.plan_cache import find_common_plan, fingerprint
 if TYPE_CHECKING:
     from paddle_flexckpt.background.pending import SaveHandle
     from paddle_flexckpt.background.writer import BackgroundWriter
+    from paddle_flexckpt.saving.background_nodes import BackgroundNodeSave
     from paddle_flexckpt.saving.background_saves import BackgroundSave
     from paddle_flexckpt.saving.node_saves import NodeSave
     from paddle_flexckpt.saving.sliced_saves import SlicedSave
@@ -241,10 +242,17 @@ class Save:
         common = (self._comm, directory, options, self._context)
         if options.async_save is not False:
             from paddle_flexckpt.background.writer import writer_for
-            from paddle_flexckpt.saving.background_saves import BackgroundSave
 
             slot = self._stack.enter_context(writer_for(options.async_save, directory.backend).open_slot())
-            self.destination = BackgroundSave(slot, *common)
+            if self._per_node:
+                from paddle_flexckpt.saving.background_nodes import BackgroundNodeSave
+
+                nodes = cast("NodeSave", self.destination)
+                self.destination = BackgroundNodeSave(slot, self._comm, nodes, options.coordinator_rank)
+            else:
+                from paddle_flexckpt.saving.background_saves import BackgroundSave
+
+                self.destination = BackgroundSave(slot, *common)
         elif not self._per_node:
             self.destination = SharedSave(*common)
         await_earlier(directory.path)
@@ -290,8 +298,8 @@ class Save:
             _, digests = comm.together(lambda: (None, replicas.take(first)), context)
             differing = replicas.compare(first, digests)
         plan = planners.plan(replicas, differing, options.save_replicas, int(self.destination.names.token[-8:], 16))
-        # A plan is not cached if it depends on values or on a check of them, or if its messages never recur.
-        if differing is not None or planners.overlaps or options.node_copies > 1:
+        # A plan is not cached if it depends on values or on a check of them.
+        if differing is not None or planners.overlaps:
             return plan
         messages = [each.message for each in summaries]
         return replace(plan, fingerprint=fingerprint([each.own for each in summaries]), messages=messages)
@@ -349,7 +357,7 @@ class Save:
         spent, blocked = written - self._planned_at - elsewhere, written - self._begin - elsewhere
         if options.async_save is not False:
             seconds = {"plan": plan_seconds, "queue": self._waited, "stage": spent, "blocked": blocked}
-            background = cast("BackgroundSave", destination)
+            background = cast("BackgroundSave | BackgroundNodeSave", destination)
             return background.hand_over(report(seconds=seconds), self._begin, handle)
         # The checkpoint exists: one collective; more where it goes to nodes.
         destination.commit(parts, rows, described)

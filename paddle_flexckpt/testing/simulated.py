@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from paddle_flexckpt.catalog.errors import StoppedExchangeError
-from paddle_flexckpt.communication.transport import Streams, Transport
 from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.ranks.transport import Streams, Transport
 
 # A simulated rank that waits this long waits for one that takes no part in the collective.
 PATIENCE_SECONDS = 60.0

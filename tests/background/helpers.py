@@ -18,9 +18,9 @@ import numpy as np
 
 from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.communication.transport import Transport
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator, SoloCommunicator
+from paddle_flexckpt.ranks.transport import Transport
 from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 

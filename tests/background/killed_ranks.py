@@ -15,12 +15,12 @@ from typing import Any
 from paddle_flexckpt.background import process
 from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.communication.transport import SocketTransport, Transport
 from paddle_flexckpt.native import data_file
 from paddle_flexckpt.ranks import lost_ranks
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.host_channel import HostChannel
 from paddle_flexckpt.ranks.lost_ranks import announce
+from paddle_flexckpt.ranks.transport import SocketTransport, Transport
 from paddle_flexckpt.saving import save_options
 from paddle_flexckpt.saving.saver import save_state_dict
 from tests.background.helpers import PATIENCE_SECONDS, SOLO, await_end, shards

@@ -12,8 +12,8 @@ from random import Random
 from typing import Any
 
 from paddle_flexckpt.catalog import LostRankError
-from paddle_flexckpt.communication.transport import Transport
 from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.ranks.transport import Transport
 
 # A rank that waits for so long waits for one that is stuck in something else than this job.
 PATIENCE_SECONDS = 300.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("paddle")
-from paddle_flexckpt.communication.shared_stream import SLOT_BYTES, SLOTS
+from paddle_flexckpt.ranks.shared_stream import SLOT_BYTES, SLOTS
 from tests.device import jobs_findings as jobs
 
 pytestmark = [pytest.mark.multiprocess, pytest.mark.paddle]

@@ -12,9 +12,9 @@ import paddle
 import paddle.distributed as dist
 
 import paddle_flexckpt as fc
-from paddle_flexckpt.communication import transport
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
+from paddle_flexckpt.ranks import transport
 from paddle_flexckpt.ranks.communicator import Communicator
 from tests.distributed import jobs_common as common
 from tests.saved import short_names

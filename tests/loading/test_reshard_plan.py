@@ -9,10 +9,10 @@ import pytest
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.catalog import CheckpointError, ValidationError
-from paddle_flexckpt.communication.transport import SocketTransport
 from paddle_flexckpt.loading import peers, resharder
 from paddle_flexckpt.loading.resharder import plan_reshard, reshard_sharded_state_dict
 from paddle_flexckpt.memory.state import state_fingerprint
+from paddle_flexckpt.ranks.transport import SocketTransport
 from paddle_flexckpt.sharded_weight import FusedAxis, ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.transfer.agreement import BRIEF_RUN

@@ -12,16 +12,16 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError, ValidationError
-from paddle_flexckpt.communication.transport import Transport
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA, open_to_save
 from paddle_flexckpt.loading import node_files
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.loading.merged import load_merged_state_dict
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory, list_checkpoints
+from paddle_flexckpt.native.node_commit import NodeCommit, NodeLayout
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.saving.node_saves import NodeSave
+from paddle_flexckpt.ranks.transport import Transport
 from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.verification import verify_checkpoint
@@ -350,7 +350,6 @@ def test_an_id_is_replaced_on_all_nodes(saved):
     [
         ({"node_copies": 3}, "node_copies has to be 1 to 2"),
         ({"node_copies": True}, "node_copies has to be 1 to 2"),
-        ({"async_save": True}, "async_save does not work with storage='per_node'"),
         ({"storage": "nodes"}, "'shared' or 'per_node'"),
         ({"storage": "shared", "node_copies": 2}, "node_copies=2 needs storage='per_node'"),
         ({"unique_id": -1}, "unique_id must be"),
@@ -705,14 +704,13 @@ def test_a_late_rank_of_a_node_leaves_nothing_for_good(tmp_path):
     late = open_to_save(tmp_path)
     names = late.open_save(0, 2)
     ranks = SimpleNamespace(position=1, rank=1, ranks=(0, 1), size=2)
-    nodes = [[0], [1]], ["0 (a:/x)", "1 (b:/y)"]
-    save = NodeSave(ranks, late, "cannot save", names, *nodes, set(), set(), 2)
+    save = NodeCommit(ranks, late, names, NodeLayout(((0,), (1,)), ("0 (a:/x)", "1 (b:/y)"), copies=2))
     with late.lock():
         open_to_save(tmp_path).cleaner.remove_dead_saves()
     for rank in (0, 1):  # its own, and the copy of another's
         items = items_of([whole("w", "uint8", (4,), rank)], names.data_file(rank))
         late.write_data(names, items, [np.zeros(4, np.uint8)], world_size=2)
-    save.lose_rank(LostRankError("rank 0 is lost"))
+    save.lose_rank()
     report = save_state_dict({"w": np.ones(4)}, tmp_path, SoloCommunicator())
     assert report.unique_id == 0 and sorted(os.listdir(tmp_path)) == sorted(
         [PADDLE_METADATA, "0.manifest", data_file(tmp_path)]

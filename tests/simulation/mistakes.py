@@ -347,13 +347,13 @@ MISTAKES = {
         Mistake(
             "node-published-discarded",
             "a save that one node could not publish is removed, though others have published it",
-            {"saving.node_saves:NodeSave.discard": wrong.discards_published},
+            {"native.node_commit:NodeCommit.discard": wrong.discards_published},
             can_show=_saves_to_nodes,
         ),
         Mistake(
             "node-survivors-discard",
             "a rank that outlives another removes its files, though nodes may have published them",
-            {"saving.node_saves:NodeSave.lose_rank": wrong.survivors_discard},
+            {"native.node_commit:NodeCommit.lose_rank": wrong.survivors_discard},
             can_show=_saves_to_nodes,
         ),
         Mistake(

@@ -109,7 +109,7 @@ def lock_is_not_adopted(right: Any) -> Any:
 
 
 def survivors_discard(right: Any) -> Any:
-    def lose_rank(self: Any, error: Any) -> None:
+    def lose_rank(self: Any, *error: Any) -> None:
         comm = self.comm if hasattr(self, "comm") else self._comm
         with contextlib.suppress(OSError):
             if not self.directory.is_committed(self.names):

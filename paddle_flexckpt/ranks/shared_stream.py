@@ -4,7 +4,7 @@ The sender copies into slots and the receiver out of them, while they are in cac
 The socket between the two carries only the number of bytes in a slot, and back, that the slot is free; so either end
 notices at once when the other has died.
 
-Tested in tests/communication/test_transport.py.
+Tested in tests/ranks/test_transport.py.
 """
 
 from __future__ import annotations

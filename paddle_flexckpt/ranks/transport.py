@@ -21,10 +21,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 import numpy as np
 
 from paddle_flexckpt.catalog.errors import StoppedExchangeError
-from paddle_flexckpt.communication.shared_stream import SharedReceiver, SharedSender, receive_exactly
 from paddle_flexckpt.forks import close_in_forks
+from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.group_listener import GREETING_SECONDS
 from paddle_flexckpt.ranks.lost_ranks import CONNECT_SECONDS, own_host
+from paddle_flexckpt.ranks.shared_stream import SharedReceiver, SharedSender, receive_exactly
 
 # A peer that sends nothing for so long has died or hangs.
 STALL_SECONDS = 600.0
@@ -85,6 +86,12 @@ class Transport(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release the resources of the transport."""
+
+
+def open_transport(comm: Communicator) -> Transport:
+    """Return a transport for tensor data between the members through host memory."""
+    own: Callable[[], Transport] | None = getattr(comm, "open_transport", None)  # simulated ranks have their own
+    return SocketTransport(comm.ranks, comm.position) if own is None else own()
 
 
 class SocketTransport(Transport):

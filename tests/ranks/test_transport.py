@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError
-from paddle_flexckpt.communication import transport as transports
-from paddle_flexckpt.communication.transport import SocketTransport, _pack_host, _unpack_host, parse_address
+from paddle_flexckpt.ranks import transport as transports
+from paddle_flexckpt.ranks.transport import SocketTransport, _pack_host, _unpack_host, parse_address
 
 STALL = 20.0
 # More than the sockets on both ends of a connection hold: a sender has to wait for its receiver.

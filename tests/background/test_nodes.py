@@ -1,0 +1,149 @@
+"""Saves to nodes in the background: ranks write their data files, and their writers copy and commit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+
+from paddle_flexckpt.catalog import CheckpointError, LostRankError
+from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
+from paddle_flexckpt.loading.loader import load_state_dict
+from paddle_flexckpt.saving.saver import save_state_dict
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.background.helpers import PATIENCE_SECONDS, kill, shards, stopped
+from tests.saved import short_names
+from tests.saving.test_nodes import ROWS, load, one_error
+
+
+@pytest.fixture
+def ranks(writers):
+    """``ranks(size)``: a writer for each rank."""
+    return lambda size, **arguments: [writers(**arguments) for _ in range(size)]
+
+
+def save(paths, version, writers, **options):
+    """Every rank's handle, or its exception; ``paths`` has the directory that each rank sees."""
+    size = len(paths)
+
+    def job(comm):
+        state = shards(comm.position, size, version, ROWS // size)
+        options_here = {"storage": "per_node", "async_save": writers[comm.position], **options}
+        handle = save_state_dict(state, paths[comm.position], comm, **options_here)
+        for shard in state.values():  # from now on the caller may change them
+            shard.local_tensor[...] = -1
+        return handle
+
+    return SimulatedWorld(size).run_all(job)
+
+
+def outcomes(handles):
+    """Every rank's report, or its error."""
+    found = []
+    for handle in handles:
+        try:
+            found.append(handle.result(PATIENCE_SECONDS))
+        except CheckpointError as error:
+            found.append(error)
+    return found
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """The directories of two nodes."""
+    return str(tmp_path / "a"), str(tmp_path / "b")
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_writers_commit_on_all_nodes(nodes, ranks, copies):
+    a, b = nodes
+    writers, paths = ranks(4), [a, a, b, b]
+    for version in (1, 2):
+        reports = outcomes(save(paths, version, writers, unique_id=0, node_copies=copies, coordinator_rank=1))
+        assert [report.unique_id for report in reports] == [0] * 4
+        assert sum(report.bytes_written for report in reports) == reports[0].total_bytes
+        others = {a: [2, 3], b: [0, 1]} if copies == 2 else {a: [], b: []}
+        for path, own in ((a, [0, 1]), (b, [2, 3])):
+            files = [f"{rank}_0-{version}.safetensors" for rank in sorted(own + others[path])]
+            assert short_names(path) == ["0.manifest", *files, PADDLE_METADATA]
+    assert load(paths)[1] == 2
+    if copies == 2:  # one node is lost
+        shutil.rmtree(b)
+        assert load([a, b])[1] == 2
+
+
+def test_the_call_takes_as_many_collectives_as_finding_the_nodes_and_two(nodes, ranks):
+    writers = ranks(2)
+
+    def job(comm):
+        counts = []
+        for version in (1, 2):
+            before = comm.collectives
+            state = shards(comm.position, 2, version, 8)
+            handle = save_state_dict(
+                state, nodes[comm.position], comm, storage="per_node", node_copies=2, async_save=writers[comm.position]
+            )
+            counts.append(comm.collectives - before)
+            handle.result(PATIENCE_SECONDS)
+        return counts
+
+    assert SimulatedWorld(2).run(job) == [[4, 4], [4, 4]]
+
+
+def test_a_save_waits_for_the_one_before(nodes, ranks):
+    a, b = nodes
+    writers = ranks(2)
+    with stopped(writers[0]):
+        first = save([a, b], 1, writers)
+        assert [handle.done() for handle in first] == [False, False]
+        assert not os.path.exists(os.path.join(a, "0.manifest"))
+    second = save([a, b], 2, writers)
+    assert [report.unique_id for report in outcomes(first) + outcomes(second)] == [0, 0, 1, 1]
+    assert load([a, b], [0, 0])[1] == 1 and load([a, b], [1, 1])[1] == 2
+
+
+def test_a_writer_that_dies_fails_the_save_and_the_next_one_cleans_up(nodes, ranks):
+    a, b = nodes
+    writers = ranks(2)
+    assert outcomes(save([a, b], 1, writers, unique_id=0))[0].unique_id == 0
+    with stopped(writers[0]):  # the coordinator's waits for nobody
+        handles = save([a, b], 2, writers, unique_id=0)
+        kill(writers[1].pid)
+    text = one_error(outcomes(handles), LostRankError)
+    assert "[rank 1]" in text and "its processes have ended" in text
+    assert load([a, b])[1] == 1
+    assert outcomes(save([a, b], 3, writers, unique_id=0))[0].unique_id == 0
+    assert load([a, b])[1] == 3
+    assert short_names(a) == ["0.manifest", "0_0-3.safetensors", PADDLE_METADATA]
+
+
+def test_a_copy_that_cannot_be_written_fails_the_save_on_all_ranks(nodes, ranks):
+    a, b = nodes
+    writers = ranks(2)
+    assert outcomes(save([a, b], 1, writers, unique_id=0, node_copies=2))[0].unique_id == 0
+    with stopped(writers[0]):
+        handles = save([a, b], 2, writers, unique_id=0, node_copies=2)
+        (own,) = [name for name in os.listdir(b) if name.startswith("1_0-") and "00000002" in name]
+        os.truncate(os.path.join(b, own), 100)  # somebody else's mistake
+    text = one_error(outcomes(handles))
+    assert "became shorter" in text or "stopped sending" in text
+    assert load([a, b])[1] == 1
+    assert short_names(a) == short_names(b) == ["0.manifest", "0_0-1.safetensors", "1_0-1.safetensors", PADDLE_METADATA]
+
+
+def test_the_call_refuses_bytes_of_staging(nodes, ranks):
+    a, b = nodes
+    for option in ({"slice_bytes": 1 << 20}, {"staging_bytes": 64 << 20}):
+        (text,) = {str(error) for error in save([a, b], 1, ranks(2), **option)}
+        assert "do not go with storage='per_node'" in text
+
+
+def test_loads_of_one_rank_see_nothing_before_the_commit(nodes, ranks):
+    a, b = nodes
+    writers = ranks(2)
+    with stopped(writers[0]):
+        handles = save([a, b], 1, writers)
+        with pytest.raises(CheckpointError, match="unfinished save"):
+            load_state_dict({}, a, storage="per_node")
+    assert outcomes(handles)[0].unique_id == 0
