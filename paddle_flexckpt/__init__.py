@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         ValidationError,
     )
     from paddle_flexckpt.catalog.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
-    from paddle_flexckpt.data import ElasticBatchSampler
+    from paddle_flexckpt.data import ElasticBatchSampler, ElasticStream
     from paddle_flexckpt.dist_tensor import compute_local_shape_and_global_offset
     from paddle_flexckpt.loading.full_param import full_param
     from paddle_flexckpt.loading.live_rehearsal import rehearse
@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
     "The state of a run": {
         "manager.whole_run": ("load", "save"),
-        "data": ("ElasticBatchSampler",),
+        "data": ("ElasticBatchSampler", "ElasticStream"),
         "manager": (
             "CheckpointManager",
             "KeepBest",
@@ -206,6 +206,8 @@ __all__ = sorted(["__version__", *(_HOME.keys() - _OF_PADDLE)])
 
 
 def __getattr__(name: str) -> Any:
+    if name == "data":  # a room whose names users also write as fc.data.ElasticStream
+        return importlib.import_module(f"{__name__}.data")
     if name not in _HOME:
         moved = [f"; it is in {__name__}.{module}" for module, names in _MOVED.items() if name in names]
         instead = [f": {_INSTEAD[name]}"] if name in _INSTEAD else []

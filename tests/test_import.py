@@ -61,6 +61,16 @@ def test_a_name_of_the_floor_does_not_import_paddle(name):
     assert "paddle" not in names
 
 
+@pytest.mark.paddle
+def test_the_data_room_needs_no_import_of_its_own():
+    pytest.importorskip("paddle")
+    code = (
+        "import sys, paddle_flexckpt as fc; assert 'paddle_flexckpt.data' not in sys.modules; "
+        "assert fc.data.ElasticBatchSampler is fc.ElasticBatchSampler; assert fc.data.ElasticStream is fc.ElasticStream"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 def test_collecting_the_tests_of_the_floor_does_not_import_paddle():
     # What macros expand to is compared with Paddle's own engine.
     rooms = [

@@ -24,7 +24,9 @@ from paddle_flexckpt.catalog.orders import Order, common_order
 NOT_FLATTENED = -1
 # Keys with this prefix are a run's extra state (step, schedules, generators): not part of a model.
 EXTRA_STATE = "extra_state."
-_OURS = re.compile(re.escape(EXTRA_STATE) + r"(?:common|manager|ema|(?:rng|dataloader)\.rank\d+)(?:\.|\Z)")
+_OURS = re.compile(
+    re.escape(EXTRA_STATE) + r"(?:common|manager|ema|(?:rng|dataloader)\.rank\d+|data\.split\d+)(?:\.|\Z)"
+)
 
 
 @dataclass(frozen=True, eq=False)

@@ -75,7 +75,7 @@ class ElasticBatchSampler:
             ValidationError: An argument is invalid.
         """
         if num_replicas is None or rank is None:
-            known = _data_ranks()
+            known = data_ranks()
             num_replicas = known[0] if num_replicas is None else num_replicas
             rank = known[1] if rank is None else rank
         self.dataset, self.shuffle, self.drop_last = dataset, shuffle, drop_last
@@ -224,7 +224,7 @@ class ElasticBatchSampler:
         self._leave_out()
 
 
-def _data_ranks() -> tuple[int, int]:
+def data_ranks() -> tuple[int, int]:
     """Return the number of ranks that divide a global batch, and this rank's number among them."""
     import paddle.distributed as dist
     from paddle.distributed.fleet.base import topology

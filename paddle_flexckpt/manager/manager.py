@@ -215,7 +215,7 @@ class CheckpointManager:
                 ``dataloader`` and, with ``rng``, the random number generators. None: the optimizer's own scheduler, or
                 its constant rate.
             state: Shards or tensors besides, or instead of, those of model and optimizer.
-            data: An :class:`~paddle_flexckpt.data.ElasticBatchSampler`: a position that other layouts continue.
+            data: A sampler or stream of :mod:`paddle_flexckpt.data`: a position that other layouts continue.
             extra: Portable values, the same on every rank.
             metrics: Numbers by which the best checkpoint is chosen, the same on every rank.
             **options: Like ``step``, of :class:`~paddle_flexckpt.manager.manager_options.StepOptions`.

@@ -268,7 +268,8 @@ def fill_run(
         # Another program's checkpoint is asked for as the caller does: the id of its manifest is made up.
         unique_id = options.unique_id if manifest.foreign else manifest.unique_id
         try:
-            state = load_extra_state(location, unique_id, comm) if has_extra_state(manifest.catalog) else None
+            splits = getattr(targets.data, "own_splits", ())
+            state = load_extra_state(location, unique_id, comm, splits) if has_extra_state(manifest.catalog) else None
             if options.schedule == "raise":
                 comm.together(lambda: targets.check_complete(state, manifest.catalog.keys, options), context)
             asked = {**options.keywords(LoadOptions), "unique_id": unique_id}

@@ -109,7 +109,7 @@ def save(
         scaler: A ``paddle.amp.GradScaler``.
         state: Shards or tensors besides, or instead of, those of model and optimizer.
         dataloader: This rank's position in the data: a portable value, or an object with ``state_dict()``.
-        data: An :class:`~paddle_flexckpt.data.ElasticBatchSampler`: a position that other layouts continue.
+        data: A sampler or stream of :mod:`paddle_flexckpt.data`: a position that other layouts continue.
         extra: Portable values, the same on every rank.
         process_group: The ranks that take part, as in :func:`save_state_dict`.
         **options: Of :class:`~paddle_flexckpt.manager.whole_run.RunSaveOptions`.

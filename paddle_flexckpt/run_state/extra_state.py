@@ -6,6 +6,7 @@ A checkpoint's extra state is a few tensors among the others, all under the pref
   caller adds), as one uint8 tensor of JSON text; tensors that the caller adds are ``extra_state.common.more.{name}``.
 - ``extra_state.rng.rank{r}``: the random number generators of rank r, likewise.
 - ``extra_state.dataloader.rank{r}``: its position in the data, likewise.
+- ``extra_state.data.split{i}``: the state of split i of an ElasticStream, likewise, by the ranks that read it.
 
 ::
 
@@ -25,7 +26,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,7 @@ logger = logging.getLogger("paddle_flexckpt")
 _PREFIX = EXTRA_STATE
 _COMMON = f"{_PREFIX}common"
 _OF_RANK = re.compile(re.escape(_PREFIX) + r"(rng|dataloader)\.rank(\d+)(\.|$)")
+_OF_SPLIT = re.compile(re.escape(_PREFIX) + r"data\.split(\d+)(\.|$)")
 _VERSION = 1
 _METHODS_OF_DATA = ("state_dict", "load_state_dict", "refuse")
 
@@ -106,7 +108,8 @@ def collect_extra_state(
         step: Training step.
         rng: Whether to save the random number generators of Python, numpy, Paddle and fleet's model-parallel tracker.
         dataloader: This rank's position in the data: a portable value, or an object with ``state_dict()``.
-        data: An :class:`~paddle_flexckpt.data.ElasticBatchSampler`, whose position is the same on every rank.
+        data: An :class:`~paddle_flexckpt.data.ElasticBatchSampler`, whose position is the same on every rank; or an
+            :class:`~paddle_flexckpt.data.ElasticStream`.
         **more: Portable values and tensors that are the same on every rank.
 
     Returns:
@@ -119,13 +122,15 @@ def collect_extra_state(
     check_data(data)
     tensors: dict[str, Any] = {}
     rank = _rank()
+    position: Any = None if data is None else data.state_dict()
+    splits = position.pop("states") if hasattr(data, "own_splits") else {}
     common = {
         "version": _VERSION,
         "layout": _layout(),
         "step": plain_integer(step),
         "lr_scheduler": None if lr_scheduler is None else scheduler_state(lr_scheduler),
         "scaler": None if scaler is None else scaler.state_dict(),
-        "data": None if data is None else data.state_dict(),
+        "data": position,
         "more": more,
     }
     state = {_COMMON: encode(common, _COMMON, tensors)}
@@ -133,19 +138,35 @@ def collect_extra_state(
         state[f"{_PREFIX}rng.rank{rank}"] = encode(collect_random_state(), "extra_state.rng")
     if dataloader is not None:
         name = f"{_PREFIX}dataloader.rank{rank}"
-        position = dataloader.state_dict() if callable(getattr(dataloader, "state_dict", None)) else dataloader
-        state[name] = encode(position, name, tensors)
+        place = dataloader.state_dict() if callable(getattr(dataloader, "state_dict", None)) else dataloader
+        state[name] = encode(place, name, tensors)
+    for split, each in splits.items():
+        name, inside = f"{_PREFIX}data.split{split}", dict[str, Any]()
+        state[name] = encode(each, name, inside)
+        # A save in slices copies later, when the reader has gone on.
+        tensors.update({key: tensor.clone() for key, tensor in inside.items()})
     return {**{name: _as_tensor(text) for name, text in state.items()}, **tensors}
 
 
-@same_on_all_ranks(path=PATH, process_group=GROUP, unique_id="what is compared is the checkpoint that it stands for")
-def load_extra_state(path: Location, unique_id: int | None = None, process_group: Any = None) -> dict[str, Any]:
+@same_on_all_ranks(
+    path=PATH,
+    process_group=GROUP,
+    unique_id="what is compared is the checkpoint that it stands for",
+    splits="every rank reads those of its own stream",
+)
+def load_extra_state(
+    path: Location,
+    unique_id: int | None = None,
+    process_group: Any = None,
+    splits: Collection[int] | None = None,
+) -> dict[str, Any]:
     """Read the extra state that concerns this rank. Every rank of the group calls this.
 
     Args:
         path: The checkpoint's directory: a path, a URL, or what ``open_storage`` gives.
         unique_id: The checkpoint's id; None takes the highest.
         process_group: The ranks that take part; all ranks of the job by default.
+        splits: The splits of an ElasticStream whose states are read, ``stream.own_splits``; all by default.
 
     Returns:
         As of :func:`collect_extra_state`; under another layout than that of the save without generators, and with the
@@ -185,16 +206,20 @@ def load_extra_state(path: Location, unique_id: int | None = None, process_group
     read([key for key in catalog.keys if key == _COMMON or key.startswith(f"{_COMMON}.")])
     same = _common(state)["layout"] == _layout()
     of_ranks = [match for match in map(_OF_RANK.match, catalog.keys) if match]
-    read([m.string for m in of_ranks if (int(m[2]) == _rank() if same else m[1] == "dataloader")])
+    of_splits = [match for match in map(_OF_SPLIT.match, catalog.keys) if match]
+    read(
+        [m.string for m in of_ranks if (int(m[2]) == _rank() if same else m[1] == "dataloader")]
+        + [m.string for m in of_splits if splits is None or int(m[1]) in splits]
+    )
     return state
 
 
 def check_data(data: Any) -> None:
-    """Raise ValidationError unless an object is an ElasticBatchSampler, or has its methods, or is None."""
+    """Raise ValidationError unless an object is of :mod:`paddle_flexckpt.data`, or has its methods, or is None."""
     if data is not None and not all(callable(getattr(data, name, None)) for name in _METHODS_OF_DATA):
         raise ValidationError(
-            f"data= takes a sampler of paddle_flexckpt.data; got a {type(data).__name__}. Remedy (FC101): give a "
-            "loader or a position of another kind as dataloader=, and values of your own under another name"
+            f"data= takes a sampler or stream of paddle_flexckpt.data; got a {type(data).__name__}. Remedy (FC101): "
+            "give a loader or a position of another kind as dataloader=, and values of your own under another name"
         )
 
 
@@ -234,7 +259,7 @@ def restore_extra_state(
         lr_scheduler: A scheduler built like the saved one.
         scaler: A scaler; its settings become the saved ones.
         rng: Whether to restore the random number generators.
-        data: A sampler of :mod:`paddle_flexckpt.data`, made like the saved one.
+        data: A sampler or stream of :mod:`paddle_flexckpt.data`, made like the saved one.
 
     Returns:
         Step, positions, the caller's own values, and the names of what was restored and what was not.
@@ -253,7 +278,7 @@ def put_back_extra_state(
     state: Mapping[str, Any], lr_scheduler: Any = None, scaler: Any = None, rng: bool = True, data: Any = None
 ) -> ExtraStateReport:
     """Do the same as :func:`restore_extra_state`, but log no warning."""
-    common = _common(state)
+    common = _with_splits(state)
     not_restored = schedule_left_out(state, lr_scheduler, scaler, data)
     restored: list[str] = []
     for name, target in (("lr_scheduler", lr_scheduler), ("scaler", scaler), ("data", data)):
@@ -301,7 +326,7 @@ def schedule_left_out(state: Mapping[str, Any], lr_scheduler: Any, scaler: Any, 
     Raises:
         ValidationError: As of :func:`restore_extra_state`; so is CorruptCheckpointError.
     """
-    common, found = _common(state), {}
+    common, found = _with_splits(state), {}
     for name, target, refuse in (
         ("lr_scheduler", lr_scheduler, refuse_scheduler),
         ("scaler", scaler, scaler_problem),
@@ -332,6 +357,16 @@ def _positions(state: Mapping[str, Any]) -> dict[int, Any]:
     """Return positions in the data by the rank that saved them."""
     found = (match for match in map(_OF_RANK.fullmatch, state) if match and match[1] == "dataloader")
     return {int(match[2]): decode(_text(state[match.string]), match.string, state) for match in found}
+
+
+def _with_splits(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the common part, in which a stream's position has the states of the splits that were read."""
+    common = _common(state)
+    if "splits" in (common.get("data") or {}):
+        found = [match for match in map(_OF_SPLIT.fullmatch, state) if match]
+        states = {int(match[1]): decode(_text(state[match.string]), match.string, state) for match in found}
+        common["data"] = {**common["data"], "states": states}
+    return common
 
 
 def _layout() -> dict[str, int]:

@@ -262,8 +262,9 @@ def test_extra_state_is_told_from_a_model():
 
 def test_a_model_may_not_have_names_of_extra_state():
     ours = ["common", "manager.x", "ema", "rng.rank0", "dataloader.rank12", "dataloader.rank12.x"]
+    ours += ["data.split0", "data.split11.x"]
     check_extra_names(["a", "extra_state", *(f"extra_state.{name}" for name in ours)])
-    bad = ["extra_state.commons", "extra_state.rng", "extra_state.rng.rankx", "extra_state."]
+    bad = ["extra_state.commons", "extra_state.rng", "extra_state.rng.rankx", "extra_state.data", "extra_state."]
     with pytest.raises(ValidationError) as caught:
         check_extra_names(["a", *bad, "extra_state.common"])
     assert caught.value.problems == [
