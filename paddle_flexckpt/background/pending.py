@@ -15,7 +15,7 @@ import numpy as np
 
 from paddle_flexckpt.background.process import WriterProcess
 from paddle_flexckpt.background.protocol import WriteJob
-from paddle_flexckpt.background.staging import LockPages, Segment, StagingPool, WaveSender
+from paddle_flexckpt.background.staging import LockPages, Segment, StagingPool, WaveSender, WrittenFile
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.media.backend import SaveLock
@@ -33,6 +33,7 @@ class SaveHandle:
         path: The checkpoint's directory.
         unique_id: Its id there.
         seen: Whether the caller has learned how the save ended.
+        written: The file with this rank's data, of a save to nodes.
         progress: How far this rank is: ``"stage"`` while data is copied, ``"queue"`` until the writer starts on it,
             ``"write"``, and ``"commit"`` when this rank has written all. It does not change after the save is over.
     """
@@ -45,6 +46,7 @@ class SaveHandle:
         self._finished = threading.Event()
         self._outcome: SaveReport | CheckpointError | None = None
         self.seen = False
+        self.written: WrittenFile | None = None
         self.progress = Progress("stage", 0, 0)
 
     def done(self) -> bool:
@@ -131,6 +133,7 @@ class PendingSave:
         lock: The coordinator's lock, until the writer has taken it over.
         process: The writer process that has it; None once that has died.
         waves: The sender of its data, if the data goes in waves.
+        source: A file with its data, and the first byte there; None if the segment has the data, or nobody needs it.
         refusal: The reason for which this rank refuses the save; empty if it does not. The other writers get it.
     """
 
@@ -142,7 +145,14 @@ class PendingSave:
     lock: SaveLock | None = None
     process: WriterProcess | None = None
     waves: WaveSender | None = None
+    source: tuple[int, int] | None = None
     refusal: str = ""
+
+    def close_source(self) -> None:
+        """Close the file with the save's data, here; the writer has its own descriptor."""
+        source, self.source = self.source, None
+        if source is not None:
+            os.close(source[0])
 
 
 class SaveSlot:
@@ -177,6 +187,19 @@ class SaveSlot:
     def stage_written(self, job: WriteJob) -> None:
         """Stage a job whose data file is written already."""
         self._take(job, 0, None)
+
+    def stage_file(self, job: WriteJob, source: WrittenFile) -> None:
+        """Stage a job whose data the writer reads from a file.
+
+        Raises:
+            OSError: The file cannot be opened.
+        """
+        descriptor = source.open()
+        try:
+            self._take(job, 0, None)[0].source = descriptor, source.begin
+        except BaseException:
+            os.close(descriptor)
+            raise
 
     def stage_in_waves(
         self, job: WriteJob, nbytes: int, lock_pages: LockPages | None, lock: SaveLock | None
@@ -248,6 +271,7 @@ class SaveSlot:
         if save is not None and save.waves is not None:
             save.waves.close()
         elif save is not None:
+            save.close_source()
             self._pool.give_back(save.segment)
 
 

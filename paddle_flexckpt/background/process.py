@@ -106,6 +106,7 @@ class WriterProcess:
         segment: Segment,
         lock: int | None,
         waves: int | None = None,
+        source: tuple[int, int] | None = None,
         refusal: str = "",
     ) -> None:
         """Hand a save over. When this returns, the save no longer depends on this process.
@@ -115,6 +116,7 @@ class WriterProcess:
             segment: The memory with the data, followed by the encoded job.
             lock: The descriptor of the save's lock, if any.
             waves: The descriptor of the connection by which the data comes, if it comes in waves.
+            source: The descriptor of a file with the data, and the first byte there, if the segment has none.
             refusal: The reason for which this rank refuses the save; empty if it does not. The other writers get it.
 
         Raises:
@@ -122,6 +124,7 @@ class WriterProcess:
         """
         known = segment.number in self._known
         wanted = {"segment": None if known else segment.descriptor, "lock": lock, "waves": waves}
+        wanted["source"] = None if source is None else source[0]
         descriptors = {name: each for name, each in wanted.items() if each is not None}
         begin, end = segment.text
         message = {
@@ -129,6 +132,7 @@ class WriterProcess:
             "segment": segment.number,
             "data_bytes": begin,
             "job_bytes": end - begin,
+            "source_begin": 0 if source is None else source[1],
             "descriptors": list(descriptors),
             "refusal": refusal,
         }

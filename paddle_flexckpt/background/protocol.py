@@ -22,7 +22,7 @@ from paddle_flexckpt.native.node_commit import NodeLayout
 from paddle_flexckpt.native.save_names import SaveNames
 
 _HEAD_BYTES = 8
-# The most descriptors of a message: a segment, a lock, and the connection of waves.
+# The most descriptors of a message: a segment, a lock, and the connection of waves or the file with the data.
 _MAX_DESCRIPTORS = 3
 _MAX_MESSAGE_BYTES = 16 << 20
 

@@ -18,12 +18,14 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Union
 
 import numpy as np
 
-from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.catalog import Catalog, CheckpointError
 from paddle_flexckpt.catalog.texts import format_bytes
+from paddle_flexckpt.catalog.wire import encode_catalog
 from paddle_flexckpt.forks import close_in_forks
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -138,6 +140,39 @@ def _check_memory(more: int) -> None:
             f"{format_bytes(available)} are available. Remedy (FC505): pass staging_bytes=, to copy through so much "
             "memory (64 MiB at least), save synchronously, or give the job more memory"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class WrittenFile:
+    """A data file that a save to nodes has written, from which a save of the same state to storage can read.
+
+    Attributes:
+        path: The file, on this machine.
+        begin: The first byte of the items' data, which lie end to end.
+        items: The items.
+    """
+
+    path: str
+    begin: int
+    items: Catalog
+
+    def has(self, items: Catalog) -> bool:
+        """Return whether the file has these items, in this order."""
+        own, others = (encode_catalog(replace(each, files=())) for each in (self.items, items))
+        return own == others
+
+    def open(self) -> int:
+        """Return a descriptor of the file, which stays readable when the file is removed."""
+        return os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+
+
+def map_data(descriptor: int, begin: int, nbytes: int) -> np.ndarray:
+    """Return so many bytes of a file from ``begin`` on, not copied: uint8 ``[nbytes]``. The descriptor is closed."""
+    try:
+        mapped = mmap.mmap(descriptor, begin + nbytes, prot=mmap.PROT_READ)
+        return np.frombuffer(mapped, dtype=np.uint8)[begin : begin + nbytes]
+    finally:
+        os.close(descriptor)
 
 
 class StagingPool:

@@ -22,7 +22,7 @@ import numpy as np
 
 from paddle_flexckpt.background.outcome import commit_on_nodes, save_together
 from paddle_flexckpt.background.protocol import Channel, WriteJob
-from paddle_flexckpt.background.staging import Segment, WaveReceiver
+from paddle_flexckpt.background.staging import Segment, WaveReceiver, map_data
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.opening import reopen
 from paddle_flexckpt.native.group_save import GroupSave
@@ -64,6 +64,8 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
         lock = None if job.lock is None else directory.backend.locks.adopt(job.lock, given.get("lock"))
         _send(channel, {"save": message["save"], "begun": True})
         data = segment.view(0, data_bytes)
+        if "source" in given:
+            data = map_data(given["source"], message["source_begin"], job.data_bytes)
         waves = WaveReceiver(socket.socket(fileno=given["waves"]), data) if "waves" in given else None
         progress = functools.partial(_send_progress, channel, message["save"])
         write = functools.partial(write_share, job, data, waves, progress)

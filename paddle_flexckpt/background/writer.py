@@ -277,7 +277,7 @@ class BackgroundWriter:
         descriptor = None if save.lock is None else save.lock.handover()[1]
         try:
             waves = None if save.waves is None else save.waves.theirs.fileno()
-            process.submit(number, save.segment, descriptor, waves, save.refusal)
+            process.submit(number, save.segment, descriptor, waves, save.source, save.refusal)
         except ConnectionError:
             # It has died since. _on_end knows, or will learn, that it had this save.
             logger.debug("the background writer died while it was given a save")
@@ -340,6 +340,7 @@ class BackgroundWriter:
             outcome = replace(save.report, seconds=seconds, warnings=[*save.report.warnings, *warnings])
             if save.job.is_coordinator:
                 logger.info(outcome.summary())
+        save.close_source()
         self._pool.give_back(save.segment)
         if save.lock is not None:
             # The writer has died before it took the lock over.

@@ -13,7 +13,9 @@ import numpy as np
 
 from paddle_flexckpt.background.pending import SaveHandle, SaveSlot
 from paddle_flexckpt.background.protocol import WriteJob
+from paddle_flexckpt.background.staging import WrittenFile
 from paddle_flexckpt.catalog import LostRankError
+from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import SaveReport
@@ -29,6 +31,7 @@ class BackgroundNodeSave(NodeSave):
         super().__init__(comm, save.nodes, save.locks, save.published, save.aborted)
         self._slot, self._coordinator = slot, comm.ranks[coordinator]
         self._addresses: tuple[str, ...] = ()
+        self._written: WrittenFile | None = None
 
     def begin(self) -> tuple[SaveNames, bytes]:
         """Implement :meth:`NodeSave.begin`. The other writers need the address of this rank's writer."""
@@ -58,11 +61,17 @@ class BackgroundNodeSave(NodeSave):
             part=written.payload,
         )
         self._slot.stage_written(job)
+        if len(share.items):
+            part = Manifest.decode(written.payload, "this rank's part")
+            begin = int(part.catalog.byte_offset[0] - share.items.byte_offset[0])
+            self._written = WrittenFile(self.directory.backend.where(share.items.files[0]), begin, share.items)
         return WriteMessages(b"", written.checksums)
 
     def hand_over(self, report: SaveReport, begin: float, handle: SaveHandle | None = None) -> SaveHandle:
         """Hand the save over, and the lock with it. From now on a failure is its outcome: ranks do not meet again."""
-        return self._slot.hand_over(report, begin, self.locks.pop() if self.locks else None, handle)
+        handed_over = self._slot.hand_over(report, begin, self.locks.pop() if self.locks else None, handle)
+        handed_over.written = self._written
+        return handed_over
 
     def lose_rank(self, error: LostRankError) -> None:
         """Have the other ranks' writers end the save: their ranks may have handed over without noticing the loss."""

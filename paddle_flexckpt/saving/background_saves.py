@@ -16,7 +16,7 @@ import numpy as np
 
 from paddle_flexckpt.background.pending import SaveHandle, SaveSlot
 from paddle_flexckpt.background.protocol import WriteJob
-from paddle_flexckpt.background.staging import LockPages
+from paddle_flexckpt.background.staging import LockPages, WrittenFile, map_data
 from paddle_flexckpt.catalog import LostRankError, ValidationError
 from paddle_flexckpt.memory.device_bytes import lock_pages
 from paddle_flexckpt.memory.device_memory import DeviceMemory, current_device
@@ -42,9 +42,10 @@ class BackgroundSave(SharedSave):
     The writers of all ranks carry it out as a group (``background/outcome.py``).
     """
 
-    def __init__(self, slot: SaveSlot, *arguments: Any) -> None:
-        """Take room with the writer, and the arguments of :class:`SharedSave`."""
+    def __init__(self, slot: SaveSlot, written: WrittenFile | None, *arguments: Any) -> None:
+        """Take room with the writer, a file with this rank's data or None, and :class:`SharedSave`'s arguments."""
         super().__init__(*arguments)
+        self._written = written
         self._slot = slot
         self._addresses: tuple[str, ...] = ()
         self._staging: Staging | None = None
@@ -120,7 +121,11 @@ class BackgroundSave(SharedSave):
         lengths = share.items.byte_length
         ends = lengths.cumsum()
         spans = zip((ends - lengths)[hashed].tolist(), ends[hashed].tolist())
-        if self._options.staging_bytes is not None and lengths.sum() > self._options.staging_bytes:
+        if self._written is not None and self._written.has(share.items):
+            self._slot.stage_file(self._job(share), self._written)
+            data = map_data(self._written.open(), self._written.begin, int(lengths.sum()))
+            checksums = [hash_block(data[start:stop]) for start, stop in blocks_of(spans)]
+        elif self._options.staging_bytes is not None and lengths.sum() > self._options.staging_bytes:
             checksums = self._write_in_waves(share, self._options.staging_bytes, spans)
         else:
             checksums = (self._staging or self._open_staging(share)).finish(spans)

@@ -45,6 +45,7 @@ from paddle_flexckpt.transfer.plan_cache import find_common_plan, fingerprint
 
 if TYPE_CHECKING:
     from paddle_flexckpt.background.pending import SaveHandle
+    from paddle_flexckpt.background.staging import WrittenFile
     from paddle_flexckpt.background.writer import BackgroundWriter
     from paddle_flexckpt.saving.background_nodes import BackgroundNodeSave
     from paddle_flexckpt.saving.background_saves import BackgroundSave
@@ -156,8 +157,16 @@ class Save:
     destination: SharedSave | NodeSave
     state: LocalState
 
-    def __init__(self, state_dict: Mapping[str, Any], path: Location, comm: Communicator, options: SaveOptions) -> None:
-        """Take this rank's shards, the directory, the ranks, and the options."""
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any],
+        path: Location,
+        comm: Communicator,
+        options: SaveOptions,
+        written: WrittenFile | None = None,
+    ) -> None:
+        """Take this rank's shards, the directory, the ranks, the options, and a file that may have the shards' data."""
+        self._written = written
         self._state_dict, self._comm, self._options = state_dict, comm, options
         self._begin, self._waited = time.perf_counter(), 0.0
         self._per_node = options.storage == "per_node"
@@ -252,7 +261,7 @@ class Save:
             else:
                 from paddle_flexckpt.saving.background_saves import BackgroundSave
 
-                self.destination = BackgroundSave(slot, *common)
+                self.destination = BackgroundSave(slot, self._written, *common)
         elif not self._per_node:
             self.destination = SharedSave(*common)
         await_earlier(directory.path)

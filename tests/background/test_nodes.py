@@ -10,9 +10,10 @@ import pytest
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.loading.loader import load_state_dict
-from paddle_flexckpt.saving.saver import save_state_dict
+from paddle_flexckpt.saving.save_options import SaveOptions
+from paddle_flexckpt.saving.saver import Save, save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
-from tests.background.helpers import PATIENCE_SECONDS, kill, shards, stopped
+from tests.background.helpers import PATIENCE_SECONDS, SOLO, kill, load_shards, shards, stopped
 from tests.saved import short_names
 from tests.saving.test_nodes import ROWS, load, one_error
 
@@ -147,3 +148,33 @@ def test_loads_of_one_rank_see_nothing_before_the_commit(nodes, ranks):
         with pytest.raises(CheckpointError, match="unfinished save"):
             load_state_dict({}, a, storage="per_node")
     assert outcomes(handles)[0].unique_id == 0
+
+
+def test_a_save_to_storage_reads_what_the_save_to_nodes_has_written(nodes, ranks, tmp_path):
+    storage = str(tmp_path / "storage")
+    to_nodes, to_storage = ranks(2), ranks(2)
+
+    def job(comm):
+        here = comm.position
+        state = shards(here, 2, 5, 8)
+        first = save_state_dict(state, nodes[here], comm, storage="per_node", async_save=to_nodes[here])
+        before = to_storage[here].staging_bytes
+        options = SaveOptions(async_save=to_storage[here])
+        with stopped(to_storage[here]):
+            second = Save(state, storage, comm, options, first.written).run()
+            assert first.result(PATIENCE_SECONDS).unique_id == 0
+            shutil.rmtree(nodes[here])  # the file stays readable
+        return second.result(PATIENCE_SECONDS).total_bytes, to_storage[here].staging_bytes - before
+
+    (nbytes, _), _ = found = SimulatedWorld(2).run(job)
+    # The memory holds the descriptions of the jobs alone: one page.
+    assert nbytes and {staged for _, staged in found} <= {0, 2 << 20}
+    assert load_shards(storage, 2, 0, 8) == 5
+
+
+def test_a_file_with_other_items_is_not_read(nodes, ranks, tmp_path):
+    storage = str(tmp_path / "storage")
+    to_nodes, to_storage = ranks(1), ranks(1)
+    first = save_state_dict(shards(0, 1, 5), nodes[0], SOLO, storage="per_node", async_save=to_nodes[0])
+    Save(shards(0, 1, 6, 8), storage, SOLO, SaveOptions(async_save=to_storage[0]), first.written).run().result()
+    assert load_shards(storage, 1, 0, 8) == 6
