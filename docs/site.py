@@ -11,6 +11,7 @@ of the commands. The former has the docstrings of a copy of the package, in whic
 from __future__ import annotations
 
 import argparse
+import ast
 import html
 import os.path
 import re
@@ -36,7 +37,7 @@ META = {
     "docs/coming_from.md": "search: {boost: 1.2}",
     "docs/cpu.md": "search: {boost: 1.5}",
     # `check` is also how `checkpoint` begins, which all pages have.
-    "docs/guide.md": "tags: [check, S3]",
+    "docs/guide.md": "tags: [check, S3]\nsearch: {boost: 1.1}",
     "docs/manager.md": "tags: [dataloader]",
     "docs/migration.md": "tags: [migrate, pdparams]",
     "docs/troubleshooting.md": "tags: [AdamW, SGD, corrupted, crash, different, hang, learning, rate, vocabulary]\n"
@@ -44,6 +45,10 @@ META = {
     # These answer few questions, with the words of many.
     **dict.fromkeys(
         (
+            "docs/api/errors.md",
+            "docs/api/index.md",
+            "docs/api/names-that-paddle-has-too.md",
+            "docs/api/tools.md",
             "docs/extending.md",
             "docs/format.md",
             "docs/glossary.md",
@@ -54,13 +59,14 @@ META = {
         ),
         "search: {boost: 0.3}",
     ),
-    # These do not have what a user looks for: history, tables of numbers, how it is built and proved.
+    # These do not have what a user looks for: history, tables of numbers, how it is built and proved; or have it again.
     **dict.fromkeys(
         (
             "CHANGELOG.md",
             "CONTRIBUTING.md",
             "SECURITY.md",
             "benchmarks/results/table.md",
+            "docs/api/options.md",
             "docs/benchmarks.md",
             "docs/design.md",
             "docs/rehearsal_device.md",
@@ -68,6 +74,27 @@ META = {
         ),
         "search: {exclude: true}",
     ),
+}
+#: What the page of a subject says before its names.
+LEADS = {
+    "The state of a run": "Save and load model, optimizer, schedule, scaler, random numbers and the position in the "
+    "data: in one call, or as the steps of a run, with [the manager](../manager.md).",
+    "Shards": "Save, load and move shards that you describe, or that layers and optimizers describe after `install()`. "
+    "[By task](../guide.md) has examples.",
+    "Whole tensors, for others": "Read and write whole tensors: in memory, as safetensors, or as other programs do. "
+    "See [Converting](../migration.md) and [Weights from training to generation](../weight_sync.md).",
+    "Statements": "Make, invert and explain [AOA statements](../aoa.md), by which the tensors of one state become "
+    "those of another.",
+    "Checkpoints at hand": "List, compare and verify checkpoints, and [rehearse](../rehearsal.md) loads. Most of this "
+    "is [a command](../cli.md), too.",
+    "Errors": "All ranks raise the same error. The code in its text (`FC101`) leads to a section of "
+    "[Troubleshooting](../troubleshooting.md).",
+    "Options": "The entry of each call has its options. These classes are for code that passes them on.",
+    "Reports": "The results of calls. [Progress, reports, observers](../telemetry.md) shows what they are good for.",
+    "Observers and progress": "[Progress, reports, observers](../telemetry.md) has examples.",
+    "Tools": "Functions for programs that look into checkpoints. They are public in their modules.",
+    "Names that Paddle has too": "Paddle's own package for checkpoints has these names, and they mean the same here. "
+    "They are names of `paddle_flexckpt` that `dir()` does not list.",
 }
 _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _PICTURE = re.compile(r"^!\[([^\]]*)\]\((\S*images/[^)\s]+\.svg)\)$", re.M)
@@ -128,7 +155,9 @@ def main(argv: list[str] | None = None) -> None:
         target = output / CODE / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(markdown(path.read_text(encoding="utf-8")), encoding="utf-8")
-    (output / "docs" / "api.md").write_text(reference(), encoding="utf-8")
+    for name, text in reference(output / CODE).items():
+        (output / "docs" / "api" / name).parent.mkdir(exist_ok=True)
+        (output / "docs" / "api" / name).write_text(text, encoding="utf-8")
     (output / "docs" / "commands.md").write_text(commands(), encoding="utf-8")
     for path in output.rglob("*.md"):
         name = path.relative_to(output).as_posix()
@@ -171,25 +200,62 @@ def markdown(code: str) -> str:
         place = there.get(owner.rpartition(".")[2] if found[1] == "meth" else name)
         return f"[`{name}`][{place}]" if place else f"`{name}`"
 
+    code = re.sub(r"(?<![\w/`])docs/(\w+)\.md", r"[docs/\1.md](../\1.md)", _ROLE.sub(role, code))
     # A colon that announces code stays; two, which announce it to other tools, do not.
-    return re.sub(r"(?m)^ *::\n\n", "", re.sub(r"(?m)(?<=\w)::$", ":", _ROLE.sub(role, code)))
+    return re.sub(r"(?m)^ *::\n\n", "", re.sub(r"(?m)(?<=\w)::$", ":", code))
 
 
-def reference() -> str:
-    """Return the page of all public names, from their docstrings."""
-    parts = ["# Python reference", "Names of `paddle_flexckpt` come first, by subject, then those of its modules."]
-    *subjects, of_paddle = fc.SUBJECTS.items()
-    for title, modules in subjects:
-        parts += [
-            f"## {title}",
-            *(f"::: paddle_flexckpt.{module}.{name}" for module, names in modules.items() for name in names),
+def reference(code: Path) -> dict[str, str]:
+    """Return the pages of all public names by file name, and a page that lists them.
+
+    Args:
+        code: The directory of the package whose docstrings are Markdown.
+    """
+    names = {
+        title: [f"paddle_flexckpt.{name}" for each in modules.values() for name in each]
+        for title, modules in fc.SUBJECTS.items()
+    }
+    *own, of_paddle = names
+    names |= MORE
+    listed = ["# Python reference", "All public names, by subject. Those of `paddle_flexckpt` itself come first."]
+    pages = {}
+    for title in (*own, *MORE, of_paddle):
+        file = re.sub(r"\W+", "-", title.lower()) + ".md"
+        # A name with capitals is also found without them.
+        words = [name.lower() for _, _, name in (each.rpartition(".") for each in names[title]) if not name.islower()]
+        head = [f"---\ntags: [{', '.join(words)}]\n---"] if words and f"docs/api/{file}" not in META else []
+        entries = [f"::: {path}\n    options: {{heading: {shown(path)}}}" for path in names[title]]
+        pages[file] = "\n\n".join([*head, f"# {title}", LEADS[title], *entries]) + "\n"
+        rows = [
+            f"| <a id={path}></a>[`{path.rpartition('.')[2]}`]({file}#{path}) | {sentence(path, code)} |"
+            for path in names[title]
         ]
-    for title, names in MORE.items():
-        parts += [f"## {title}", *(f"::: {name}" for name in names)]
-    title, modules = of_paddle
-    parts += [f"## {title}", "They are names of `paddle_flexckpt` that `dir()` does not list."]
-    parts += [f"::: paddle_flexckpt.{module}.{name}" for module, names in modules.items() for name in names]
-    return "\n\n".join(parts) + "\n"
+        listed += [f"## [{title}]({file})", "\n".join(["| name | |", "|---|---|", *rows])]
+    return {"index.md": "\n\n".join(listed) + "\n", **pages}
+
+
+def shown(path: str) -> str:
+    """Return a name as the documents write it."""
+    return path if path.count(".") > 1 else path.replace("paddle_flexckpt", "fc")
+
+
+def sentence(path: str, code: Path) -> str:
+    """Return the first sentence about a name, for a table."""
+    module, _, name = path.rpartition(".")
+    if module == "paddle_flexckpt":
+        module = f"{module}.{fc._HOME[name]}"
+    file = code / module.replace(".", "/")
+    file = file / "__init__.py" if file.is_dir() else file.with_suffix(".py")
+    # The last one is the function itself, which follows its overloads.
+    for each in reversed(ast.parse(file.read_text(encoding="utf-8")).body):
+        if isinstance(each, (ast.FunctionDef, ast.ClassDef)) and each.name == name:
+            first = re.split(r"(?<=[a-z`)\]])\.\s", ast.get_docstring(each), maxsplit=1)[0].rstrip(".")
+            return f"{' '.join(first.split())}.".replace("|", r"\|")
+        if isinstance(each, ast.ImportFrom) and name in (alias.name for alias in each.names):
+            return sentence(f"{each.module}.{name}", code)
+        if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name:
+            return f"`{ast.unparse(each.value)}`, by another name."
+    raise LookupError(f"{path} is not in {file}")
 
 
 def commands() -> str:

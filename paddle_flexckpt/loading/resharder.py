@@ -101,8 +101,12 @@ def plan_reshard(
 ) -> ReshardPlan:
     """Plan a reshard to be run many times, such as from training to rollout layout in reinforcement learning.
 
-    Every rank of the group calls this. Arguments, and the errors of a layout that does not fit, are those of
+    Every rank of the group calls this. The errors of a layout that does not fit are those of
     :func:`reshard_sharded_state_dict`; no target is touched yet.
+
+    Args:
+        src_sharded_state_dict: As in :func:`reshard_sharded_state_dict`; so are the target and the group.
+        **options: Like all other arguments, of :class:`ReshardOptions`.
 
     Returns:
         The plan. It holds both state dicts until it is deleted.

@@ -356,11 +356,11 @@ class CheckpointManager:
         """Restore model, optimizer and the run's extra state of a step, in place.
 
         Args:
-            model: As in :meth:`save`; so are ``optimizer``, ``lr_scheduler`` and ``scaler``.
+            model: As in :meth:`save`; so are ``optimizer``, ``lr_scheduler`` and ``scaler``. To restore the model
+                alone, give no optimizer and ``optimizer_states="ignore"``.
             state: As in :meth:`save`; its tensors are written.
             data: As in :meth:`save`; it continues at the saved position.
-            **options: Like ``step``, of :class:`~paddle_flexckpt.manager.restore.RestoreOptions`. To restore the model
-                alone, give no optimizer and ``optimizer_states="ignore"``.
+            **options: Like ``step``, of :class:`~paddle_flexckpt.manager.restore.RestoreOptions`.
 
         Returns:
             The report, with the steps that were skipped and why.

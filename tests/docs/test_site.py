@@ -5,9 +5,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import html
 import http.server
+import inspect
+import json
 import os
+import re
 import threading
 import time
 from pathlib import Path
@@ -15,6 +20,7 @@ from urllib.parse import quote_plus, urljoin
 
 import pytest
 
+import paddle_flexckpt as fc
 from tests.docs.scripts import script
 from tests.pages import browser as browsers
 
@@ -68,6 +74,15 @@ QUERIES = {
     "paddle.save pdparams migrate": "docs/migration/",
     "save to S3": "docs/guide/",
     "vocabulary size changed": "docs/troubleshooting/",
+    "fc.load strict": "docs/api/the-state-of-a-run/",
+    "save options": "docs/api/the-state-of-a-run/",
+    "keep_latest": "docs/api/the-state-of-a-run/",
+    "async_save": "docs/api/the-state-of-a-run/",
+    "load_state_dict": "docs/api/shards/",
+    "fc.publish": "docs/api/whole-tensors-for-others/",
+    "SaveReport": "docs/api/reports/",
+    "check_replicas": "docs/api/the-state-of-a-run/",
+    "keeplatest": "docs/api/the-state-of-a-run/",
 }
 # The pages of the results, in order. None: the search has not answered yet.
 FOUND = """(() => {
@@ -76,6 +91,21 @@ FOUND = """(() => {
   const meta = document.querySelector(".md-search-result__meta");
   const ended = items.length || (meta && /No matching/.test(meta.innerText));
   return ended ? items.map(item => item.pathname.slice(1)) : null;
+})()"""
+# Ask the program that searches for words, one after the other; keep the warnings with which it answers an error.
+ASK = """(async () => {
+  const config = JSON.parse(document.getElementById("__config").textContent);
+  const get = async path => (await fetch(new URL(path, location))).text();
+  const tell = "console.warn = (...said) => postMessage({said: said.map(String).join(' ')});";
+  const worker = new Worker(URL.createObjectURL(new Blob([tell, await get(config.search)])));
+  const said = [];
+  const ask = (type, data) => new Promise(answered => {
+    worker.onmessage = ({data}) => data.said ? said.push(data.said) : answered();
+    worker.postMessage({type, data});
+  });
+  await ask(0, {...JSON.parse(await get("search/search_index.json")), options: {suggest: true}});
+  for (const word of WORDS) await ask(2, word);
+  return said;
 })()"""
 
 
@@ -120,6 +150,55 @@ def search(browser, address, words):
 def test_the_page_that_answers_is_among_the_first_three(browser, address, words):
     found = search(browser, address, words)
     assert QUERIES[words] in found[:3]
+
+
+def test_no_word_makes_the_search_raise(browser, address):
+    index = json.loads(Path(SITE, "search", "search_index.json").read_text(encoding="utf-8"))
+    texts = (re.sub("<[^>]*>", " ", each["title"] + " " + each["text"]) for each in index["docs"])
+    words = sorted({word.lower() for text in texts for word in re.findall(r"[^\W_]+", text)})
+    words = [str(digit) for digit in range(10)] + [word for word in words if re.search(r"\d", word)]
+    assert len(words) > 200
+    browser.visit(address)
+    asked = ASK.replace("WORDS", json.dumps(words))
+    answer = browser.call("Runtime.evaluate", expression=asked, awaitPromise=True, returnByValue=True)
+    assert answer["result"].get("value") == []
+
+
+def calls():
+    """The public calls and methods that have options, by the page and the anchor of their entry."""
+    for title, modules in fc.SUBJECTS.items():
+        page = re.sub(r"\W+", "-", title.lower())
+        for name in (name for names in modules.values() for name in names):
+            found = getattr(fc, name)
+            methods = inspect.getmembers(found, inspect.isfunction) if inspect.isclass(found) else []
+            for place, call in [(name, found), *((f"{name}.{method}", each) for method, each in methods)]:
+                if hasattr(call, "options_of_the_call"):
+                    yield page, place.removesuffix(".__init__"), call
+
+
+def test_options_stand_in_the_entries_of_their_calls():
+    pytest.importorskip("paddle")
+    from paddle_flexckpt.transfer.options import options_of
+
+    seen = 0
+    for page, place, call in calls():
+        entry = Path(SITE, "docs", "api", page, "index.html").read_text(encoding="utf-8")
+        entry = entry.partition(f'id="paddle_flexckpt.{place}"')[2]
+        entry = re.split(r'<h[23] id="paddle_flexckpt\.', entry)[0]
+        text = html.unescape(re.sub("<(?!/?b>)[^>]*>", "", entry))
+        found = re.findall(r"<b>(\w+)</b>\s*\((.*?)(?:, default:\s*(.*?)\s*)?\)\s*–", text, re.S)
+        told = {name: each for name, *each in found}
+        assert "**options" not in entry
+        parameters = inspect.signature(call).parameters
+        for each in dataclasses.fields(options_of(call)):
+            if each.init:
+                assert each.name in told, (place, each.name)
+                given, (kind, default) = parameters[each.name].default, told[each.name]
+                assert kind, (place, each.name)
+                if type(given) in (bool, int, str, type(None)):
+                    assert eval(default) == given, (place, each.name)  # 5 << 30
+        seen += 1
+    assert seen > 15
 
 
 def test_tags_are_found_and_not_shown(browser, address):

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+import paddle_flexckpt as fc
 from tests.docs.scripts import script
 from tests.documents import ROOT
 
@@ -50,6 +51,38 @@ def test_docstrings_become_markdown():
         "As [`save`][paddle_flexckpt.manager.whole_run.save] and [`save`][paddle_flexckpt.manager.CheckpointManager], "
         "not `save` or `B`.\n\n        x\nMore:\n\n    y = z[::]\n"
     )
+
+
+def test_documents_that_docstrings_name_are_links():
+    made = script("site").markdown("As it says (docs/aoa.md), not ``docs/aoa.md``.")
+    assert made == "As it says ([docs/aoa.md](../aoa.md)), not ``docs/aoa.md``."
+
+
+def test_the_reference_has_each_name_on_the_page_of_its_subject_and_in_the_list():
+    made = script("site").reference(ROOT)
+    listed = made.pop("index.md")
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert re.findall(r"docs/api/(.*)", navigation) == ["index.md", *made]
+    for name in fc._HOME:
+        (file,) = (file for file, text in made.items() if f"::: paddle_flexckpt.{name}\n" in text)
+        assert f"({file}#paddle_flexckpt.{name}) | " in listed
+    assert "::: paddle_flexckpt.report.SaveReport\n" in made["reports.md"]
+    # The first sentence, also of a function with overloads, of a name that another module has too, and of two names.
+    for line in (
+        "[`save`](the-state-of-a-run.md#paddle_flexckpt.save) | Save the objects of a run in one checkpoint. |",
+        "| Save a distributed state to a directory that all ranks share, or to one on each node. |",
+        "(the-state-of-a-run.md#paddle_flexckpt.KeepLatest) | Retention of the ``count`` highest steps. |",
+        "| `ShardedWeight`, by another name. |",
+    ):
+        assert line in listed
+
+
+def test_nodes_of_the_search_end():
+    worker = script("search_worker")
+    program = "for(;i<n;i++){var s=r[i],o=this.edges[s];e=e+s+o.id}return e"
+    assert worker.mended(program) == 'for(;i<n;i++){var s=r[i],o=this.edges[s];e=e+s+o.id+";"}return e'
+    with pytest.raises(ValueError, match="0 places, not 1"):
+        worker.mended("e=e+s")
 
 
 @pytest.mark.parametrize("name", ["key", "shard", "layout", "manifest"])

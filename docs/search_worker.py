@@ -1,0 +1,34 @@
+"""Mend the program that searches the site, in the reader's browser: a hook of mkdocs.
+
+Lunr, which the theme brings along, keeps the words of all pages in a tree, and has each two nodes with the same text as
+one (`TokenSet.toString`). The text has letters and numbers of the nodes that they lead to, with nothing between them:
+"3" to node 12 reads like "3" to node 1 and "2" to no other. So where words have digits, nodes of different words can
+become one, and the tree has words that no page has ("312"). A query that begins such a word raises an error, and finds
+nothing: "S3", "stage 3". Which words these are changes with each page (https://github.com/olivernn/lunr.js/issues/503).
+
+Tested in tests/docs/test_sources.py and tests/docs/test_site.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# str = str + label + node.id
+_NODE = re.compile(r"\b(\w+)=\1\+\w+\+\w+\.id\b")
+
+
+def on_post_build(config: Mapping[str, Any]) -> None:
+    """Mend the program in the site that has been made."""
+    (path,) = Path(config["site_dir"]).glob("assets/javascripts/workers/search.*.min.js")
+    path.write_text(mended(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def mended(program: str) -> str:
+    """Return the program with an end after the number of each node."""
+    text, count = _NODE.subn(r'\g<0>+";"', program)
+    if count != 1:
+        raise ValueError(f"the search has {count} places, not 1, where it writes the number of a node: look at lunr")
+    return text
