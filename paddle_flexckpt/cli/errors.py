@@ -10,13 +10,17 @@ import os
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 
 from paddle_flexckpt.catalog import AoaError, CheckpointError, CorruptCheckpointError, Problem, ValidationError
 from paddle_flexckpt.catalog.texts import printable_lines
-from paddle_flexckpt.cli.common import write_page
+from paddle_flexckpt.cli.common import aoa_config, write_page
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.file_names import redacted
 from paddle_flexckpt.planning import meshes, strategy
+from paddle_flexckpt.planning.near_strategies import near_strategies
+from paddle_flexckpt.planning.strategy import Strategy
+from paddle_flexckpt.tools.models import read_strategy
 
 # Arguments that are checkpoints, and the options with their ids.
 _CHECKPOINTS = {"source": "unique_id", "first": "first_id", "second": "second_id", "root": ""}
@@ -25,8 +29,13 @@ _COMMAND = re.compile(r"\bflexckpt [a-z]+")
 _STRATEGY = (strategy.CONTEXT, meshes.CONTEXT)
 
 
-def report(options: argparse.Namespace, error: Exception) -> int:
+def report(options: argparse.Namespace, error: Exception, words: Sequence[str]) -> int:
     """Print a command's error on standard error, and write its page if the command was to write one.
+
+    Args:
+        options: The command's arguments.
+        error: Its error.
+        words: The command line.
 
     Returns:
         The exit status: 2 for wrong usage, and otherwise 1.
@@ -41,11 +50,47 @@ def report(options: argparse.Namespace, error: Exception) -> int:
     from paddle_flexckpt.pages.report_pages import refusal_page
 
     try:
-        print(head + write_page(path, refusal_page(options.command, error, advice)), file=sys.stderr)
+        near = [(str(each), each.ranks, _line(words, str(each))) for each in _near(options, error)]
+        content = refusal_page(options.command, error, advice, _line(words), near)
+        print(head + write_page(path, content), file=sys.stderr)
     except ValidationError as second:
         if str(second) != str(error):
             print(printable_lines(f"{head}{second}"), file=sys.stderr)
     return status
+
+
+def _near(options: argparse.Namespace, error: Exception) -> list[Strategy]:
+    """Return strategies near the job's that the model can have, where the job's is one that it cannot have."""
+    if not isinstance(error, ValidationError) or getattr(options, "to", None) is None or options.aoa == "-":
+        return []
+
+    from paddle_flexckpt.cli.rehearse import layout_from  # which imports this module
+
+    def fits(text: str) -> bool:
+        try:
+            layout_from(argparse.Namespace(**{**vars(options), "to": text}), aoa_config(options.aoa))
+        except CheckpointError:
+            return False
+        return True
+
+    try:
+        asked = read_strategy(options.to)
+    except ValidationError:
+        return []
+    if not isinstance(asked, Strategy) or fits(options.to):
+        return []
+    return near_strategies(asked, lambda each: fits(str(each)))
+
+
+def _line(words: Sequence[str], strategy: str = "") -> str:
+    """Return a command line, with another strategy if one is given."""
+    found = list(words)
+    for place, word in enumerate(found):
+        if strategy and word.startswith("--to="):
+            found[place] = f"--to={strategy}"
+        elif strategy and place and found[place - 1] == "--to":
+            found[place] = strategy
+    return " ".join(["flexckpt", *map(_quoted, found)])
 
 
 def keys_hint(source: str, text: str) -> list[str]:

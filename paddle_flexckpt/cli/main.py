@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CheckpointError, OSError, *getattr(options, "errors", ())) as error:
         from paddle_flexckpt.cli.errors import report
 
-        return report(options, error)
+        return report(options, error, words)
     return outcome.code
 
 

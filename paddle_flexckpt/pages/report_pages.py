@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from paddle_flexckpt.catalog.errors import Problem, without_remedy
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
 from paddle_flexckpt.pages.charts import by_rank, heat_map, of_bytes, of_counts
 from paddle_flexckpt.pages.markup import (
@@ -161,23 +162,47 @@ def save_rehearsal_page(report: SaveRehearsal) -> str:
     return page(f"Save under {report.strategy}, rehearsed", lead, found)
 
 
-def refusal_page(command: str, error: Exception, advice: str) -> str:
+def refusal_page(
+    command: str, error: Exception, advice: str, asked: str, near: Sequence[tuple[str, int, str]] = ()
+) -> str:
     """Return a page of the error of a command that made no report.
 
     Args:
         command: The command's name.
         error: The error.
         advice: The command line that helps; or empty.
+        asked: The command line.
+        near: Layouts near the one that was asked for, which the model can have; each with its number of ranks and its
+            command line.
     """
-    texts = [str(each) for each in getattr(error, "problems", ())] or [str(error)]
-    found = [_REMEDY.split(text, maxsplit=1) for text in texts]
+    problems = list(getattr(error, "problems", ())) or [str(error)]
+    found = [_REMEDY.split(str(each), maxsplit=1) for each in problems]
     remedies = list(dict.fromkeys(parts[1] for parts in found if len(parts) > 1))
-    sections = [Section("Problems", bullets([parts[0] for parts in found], MOST_ROWS))]
+    sections = [Section("Asked", element("pre", asked)), Section("Problems", _problems(problems))]
     if remedies:
         sections.append(Section("Remedies", bullets(remedies, MOST_ROWS)))
+    if near:
+        rows = [(layout, ranks, element("code", line)) for layout, ranks, line in near]
+        caption = "Layouts near it that the model can have, the nearest number of ranks first"
+        sections.append(Section("Layouts that fit", table(caption, ("Layout", "Ranks", "Command to try"), rows)))
     if advice:
         sections.append(Section("See also", element("pre", advice)))
-    return page(f"flexckpt {command}: refused", str(error).partition("\n")[0], sections)
+    return page(f"flexckpt {command}: refused", without_remedy(error).partition("\n")[0], sections)
+
+
+def _problems(problems: Sequence[Problem | str]) -> Markup:
+    """Return a table of what is wrong, where, what was expected, and what was there; a list where only texts say it."""
+    known = [each for each in problems if isinstance(each, Problem)]
+    if len(known) < len(problems):
+        return bullets([_REMEDY.split(str(each), maxsplit=1)[0] for each in problems], MOST_ROWS)
+    names = [name for name in ("key", "rank", "file", "expected", "got") if any(vars(each)[name] for each in known)]
+    rows = [(each.what, *(_shown(vars(each)[name]) for name in names)) for each in known[:MOST_ROWS]]
+    caption = _caption("What does not fit", len(rows), len(known))
+    return table(caption, ("Problem", *(name.capitalize() for name in names)), rows)
+
+
+def _shown(value: object) -> str:
+    return "" if value is None else str(value)
 
 
 def _failure(error: str) -> list[Markup]:

@@ -8,8 +8,10 @@ import shlex
 import numpy as np
 import pytest
 
+from paddle_flexckpt.cli.errors import _line
 from paddle_flexckpt.cli.main import main
 from tests.pages.samples import check
+from tests.pages.test_report_pages import cells
 from tests.saved import data_file
 from tests.transfer.samples import save
 
@@ -141,6 +143,37 @@ def test_a_refusal_has_a_page(run, capsys, line, words):
     if "Remedy" in captured.err:
         assert "Remedies" in found.text()
     assert "See also" in found.text()
+
+
+def test_the_page_of_a_refused_layout_has_what_was_asked_and_commands_that_work(run, capsys):
+    save(run / "deep", {f"layers.{layer}.w": np.ones((8, 8), np.float32) for layer in range(4)}, world=1)
+    line = "rehearse run/deep --to pp=6,dp=2 --html page.html"
+    assert main(shlex.split(line)) == 1
+    found = check((run.parent / "page.html").read_text(encoding="utf-8"))
+    assert ("pre", f"flexckpt {line}") in found.texts
+    row = ["layers cannot be spread evenly over the stages of the pipeline", "a multiple of pp x vpp = 6", "4 layers"]
+    assert cells(found)[3:6] == row
+    commands = [text for tag, text in found.texts if tag == "code"]
+    assert commands == ["flexckpt rehearse run/deep --to pp=4,dp=3 --html page.html"]
+    assert cells(found)[9:11] == ["pp=4,dp=3", "12"]
+    for command in commands:
+        assert main(shlex.split(command)[1:]) == 0
+    # Nothing is proposed where the layout fits, where it is no strategy, or where none helps.
+    for line in (
+        "rehearse run/deep --to dp=2 --gbps -1",
+        "rehearse run/deep --to mesh=2:dp;x=R --html page.html",
+        "rehearse run/none --to pp=2",
+        "rehearse run/deep --to pp=2 --aoa -",
+    ):
+        assert main([*shlex.split(line), "--html", "other.html"]) in (1, 2)
+        text = (run.parent / "other.html").read_text(encoding="utf-8")
+        assert "Layouts that fit" not in text
+
+
+def test_the_command_of_a_page_has_no_secrets_and_another_strategy():
+    words = ["rehearse", "s3://key:secret@bucket/a b", "--to=tp=3", "--cut", "*.w=1"]
+    assert _line(words, "tp=2") == "flexckpt rehearse 's3://key:***@bucket/a b' --to=tp=2 --cut '*.w=1'"
+    assert _line(["map", "run", "--to", "tp=3"]) == "flexckpt map run --to tp=3"
 
 
 def test_a_page_that_cannot_be_written_is_an_error_beside_the_other(run, capsys):

@@ -117,7 +117,23 @@ def check(content: str) -> Page:
     assert html["lang"] == "en"
     (policy,) = [each["content"] for each in page.named("meta") if each.get("http-equiv")]
     assert re.fullmatch(r"default-src 'none'; style-src 'sha256-[^';]+'; script-src 'sha256-[^';]+'", policy or "")
-    allowed = {"a", "div", "figure", "figcaption", "dl", "dt", "dd", "ul", "li", "p", "pre", "strong", "span", "output"}
+    allowed = {
+        "a",
+        "code",
+        "div",
+        "figure",
+        "figcaption",
+        "dl",
+        "dt",
+        "dd",
+        "ul",
+        "li",
+        "p",
+        "pre",
+        "strong",
+        "span",
+        "output",
+    }
     allowed |= {"html", "head", "body", "header", "nav", "main", "section", "footer", "meta", "h1", "h2", "h3"}
     allowed |= {"table", "caption", "thead", "tbody", "tr", "th", "td", "script", "style", *_DRAWN}
     names = {tag for tag, _ in page.elements}
