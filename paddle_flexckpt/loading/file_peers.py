@@ -10,7 +10,9 @@ Tested in tests/saving/test_nodes.py and tests/loading/test_cooperative.py.
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,7 +28,7 @@ from paddle_flexckpt.catalog import (
     validate_coverage,
 )
 from paddle_flexckpt.catalog.errors import listed
-from paddle_flexckpt.catalog.wire import join
+from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.communication.rounds import HeldRows, Rounds, RowsReadAhead
 from paddle_flexckpt.loading.node_files import Found
 from paddle_flexckpt.loading.peers import Peers, plan_rank
@@ -44,9 +46,12 @@ from paddle_flexckpt.planning.readers import (
     reads_of_rows,
 )
 from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.ranks.lost_ranks import own_host
+from paddle_flexckpt.ranks.transport import Transport, open_transport
 from paddle_flexckpt.transfer.announcing import announce_reads
-from paddle_flexckpt.transfer.copies import Storage
+from paddle_flexckpt.transfer.copies import Storage, pack, unpack
 from paddle_flexckpt.transfer.files import Files, reads_of
+from paddle_flexckpt.transfer.filling import Filling
 from paddle_flexckpt.transfer.options import LoadOptions
 from paddle_flexckpt.transfer.source import Task
 
@@ -143,16 +148,47 @@ class FilePeers(Peers):
         return self.files.progress(key)
 
     def prepare(self, task: Task) -> tuple[bytes, ...]:
-        """Return the message to the other ranks: that of Peers, and whether this rank computes values."""
-        return (*super().prepare(task), bytes([bool(task.plan.tiles)]))
+        """Return the message to the other ranks: that of Peers, whether this rank computes values, and its node."""
+        return (*super().prepare(task), bytes([bool(task.plan.tiles)]), self._place.encode())
+
+    @property
+    def _place(self) -> str:
+        return f"{own_host()}:{os.path.realpath(self.path)}" if self._found is not None else ""
+
+    @functools.cached_property
+    def _relay(self) -> Transport:
+        """Return the transport of what ranks forward to others of their node, after all else has arrived."""
+        transport = open_transport(self._comm)
+        self.closing.callback(transport.close)
+        return transport
+
+    @functools.cached_property
+    def _address(self) -> bytes:
+        own = self._transport.address()
+        return own if self._found is None else join((own, self._relay.address()))
+
+    def _set_addresses(self, addresses: Sequence[bytes]) -> None:
+        if self._found is not None:
+            addresses, self._relay_addresses = map(list, zip(*map(split, addresses)))
+        super()._set_addresses(addresses)
+
+    def _forward(self, plan: ExchangePlan, filling: Filling) -> None:
+        catalog, storage = filling.catalog, filling.storage
+        dtypes = [dtype_of(name).numpy for name in catalog.dtypes]
+        outgoing = {rank: pack(pieces, storage) for rank, pieces in plan.relays.items()}
+        incoming = {
+            rank: unpack(pieces, storage, lambda row: dtypes[catalog.dtype[row]])
+            for rank, pieces in plan.relayed.items()
+        }
+        self._relay.exchange(self._relay_addresses, outgoing, incoming)
 
     def describe(self) -> bytes:
-        """Return the inputs of a plan: the shards, the length of a block, and the files that each rank sees."""
+        """Return the inputs of a plan: the shards, the length of a block, this rank's node, and what each rank sees."""
         seen, damaged = b"", list[Any]()
         if self._found is not None:
             seen = np.packbits(self._found.seen).tobytes()
             damaged = [[position, sorted(each)] for position, each in sorted(self._found.damaged.items())]
-        inputs = [self.files.manifest.checksums.block_bytes, self._found is None, seen.hex(), damaged]
+        inputs = [self.files.manifest.checksums.block_bytes, self._place, seen.hex(), damaged]
         return join((super().describe(), json.dumps(inputs).encode()))
 
     def planned_reads(self) -> PlannedReads:
@@ -181,8 +217,9 @@ class FilePeers(Peers):
 
     def plan(self, task: Task, answers: Sequence[tuple[bytes, ...]]) -> None:
         """Choose the reader of each section, and plan the messages between ranks."""
-        *known, computes = answers
+        *known, computes, places = answers
         self._computes = any(map(any, computes))
+        self._node = _by_rank(self._comm.ranks, places) if self._found is not None else None
         super().plan(task, known)
 
     def plan_own(self, targets: Catalog, task: Task) -> ExchangePlan | None:
@@ -207,7 +244,7 @@ class FilePeers(Peers):
         if self.comm_method == "direct":  # a section may have several rows
             alike = group_replicas(self.rows)
             coverage = validate_coverage(self.rows, alike)
-        plan = plan_rank(ShardMatcher(self.rows, alike, coverage), targets, task, comm.rank)
+        plan = plan_rank(ShardMatcher(self.rows, alike, coverage), targets, task, comm.rank, self._node)
         if nobody in plan.incoming:
             lost = "; ".join(self._lost(np.unique(plan.incoming[nobody].source)))
             raise CorruptCheckpointError(
@@ -335,6 +372,13 @@ class FilePeers(Peers):
                 f"it is on node {nodes}, and {why}"
             )
         return texts
+
+
+def _by_rank(ranks: Sequence[int], places: Sequence[bytes]) -> np.ndarray:
+    """Return int64 by rank, the number of its place; the last entry is that of nobody."""
+    node = np.full(max(ranks) + 2, -1, dtype=np.int64)
+    node[np.asarray(ranks)] = [list(places).index(place) for place in places]
+    return node
 
 
 def _places(ranks: Sequence[int]) -> np.ndarray:

@@ -31,7 +31,7 @@ from paddle_flexckpt.memory.replica_digests import Digests
 from paddle_flexckpt.memory.sources import refuse_shared_memory
 from paddle_flexckpt.memory.tensors import open_storage
 from paddle_flexckpt.planning.exchange_plan import ExchangePlan, plan_exchange
-from paddle_flexckpt.planning.matching import ShardMatcher, concat_pieces, uncovered_targets
+from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, concat_pieces, uncovered_targets
 from paddle_flexckpt.planning.replica_comparison import Comparison, compare_whole
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.transport import Transport, open_transport
@@ -151,7 +151,7 @@ class Peers(Source):
             exchange = DeviceExchange(device_group(self._comm), self._plan, self.rows)
             return exchange, exchange.sent
 
-        self._addresses = list(addresses)
+        self._set_addresses(addresses)
         self._on_device, self._sent = self._comm.together(plan, self._context)
 
     def renew(self) -> bytes:
@@ -161,9 +161,13 @@ class Peers(Source):
         wait_for_devices(self._devices)
         return self._address
 
+    def _set_addresses(self, addresses: Sequence[bytes]) -> None:
+        """Record the addresses of the other ranks."""
+        self._addresses = list(addresses)
+
     def set_addresses(self, addresses: list[bytes]) -> bool:
         """Record the addresses of the other ranks; return whether the plan still holds."""
-        self._addresses = addresses
+        self._set_addresses(addresses)
         return True
 
     def move(self, task: Task) -> dict[str, Any]:
@@ -183,11 +187,15 @@ class Peers(Source):
             sum(int((p.size * itemsize[p.source]).sum()) for p in side.values())
             for side in (plan.incoming, plan.outgoing)
         )
+        relayed, relays = (
+            sum(int((p.size * filling.catalog.itemsize[p.source]).sum()) for p in side.values())
+            for side in (plan.relayed, plan.relays)
+        )
         return {
-            "bytes_needed": copied + received,
+            "bytes_needed": copied + received + relayed,
             "bytes_copied": copied,
-            "bytes_received": received,
-            "bytes_sent": sent,
+            "bytes_received": received + relayed,
+            "bytes_sent": sent + relays,
             "peak_scratch_bytes": filling.peak_scratch_bytes,
             "replicas": self.replicas,
         }
@@ -202,7 +210,13 @@ class Peers(Source):
         else:
             copied = self._exchange(plan, filling.storage)
         copy_pieces(plan.repeated, filling.storage, filling.storage)
+        if plan.relays or plan.relayed:
+            self._forward(plan, filling)
         return copied + plan.repeated_bytes
+
+    def _forward(self, plan: ExchangePlan, filling: Filling) -> None:
+        """Forward what others of this rank's node want too, and receive what they forward."""
+        raise NotImplementedError
 
     def _exchange(self, plan: ExchangePlan, target: Storage) -> int:
         """Send and receive through host memory; return the bytes that were copied within this rank's memory."""
@@ -230,18 +244,23 @@ def _names_in_place(task: Task) -> list[str]:
     ]
 
 
-def plan_rank(matcher: ShardMatcher, targets: Catalog, task: Task, rank: int) -> ExchangePlan:
+def plan_rank(
+    matcher: ShardMatcher, targets: Catalog, task: Task, rank: int, node: np.ndarray | None = None
+) -> ExchangePlan:
     """Return one rank's part of an exchange, in rows of its own plan, checked to fill all of these.
+
+    ``node``: as of :func:`plan_exchange`.
 
     Raises:
         ValidationError: Something is left unfilled.
     """
-    plan = plan_exchange(matcher, targets, rank, maps=task.maps)
+    plan = plan_exchange(matcher, targets, rank, maps=task.maps, node=node)
     mine = np.flatnonzero(targets.rank == rank)
     covered = np.zeros(len(targets), dtype=np.int64)
     if task.plan.covered_in_order is not None:
         covered[mine] = task.plan.covered_in_order
-    pieces = concat_pieces([plan.local, *plan.incoming.values(), plan.repeated], plan.local.extents.shape[1])
+    arriving = [plan.local, *plan.incoming.values(), plan.repeated, *plan.relayed.values()]
+    pieces = concat_pieces(arriving, plan.local.extents.shape[1])
     problems = uncovered_targets(pieces, targets, mine, covered)
     if problems:
         raise ValidationError(problems)
@@ -251,8 +270,15 @@ def plan_rank(matcher: ShardMatcher, targets: Catalog, task: Task, rank: int) ->
         plan,
         local=replace(plan.local, target=own[plan.local.target]),
         incoming={each: replace(pieces, target=own[pieces.target]) for each, pieces in plan.incoming.items()},
-        repeated=replace(plan.repeated, source=own[plan.repeated.source], target=own[plan.repeated.target]),
+        repeated=_renumbered(plan.repeated, own),
+        relays={each: replace(pieces, source=own[pieces.source]) for each, pieces in plan.relays.items()},
+        relayed={each: _renumbered(pieces, own) for each, pieces in plan.relayed.items()},
     )
+
+
+def _renumbered(pieces: Pieces, own: np.ndarray) -> Pieces:
+    """Return copies between targets, by rows of this rank's plan."""
+    return replace(pieces, source=own[pieces.source], target=own[pieces.target])
 
 
 def _on_devices(flags: Iterable[bytes]) -> bool:

@@ -6,12 +6,12 @@ pieces' elements alone. A rank plans its own targets, and those of others only a
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from paddle_flexckpt.algebra import BoxMaps
-from paddle_flexckpt.algebra.rows import lexsort_packed
+from paddle_flexckpt.algebra.rows import group_rows, lexsort_packed
 from paddle_flexckpt.catalog import Catalog
 from paddle_flexckpt.planning.matching import Pieces, ShardMatcher, concat_pieces
 from paddle_flexckpt.planning.requests import positions
@@ -28,6 +28,9 @@ class ExchangePlan:
         repeated: Copies between targets, to be made when all pieces have arrived. Elements that two targets want are
             sent for one target, and copied from it to the other. ``source`` is a row of the target catalog.
         repeated_bytes: Bytes of these pieces as messages.
+        relays: The pieces that this rank forwards to ranks of its node when all have arrived, by receiver; ``source``
+            is a row of the target catalog.
+        relayed: The pieces that other ranks of its node forward to it, by sender; ``source`` is the row itself.
     """
 
     local: Pieces
@@ -35,16 +38,24 @@ class ExchangePlan:
     incoming: dict[int, Pieces]
     repeated: Pieces
     repeated_bytes: int = 0
+    relays: dict[int, Pieces] = field(default_factory=dict)
+    relayed: dict[int, Pieces] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
         """Return about how many bytes it takes."""
-        parts = [self.local, self.repeated, *self.outgoing.values(), *self.incoming.values()]
+        sides = self.outgoing, self.incoming, self.relays, self.relayed
+        parts = [self.local, self.repeated, *(pieces for side in sides for pieces in side.values())]
         return sum([part.nbytes for part in parts])
 
 
 def plan_exchange(
-    matcher: ShardMatcher, target: Catalog, rank: int, rows: np.ndarray | None = None, maps: BoxMaps | None = None
+    matcher: ShardMatcher,
+    target: Catalog,
+    rank: int,
+    rows: np.ndarray | None = None,
+    maps: BoxMaps | None = None,
+    node: np.ndarray | None = None,
 ) -> ExchangePlan:
     """Plan one rank's part of the exchange.
 
@@ -57,9 +68,19 @@ def plan_exchange(
         rank: The rank to plan for, numbered as in the catalogs' ``rank`` columns.
         rows: Rows of ``target`` to fill; all by default.
         maps: What the keys that it defines are made of, the same on every rank.
+        node: int64 by rank, the number of its node. What several ranks of a node want from other nodes goes to one of
+            them, which forwards it. None: no rank forwards.
     """
     rows = np.arange(len(target)) if rows is None else rows
-    mine = matcher.match(target, rows[target.rank[rows] == rank], maps)
+    relays: dict[int, Pieces] = {}
+    relayed: dict[int, Pieces] = {}
+    if node is None:
+        mine = matcher.match(target, rows[target.rank[rows] == rank], maps)
+    else:
+        near = matcher.match(target, rows[node[target.rank[rows]] == node[rank]], maps)
+        leader = _leaders(near, matcher, target, node)
+        mine = near.take((target.rank[near.target] == rank) & (leader < 0))
+        relays, relayed = _forwarded(near, leader, target, rank)
     sender = matcher.source.rank[mine.source]
     incoming, repeated, saved = {}, [], 0
     itemsize = matcher.source.itemsize
@@ -80,13 +101,53 @@ def plan_exchange(
         defined = positions(target.keys, maps.targets)
         held = np.where(defined >= 0, np.isin(defined, maps.target), held)
     others = holder.match(target, rows[(target.rank[rows] != rank) & held[target.key[rows]]], maps)
+    if node is not None:
+        others = others.take(_leaders(others, matcher, target, node) < 0)
     others = others.take(matcher.source.rank[others.source] == rank)
     receiver = target.rank[others.target]
     outgoing = {
         r: _sent_once(others.take(receiver == r), matcher.source, target)[0] for r in np.unique(receiver).tolist()
     }
     width = mine.extents.shape[1]
-    return ExchangePlan(mine.take(sender == rank), outgoing, incoming, concat_pieces(repeated, width), saved)
+    repeats = concat_pieces(repeated, width)
+    return ExchangePlan(mine.take(sender == rank), outgoing, incoming, repeats, saved, relays, relayed)
+
+
+def _leaders(pieces: Pieces, matcher: ShardMatcher, target: Catalog, node: np.ndarray) -> np.ndarray:
+    """Return int64 per piece, the piece of another rank of its node that is forwarded in its place; else -1.
+
+    Pieces are alike if they have the same elements, from another node, for targets of one dtype.
+    """
+    groups = matcher.groups
+    group = np.empty(len(matcher.source), dtype=np.int64)
+    group[groups.order] = np.repeat(np.arange(len(groups)), groups.count)
+    to = target.rank[pieces.target].astype(np.int64)
+    crosses = node[matcher.source.rank[pieces.source]] != node[to]
+    # A piece that does not cross is like no other.
+    single = np.where(crosses, -1, np.arange(len(pieces)))
+    columns = [node[to], target.dtype[pieces.target], group[pieces.source], pieces.source_base, single]
+    order, start = group_rows([*columns, *pieces.extents.T, *pieces.source_strides.T], len(pieces), within=to)
+    count = np.diff(start)
+    # Ranks of a node take turns.
+    chosen = order[start[:-1] + group[pieces.source[order[start[:-1]]]] % np.maximum(count, 1)]
+    leader = np.empty(len(pieces), dtype=np.int64)
+    leader[order] = np.repeat(chosen, count)
+    return np.where(to[leader] == to, -1, leader)
+
+
+def _forwarded(
+    near: Pieces, leader: np.ndarray, target: Catalog, rank: int
+) -> tuple[dict[int, Pieces], dict[int, Pieces]]:
+    """Return the pieces that a rank forwards, by receiver, and those that are forwarded to it, by sender."""
+    again = np.flatnonzero(leader >= 0)
+    pieces, held = near.take(again), near.take(leader[again])
+    giver, taker = target.rank[held.target], target.rank[pieces.target]
+    given = replace(pieces, source=held.target, source_base=held.target_base, source_strides=held.target_strides)
+    taken = replace(pieces, source=pieces.target)
+    return (
+        {r: given.take((giver == rank) & (taker == r)) for r in np.unique(taker[giver == rank]).tolist()},
+        {r: taken.take((giver == r) & (taker == rank)) for r in np.unique(giver[taker == rank]).tolist()},
+    )
 
 
 def _sent_once(pieces: Pieces, source: Catalog, target: Catalog) -> tuple[Pieces, Pieces]:
