@@ -17,7 +17,7 @@ from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.catalog.errors import Failure, combine
 from paddle_flexckpt.native.group_save import GroupSave
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.node_commit import NodeCommit, NodeLayout
+from paddle_flexckpt.native.node_commit import SOME_PUBLISHED, NodeCommit, NodeLayout
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.ranks.group_listener import ask_outcome
@@ -95,12 +95,9 @@ def commit_on_nodes(
             raise group.abort(refusal)
         _, parts = group.together(lambda: (None, job.part))
         outcome.seconds["write"] = time.perf_counter() - begin
-        save.run(save.merge(parts))
-    except LostCoordinatorError:
-        outcome.failure = look_for_manifest(job, directory)
+        save.run(save.merge(parts), outcome.warnings)
     except LostRankError as error:
-        outcome.failure = Failure.of(error)
-        save.lose_rank()
+        outcome.failure = _end_after_loss(job, directory, save, error)
     except CheckpointError as error:
         outcome.failure = Failure.of(error)
         save.discard()
@@ -108,6 +105,20 @@ def commit_on_nodes(
     outcome.seconds.setdefault("write", time.perf_counter() - begin)
     outcome.seconds["commit"] = time.perf_counter() - begin - outcome.seconds["write"]
     return outcome
+
+
+def _end_after_loss(job: WriteJob, directory: NodeDirectory, save: NodeCommit, error: LostRankError) -> Failure | None:
+    """Return the outcome of a save to nodes whose members have lost one.
+
+    If all nodes had prepared it, this one may have published it, and then it exists.
+    """
+    if isinstance(error, LostCoordinatorError):
+        return look_for_manifest(job, directory)
+    if not save.is_prepared:
+        save.lose_rank()
+        return Failure.of(error)
+    is_unknown = look_for_manifest(job, directory) is not None
+    return Failure(LostRankError.__name__, (f"{SOME_PUBLISHED}: {error}",)) if is_unknown else None
 
 
 def _write(group: WriterGroup, save: GroupSave, write: Callable[[GroupSave], Manifest]) -> dict[int, bytes]:

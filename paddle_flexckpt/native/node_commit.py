@@ -17,11 +17,14 @@ from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.media.backend import Backend, Lock
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.native.save_directory import CleanUpError
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.ranks.transport import open_transport
 
 logger = logging.getLogger("paddle_flexckpt")
+# Precedes the reason why not all nodes have published a save.
+SOME_PUBLISHED = "some nodes may have published the checkpoint, others could not"
 # The bytes of a file that are sent or written at a time.
 _CHUNK_BYTES = 4 << 20
 
@@ -70,6 +73,7 @@ class NodeCommit:
         directory: The directory of this member's node.
         names: The names of the save's files, the same on every node.
         layout: The nodes.
+        is_prepared: Whether all nodes have prepared the save, so that any may have published it.
     """
 
     def __init__(
@@ -78,6 +82,7 @@ class NodeCommit:
         """Take the members, the node's directory, the save's names, the nodes, and the beginning of errors' texts."""
         self.directory, self.names, self.layout = directory, names, layout
         self._comm, self._context = comm, context
+        self.is_prepared = False
         # Whether this member may remove files here: not while a node may have published this save.
         self._is_removable = True
 
@@ -98,10 +103,11 @@ class NodeCommit:
                 files[layout.names[node]].append(file)
         return replace(merged, nodes={name: tuple(kept) for name, kept in files.items()})
 
-    def run(self, manifest: Manifest) -> None:
+    def run(self, manifest: Manifest, warnings: list[str] | None = None) -> None:
         """Copy files to other nodes, and commit on all: prepare, publish, finish. A collective after each.
 
-        Copies take one more, in which the members learn each other's addresses.
+        Copies take one more, in which the members learn each other's addresses. ``warnings`` collects errors after the
+        commit that do not harm the checkpoint; None raises them.
 
         Raises:
             CheckpointError: A node could not commit.
@@ -117,7 +123,12 @@ class NodeCommit:
             replaced.append(directory.publish_save(self.names, rank))
 
         def finish() -> None:
-            directory.finish(self.names, being_read=replaced[0] is None)
+            try:
+                directory.finish(self.names, being_read=replaced[0] is None)
+            except CleanUpError as error:
+                if warnings is None:
+                    raise
+                warnings.append(str(error))
 
         if self.layout.copies > 1:
             self._copy_files(manifest)
@@ -129,9 +140,9 @@ class NodeCommit:
         except CheckpointError:
             self._is_removable = True
             raise
+        self.is_prepared = True
         try:
-            some = "some nodes may have published the checkpoint, others could not"
-            self._on_nodes(publish, f"{context}: {some}" if context else some)
+            self._on_nodes(publish, f"{context}: {SOME_PUBLISHED}" if context else SOME_PUBLISHED)
             self._on_nodes(finish, context)
         finally:
             for lock in filter(None, replaced):

@@ -19,6 +19,7 @@ from tests.simulated import older_checkpoint
 from tests.simulated.caretaker import Caretaker
 from tests.simulated.faults import Faults
 from tests.simulated.invariants import Ledger, Violation
+from tests.simulated.memory import ANCHOR, MemoryLedger
 from tests.simulated.per_node import NodeLedger, NodeScript
 from tests.simulated.person import Person
 from tests.simulated.readers import Readers
@@ -189,10 +190,8 @@ class Cluster:
         self.world = World(case.scenario, self._on_call)
         self.scheduler, self.network = self.world.scheduler, self.world.network
         self.nodes, self.disks, self.store = self.world.nodes, self.world.disks, self.world.store
-        self.ledger = (NodeLedger if self.scenario.storage == "per_node" else Ledger)(self.scheduler, self.scenario)
+        self.ledger = self._make_ledger()
         self.ledger.read, self.ledger.names = self.world.read, self.world.names
-        if isinstance(self.ledger, NodeLedger):
-            self.ledger.directories = self.world.node_directories
         self.world.on_change(self.ledger.appeared, self.ledger.changed)
         self.operator = Process(self.scheduler, Node(self.scheduler, "operator"), "operator")
         self.person = Person(self)
@@ -205,6 +204,18 @@ class Cluster:
         self.under_way: list[Fault] = []
         self.is_calm = False
         self.faults = Faults(self, case.faults)
+
+    def _make_ledger(self) -> Ledger:
+        arguments = self.scheduler, self.scenario
+        if "memory" in self.scenario.habits:
+            ledger = MemoryLedger(*arguments, ROOT)
+            ledger.below = self.world.below
+            return ledger
+        if self.scenario.storage != "per_node":
+            return Ledger(*arguments)
+        on_nodes = NodeLedger(*arguments)
+        on_nodes.directories = self.world.node_directories
+        return on_nodes
 
     @property
     def faults_end(self) -> float:
@@ -330,13 +341,38 @@ class Cluster:
             process.kill()
         if loses_disk and isinstance(self.ledger, NodeLedger):
             self.ledger.lose_disk(self.world.replace_disk(node))
+        if isinstance(self.ledger, MemoryLedger):
+            self.ledger.lose_memory(node.name)
         self.ledger.look_again(self.world.directories())
+        self._bring_back(node, down_seconds)
 
+    def drain_node(self, node: Node, seconds: float) -> None:
+        """Take a node from its jobs for a while; it keeps its power, and what is in its memory."""
+        if node.is_up:
+            node.is_up = False
+            self.network.forget(node)
+            for process in [each for each in self.scheduler.processes if each.alive and each.node is node]:
+                process.kill()
+            self._bring_back(node, seconds)
+
+    def _bring_back(self, node: Node, seconds: float) -> None:
         def up() -> None:
             node.is_up = True
             self.network.heal()
 
-        self.scheduler.after(down_seconds, up)
+        self.scheduler.after(seconds, up)
+
+    def begin_anew(self) -> None:
+        """Have somebody end all that runs and remove all that is on storage, for another run in its place."""
+        if not isinstance(self.ledger, MemoryLedger):
+            return
+        for process in self._left():
+            process.kill()
+        self.ledger.begin_anew()
+        for directory in self.world.directories():
+            self.world.remove_tree(directory)
+        for name in self.world.names(ROOT):
+            self.world.remove_file(ROOT, name)
 
     def lose_power(self) -> None:
         """Take power from all nodes; they are up again after a minute."""
@@ -388,6 +424,8 @@ class Cluster:
                 left = [name for name in left if (save := save_of(name)) is None or save.number > number]
             if left:
                 ledger.violate("clean-up is complete", f"{directory} still has {left}")
+        if isinstance(ledger, MemoryLedger):
+            ledger.check_memory_left(node.name for node in self.nodes)
         left = [name for name in self.world.names(ROOT) if not self.person.knows(name) and not self._goes_with(name)]
         if left:
             ledger.violate("clean-up is complete", f"the root still has {left}")
@@ -401,7 +439,7 @@ class Cluster:
         """Return whether a page or report is of a step that is there, or that somebody has disturbed."""
         directory = f"{ROOT}/{name.partition('.')[0]}"
         known = directory in self.ledger.committed or directory in self.ledger.disturbed
-        return known and name.endswith((".html", ".report.json"))
+        return (known and name.endswith((".html", ".report.json"))) or name == ANCHOR
 
 
 @contextlib.contextmanager

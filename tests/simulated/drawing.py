@@ -337,16 +337,17 @@ def _on_own_disks(scenario: Scenario) -> Scenario:
     """Have some of the scenarios of several nodes save to the nodes' own disks; drawn for itself, as habits are."""
     if scenario.nodes == 1 or random.Random(f"disks {scenario.seed}").random() > 0.15:
         return scenario
+    is_async = random.Random(f"writers {scenario.seed}").random() < 0.5
     return replace(
         scenario,
         storage="per_node",
-        is_async=False,
+        is_async=is_async,
         jobs=1,
         keep=(),
         readers=0,
         preemption=False,
         world_sizes=tuple(max(size, scenario.nodes) for size in scenario.world_sizes),
-        habits=draw_habits(scenario.seed, storage="per_node", is_async=False),
+        habits=draw_habits(scenario.seed, storage="per_node", is_async=is_async),
     )
 
 

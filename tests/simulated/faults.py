@@ -209,6 +209,12 @@ class Faults:
     def _lose_disk(self, fault: Fault) -> None:
         self._cluster.lose_node(self._node(fault.target), down_seconds=60.0, loses_disk=True)
 
+    def _drain_node(self, fault: Fault) -> None:
+        self._cluster.drain_node(self._node(fault.target), fault.seconds)
+
+    def _begin_anew(self, fault: Fault) -> None:
+        self._cluster.begin_anew()
+
     def _stop(self, processes: list[Process], seconds: float) -> None:
         for process in processes:
             process.stop()

@@ -190,7 +190,7 @@ class FileSystem:
     def make_directory(self, directory: Inode, name: str, mode: int = 0o755) -> Directory:
         """Make an empty directory."""
         place = self._place_for(directory, name)
-        if self._room() <= 0:
+        if self.room <= 0:
             raise failure(self.full_errno)
         made = Directory(self._next_number(), mode, self.clock())
         self._change(place, {name: made})
@@ -297,7 +297,9 @@ class FileSystem:
         self.check()
         return file.content.read_into(offset, buffer)
 
-    def _room(self) -> int:
+    @property
+    def room(self) -> int:
+        """Return how many more bytes it takes."""
         return (1 << 62) if self.capacity is None else self.capacity - self.used
 
     def write(self, file: File, offset: int, data: Any, writer: Any = None) -> int:
@@ -307,7 +309,7 @@ class FileSystem:
             return 0
         content = file.content
         if self.capacity is not None:
-            missing = content.growth(offset + len(data)) - self._room()
+            missing = content.growth(offset + len(data)) - self.room
             if missing >= len(data):
                 raise failure(self.full_errno)
             if missing > 0:

@@ -209,6 +209,12 @@ class Ledger(StoredCheckpoints):
         if skipped and since > self.troubled_until and not self.disturbed:
             self.violate("a committed checkpoint is whole", f"a restore has skipped steps: {skipped}")
 
+    def found_nothing(self, script: Script) -> None:
+        """Note that a rank was told that there is no step."""
+
+    def told_of_memory(self, version: int, script: Script, error: str | None) -> None:
+        """Note that a rank was told how its save to memory has ended, where there is one."""
+
     def finished(self, script: Script) -> None:
         """Note that a rank has done all steps, and all its saves are over."""
         self.finished_ranks.add((script.job.name, script.incarnation, script.rank))

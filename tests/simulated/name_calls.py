@@ -17,6 +17,8 @@ from tests.simulated.files import failure
 from tests.simulated.inodes import Directory, File, Inode, Link
 from tests.simulated.mounts import Place
 
+_FRAGMENT_BYTES = 4096
+
 
 class Entry:
     """Describe a name as what ``os.scandir`` yields does."""
@@ -145,6 +147,38 @@ class NameCalls(FileCalls):
             place.file_system.remove_directory(place.directory, place.name)
 
         self.call("rmdir", text, take, text)
+
+    def walk_tree(self, path: Any) -> Iterator[tuple[str, list[str], list[str]]]:
+        """Imitate ``os.walk``."""
+        try:
+            entries = self.entries("scandir", path)
+        except OSError:
+            return
+        text, names = text_of(path), [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+        yield text, names, [entry.name for entry in entries if entry.name not in names]
+        for name in names:
+            yield from self.walk_tree(os.path.join(text, name))
+
+    def remove_tree(self, path: Any) -> None:
+        """Imitate ``shutil.rmtree``."""
+        for entry in self.entries("scandir", path):
+            if entry.is_dir(follow_symlinks=False):
+                self.remove_tree(entry.path)
+            else:
+                self.unlink(entry.path)
+        self.rmdir(path)
+
+    def statvfs(self, path: Any) -> os.statvfs_result:
+        """Imitate ``os.statvfs``: how much room there is."""
+        text = text_of(path)
+
+        def look() -> os.statvfs_result:
+            place = self.walk(text)
+            place.found()
+            free = place.file_system.room // _FRAGMENT_BYTES
+            return os.statvfs_result((_FRAGMENT_BYTES, _FRAGMENT_BYTES, free, free, free, free, free, free, 0, 255))
+
+        return self.call("statvfs", text, look, text)
 
     def rename(self, path: Any, new: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
         def move(source: Place, target: Place) -> None:

@@ -1,18 +1,21 @@
 """Jobs that save to the disks of their nodes (``storage="per_node"``): what each rank runs, and what must hold then.
 
 There is no manager: the script saves to one directory, with one id or with rising ones, and begins with the newest
-checkpoint that its ranks can put together.
+checkpoint that its ranks can put together. In asynchronous saves, the writers copy and commit.
 
 Tested in tests/simulation/test_cluster.py.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from paddle_flexckpt.background.pending import SaveHandle, raise_failures
+from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
 from paddle_flexckpt.loading.loader import load_state_dict
@@ -21,6 +24,7 @@ from paddle_flexckpt.saving.saver import save_state_dict
 from tests.simulated.invariants import Ledger, is_unknown
 from tests.simulated.stored import Committed
 from tests.simulated.training import (
+    PUBLISHED,
     UNKNOWN,
     ChannelCommunicator,
     Script,
@@ -36,8 +40,6 @@ if TYPE_CHECKING:
 _MANIFEST = re.compile(r"(.*/(node\d+)/.*)/(\d+)\.manifest")
 # What an error says of a checkpoint that is there.
 _COMPLETE = re.compile(r"\(id \d+\) is complete, but")
-# What an error says of a save that some nodes may have published.
-_PUBLISHED = "some nodes may have published"
 # What one says where there is no checkpoint.
 _NOTHING = re.compile(
     r"has no checkpoint|does not exist|is not a checkpoint: there is no|has an unfinished save|manifest has been lost"
@@ -50,11 +52,31 @@ class NodeScript(Script):
     def _run(self) -> None:
         scenario, job = self.scenario, self.job
         comm = self._meet()
-        for step in range(self._restore_from_nodes(comm) + 1, job.steps + 1):
-            job.cluster.scheduler.sleep(scenario.time_of(step))
-            if step % scenario.save_every == 0:
-                self._save_to_nodes(comm, step)
-        self.ledger.finished(self)
+        with contextlib.ExitStack() as stack:
+            background: bool | BackgroundWriter = False
+            if scenario.is_async:
+                writer = BackgroundWriter(scenario.max_pending, timeout=scenario.timeout)
+                background = stack.enter_context(writer)
+            for step in range(self._restore_from_nodes(comm) + 1, job.steps + 1):
+                job.cluster.scheduler.sleep(scenario.time_of(step))
+                self._collect_handles()
+                if step % scenario.save_every == 0:
+                    self._save_to_nodes(comm, step, background)
+            self.stage = "finish"
+            if isinstance(background, BackgroundWriter):
+                self._finish_saves(background)
+            self.ledger.finished(self)
+            self.stage = "close"
+        self._collect_handles()
+
+    def _finish_saves(self, writer: BackgroundWriter) -> None:
+        writer.wait()
+        self._collect_handles()
+        try:
+            raise_failures(writer.take_failed())
+        except CheckpointError as error:
+            self._tolerate(error)
+        self.ledger.check_memory(self, writer.staging_bytes)
 
     def _restore_from_nodes(self, comm: ChannelCommunicator) -> int:
         self.stage = "restore"
@@ -72,18 +94,19 @@ class NodeScript(Script):
         self.ledger.restored(self, step, versions, {})
         return int(step)
 
-    def _save_to_nodes(self, comm: ChannelCommunicator, step: int) -> None:
+    def _save_to_nodes(self, comm: ChannelCommunicator, step: int, background: bool | BackgroundWriter) -> None:
         ledger, habits = self.ledger, self.scenario.habits
         self.stage = f"save {step}"
         self._tries[step] = self._tries.get(step, 0) + 1
         version = ledger.begin(self, step)
         state = shards(self.rank, self.size, self.layout, version, self.shapes)
         try:
-            save_state_dict(
+            saved = save_state_dict(
                 state,
                 self.job.location(),
                 comm,
                 unique_id=None if "rising" in habits else 0,
+                async_save=background,
                 step=step,
                 storage="per_node",
                 node_copies=2 if "copies" in habits and len(self.job.on_nodes) > 1 else 1,
@@ -93,11 +116,16 @@ class NodeScript(Script):
             raise
         except CheckpointError as error:
             text = str(error)
-            done = None if _COMPLETE.search(text) else text
-            ledger.reported(version, self, UNKNOWN if _PUBLISHED in text else done)
+            self._tell(version, None if _COMPLETE.search(text) else text)
             self._tolerate(error)
         else:
-            ledger.reported(version, self, None)
+            if isinstance(saved, SaveHandle):
+                self._keep_handle(version, saved)
+            else:
+                ledger.reported(version, self, None)
+
+    def _tell(self, version: int, error: str | None) -> None:
+        self.ledger.reported(version, self, UNKNOWN if error is not None and PUBLISHED in error else error)
 
 
 class NodeLedger(Ledger):
@@ -269,6 +297,9 @@ class NodeLedger(Ledger):
                 continue
             there = self.committed.get(number)
             lost = sorted({*known.files} - {*(there.files if there is not None else ())})
+            if self._scenario.is_async and len(known.attempt.outcomes) < known.attempt.size:
+                # Who has lost the coordinator's writer knows that one node has published it, and no more.
+                lost = [path for path in lost if not path.endswith(".manifest")]
             if there is None or there.attempt.begun < known.attempt.begun or (there.attempt is known.attempt and lost):
                 self.violate("what was reported done is there", f"{known.attempt} has lost {lost} with the power")
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError
 from paddle_flexckpt.manager import CheckpointManager, KeepBest, KeepEvery, KeepInterval, KeepLatest, SaveInterval
@@ -35,6 +36,10 @@ SHAPES: dict[str, tuple[int, ...]] = {"layer.weight": (8, 6), "layer.bias": (5,)
 LARGE = {"large": (41_003, 16)}
 # What an error says of a checkpoint that is there.
 _COMPLETE = re.compile(r"the checkpoint of step \d+ is complete, but|the checkpoint in .* \(id 0\) is complete, but")
+# What one says of a save to nodes that some of them may have published; of a step that is whole in memory.
+PUBLISHED, _IN_MEMORY = "some nodes may have published", "is whole in memory, but"
+# Where the steps in memory are, on each node, and how many nodes have each data file, if there are so many.
+MEMORY_PATH, COPIES = "/memory/run", 2
 _INDEX_BITS, _KEY_BITS = 10, 4
 # What a script says of a save of which it was not told how it ended.
 UNKNOWN = "it is not known what became of it"
@@ -182,6 +187,17 @@ class Script:
         self.stage = "start"
         self._handles: list[tuple[int, Any]] = []
         self._tries: dict[int, int] = {}
+        self._tier = self._make_tier()
+
+    def _make_tier(self) -> Any:
+        """Return the options of a manager that keeps steps in memory."""
+        if "memory" not in self.scenario.habits:
+            return {}
+        from paddle_flexckpt.manager import MemoryTier  # type: ignore[attr-defined]
+
+        copies = min(COPIES, len(self.job.on_nodes))
+        keep = 1 + self.scenario.seed % 2
+        return {"memory": MemoryTier(MEMORY_PATH, save_when=SaveEvery(1), copies=copies, keep=keep)}
 
     def tries(self, step: int) -> int:
         """Return how often this step has been saved since the start."""
@@ -213,6 +229,7 @@ class Script:
                     async_save=background,
                     preemption_signals=(signal.SIGTERM,) if scenario.preemption else (),
                     **manager_options(scenario.habits),
+                    **self._tier,
                 )
             )
             begin = self._restore(manager) + 1
@@ -261,6 +278,7 @@ class Script:
         # Another rank may come to the restore, and to an error of storage, before this one.
         self.stage, since = "latest_step", self.job.cluster.scheduler.now
         if manager.latest_step() is None:
+            self.ledger.found_nothing(self)
             return 0
         self.stage = "restore"
         state = shards(self.rank, self.size, self.layout, None, self.shapes)
@@ -315,16 +333,16 @@ class Script:
             raise
         except CheckpointError as error:
             text = str(error)
-            if text.startswith(f"the checkpoint of step {step} is on its way"):
+            if self._tier and step % scenario.save_every:
+                ledger.told_of_memory(version, self, UNKNOWN if manager.should_stop or _IN_MEMORY in text else text)
+            elif text.startswith(f"the checkpoint of step {step} is on its way"):
                 ledger.reported(version, self, UNKNOWN)  # and with it its handle
             else:
                 ledger.reported(version, self, None if _COMPLETE.search(text) else text)
             self._tolerate(error)
             return
-        if not is_blocking:
-            self._handles.append((version, saved))
-            scheduler = self.job.cluster.scheduler
-            scheduler.spawn(scheduler.process, lambda: self._follow(version, saved), f"follows step {step}")
+        if not is_blocking or (self._tier and isinstance(saved, SaveHandle)):
+            self._keep_handle(version, saved)
         else:
             ledger.reported(version, self, None)
 
@@ -333,6 +351,11 @@ class Script:
         self.ledger.failed(self, error)
         if self.scenario.on_error == "exit":
             raise SystemExit(1)
+
+    def _keep_handle(self, version: int, handle: Any) -> None:
+        self._handles.append((version, handle))
+        scheduler, step = self.job.cluster.scheduler, self.ledger.attempts[version].step
+        scheduler.spawn(scheduler.process, lambda: self._follow(version, handle), f"follows step {step}")
 
     def _follow(self, version: int, handle: Any) -> None:
         """Hear of an outcome at once: the ledger has to know what was reported done before the power fails."""
@@ -347,4 +370,13 @@ class Script:
     def _report(self, version: int, handle: Any) -> None:
         if (version, handle) in self._handles:
             self._handles.remove((version, handle))
-            self.ledger.reported(version, self, None if handle.error is None else str(handle.error))
+            error = None if handle.error is None else str(handle.error)
+            if handle.path.startswith(MEMORY_PATH):
+                is_unknown = error is not None and PUBLISHED in error
+                self.ledger.told_of_memory(version, self, UNKNOWN if is_unknown else error)
+            else:
+                self._tell(version, error)
+
+    def _tell(self, version: int, error: str | None) -> None:
+        """Tell the ledger how a save has ended."""
+        self.ledger.reported(version, self, error)

@@ -16,6 +16,8 @@ from tests.simulated import modules
 from tests.simulated.files import FileSystem
 from tests.simulated.habits import sizes_for, storage_options
 from tests.simulated.inodes import Directory, File, Inode
+from tests.simulated.memory import MOUNT as MEMORY
+from tests.simulated.memory import mount_of
 from tests.simulated.network import Network
 from tests.simulated.object_store import Effect, ObjectStore, Stored
 from tests.simulated.object_store_clients import install
@@ -71,6 +73,8 @@ class World:
                 self._make_disk(node.name, [node], "flock")
         else:
             self._make_disk(_MOUNT[1:], self.nodes, "none" if scenario.storage == "leased" else "flock")
+        for node in self.nodes if "memory" in scenario.habits else ():
+            self._make_memory(node)
         self._hear_network(on_call)
 
     def _make_disk(self, name: str, nodes: list[Node], locks: str) -> None:
@@ -80,6 +84,11 @@ class World:
             self.system.mount(node, _MOUNT, disk)
         self.disks.append(disk)
         self._mounts[name] = disk
+
+    def _make_memory(self, node: Node) -> None:
+        memory = FileSystem(f"{node.name}'s memory", self.scheduler.random.getrandbits(32), is_tracked=False)
+        self.system.mount(node, MEMORY, memory)
+        self._mounts[mount_of(node.name)] = memory
 
     @property
     def node_directories(self) -> tuple[str, ...]:
@@ -183,12 +192,14 @@ class World:
                 disk.lose_client(node, self.scheduler.random)
             elif disk is self._mounts.get(node.name, disk):
                 disk.lose_power(self.scheduler.random)
+        if mount_of(node.name) in self._mounts:
+            self._mounts[mount_of(node.name)].lose_all()
 
     # Storage, past all processes.
 
     def read(self, path: str) -> bytes | None:
         """Return the bytes of a file; None if there is none."""
-        if self.store is not None:
+        if self.store is not None and not self._is_mounted(path):
             stored = self.store.objects.get(path.lstrip("/"))
             return None if stored is None else stored.data
         found = self._find(path)
@@ -196,7 +207,7 @@ class World:
 
     def names(self, directory: str) -> list[str]:
         """Return the names of the files in a directory, without those below."""
-        if self.store is not None:
+        if self.store is not None and not self._is_mounted(directory):
             return [name for name in self._below(directory) if "/" not in name]
         found = self._find(directory)
         if not isinstance(found, Directory):
@@ -207,10 +218,14 @@ class World:
         """Return the directories in the root that have something."""
         if self.store is not None:
             return sorted({f"{ROOT}/{name.partition('/')[0]}" for name in self._below(ROOT) if "/" in name})
-        found = self._find(ROOT)
+        return [f"{ROOT}/{name}" for name in self.below(ROOT)]
+
+    def below(self, directory: str) -> list[str]:
+        """Return the names of the directories in a directory of a file system."""
+        found = self._find(directory)
         if not isinstance(found, Directory):
             return []
-        return sorted(f"{ROOT}/{name}" for name, inode in found.entries.items() if isinstance(inode, Directory))
+        return sorted(name for name, inode in found.entries.items() if isinstance(inode, Directory))
 
     def tree(self, directory: str) -> dict[str, bytes]:
         """Return the files of a directory, by name."""
@@ -250,6 +265,9 @@ class World:
         if isinstance(found, Directory) and name in found.entries:
             self._mounts[directory.split("/")[1]].unlink(found, name)
 
+    def _is_mounted(self, path: str) -> bool:
+        return path.strip("/").partition("/")[0] in self._mounts
+
     def _below(self, directory: str) -> list[str]:
         prefix = directory.strip("/") + "/"
         return [
@@ -269,7 +287,6 @@ class World:
         """Have functions called when a file appears, whole, and when one changes."""
         if self.store is not None:
             self.store.watchers.append(lambda effect: self._object_changed(effect, appeared, changed))
-            return
 
         def watch(name: str, what: str, path: str, inode: Inode) -> None:
             if what in _HOW:

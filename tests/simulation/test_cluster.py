@@ -70,9 +70,10 @@ def test_undisturbed(storage, is_async) -> None:
     assert outcome.restores == 3
 
 
+@pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("habits", [(), ("rising",), ("copies",), ("copies", "partitions", "rising")])
-def test_nodes_with_disks_of_their_own(habits) -> None:
-    scenario = Scenario(5, (2, 3), nodes=2, storage="per_node", steps=3, habits=habits)
+def test_nodes_with_disks_of_their_own(habits, is_async) -> None:
+    scenario = Scenario(5, (2, 3), nodes=2, storage="per_node", is_async=is_async, steps=3, habits=habits)
     cluster = Cluster(Case(scenario))
     outcome = cluster.run()
     assert not outcome.violations
