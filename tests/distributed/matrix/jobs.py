@@ -225,9 +225,13 @@ def save(strategy, model, folder, trained=True, nodes=None, node_copies=1):
     state = trainer.state()
     if not trained:
         fill(trainer.shards(), "untrained")
-    report = fc.save_state_dict(state, **place(folder, nodes), unique_id=0, step=BEFORE, node_copies=node_copies)
+    # To nodes in the background: the steps that follow change the tensors.
+    handle = fc.save_state_dict(
+        state, **place(folder, nodes), unique_id=0, step=BEFORE, node_copies=node_copies, async_save=nodes is not None
+    )
     leave(trainer.shards(), os.path.join(folder, "saved"))
     after = trainer.steps(BEFORE, BEFORE + AFTER) if trained else []
+    report = handle if nodes is None else handle.result()
     return {"losses": before + after, "bytes": report.total_bytes}
 
 

@@ -103,6 +103,11 @@ class Matrix:
         wrong = differing(assemble(folder / "saved", ranks), assemble(folder / f"loaded-{loaded}", len(nodes)))
         return _judge(model, "nodes", saved, loaded, begin, wrong, results[0]["losses"], losses)
 
+    def after_a_loss(self, model: str, saved: str, loaded: str) -> Result:
+        """Saves to two nodes in the background, and loads without the second one, whose ranks are new."""
+        ranks = BY_NAME[loaded].world
+        return self.over_nodes(model, saved, loaded, [2 * (2 * rank // ranks) for rank in range(ranks)], lost=1)
+
     def move(self, model: str, source: str, target: str) -> Result:
         """Moves a live job of one strategy into another of the same world and compares."""
         begin = time.perf_counter()
@@ -140,6 +145,16 @@ def _judge(
     return Result(model, way, saved, loaded, not problem, time.perf_counter() - begin, distance, problem)
 
 
+def _each_once(chosen: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Of each strategy that saves: itself, and another that loads, another one for each."""
+    found = []
+    for number, saved in enumerate(dict.fromkeys(pair[0] for pair in chosen)):
+        others = [pair for pair in chosen if pair[0] == saved != pair[1]]
+        found += [pair for pair in chosen if pair == (saved, saved)]
+        found += others[number % len(others) :][:1] if others else []
+    return found
+
+
 def _in_short(error: Exception) -> str:
     """The lines of an error that name the errors of the ranks, without their tracebacks and logs."""
     lines = [line for line in str(error).splitlines() if re.match(r"[\w.]*(Error|Exception)\b", line)]
@@ -148,10 +163,11 @@ def _in_short(error: Exception) -> str:
 
 def run(matrix: Matrix, model: str, way: str, chosen: Iterable[tuple[str, str]]) -> list[Result]:
     """Runs pairs, printing a line each."""
+    ways = {"files": matrix.pair, "memory": matrix.move, "nodes": matrix.after_a_loss}
     results = []
     for saved, loaded in chosen:
         try:
-            result = (matrix.pair if way == "files" else matrix.move)(model, saved, loaded)
+            result = ways[way](model, saved, loaded)
         except Exception as error:  # a pair that breaks is a line of the table, and fails the run at its end
             result = Result(model, way, saved, loaded, False, 0.0, float("nan"), _in_short(error))
         results.append(result)
@@ -168,7 +184,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="where to write the results")
     parser.add_argument("--only", help="a strategy that either side of the pair has to be")
-    parser.add_argument("--ways", nargs="+", choices=["files", "memory"], default=["files", "memory"])
+    parser.add_argument("--ways", nargs="+", choices=["files", "memory", "nodes"], default=["files", "memory", "nodes"])
     args = parser.parse_args()
     worlds: dict[int, World] = {}
     results: list[Result] = []
@@ -181,6 +197,8 @@ def main() -> int:
                 same_world = [p for p in wanted if BY_NAME[p[0]].world == BY_NAME[p[1]].world > 1]
                 results += run(matrix, model, "files", wanted if "files" in args.ways else [])
                 results += run(matrix, model, "memory", same_world if "memory" in args.ways else [])
+                of_four = [p for p in wanted if BY_NAME[p[0]].world == 4 and BY_NAME[p[1]].world in (2, 4)]
+                results += run(matrix, model, "nodes", _each_once(of_four) if "nodes" in args.ways else [])
             for model, *pair in flow_pairs() if "files" in args.ways else ():
                 if args.only is None or args.only in pair:
                     results += run(matrix, model, "files", [(pair[0], pair[1])])
