@@ -17,11 +17,15 @@ import os.path
 import re
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import paddle_flexckpt as fc
 from paddle_flexckpt.cli.main import build_parser
 
+_PARSER = build_parser()
+(_ACTION,) = (each for each in _PARSER._actions if isinstance(each, argparse._SubParsersAction))
+_COMMANDS = {each.dest: each.help for each in _ACTION._choices_actions}
 ROOT = Path(__file__).resolve().parents[1]
 #: What documents link to, besides each other.
 COPIED = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LICENSE", "docs", "patches", "examples")
@@ -100,6 +104,12 @@ _LINK = re.compile(r"(!?\[[^\]]*\]\()([^)\s#:]+)((?:#[^)\s]*)?\))")
 _PICTURE = re.compile(r"^!\[([^\]]*)\]\((\S*images/[^)\s]+\.svg)\)$", re.M)
 _ESCAPED = re.compile(r"(?m)^\|.*\\\|.*$")
 _ROLE = re.compile(r":(attr|class|data|func|meth|mod):`~?([\w.]+)`")
+# A name or a command in a text; before it, what stays as it is: code, headings, and links with their texts.
+_NAMED = re.compile(
+    r"^ *```.*?^ *```$|^#[^\n]*|<pre.*?</pre>|<figure.*?</figure>|\[[^\]]*\](?:\([^)\n]*\)|\[[^\]\n]*\])"
+    r"|`(?:fc\.(?P<name>\w+)(?:\([^`\n]*\))?|flexckpt (?P<command>\w+)[^`\n]*)`|`[^`\n]*`",
+    re.M | re.S,
+)
 _STYLE = re.compile(r"<style>.*?</style>\n?", re.S)
 #: Names that are public in a module of their own: what functions of the package take and return.
 MORE = {
@@ -186,7 +196,18 @@ def page(text: str, name: str, root: Path) -> str:
         # A code host takes the backslash away; here it would be shown.
         return re.sub(r"`[^`]+`", lambda code: code[0].replace(r"\|", "|"), found[0])
 
+    def named(found: re.Match[str]) -> str:
+        if found["name"] in fc._HOME:
+            return f"[{found[0]}][paddle_flexckpt.{found['name']}]"
+        if found["command"] in _COMMANDS:
+            return (
+                f"[{found[0]}]({os.path.relpath('docs/commands.md', os.path.dirname(place) or '.')}#{found['command']})"
+            )
+        return found[0]
+
     text = _ESCAPED.sub(row, _LINK.sub(link, _PICTURE.sub(picture, text)))
+    if not place.startswith(("docs/api/", "docs/commands")):
+        text = _NAMED.sub(named, text)
     return f"---\n{META[place]}\n---\n\n{text}" if place in META else text
 
 
@@ -200,7 +221,11 @@ def markdown(code: str) -> str:
         place = there.get(owner.rpartition(".")[2] if found[1] == "meth" else name)
         return f"[`{name}`][{place}]" if place else f"`{name}`"
 
-    code = re.sub(r"(?<![\w/`])docs/(\w+)\.md", r"[docs/\1.md](../\1.md)", _ROLE.sub(role, code))
+    def document(found: re.Match[str]) -> str:
+        title = (ROOT / found[0]).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ").partition(":")[0]
+        return f"[{title}](../{found[1]}.md)"
+
+    code = re.sub(r"(?<![\w/`])docs/(\w+)\.md", document, _ROLE.sub(role, code))
     # A colon that announces code stays; two, which announce it to other tools, do not.
     return re.sub(r"(?m)^ *::\n\n", "", re.sub(r"(?m)(?<=\w)::$", ":", code))
 
@@ -224,13 +249,15 @@ def reference(code: Path) -> dict[str, str]:
         # A name with capitals is also found without them.
         words = [name.lower() for _, _, name in (each.rpartition(".") for each in names[title]) if not name.islower()]
         head = [f"---\ntags: [{', '.join(words)}]\n---"] if words and f"docs/api/{file}" not in META else []
-        entries = [f"::: {path}\n    options: {{heading: {shown(path)}}}" for path in names[title]]
+        # No caller makes a report.
+        more = ", show_signature: false, separate_signature: false" if title == "Reports" else ""
+        entries = [f"::: {path}\n    options: {{heading: {shown(path)}{more}}}" for path in names[title]]
         pages[file] = "\n\n".join([*head, f"# {title}", LEADS[title], *entries]) + "\n"
-        rows = [
-            f"| <a id={path}></a>[`{path.rpartition('.')[2]}`]({file}#{path}) | {sentence(path, code)} |"
+        rows = (
+            (f"<a id={path}></a>[`{path.rpartition('.')[2]}`]({file}#{path})", sentence(path, code))
             for path in names[title]
-        ]
-        listed += [f"## [{title}]({file})", "\n".join(["| name | |", "|---|---|", *rows])]
+        )
+        listed += [f"## [{title}]({file})", _table("name", rows)]
     return {"index.md": "\n\n".join(listed) + "\n", **pages}
 
 
@@ -250,7 +277,7 @@ def sentence(path: str, code: Path) -> str:
     for each in reversed(ast.parse(file.read_text(encoding="utf-8")).body):
         if isinstance(each, (ast.FunctionDef, ast.ClassDef)) and each.name == name:
             first = re.split(r"(?<=[a-z`)\]])\.\s", ast.get_docstring(each), maxsplit=1)[0].rstrip(".")
-            return f"{' '.join(first.split())}.".replace("|", r"\|")
+            return f"{' '.join(first.split())}."
         if isinstance(each, ast.ImportFrom) and name in (alias.name for alias in each.names):
             return sentence(f"{each.module}.{name}", code)
         if isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == name:
@@ -260,11 +287,30 @@ def sentence(path: str, code: Path) -> str:
 
 def commands() -> str:
     """Return the page of all commands, from their own help."""
-    parser = build_parser()
-    (action,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     parts = ["# Commands", "`flexckpt COMMAND --help` prints this. The exit status of wrong usage is 2, of Ctrl-C 130."]
-    parts += [f"## {name}\n\n```text\n{each.format_help()}```" for name, each in action.choices.items()]
+    parts.append(_table("command", ((f"[`{name}`](#{name})", line) for name, line in _COMMANDS.items())))
+    for name, each in _ACTION.choices.items():
+        arguments = (_argument(argument) for argument in each._actions if argument.dest != "help")
+        parts += [f"## {name}", each.description or f"{_COMMANDS[name][0].upper()}{_COMMANDS[name][1:]}."]
+        parts += [f"```text\n{each.format_usage()}```", _table("argument", arguments)]
+        if each.epilog:
+            parts.append("\n".join(["```bash", each.epilog.replace("example: ", "", 1), "```"]))
     return "\n\n".join(parts) + "\n"
+
+
+def _argument(argument: argparse.Action) -> tuple[str, str]:
+    """Return how an argument of a command is written, and its help."""
+    value = argument.metavar or ("" if argument.nargs == 0 else argument.dest.upper())
+    if argument.choices and not argument.metavar:
+        value = "{" + ",".join(map(str, argument.choices)) + "}"
+    written = " ".join([", ".join(argument.option_strings), str(value)]).strip()
+    return f"`{written}`", html.escape(argument.help or "", quote=False).replace("*", r"\*")
+
+
+def _table(head: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Return a table of names and what is said of them."""
+    lines = [f"| {head} | |", "|---|---|"]
+    return "\n".join([*lines, *(f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in rows)])
 
 
 if __name__ == "__main__":

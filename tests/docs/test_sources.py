@@ -42,6 +42,18 @@ def test_a_bar_in_the_code_of_a_table_has_no_backslash(tmp_path):
     assert page("| `a\\|b` | c \\| d |\n`e\\|f`", "a.md", tmp_path) == "| `a|b` | c \\| d |\n`e\\|f`"
 
 
+def test_names_and_commands_in_texts_lead_to_the_reference(tmp_path):
+    page = script("site").page
+    made = page("# A\n\n`fc.load(x, y=1)`, `fc.none`, `flexckpt ls run`, `flexckpt no`, `a`\n", "docs/a.md", tmp_path)
+    assert made == (
+        "# A\n\n[`fc.load(x, y=1)`][paddle_flexckpt.load], `fc.none`, [`flexckpt ls run`](commands.md#ls), "
+        "`flexckpt no`, `a`\n"
+    )
+    assert "(docs/commands.md#ls)" in page("`flexckpt ls`", "README.md", tmp_path)
+    same = "# `fc.load`\n\n[the\n`fc.load`](a.md)\n\n```python\n`fc.load`\n```\n\n  ```text\n`flexckpt ls`\n  ```\n"
+    assert page(same, "docs/a.md", tmp_path) == same
+
+
 def test_docstrings_become_markdown():
     made = script("site").markdown(
         "As :func:`save` and :meth:`CheckpointManager.save`, not :meth:`save` or :data:`~a.B`.\n\n    ::\n\n        x\n"
@@ -55,7 +67,7 @@ def test_docstrings_become_markdown():
 
 def test_documents_that_docstrings_name_are_links():
     made = script("site").markdown("As it says (docs/aoa.md), not ``docs/aoa.md``.")
-    assert made == "As it says ([docs/aoa.md](../aoa.md)), not ``docs/aoa.md``."
+    assert made == "As it says ([AOA](../aoa.md)), not ``docs/aoa.md``."
 
 
 def test_the_reference_has_each_name_on_the_page_of_its_subject_and_in_the_list():
@@ -75,6 +87,21 @@ def test_the_reference_has_each_name_on_the_page_of_its_subject_and_in_the_list(
         "| `ShardedWeight`, by another name. |",
     ):
         assert line in listed
+
+
+def test_the_page_of_commands_has_arguments_in_tables_and_examples_to_copy():
+    made = script("site").commands()
+    for line in (
+        "| [`ls`](#ls) | list the checkpoints of a directory: step, age, size, whether each is complete |",
+        "| `CHECKPOINT` | directory or URL of the checkpoint |",
+        "| `--dtype {raise,cast}` | as in load_state_dict |",
+        r"| `KEY` | a key, or a pattern with \*; by default all keys |",
+        "```bash\nflexckpt inspect run/step_00000100 --key model.norm\n```",
+        "The AOA statements that undo others, as JSON.",
+    ):
+        assert f"\n{line}\n" in made
+    assert r"up to A + R \* \|value of SECOND\|;" in made
+    assert "example:" not in made and "--help`" not in made.partition("## ")[2]
 
 
 def test_nodes_of_the_search_end():
