@@ -16,12 +16,14 @@ from paddle_flexckpt.trainer.flags import FlexTrainingArguments, TrainerOptions,
 from paddle_flexckpt.trainer.in_tree import is_in_tree_replaced, replace_in_tree, restore_in_tree
 from paddle_flexckpt.trainer.installation import install, is_installed, uninstall
 from paddle_flexckpt.trainer.mixin import FlexTrainerMixin, PaddleFleetMixin, PaddleFormersMixin
+from paddle_flexckpt.trainer.train_sampler import TrainSampler
 
 __all__ = [
     "FlexTrainerMixin",
     "FlexTrainingArguments",
     "PaddleFleetMixin",
     "PaddleFormersMixin",
+    "TrainSampler",
     "TrainerDirectories",
     "TrainerOptions",
     "install",

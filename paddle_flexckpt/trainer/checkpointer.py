@@ -57,6 +57,7 @@ from paddle_flexckpt.trainer.directories import (
 from paddle_flexckpt.trainer.flags import TrainerOptions, library_of, options_of
 from paddle_flexckpt.trainer.model_rules import aoa_config_of, export_config_of, install_model_rules
 from paddle_flexckpt.trainer.restoring import Restored, dequant_transform, restore_from
+from paddle_flexckpt.trainer.train_sampler import TrainSampler, sampler_of
 from paddle_flexckpt.transfer.agreement import check_same
 from paddle_flexckpt.transfer.transfer import quiet_loads
 
@@ -77,6 +78,8 @@ class TrainerCheckpointer:
         self._saving = False
         # Moving averages of the weights, if the trainer has them.
         self.average: AverageState | None = None
+        # The loader of the training, if the position in the data is saved.
+        self._loader: Any = None
 
     @functools.cached_property
     def _comm(self) -> Communicator:
@@ -116,6 +119,25 @@ class TrainerCheckpointer:
         check_same([each.encode() for each in sorted(given)], context)
         (asked,) = given
         return self._text_of_coordinator(context, choose_checkpoint, asked, self._directories(), self.options.fallback)
+
+    def follow(self, loader: Any) -> None:
+        """Take the loader of the training, if the position in the data is saved; communicate nothing.
+
+        Raises:
+            ValidationError: It has no sampler with a position.
+        """
+        if self.options.data_position:
+            sampler_of(loader)
+            self._loader = loader
+
+    @property
+    def sampler(self) -> TrainSampler:
+        """Return the sampler whose position is saved; communicate nothing.
+
+        Raises:
+            ValidationError: The trainer has another one.
+        """
+        return sampler_of(self._loader)
 
     def check_export(self) -> None:
         """Raise ValidationError if weights are to be exported and there are no rules for the model."""
@@ -159,7 +181,8 @@ class TrainerCheckpointer:
             shards.update(self.average.shards(shards))
         scheduler = trainer.lr_scheduler if everything else None
         scaler = trainer.scaler if everything and trainer.do_grad_scaling else None
-        return {**shards, **collect_extra_state(scheduler, scaler, int(trainer.state.global_step))}
+        data = self.sampler if self.options.data_position else None
+        return {**shards, **collect_extra_state(scheduler, scaler, int(trainer.state.global_step), data=data)}
 
     def save(self, upstream: Callable[..., Any], model: Any, metrics: Any) -> Any:
         """Save the trainer's step, around its own ``_save_checkpoint``, whose result this returns.
@@ -292,11 +315,11 @@ class TrainerCheckpointer:
         """
         args, options = self._trainer.args, self.options
         everything = not args.ignore_load_lr_and_optim
-        candidate = os.fspath(path)
+        candidate, data = os.fspath(path), self.sampler if options.data_position else None
         while True:
             try:
                 with quiet_loads():  # _log() logs the report
-                    self._restored = restore_from(self._trainer, candidate, everything, options, self._comm)
+                    self._restored = restore_from(self._trainer, candidate, everything, options, self._comm, data)
                 break
             except CorruptCheckpointError as error:
                 # All ranks have the same error, and so go the same way.

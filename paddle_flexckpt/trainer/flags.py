@@ -103,6 +103,11 @@ class FlexTrainingArguments:
         False,
         "Start the learning rate's schedule or the scaler anew where the checkpoint's does not fit; else an error.",
     )
+    flex_data_position: bool = _flag(
+        False,
+        "Save the position in the data with each checkpoint, and continue with the next sample under any number of "
+        "processes. All samples of a seed have one order, which is not that of the trainer's own sampler.",
+    )
 
 
 _SWITCHES = [each.name[len("flex_") :] for each in fields(FlexTrainingArguments) if each.default is False]
@@ -126,7 +131,8 @@ class TrainerOptions:
         cast: Whether dtypes may differ on load.
         convert_master_weights: Whether masters and parameters may replace each other.
         ignore_optimizer_states: Whether optimizer states that only the checkpoint has are left out.
-        ignore_schedule: Whether a schedule or scaler of the checkpoint that does not fit is left out.
+        ignore_schedule: Whether a schedule, scaler or position of the checkpoint that does not fit is left out.
+        data_position: Whether the position in the data is saved and restored.
         load_transform: As of :func:`load_state_dict`, for loads of quantized weights; no flag sets it.
     """
 
@@ -146,6 +152,7 @@ class TrainerOptions:
     convert_master_weights: bool = False
     ignore_optimizer_states: bool = False
     ignore_schedule: bool = False
+    data_position: bool = False
     load_transform: Any = None
 
     def staging(self) -> dict[str, Any]:
@@ -194,6 +201,8 @@ def options_of(args: Any) -> TrainerOptions:
     # PaddleFormers' and PaddleFleet's own names of these flags.
     switches["save_replicas"] |= bool(getattr(args, "replicate_saved_into_local", False))
     switches["async_save"] |= save and bool(getattr(args, "use_flex_async_save", False))
+    if switches["data_position"]:
+        problems += _contradictions_of_position(args, save or load)
     sizes: dict[str, Any] = {name: getattr(args, f"flex_{name}", None) for name in ("slice_bytes", "staging_bytes")}
     try:
         SaveOptions(async_save=switches["async_save"], **sizes).check()
@@ -280,6 +289,23 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
     if given("enable_auto_parallel"):
         rules += _contradictions_of_semi_auto(args, flag)
     return [text for wrong, text in rules if wrong]
+
+
+def _contradictions_of_position(args: Any, is_ours: bool) -> list[str]:
+    """Return the problems of ``--flex_data_position`` with these arguments."""
+    found = []
+    if not is_ours:
+        found.append(
+            f"--flex_data_position: no checkpoint has a position. Remedy (FC905): give --save_checkpoint_format {FLEX} "
+            f"and --load_checkpoint_format {FLEX} as well"
+        )
+    for name in ("enable_auto_parallel", "distributed_dataloader"):
+        if getattr(args, name, False):
+            found.append(
+                f"--flex_data_position and --{name} are two ways of dealing out the samples. Remedy (FC905): leave one "
+                "of the two out"
+            )
+    return found
 
 
 def _contradictions_of_semi_auto(args: Any, flag: str) -> list[tuple[bool, str]]:

@@ -11,10 +11,12 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from paddle_flexckpt.catalog import ValidationError
 from paddle_flexckpt.trainer.checkpointer import TrainerCheckpointer
 from paddle_flexckpt.trainer.contents import average_state, is_semi_automatic
 from paddle_flexckpt.trainer.directories import is_flex
 from paddle_flexckpt.trainer.flags import FLEX
+from paddle_flexckpt.trainer.train_sampler import TrainSampler
 
 # The prefix under which install() keeps the trainer's own methods.
 UPSTREAM = "_flexckpt_upstream_"
@@ -56,7 +58,7 @@ class FlexTrainerMixin:
             resume_from_checkpoint = flex.resolve(resume_from_checkpoint)
         self._flex_resuming = resume_from_checkpoint if flex.options.load else None
         try:
-            with keep_best_model(self, flex), stage_between_steps(self, flex):
+            with keep_best_model(self, flex), stage_between_steps(self, flex), count_samples(self, flex):
                 result = upstream(resume_from_checkpoint, *args, **kwargs)
         finally:
             self._flex_resuming = None
@@ -65,17 +67,29 @@ class FlexTrainerMixin:
 
     def _inner_training_loop(self: Any, *args: Any, **kwargs: Any) -> Any:
         upstream, flex = upstream_of(self, "_inner_training_loop"), checkpointer_of(self)
+        bound = inspect.signature(upstream).bind(*args, **kwargs)
+        flex.follow(bound.arguments.get("train_dataloader"))
         if flex.options.save and not is_semi_automatic(self):
             flex.check()  # model and optimizer are wrapped by now
         if self._flex_resuming is None:
             return upstream(*args, **kwargs)
-        bound = inspect.signature(upstream).bind(*args, **kwargs)
         if is_semi_automatic(self):
             self._flex_steps_per_epoch = bound.arguments["num_update_steps_per_epoch"]
         else:
             # A fallback may have restored another checkpoint, whose trainer state is needed.
             bound.arguments["resume_from_checkpoint"] = flex.restored_from
         return upstream(*bound.args, **bound.kwargs)
+
+    def _get_train_sampler(self: Any) -> Any:
+        if not (checkpointer_of(self).options.data_position and hasattr(self.train_dataset, "__len__")):
+            return upstream_of(self, "_get_train_sampler")()
+        return TrainSampler(self, getattr(self.args, "dataloader_shuffle", True))
+
+    def get_train_dataloader(self: Any) -> Any:
+        """Return the trainer's loader; with ``--flex_data_position`` its sampler has a position."""
+        loader = upstream_of(self, "get_train_dataloader")()
+        checkpointer_of(self).follow(loader)
+        return loader
 
     def save_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Save the model as the trainer does; within a save of this library, the small files alone."""
@@ -297,6 +311,40 @@ def stage_between_steps(trainer: Any, flex: TrainerCheckpointer) -> Iterator[Non
         yield
     finally:
         callbacks.remove(slices)
+
+
+@contextlib.contextmanager
+def count_samples(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
+    """Count the batches that the trainer's loop takes, in this context, if the position in the data is saved.
+
+    The loop skips nothing when it resumes, and so does not restore the generators, which is done with the first batch.
+    """
+    args = trainer.args
+    if not flex.options.data_position:
+        yield
+        return
+    if getattr(args, "ignore_data_skip", False):
+        raise ValidationError(
+            "--ignore_data_skip begins the data anew, and --flex_data_position continues it. Remedy (FC905): leave "
+            "--ignore_data_skip out"
+        )
+
+    class Count(_callback_class(trainer)):  # type: ignore[misc]
+        def on_load_data_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            flex.restore_random_state()
+            flex.sampler.advance()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            state.epoch = flex.sampler.passes
+
+    count, callbacks = Count(), trainer.callback_handler.callbacks
+    callbacks.insert(0, count)
+    args.ignore_data_skip = True
+    try:
+        yield
+    finally:
+        callbacks.remove(count)
+        args.ignore_data_skip = False
 
 
 def _callback_class(trainer: Any) -> Any:

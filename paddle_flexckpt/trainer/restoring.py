@@ -19,6 +19,7 @@ from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import (
+    has_position,
     load_extra_state,
     put_back_extra_state,
     saved_data_ranks,
@@ -54,8 +55,10 @@ class Restored:
         return {name: why for name, why in report.not_restored.items() if name.split(".")[0] == "rng"}
 
 
-def restore_from(trainer: Any, path: str, everything: bool, options: TrainerOptions, comm: Communicator) -> Restored:
-    """Fill the trainer's tensors and restore scheduler and scaler, on all ranks.
+def restore_from(
+    trainer: Any, path: str, everything: bool, options: TrainerOptions, comm: Communicator, data: Any = None
+) -> Restored:
+    """Fill the trainer's tensors and restore scheduler, scaler and, with a sampler, its position, on all ranks.
 
     Raises:
         ValidationError: It does not fit; nothing was changed.
@@ -64,17 +67,23 @@ def restore_from(trainer: Any, path: str, everything: bool, options: TrainerOpti
     context = f"cannot resume from {path}"
     shards, _ = comm.together(lambda: (collect_shards(trainer, everything), b""), context)
     if is_flex(path):
-        return _restore_native(trainer, path, shards, everything, options, comm)
+        return _restore_native(trainer, path, shards, everything, options, comm, data)
     foreign: list[tuple[str, Any, Any, str]] = []
     if everything:
-        foreign, _ = comm.together(lambda: (_look_at_foreign(trainer, Path(path), options), b""), context)
+        foreign, _ = comm.together(lambda: (_look_at_foreign(trainer, Path(path), options, data), b""), context)
     load = load_state_dict(shards, path, comm, **_loading(trainer, everything, options))
     missing, _ = comm.together(lambda: (_restore_foreign(foreign) if everything else {}, b""), context)
     return Restored(path, False, load, not_restored=missing)
 
 
 def _restore_native(
-    trainer: Any, path: str, shards: dict[str, Any], everything: bool, options: TrainerOptions, comm: Communicator
+    trainer: Any,
+    path: str,
+    shards: dict[str, Any],
+    everything: bool,
+    options: TrainerOptions,
+    comm: Communicator,
+    data: Any,
 ) -> Restored:
     inside = os.path.join(path, SUBDIRECTORY)
     # Extra state comes first: it is small, and changes nothing. A model that was saved alone has none.
@@ -83,7 +92,8 @@ def _restore_native(
     if everything:
 
         def look() -> tuple[None, bytes]:
-            _refuse(schedule_left_out(state, trainer.lr_scheduler, scaler), options)
+            left_out = schedule_left_out(state, trainer.lr_scheduler, scaler, data)
+            _refuse({**left_out, **({} if has_position(state) else _note_on_position(data))}, options)
             return None, b""
 
         comm.together(look, f"cannot resume from {path}")
@@ -92,10 +102,12 @@ def _restore_native(
         return Restored(path, True, load)
 
     def put_back() -> tuple[dict[str, str], bytes]:
-        missing = put_back_extra_state(state, trainer.lr_scheduler, scaler, rng=False).not_restored
-        data: Any = getattr(trainer, "train_dataset", None)
+        missing = put_back_extra_state(state, trainer.lr_scheduler, scaler, rng=False, data=data).not_restored
+        if data is not None:
+            return missing, b""
+        samples: Any = getattr(trainer, "train_dataset", None)
         before = saved_data_ranks(state)
-        length = len(data) if hasattr(data, "__len__") else None
+        length = len(samples) if hasattr(samples, "__len__") else None
         now = int(getattr(trainer.args, "dataset_world_size", before))  # a trainer without it has its own order
         return {
             **missing,
@@ -107,8 +119,13 @@ def _restore_native(
     return Restored(path, True, load, state, missing)
 
 
+def _note_on_position(data: Any) -> dict[str, str]:
+    """Return why the sampler would begin at its first sample, for a checkpoint without a position."""
+    return {} if data is None else {"data": "the checkpoint was saved without --flex_data_position"}
+
+
 def _refuse(left_out: Mapping[str, str], options: TrainerOptions) -> None:
-    """Raise ValidationError if a saved schedule or scaler would start anew without ``--flex_ignore_schedule``."""
+    """Raise ValidationError if a schedule, scaler or position would start anew without ``--flex_ignore_schedule``."""
     if left_out and not options.ignore_schedule:
         raise ValidationError(
             [
@@ -162,14 +179,16 @@ def _note_on_sample_order(before: int, now: int) -> dict[str, str]:
     }
 
 
-def _look_at_foreign(trainer: Any, path: Path, options: TrainerOptions) -> list[tuple[str, Any, Any, str]]:
+def _look_at_foreign(trainer: Any, path: Path, options: TrainerOptions, data: Any) -> list[tuple[str, Any, Any, str]]:
     """Return for scheduler and scaler: name, object, its state in another format, and why it cannot be set.
 
     Raises:
-        ValidationError: A state is there, and cannot be set.
+        ValidationError: A state is there, and cannot be set; or a position is wanted.
     """
+    position = _note_on_position(data)
+    _refuse(position, options)
     scaler = trainer.scaler if trainer.do_grad_scaling else None
-    found: list[tuple[str, Any, Any, str]] = []
+    found: list[tuple[str, Any, Any, str]] = [(name, data, None, why) for name, why in position.items()]
     for name, file, target, refuse in (
         ("lr_scheduler", _SCHEDULER, trainer.lr_scheduler, plain_scheduler_problem),
         ("scaler", _SCALER, scaler, scaler_problem),

@@ -40,6 +40,11 @@ def test_the_trainer_has_the_methods(version):
     assert wanted - _OPTIONAL <= there.keys()
     loop = [argument.arg for argument in there["_inner_training_loop"].args.args]
     assert "resume_from_checkpoint" in loop
+    # What --flex_data_position relies on.
+    named = {node.attr for node in ast.walk(there["_inner_training_loop"]) if isinstance(node, ast.Attribute)}
+    assert {"on_load_data_end", "on_step_end", "ignore_data_skip"} <= named
+    assert "train_dataloader" in loop
+    assert {"_get_train_sampler", "get_train_dataloader"} <= there.keys()
     called = {node.attr for node in ast.walk(there["train"]) if isinstance(node, ast.Attribute)}
     assert {"_load_flex_checkpoint", "_inner_training_loop"} <= called
 

@@ -29,7 +29,15 @@ class OfPaddleFleet(SimpleNamespace):
 
 
 AUTO = {**FLEX, "enable_auto_parallel": True}
+POSITION = {**FLEX, "flex_data_position": True}
 FLAGS = [
+    (Advice("trainer/flags.py", "give --save_checkpoint_format "), {"flex_data_position": True}, POSITION),
+    (
+        Advice("trainer/flags.py", "leave one of the two out"),
+        {**POSITION, "distributed_dataloader": True},
+        {**FLEX, "distributed_dataloader": True},
+    ),
+    (Advice("trainer/flags.py", "leave one of the two out"), {**POSITION, "enable_auto_parallel": True}, AUTO),
     (
         Advice("trainer/flags.py", "leave --unified_checkpoint out; a unified checkpoint loads with"),
         {**FLEX, "unified_checkpoint": True},

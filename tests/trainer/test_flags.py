@@ -48,7 +48,7 @@ def test_flags_reach_the_load(flags, expected):
     assert options(**FLEX, **flags).loading() == LoadOptions(**{**plain, **expected})
 
 
-@pytest.mark.parametrize("name", ["async_save", "fallback", "export_hf", "save_replicas"])
+@pytest.mark.parametrize("name", ["async_save", "fallback", "export_hf", "save_replicas", "data_position"])
 def test_switches(name):
     for value in (True, False):
         assert getattr(options(**FLEX, **{f"flex_{name}": value}), name) is value

@@ -3,8 +3,10 @@
     python -m paddle.distributed.launch --nproc_per_node 2 train_script.py STRATEGY JOBS.json RESULTS.json
 
 A job is a dict: ``name``, ``model`` (of models.MODELS), ``output_dir``; and optionally ``flags`` (a list), ``resume``
-(a directory or true), ``loaded`` (where to save what was resumed, before it is trained), ``lora``, and ``kill_at`` (the
-step after which rank 1 is killed). On a simulated device it has a ``number``, and may have a ``strategy`` of its own.
+(a directory or true), ``loaded`` (where to save what was resumed, before it is trained), ``lora``, ``kill_at`` (the
+step after which rank 1 is killed), and ``samples`` (the length of the data: then the result has the first tokens of all
+ranks' samples, in the order of the ranks that divide a batch). On a simulated device it has a ``number``, and may have
+a ``strategy`` of its own.
 """
 
 from __future__ import annotations
@@ -60,11 +62,16 @@ def run(job: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
     from paddlenlp.trainer import PdArgumentParser, Trainer, TrainerCallback, TrainingArguments
 
     losses: dict[int, float] = {}
+    samples: list[list[int]] = []
 
     class Note(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if job.get("loaded"):
                 fc.save_state_dict(collect_shards(trainer, True), job["loaded"])
+
+        def on_load_data_end(self, args: Any, state: Any, control: Any, inputs: Any = None, **kwargs: Any) -> None:
+            if "samples" in job:
+                samples.append(inputs["input_ids"][:, 0].tolist())
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == job.get("kill_at") and dist.get_rank() == 1:
@@ -87,10 +94,25 @@ def run(job: dict[str, Any], strategy: Strategy) -> dict[str, Any]:
         model = LoRAModel(model, config)
         model.mark_only_lora_as_trainable()
     trainer = Trainer(
-        model=model, args=args, train_dataset=Sequences(), eval_dataset=Sequences(8, 1), callbacks=[Note()]
+        model=model,
+        args=args,
+        train_dataset=Sequences(job.get("samples", 64)),
+        eval_dataset=Sequences(8, 1),
+        callbacks=[Note()],
     )
     result = trainer.train(resume_from_checkpoint=job.get("resume"))
-    return {"losses": losses, "step": trainer.state.global_step, "training_loss": float(result.training_loss)}
+    found = {"losses": losses, "step": trainer.state.global_step, "training_loss": float(result.training_loss)}
+    return {**found, "samples": in_order(samples, args)} if "samples" in job else found
+
+
+def in_order(own: list[list[int]], args: Any) -> list[int]:
+    """The samples of each step, by the ranks that divide a batch."""
+    gathered: list[Any] = [(args.dataset_rank, own)]
+    if dist.is_initialized():
+        gathered = []
+        dist.all_gather_object(gathered, (args.dataset_rank, own))
+    by_rank = dict(gathered)
+    return [sample for batches in zip(*(by_rank[r] for r in sorted(by_rank))) for batch in batches for sample in batch]
 
 
 def main() -> None:
