@@ -249,7 +249,7 @@ class FilePeers(Peers):
             lost = "; ".join(self._lost(np.unique(plan.incoming[nobody].source)))
             raise CorruptCheckpointError(
                 f"no rank can read {lost}. Remedy (FC504): let a rank see these directories, or load another "
-                "checkpoint; saves with node_copies=2 survive the loss of a node"
+                "checkpoint; saves with node_copies=2 or parity survive the loss of a node"
             )
         self._open_files(plan)
         return plan
@@ -365,7 +365,8 @@ class FilePeers(Peers):
         for file in np.unique(catalog.file[items]).tolist():
             name = catalog.files[file]
             keys = sorted({catalog.key_name(item) for item in items[catalog.file[items] == file].tolist()})
-            why = wrong.get(name, "no rank sees it")
+            not_rebuilt = "" if self._found is None else self._found.not_rebuilt.get(name, "")
+            why = "; ".join(filter(None, [wrong.get(name, "no rank sees it"), not_rebuilt]))
             nodes = " and ".join(manifest.nodes_of(name)) or "storage that was shared"
             texts.append(
                 f"{name!r} of id {manifest.unique_id} with shards of {listed(list(map(repr, keys)), _MOST_KEYS)}: "

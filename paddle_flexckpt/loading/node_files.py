@@ -44,6 +44,7 @@ class Found(NamedTuple):
         wrong: By name, what is wrong with files that are there and cannot be read.
         everywhere: Whether every rank has the manifest and all files, so that it can load as from shared storage.
         damaged: The damage that an earlier try of this load has found.
+        not_rebuilt: By name, why parity cannot rebuild a lost file.
     """
 
     manifest: Manifest
@@ -51,6 +52,7 @@ class Found(NamedTuple):
     wrong: dict[str, str]
     everywhere: bool
     damaged: DamagedCopies = MappingProxyType({})
+    not_rebuilt: Mapping[str, str] = MappingProxyType({})
 
     @property
     def readable(self) -> np.ndarray:
@@ -93,7 +95,7 @@ def find_checkpoint(
     It takes one collective if all ranks have the same manifest, else two more for each save of that id. ``head``
     returns what ranks have to agree about, or raises; ``locks`` receives the manifest's lock where there is one. If a
     save died after some nodes had published it in place of an older one, the newer one is chosen if all of it is here,
-    else the older.
+    else the older. Parity, where there is some, rebuilds files that no rank sees: two more collectives, or three.
 
     Raises:
         ValidationError: No rank sees such a checkpoint, or ranks disagree about what is to be loaded.
@@ -108,9 +110,9 @@ def find_checkpoint(
         ids = [each for each in directory.list_ids() if unique_id is None or each == unique_id]
         # Ranks with a lower id than another rank's highest are not considered, so only this id counts.
         manifest, description = _read(directory, max(ids), own_lock) if ids else (None, {})
-        flags, wrong = (b"", {}) if manifest is None else _flags(directory, manifest, True)
+        flags = (b"", b"{}") if manifest is None else _flags(directory, manifest, True)
         description["asked"] = unique_id
-        return manifest, join((own_head, json.dumps(description).encode(), flags, json.dumps(wrong).encode()))
+        return manifest, join((own_head, json.dumps(description).encode(), *flags))
 
     manifest, answers = comm.together(look, context)
     answers = gather_full(comm, answers, lambda: b"", context)  # others may load from a directory that all share
@@ -126,7 +128,7 @@ def find_checkpoint(
         manifest = None
     owners = _find_saves(descriptions, chosen, context, warns=comm.position == 0)
     if manifest is not None and len(owners) == 1 and all("save" in each for each in descriptions):
-        return _found(manifest, flags, wrongs)
+        return _rebuild(comm, directory, _found(manifest, flags, wrongs), context)
     found = []
     for (_, token), owner in sorted(owners.items(), reverse=True):
         found.append(_look(comm, directory, manifest, token, owner, context))
@@ -200,15 +202,33 @@ def _look(
         return None, replace(own, partitions=()).encode() if own is not None and comm.position == owner else b""
 
     def look() -> tuple[None, bytes]:
-        flags, wrong = _flags(directory, manifest, has)
-        return None, join((flags, json.dumps(wrong).encode()))
+        return None, join(_flags(directory, manifest, has))
 
     _, answers = comm.together(send, context)
     manifest = (
         own if has and own is not None else Manifest.decode(answers[owner], f"the manifest of rank {comm.ranks[owner]}")
     )
     _, answers = comm.together(look, context)
-    return _found(manifest, *zip(*map(split, answers)))
+    return _rebuild(comm, directory, _found(manifest, *zip(*map(split, answers))), context)
+
+
+def _rebuild(comm: Communicator, directory: CheckpointDirectory, found: Found, context: str) -> Found:
+    """Rebuild lost files from parity, if there is some; return the files that each rank sees then."""
+    manifest, rows = found.manifest, found.lost
+    if not manifest.parity_files or not rows.any():
+        return found
+    from paddle_flexckpt.loading.rebuilding import rebuild_files
+
+    lost = [manifest.catalog.files[file] for file in np.unique(manifest.catalog.file[rows]).tolist()]
+    readable = found.seen.copy()
+    for position in found.damaged:
+        readable[position, manifest.catalog.file[found.damaged_rows(position)]] = False
+    reasons = rebuild_files(comm, directory.backend, manifest, found.seen, readable, lost, context)
+    seen, wrong = found.seen, found.wrong
+    if len(reasons) < len(lost):
+        _, answers = comm.together(lambda: (None, join(_flags(directory, manifest, False))), context)
+        seen, wrong = _found(manifest, *zip(*map(split, answers)))[1:3]
+    return found._replace(seen=seen, wrong=wrong, everywhere=False, not_rebuilt=reasons)
 
 
 def _read(
@@ -224,10 +244,10 @@ def _read(
     return manifest, {"id": unique_id, "save": [number_of(manifest), manifest.save_token]}
 
 
-def _flags(directory: CheckpointDirectory, manifest: Manifest, has: bool) -> tuple[bytes, dict[str, str]]:
+def _flags(directory: CheckpointDirectory, manifest: Manifest, has: bool) -> tuple[bytes, bytes]:
     """Return bits for whether this rank has the manifest and can read each of its files; by name, what is wrong."""
     usable, wrong = directory.usable_files(manifest)
-    return np.packbits([has, *usable]).tobytes(), wrong
+    return np.packbits([has, *usable]).tobytes(), json.dumps(wrong).encode()
 
 
 def _found(manifest: Manifest, flags: Sequence[bytes], wrongs: Sequence[bytes]) -> Found:
@@ -273,4 +293,7 @@ def find_nodes(
 
     with contextlib.ExitStack() as locks:
         found = find_checkpoint(comm, directory, options.unique_id, head, locks, context)
-        return found._replace(damaged=damaged, everywhere=found.everywhere and not damaged), locks.pop_all()
+        if damaged:
+            found = found._replace(damaged=damaged, everywhere=False)
+            found = _rebuild(comm, directory(), found, context)
+        return found, locks.pop_all()

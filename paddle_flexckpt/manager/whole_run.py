@@ -35,6 +35,7 @@ class RunSaveOptions(SaveOptions):
 
     storage: Storage = field(default="shared", init=False)
     node_copies: int = field(default=1, init=False)
+    parity: int | None = field(default=None, init=False)
     rng: bool = True
 
 

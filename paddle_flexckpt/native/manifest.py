@@ -68,7 +68,7 @@ class Manifest:
         step: Training step, if the caller gave one.
         origin: The format of the files: ``"native"``, or that of another program. Another program's have no
             checksums, and a digest for a save token; they may be in a directory right below the checkpoint's.
-        nodes: Where nodes share no storage: by name of a node, the data files that it has.
+        nodes: Where nodes share no storage: by name of a node, the data files and parity files that it has.
         partitions: Where the rows are in files of their own: these. The catalog and the checksums have the rows of
             those that have been read, and the catalog's table of files has all files.
         partial: A text that names the data files without which a repair has rebuilt the manifest; "" if it is whole.
@@ -133,7 +133,12 @@ class Manifest:
     @property
     def files(self) -> list[str]:
         """Return the names of all files of the checkpoint, except the manifest's own."""
-        return [*self.catalog.files, *(each.file for each in self.partitions)]
+        return [*self.catalog.files, *(each.file for each in self.partitions), *self.parity_files]
+
+    @cached_property
+    def parity_files(self) -> frozenset[str]:
+        """Return the names of the parity files."""
+        return frozenset(name for files in self.nodes.values() for name in files if name.endswith(".parity"))
 
     @cached_property
     def _ranks(self) -> tuple[np.ndarray, np.ndarray]:

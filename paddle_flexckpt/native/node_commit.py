@@ -7,26 +7,23 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from paddle_flexckpt.catalog import CheckpointError, LostRankError
 from paddle_flexckpt.media.backend import Backend, Lock
+from paddle_flexckpt.native.file_exchange import Making, exchange_files
 from paddle_flexckpt.native.manifest import Manifest, merge_parts
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.native.parity import Block, Range, Write, group_nodes, stripe_of, write_parity
 from paddle_flexckpt.native.save_directory import CleanUpError
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.ranks.communicator import Communicator
-from paddle_flexckpt.ranks.transport import open_transport
 
 logger = logging.getLogger("paddle_flexckpt")
 # Precedes the reason why not all nodes have published a save.
 SOME_PUBLISHED = "some nodes may have published the checkpoint, others could not"
-# The bytes of a file that are sent or written at a time.
-_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -37,11 +34,13 @@ class NodeLayout:
         nodes: By node, the positions of its ranks, in rising order. The first of them commits there.
         names: By node, its name in manifests and errors.
         copies: The number of nodes that get each data file.
+        parity: The number of nodes of a group, each of which has parity of the others' files; None: there is none.
     """
 
     nodes: tuple[tuple[int, ...], ...]
     names: tuple[str, ...]
     copies: int = 1
+    parity: int | None = None
 
     def node_of(self, position: int) -> int:
         """Return the number of a rank's node."""
@@ -57,6 +56,11 @@ class NodeLayout:
         own, *others = self.holders(position)
         index = self.nodes[own].index(position)
         return [self.nodes[node][index % len(self.nodes[node])] for node in others]
+
+    def stripes(self) -> list[list[int]]:
+        """Return the positions of ranks whose files protect each other by parity: the same place on each node."""
+        groups = [] if self.parity is None else group_nodes(len(self.nodes), self.parity)
+        return [list(members) for group in groups for members in zip(*(self.nodes[node] for node in group))]
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> NodeLayout:
@@ -92,7 +96,7 @@ class NodeCommit:
         return self.layout.nodes[self.layout.node_of(self._comm.position)][0] == self._comm.position
 
     def merge(self, parts: Sequence[bytes]) -> Manifest:
-        """Return the manifest of all ranks' encoded parts, with the data files that each node gets."""
+        """Return the manifest of all ranks' encoded parts, with the files that each node gets."""
         ranks, layout = self._comm.ranks, self.layout
         merged = merge_parts([Manifest.decode(part, f"the part of rank {rank}") for rank, part in zip(ranks, parts)])
         files: dict[str, list[str]] = {name: [] for name in layout.names}
@@ -101,13 +105,19 @@ class NodeCommit:
             file = self.names.data_file(rank)
             for node in layout.holders(position) if file in known else ():
                 files[layout.names[node]].append(file)
+        for members in layout.stripes():
+            stripe = stripe_of(merged, [ranks[position] for position in members])
+            for member, position in enumerate(members):
+                if stripe.parity(member).length:
+                    parity = self.names.parity_file(ranks[position])
+                    files[layout.names[layout.node_of(position)]].append(parity)
         return replace(merged, nodes={name: tuple(kept) for name, kept in files.items()})
 
     def run(self, manifest: Manifest, warnings: list[str] | None = None) -> None:
         """Copy files to other nodes, and commit on all: prepare, publish, finish. A collective after each.
 
-        Copies take one more, in which the members learn each other's addresses. ``warnings`` collects errors after the
-        commit that do not harm the checkpoint; None raises them.
+        Copies and parity take one more, in which the members learn each other's addresses. ``warnings`` collects errors
+        after the commit that do not harm the checkpoint; None raises them.
 
         Raises:
             CheckpointError: A node could not commit.
@@ -130,8 +140,9 @@ class NodeCommit:
                     raise
                 warnings.append(str(error))
 
-        if self.layout.copies > 1:
-            self._copy_files(manifest)
+        if self.layout.copies > 1 or self.layout.parity is not None:
+            makings = [*self._copies(manifest), *self._parity(manifest)]
+            exchange_files(self._comm, makings, directory.backend.open, context)
         self._is_removable = False
         try:
             self._on_nodes(prepare, context)
@@ -174,53 +185,30 @@ class NodeCommit:
         ]
         self.directory.discard_late(self.names, written)
 
-    def _copy_files(self, manifest: Manifest) -> None:
-        """Send this member's data file to other nodes, and write those of others here. Two collectives."""
-        comm, here, backend, layout = self._comm, self._comm.position, self.directory.backend, self.layout
-        sizes = dict(zip(manifest.catalog.files, manifest.file_bytes.tolist()))
-        files = [self.names.data_file(rank) for rank in comm.ranks]
+    def _copies(self, manifest: Manifest) -> Iterator[Making]:
+        """Yield the copies that this member sends or writes."""
+        ranks, sizes = self._comm.ranks, manifest.sizes
+        for position, rank in enumerate(ranks):
+            name = self.names.data_file(rank)
+            for other in self.layout.receivers(position) if name in sizes else ():
+                if self._comm.position in (position, other):
+                    whole = Block(sizes[name], (Range(name, 0, sizes[name]),))
+                    output = _write_copy(self.directory.backend, name, sizes[name])
+                    yield Making(ranks[other], [whole], {name: rank}, output)
 
-        def copy() -> tuple[None, bytes]:
-            outgoing = {
-                comm.ranks[other]: _read(backend, files[here])
-                for other in layout.receivers(here)
-                if files[here] in sizes
-            }
-            incoming = {
-                comm.ranks[other]: _write(backend, files[other], sizes[files[other]])
-                for other in range(comm.size)
-                if files[other] in sizes and here in layout.receivers(other)
-            }
-            with contextlib.ExitStack() as files_under_way:
-                for stream in (*outgoing.values(), *incoming.values()):
-                    files_under_way.callback(stream.close)
-                transport.exchange(addresses, outgoing, incoming)
-            return None, b""
-
-        transport = open_transport(comm)
-        try:
-            _, addresses = comm.together(lambda: (None, transport.address()), self._context)
-            comm.together(copy, self._context)
-        finally:
-            transport.close()
+    def _parity(self, manifest: Manifest) -> Iterator[Making]:
+        """Yield the parity files of this member's stripe."""
+        for members in self.layout.stripes():
+            if self._comm.position in members:
+                ranks = [self._comm.ranks[position] for position in members]
+                stripe = stripe_of(manifest, ranks)
+                for member, rank in enumerate(ranks):
+                    output = write_parity(self.directory.backend, stripe, member)
+                    yield Making(rank, [stripe.parity(member)], dict(zip(stripe.files, ranks)), output)
 
 
-def _read(backend: Backend, name: str) -> Generator[np.ndarray]:
-    """Yield the bytes of a file. Each array is used before the next is requested."""
-    with backend.open(name) as file:
-        buffer = np.empty(min(_CHUNK_BYTES, file.size), dtype=np.uint8)
-        for start in range(0, file.size, _CHUNK_BYTES):
-            part = buffer[: file.size - start]
-            if file.read_into(memoryview(part), start) != len(part):
-                raise CheckpointError(f"{backend.where(name)} became shorter while it was copied to another node")
-            yield part
-
-
-def _write(backend: Backend, name: str, size: int) -> Generator[np.ndarray]:
-    """Yield buffers to be filled with the bytes of a new file. Each is written when the next is requested."""
-    buffer = np.empty(min(_CHUNK_BYTES, size), dtype=np.uint8)
+@contextlib.contextmanager
+def _write_copy(backend: Backend, name: str, size: int) -> Iterator[Write]:
+    """Write a copy of a file durably: yield a function that takes its bytes."""
     with backend.create(name, size=size) as file:
-        for start in range(0, size, _CHUNK_BYTES):
-            part = buffer[: size - start]
-            yield part
-            file.write(memoryview(part))
+        yield lambda part: file.write(memoryview(part))

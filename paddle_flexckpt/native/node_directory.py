@@ -23,6 +23,7 @@ from paddle_flexckpt.media.backend import Lock
 from paddle_flexckpt.native.cleaner import find_begun
 from paddle_flexckpt.native.directory import number_of
 from paddle_flexckpt.native.manifest import Manifest, read_save_token
+from paddle_flexckpt.native.parity import read_stripe
 from paddle_flexckpt.native.save_directory import SaveDirectory
 from paddle_flexckpt.native.save_names import SaveNames, new_token, token_after
 
@@ -109,11 +110,14 @@ class NodeDirectory(SaveDirectory):
         """Make a save ready to be published: write the manifest of all nodes as the committer of this one.
 
         Raises:
-            CorruptCheckpointError: A data file of this node has changed.
+            CorruptCheckpointError: A data file or parity file of this node has changed.
             OSError: The file system refused.
         """
         manifest = self.write_partitions(save, manifest)
-        self.check_complete(manifest, manifest.nodes[node])
+        parity = [name for name in manifest.nodes[node] if name in manifest.parity_files]
+        self.check_complete(manifest, [name for name in manifest.nodes[node] if name not in parity])
+        for name in parity:
+            read_stripe(self.backend, name, manifest)
         with self.backend.create(save.prepared_file(rank), "replace") as file:
             file.write(manifest.encode())
         self.backend.sync()

@@ -23,7 +23,9 @@ _SAVE = r"(\d+)(?:-([0-9a-f]{32})|\.(\d+))?"
 # The marker of a save that has begun.
 _MARKER = re.compile(rf"{_SAVE}\.saving", re.ASCII)
 # The other files of a save: rank (number, for a partition), save, and kind.
-_OF_SAVE = re.compile(rf"(\d+)_{_SAVE}\.(safetensors|partition|prepared(?:\.[0-9a-f]{{32}}\.tmp)?)", re.ASCII)
+_OF_SAVE = re.compile(
+    rf"(\d+)_{_SAVE}\.(partition|(?:safetensors|parity|prepared)(?:\.[0-9a-f]{{32}}\.tmp)?)", re.ASCII
+)
 # Messages between ranks of an older version, which nothing else uses.
 _MESSAGE = re.compile(
     r"\d+_(\d+)(?:\.(\d+))?(?:-[0-9a-f]{32})?\.(?:decided|late|(?:part|failed)(?:\.[0-9a-f]{32}\.tmp)?)", re.ASCII
@@ -70,6 +72,10 @@ class SaveNames:
         """Return the name of a node's manifest that is not published yet; ``rank`` is that of its committer."""
         return f"{rank}_{self._stem}.prepared"
 
+    def parity_file(self, rank: int) -> str:
+        """Return the name of the parity file that a rank writes for others."""
+        return f"{rank}_{self._stem}.parity"
+
     @property
     def marker_file(self) -> str:
         """Return the name of the file that marks this save as begun."""
@@ -108,7 +114,7 @@ def _number_of(token: str) -> int:
 
 
 def save_of(name: str) -> SaveId | None:
-    """Return the save of a data file, partition or prepared manifest; None for other names."""
+    """Return the save of a data file, parity file, partition or prepared manifest; None for other names."""
     match = _OF_SAVE.fullmatch(name)
     return _save(match[2], match[3], match[4]) if match else None
 
@@ -133,6 +139,11 @@ def rank_of(name: str) -> int:
     return int(name.partition("_")[0])
 
 
+def parity_of(data_file: str) -> str:
+    """Return the name of the parity file of the rank that has written a data file."""
+    return f"{data_file.rpartition('.')[0]}.parity"
+
+
 def lost_ids(names: Collection[str]) -> list[int]:
     """Return the ids whose data files are among the names of a directory, and whose manifest has been lost.
 
@@ -141,6 +152,6 @@ def lost_ids(names: Collection[str]) -> list[int]:
     data = {save for name in names if name.endswith(".safetensors") and (save := save_of(name)) is not None}
     messages = [match for match in map(_MESSAGE.fullmatch, names) if match]
     begun = {SaveId(int(each[1]), int(each[2] or 0)) for each in messages} | {*map(marked_by, names)}
-    begun |= {save_of(name) for name in names if not name.endswith((".safetensors", ".partition"))}
+    begun |= {save_of(name) for name in names if ".prepared" in name}
     there = {int(match[1]) for match in map(MANIFEST.fullmatch, names) if match}
     return sorted({save.unique_id for save in data - begun} - there)

@@ -23,6 +23,7 @@ from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.media.backend import Backend, SaveLock, write_file
 from paddle_flexckpt.native.node_commit import NodeCommit, NodeLayout
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.native.parity import check_parity
 from paddle_flexckpt.native.save_names import SaveNames
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.saving.save_options import SaveOptions
@@ -65,7 +66,7 @@ class NodeSave:
         """Mark the save as begun on this rank's node; return its names, and no message.
 
         Raises:
-            ValidationError: There are fewer nodes than copies wanted of each data file.
+            ValidationError: There are fewer nodes than copies wanted of each data file, or parity cannot protect them.
         """
         layout = self.nodes.layout
         copies, count = layout.copies, len(layout.nodes)
@@ -74,6 +75,8 @@ class NodeSave:
                 f"node_copies has to be 1 to {count}, the number of nodes "
                 f"({', '.join(layout.names)}); got {copies!r}. Remedy (FC504): lower it, or run on more nodes"
             )
+        if layout.parity is not None:
+            check_parity(layout.parity, layout.nodes, layout.names)
         if self.nodes.is_committer:
             self.directory.mark_save(self.names, self._comm.size, count)
         return self.names, b""
@@ -177,7 +180,7 @@ def find_nodes(
     if any(each["prepared"] for each in known):
         published = _newest(comm, open_directory(), comm.position in committers, context)
     nodes = [tuple(p for p in range(comm.size) if seen[p]["committer"] == committer) for committer in committers]
-    layout = NodeLayout(tuple(nodes), tuple(node_names), options.node_copies)
+    layout = NodeLayout(tuple(nodes), tuple(node_names), options.node_copies, options.parity)
     names = SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen))
     commit = NodeCommit(comm, open_directory(), names, layout, context)
     return NodeSave(comm, commit, locks, published, aborted)

@@ -53,6 +53,10 @@ class SaveOptions(ProgressOptions):
             processes make copies and commit.
         node_copies: With ``storage="per_node"``: the number of nodes that store each data file. With 2, a checkpoint
             survives the loss of any one node.
+        parity: With ``storage="per_node"``, in place of copies: the number of nodes of a group, 2 or more. Each node
+            also stores parity of the others' data, ``1 / (parity - 1)`` of what it has itself, and a load rebuilds the
+            data of one lost node of each group. The nodes are divided into as many groups as possible, as evenly as
+            possible. All need the same number of ranks.
         staging_bytes: With ``async_save``: the most memory for the copy, 64 MiB at least. A larger share uses it in
             waves: the writer writes while the call copies, and the call returns after the last copy.
         slice_bytes: With ``async_save``: the most bytes to copy at a time. The call reads this rank's share, copies
@@ -74,6 +78,7 @@ class SaveOptions(ProgressOptions):
     )
     storage: Storage = field(default="shared", metadata=rule(choices=("shared", "per_node")))
     node_copies: int = 1
+    parity: int | None = None
     staging_bytes: int | None = None
     slice_bytes: int | None = field(default=None, metadata=rule(compared=lambda nbytes: nbytes is not None))
 
@@ -108,6 +113,8 @@ class SaveOptions(ProgressOptions):
             )
         if self.storage == "shared" and self.node_copies != 1:
             raise ValidationError([f"node_copies={self.node_copies!r} needs storage='per_node'"])
+        if self.parity is not None and (self.storage == "shared" or self.node_copies != 1):
+            raise ValidationError([f"parity={self.parity!r} needs storage='per_node', and no node_copies"])
 
 
 def _is_at_least(nbytes: object, least: int) -> bool:

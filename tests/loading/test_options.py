@@ -66,6 +66,7 @@ VALUES = {
     "overwrite": (False, True),
     "preemption_signals": ((), (10,)),
     "pages": (False, True),
+    "parity": (2, 3),
     "prefix": (None, "model"),
     "raw_names": ("recorded", "trusted"),
     "reports": (False, True),
@@ -97,7 +98,7 @@ def manager_of(tmp_path, comm, **options):
 def call(name, tmp_path, comm, **options):
     """Makes a call that would go well, but for the options."""
     if name == "save_state_dict":
-        if "node_copies" in options:
+        if {"node_copies", "parity"} & options.keys():
             options["storage"] = "per_node"
         if "slice_bytes" in options or "staging_bytes" in options:
             # A writer is a process's, and these ranks are threads of one: with the same writer they would wait.

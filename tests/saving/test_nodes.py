@@ -21,9 +21,8 @@ from paddle_flexckpt.native.directory import CheckpointDirectory, list_checkpoin
 from paddle_flexckpt.native.node_commit import NodeCommit, NodeLayout
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
-from paddle_flexckpt.ranks.transport import Transport
 from paddle_flexckpt.saving.saver import save_state_dict
-from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.testing.simulated import SimulatedWorld, _QueueTransport
 from paddle_flexckpt.tools.verification import verify_checkpoint
 from tests.background.helpers import shards
 from tests.loading.test_fused_degrees import layout
@@ -665,16 +664,15 @@ def test_a_copy_that_fails_is_given_up_at_once(nodes, monkeypatch):
     """Not when the error has been forgotten: whoever comes next may have a file of that name."""
     streams = []
 
-    def break_off(self, addresses, outgoing, incoming):
-        for stream in (*outgoing.values(), *incoming.values()):
-            next(stream)
-            streams.append(stream)
+    def break_off(self, addresses, peers, outgoing, incoming):
+        next(incoming)
+        streams.append(incoming)
         raise CheckpointError("the network is down")
 
-    monkeypatch.setattr(Transport, "exchange", break_off)
+    monkeypatch.setattr(_QueueTransport, "exchange_rounds", break_off)
     a, b, _ = nodes
     assert "the network is down" in one_error(save([a, b], 1, node_copies=2))
-    assert [inspect.getgeneratorstate(stream) for stream in streams] == [inspect.GEN_CLOSED] * 4
+    assert [inspect.getgeneratorstate(stream) for stream in streams] == [inspect.GEN_CLOSED] * 2
 
 
 def test_verify_names_the_node_of_a_missing_file(saved):

@@ -1,0 +1,275 @@
+"""Parity of data files: the files of any one node of a group can be rebuilt from those of the others.
+
+The ranks with the same index within the nodes of a group form a *stripe*: k data files on k nodes. Each file is cut
+into k - 1 blocks. A parity file has a header, the exclusive-or of one block of each other member, and a checksum of
+both. So each block is in one parity file, on another node. Shorter blocks count as if zeros followed.
+
+Tested in tests/native/test_parity.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.media.backend import Backend
+from paddle_flexckpt.native.checksums import hash_block
+from paddle_flexckpt.native.data_file import encode_header
+from paddle_flexckpt.native.manifest import DECODING_ERRORS, Manifest
+from paddle_flexckpt.native.safetensors_header import header_bytes
+from paddle_flexckpt.native.save_names import SaveNames, parity_of, rank_of
+
+# The most bytes that are combined at a time.
+CHUNK_BYTES = 4 << 20
+_FORMAT = {"format": "flexckpt parity", "version": 1}
+# A group of so many nodes, or fewer than twice as many, fits in a header of so many bytes.
+_MAX_PARITY = 256
+_MAX_HEADER_BYTES = 1 << 16
+
+Write = Callable[[np.ndarray], None]
+
+
+class Range(NamedTuple):
+    """A range of a file's bytes."""
+
+    file: str
+    begin: int
+    length: int
+
+
+class Block(NamedTuple):
+    """Bytes that are the exclusive-or of ranges of files, none of them longer; zeros follow those that are shorter."""
+
+    length: int
+    sources: tuple[Range, ...]
+
+    def chunks(self) -> Iterator[Block]:
+        """Yield the block in parts of at most :data:`CHUNK_BYTES`."""
+        for start in range(0, self.length, CHUNK_BYTES):
+            most = min(CHUNK_BYTES, self.length - start)
+            left = [each._replace(begin=each.begin + start, length=each.length - start) for each in self.sources]
+            yield Block(most, tuple(each._replace(length=min(each.length, most)) for each in left if each.length > 0))
+
+
+@dataclass(frozen=True)
+class Stripe:
+    """The data files of ranks of different nodes that protect each other.
+
+    Attributes:
+        token: The save token.
+        files: The members' data files, in order; also of a rank that has written none.
+        sizes: Their bytes; 0 where there is no file.
+    """
+
+    token: str
+    files: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    def source(self, member: int, holder: int) -> Range:
+        """Return the bytes of a member's data file that are in another member's parity file; they may be none."""
+        size, number = self.sizes[member], (holder - member - 1) % len(self.files)
+        length = -(-size // (len(self.files) - 1))
+        begin = min(number * length, size)
+        return Range(self.files[member], begin, min(length, size - begin))
+
+    def parity(self, member: int) -> Block:
+        """Return the exclusive-or that a member's parity file has."""
+        others = [self.source(other, member) for other in range(len(self.files)) if other != member]
+        return Block(max(each.length for each in others), tuple(each for each in others if each.length))
+
+    def data(self, member: int) -> list[Block]:
+        """Return the blocks of a member's data file, by the other members' files."""
+        blocks = []
+        for holder in [(member + 1 + number) % len(self.files) for number in range(len(self.files) - 1)]:
+            length = self.source(member, holder).length
+            others = [each for each in self.parity(holder).sources if each.file != self.files[member]]
+            own = Range(parity_of(self.files[holder]), len(self.header(holder)), length)
+            sources = (own, *(each._replace(length=min(each.length, length)) for each in others))
+            blocks += [Block(length, sources)] if length else []
+        return blocks
+
+    def header(self, member: int) -> bytes:
+        """Return the header of a member's parity file."""
+        fields = {**_FORMAT, "save_token": self.token, "member": member, "files": [*zip(self.files, self.sizes)]}
+        text = json.dumps(fields, separators=(",", ":")).encode()
+        return len(text).to_bytes(8, "little") + text
+
+    def parity_bytes(self, member: int) -> int:
+        """Return the size of a member's parity file, which ends with a checksum of all before."""
+        return len(self.header(member)) + self.parity(member).length + 8
+
+
+def group_nodes(count: int, parity: int) -> list[range]:
+    """Return the nodes of each group: as even as possible, none smaller than ``parity``; neighbours are in different
+    ones, as they are lost together more often.
+    """
+    groups = count // parity
+    return [range(group, count, groups) for group in range(groups)]
+
+
+def check_parity(parity: object, nodes: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    """Raise ValidationError unless nodes, by name and with their ranks, can protect each other."""
+    listed = f"the nodes are {', '.join(names)}"
+    if type(parity) is not int or not 2 <= parity <= min(len(nodes), _MAX_PARITY):
+        raise ValidationError(
+            f"parity has to be None, or 2 to {_MAX_PARITY} and no more than there are nodes; got {parity!r}; {listed}. "
+            "Remedy (FC504): lower it, or run on more nodes; one node alone cannot be protected"
+        )
+    if len({len(members) for members in nodes}) > 1:
+        raise ValidationError(
+            f"parity={parity} needs as many ranks on each node; got {', '.join(str(len(each)) for each in nodes)}; "
+            f"{listed}. Remedy (FC504): node_copies=2 needs not"
+        )
+
+
+def stripe_of(manifest: Manifest, ranks: Sequence[int]) -> Stripe:
+    """Return the stripe of some ranks' data files; the manifest knows those that there are."""
+    names, sizes = SaveNames(manifest.unique_id, manifest.save_token), manifest.sizes
+    files = [names.data_file(rank) for rank in ranks]
+    return Stripe(manifest.save_token, tuple(files), tuple(sizes.get(file, 0) for file in files))
+
+
+def read_stripe(backend: Backend, name: str, manifest: Manifest) -> Stripe:
+    """Return the stripe of a parity file, by its header, if it is one of this checkpoint and has its length.
+
+    Raises:
+        CorruptCheckpointError: It is not, or has not.
+        OSError: It cannot be read.
+    """
+    where = backend.where(name)
+    with backend.open(name) as file:
+        length = header_bytes(file.read(0, 8), file.size, where, _MAX_HEADER_BYTES)
+        data = file.read(0, 8 + length)
+        try:
+            ranks = [rank_of(each) for each, _ in json.loads(data[8:])["files"]]
+            if not 2 <= len({*ranks}) == len(ranks) <= len(manifest.nodes):
+                raise ValueError(f"its files are those of ranks {ranks}")
+            stripe, member = stripe_of(manifest, ranks), ranks.index(rank_of(name))
+            # If these are the bytes that follow from the manifest, then names, sizes, token and format are right.
+            if data != stripe.header(member):
+                raise ValueError(f"its header is not that of a parity file of save {manifest.save_token}")
+        except DECODING_ERRORS as error:
+            raise CorruptCheckpointError(f"{where} is damaged, or not of this checkpoint: {error!r:.200}") from error
+        if file.size != (expected := stripe.parity_bytes(member)):
+            raise CorruptCheckpointError(f"{where} has {file.size} bytes; expected {expected}")
+    return stripe
+
+
+def check_checksum(backend: Backend, name: str) -> None:
+    """Raise CorruptCheckpointError if a parity file, which has its length, is not as it was written."""
+    hasher = xxhash.xxh3_64()
+    with backend.open(name) as file:
+        for start in range(0, file.size - 8, CHUNK_BYTES):
+            hasher.update(file.read(start, min(CHUNK_BYTES, file.size - 8 - start)))
+        if file.read(file.size - 8, 8) != hasher.digest():
+            raise CorruptCheckpointError(f"{backend.where(name)} is damaged: its checksum is another")
+
+
+@contextlib.contextmanager
+def write_parity(backend: Backend, stripe: Stripe, member: int) -> Iterator[Write]:
+    """Write a parity file durably: yield a function that takes the exclusive-or, chunk by chunk."""
+    hasher = xxhash.xxh3_64()
+    with backend.create(parity_of(stripe.files[member]), size=stripe.parity_bytes(member)) as file:
+
+        def write(part: bytes | np.ndarray) -> None:
+            hasher.update(part)
+            file.write(memoryview(part))
+
+        write(stripe.header(member))
+        yield write
+        file.write(hasher.digest())
+
+
+@contextlib.contextmanager
+def write_rebuilt(backend: Backend, manifest: Manifest, name: str) -> Iterator[Write]:
+    """Write a lost data file durably: yield a function that takes its bytes, and compares each block with the manifest.
+
+    Raises:
+        CorruptCheckpointError: It is not what was saved: nothing has its name.
+        OSError: The directory cannot be written to; the text says so.
+    """
+    where, left = backend.where(name), [*_blocks_of(manifest, name)]
+    left.append((1, 0, "it is longer"))
+    left.reverse()
+    rest = np.empty(0, dtype=np.uint8)
+
+    def write(part: np.ndarray) -> None:
+        nonlocal rest
+        rest = np.concatenate([rest, part])
+        file.write(memoryview(part))
+        while left[-1][0] <= len(rest):
+            length, expected, what = left.pop()
+            if (got := hash_block(rest[:length])) != expected:
+                raise CorruptCheckpointError(
+                    f"{where}, rebuilt by parity, is not what was saved: {what}: expected xxh3 {expected:016x}, got "
+                    f"{got:016x}. It is not used. Remedy (FC305): a file from which it was rebuilt is damaged, which "
+                    "`flexckpt verify` of each node's directory finds; load another checkpoint"
+                )
+            rest = rest[length:]
+
+    try:
+        with backend.create(name, "replace", manifest.sizes[name]) as file:
+            yield write
+        backend.sync()
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"{where} is lost, and cannot be rebuilt there: {error.strerror}. Remedy (FC504): make the directory "
+            "writable, or rebuild it by `flexckpt repair --nodes`",
+        ) from error
+
+
+def _blocks_of(manifest: Manifest, name: str) -> Iterator[tuple[int, int, str]]:
+    """Yield the bytes, the checksum and the name of each block of a data file, the header first."""
+    catalog, size = manifest.catalog, manifest.checksums.block_bytes
+    rows = np.flatnonzero(catalog.file == catalog.files.index(name))
+    rows = rows[np.argsort(catalog.byte_offset[rows], kind="stable")]
+    items = catalog.take(rows)
+    begin = int(items.byte_offset.min(initial=manifest.sizes[name]))
+    header = encode_header(replace(items, byte_offset=items.byte_offset - begin), manifest.info)
+    yield len(header), hash_block(header), "its header"
+    for row, length in zip(rows.tolist(), items.byte_length.tolist()):
+        for block, start in enumerate(range(0, length, size)):
+            what = f"block {block} of {catalog.key_name(row)!r}"
+            yield min(size, length - start), manifest.checksums.of_block(row, block), what
+
+
+def plan_rebuilding(
+    manifest: Manifest,
+    lost: Sequence[str],
+    readable: Collection[str],
+    stripes: Collection[tuple[int, ...]],
+    wrong: Mapping[str, str],
+) -> tuple[dict[str, list[Block]], dict[str, str]]:
+    """Return the blocks of lost data files that can be rebuilt; and by name of others, the reason.
+
+    Args:
+        manifest: The checkpoint.
+        lost: The lost data files.
+        readable: The data files and parity files that can be read.
+        stripes: The ranks of each stripe that has a parity file that can be read.
+        wrong: By name, what is wrong with parity files that cannot be used.
+    """
+    planned, reasons = {}, {}
+    for name in lost:
+        ranks = next((each for each in stripes if rank_of(name) in each), None)
+        if ranks is None:
+            reasons[name] = "; ".join(["no parity file of its group can be read", *wrong.values()])
+            continue
+        planned[name] = stripe_of(manifest, ranks).data(ranks.index(rank_of(name)))
+        needed = {each.file for block in planned[name] for each in block.sources}
+        missing = sorted(needed.difference(readable))
+        if missing:
+            del planned[name]
+            nodes = sorted({node for file in missing for node in manifest.nodes_of(file)})
+            files = listed([wrong.get(file, file) for file in missing])
+            reasons[name] = f"parity cannot rebuild it without {files} of node {' and '.join(nodes)}"
+    return planned, reasons
