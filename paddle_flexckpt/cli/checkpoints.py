@@ -117,12 +117,23 @@ def _add_verify(commands: Any) -> None:
 def _add_repair(commands: Any) -> None:
     parser = commands.add_parser(
         "repair",
-        help="rebuild a lost manifest from the data files",
+        help="rebuild a lost manifest from the data files, or lost data files from parity",
         description="Rebuilds a lost manifest from the headers of the data files. The checksums are computed anew: "
-        "damage that happened before cannot be found afterwards. A manifest that can be read is compared with them.",
+        "damage that happened before cannot be found afterwards. A manifest that can be read is compared with them. "
+        "With --nodes, rebuilds lost data files from parity, and compares each block with its checksum.",
         epilog="example: flexckpt repair run/step_00000100 --id 0",
     )
-    add_checkpoint(parser, required_id=True)
+    parser.add_argument("source", metavar="CHECKPOINT", nargs="?", help="directory or URL of the checkpoint")
+    parser.add_argument(
+        "--id", type=int, dest="unique_id", metavar="ID", help="its id; of --nodes by default the highest"
+    )
+    parser.add_argument(
+        "--nodes",
+        metavar="DIR",
+        nargs="+",
+        help="in place of CHECKPOINT: nodes' directories, in which lost data files are rebuilt from parity",
+    )
+    parser.add_argument("--dry-run", action="store_true", help="with --nodes: only print what would be rebuilt")
     parser.add_argument("--overwrite", action="store_true", help="replace the manifest that is there")
     parser.add_argument("--save-token", metavar="TOKEN", help="the save to rebuild, if the files are of several saves")
     parser.add_argument(
@@ -130,7 +141,7 @@ def _add_repair(commands: Any) -> None:
         action="store_true",
         help="rebuild without missing files: the checkpoint is marked as partial, and the exit status is 1",
     )
-    parser.set_defaults(run=_repair)
+    parser.set_defaults(run=_repair, refuse=parser.error)
 
 
 def _add_export(commands: Any) -> None:
@@ -286,7 +297,13 @@ def _problem_lines(problems: list[Problem]) -> list[str]:
 
 
 def _repair(options: argparse.Namespace) -> Outcome:
-    """Return a summary; code 1 if the checkpoint is partial."""
+    """Return a summary; code 1 if the checkpoint is partial, or if lost files cannot be rebuilt."""
+    of_manifest = options.unique_id is not None and options.source is not None and not options.dry_run
+    of_nodes = options.source is None and not (options.overwrite or options.save_token or options.fewer_files)
+    if not (of_manifest if options.nodes is None else of_nodes):
+        options.refuse("either CHECKPOINT and --id is needed, or --nodes, with which only --id and --dry-run go")
+    if options.nodes is not None:
+        return _repair_nodes(options)
     from paddle_flexckpt.tools.verification import repair_manifest
 
     chosen = {name: getattr(options, name) for name in ("overwrite", "save_token", "fewer_files")}
@@ -295,6 +312,20 @@ def _repair(options: argparse.Namespace) -> Outcome:
     except ValidationError as error:
         raise ValidationError(_as_flags(str(error))) from error
     return Outcome(report.summary(), int(bool(report.partial)))
+
+
+def _repair_nodes(options: argparse.Namespace) -> Outcome:
+    """Return a line for each lost file, and a summary; code 1 if one cannot be rebuilt."""
+    from paddle_flexckpt.native.node_repair import rebuild_lost_files
+
+    found = rebuild_lost_files(options.nodes, options.unique_id, options.dry_run)
+    done = "can be rebuilt" if options.dry_run else "was rebuilt and verified"
+    lines = [f"{name} {done} in {path}" for name, path in found.rebuilt.items()]
+    lines += [f"{name} is lost: {reason}" for name, reason in found.reasons.items()]
+    summary = (
+        f"id {found.unique_id}: of {len(lines)} lost data files {len(found.rebuilt)} {done.replace('was', 'were')}"
+    )
+    return Outcome("\n".join([*lines, summary]), int(bool(found.reasons)))
 
 
 def _as_flags(text: str) -> str:

@@ -41,11 +41,10 @@ def add_aoa(parser: argparse.ArgumentParser, required: bool = True) -> None:
     )
 
 
-def add_checkpoint(parser: argparse.ArgumentParser, required_id: bool = False) -> None:
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
     """Add ``CHECKPOINT`` and ``--id``."""
     parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")
-    chosen = "its id" if required_id else "its id; by default the highest"
-    parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", required=required_id, help=chosen)
+    parser.add_argument("--id", type=int, dest="unique_id", metavar="ID", help="its id; by default the highest")
 
 
 def add_cut(parser: argparse.ArgumentParser) -> None:

@@ -12,12 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from paddle_flexckpt.catalog import CorruptCheckpointError
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.file_exchange import Making, exchange_files
 from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.parity import plan_rebuilding, read_stripe, write_rebuilt
-from paddle_flexckpt.native.save_names import rank_of
+from paddle_flexckpt.native.parity import parity_here, plan_rebuilding, write_rebuilt
 from paddle_flexckpt.ranks.communicator import Communicator
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -52,7 +50,7 @@ def rebuild_files(
         CorruptCheckpointError: A rebuilt file is not what was saved.
         CheckpointError: A rank cannot read or write.
     """
-    _, answers = comm.together(lambda: (None, json.dumps(_parity_here(backend, manifest)).encode()), context)
+    _, answers = comm.together(lambda: (None, json.dumps(parity_here(backend, manifest)).encode()), context)
     here = [json.loads(answer) for answer in answers]
     wrong = {name: what for each in here for name, what in each.items() if isinstance(what, str)}
     readers = dict(zip(manifest.catalog.files, (np.flatnonzero(each).tolist() for each in readable.T)))
@@ -84,14 +82,3 @@ def rebuild_files(
     if makings:
         exchange_files(comm, makings, backend.open, context)
     return reasons
-
-
-def _parity_here(backend: Backend, manifest: Manifest) -> dict[str, list[int] | str]:
-    """Return, by parity file that is here, the ranks of its stripe, or what is wrong with it."""
-    here: dict[str, list[int] | str] = {}
-    for name in sorted(manifest.parity_files.intersection(backend.names())):
-        try:
-            here[name] = [*map(rank_of, read_stripe(backend, name, manifest).files)]
-        except (CorruptCheckpointError, OSError) as error:
-            here[name] = str(error)
-    return here

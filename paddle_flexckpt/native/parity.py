@@ -29,7 +29,7 @@ from paddle_flexckpt.native.save_names import SaveNames, parity_of, rank_of
 
 # The most bytes that are combined at a time.
 CHUNK_BYTES = 4 << 20
-_FORMAT = {"format": "flexckpt parity", "version": 1}
+_FORMAT = {"format": "flexckpt-parity", "version": 1}
 # A group of so many nodes, or fewer than twice as many, fits in a header of so many bytes.
 _MAX_PARITY = 256
 _MAX_HEADER_BYTES = 1 << 16
@@ -161,6 +161,17 @@ def read_stripe(backend: Backend, name: str, manifest: Manifest) -> Stripe:
         if file.size != (expected := stripe.parity_bytes(member)):
             raise CorruptCheckpointError(f"{where} has {file.size} bytes; expected {expected}")
     return stripe
+
+
+def parity_here(backend: Backend, manifest: Manifest) -> dict[str, list[int] | str]:
+    """Return, by parity file that is here, the ranks of its stripe, or what is wrong with it."""
+    here: dict[str, list[int] | str] = {}
+    for name in sorted(manifest.parity_files.intersection(backend.names())):
+        try:
+            here[name] = [*map(rank_of, read_stripe(backend, name, manifest).files)]
+        except (CorruptCheckpointError, OSError) as error:
+            here[name] = str(error)
+    return here
 
 
 def check_checksum(backend: Backend, name: str) -> None:

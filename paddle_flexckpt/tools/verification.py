@@ -22,6 +22,7 @@ from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointDirectory, LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
+from paddle_flexckpt.native.parity import check_checksum, read_stripe
 from paddle_flexckpt.native.partition_files import partition_problems
 from paddle_flexckpt.native.repair import rebuild_manifest
 from paddle_flexckpt.native.verify import Verification, verify_files
@@ -79,11 +80,29 @@ def verify_checkpoint(
         total_bytes=int(catalog.byte_length.sum()),
         bytes_read=found.bytes_read,
         bytes_verified=found.bytes_verified,
-        problems=found.problems + ([] if manifest.foreign else _swapped(directory, manifest, found)) + problems,
+        problems=[
+            *found.problems,
+            *([] if manifest.foreign else _swapped(directory, manifest, found)),
+            *problems,
+            *_parity_problems(directory, manifest),
+        ],
         recoverable=found.recoverable and not problems,
         seconds={"total": time.perf_counter() - begin},
         has_checksums=not manifest.foreign,
     )
+
+
+def _parity_problems(directory: CheckpointDirectory, manifest: Manifest) -> list[Problem]:
+    """Return the problems of the parity files that are here: no load needs these as long as no node is lost."""
+    problems = []
+    for name in sorted(manifest.parity_files.intersection(directory.backend.names())):
+        try:
+            read_stripe(directory.backend, name, manifest)
+            check_checksum(directory.backend, name)
+        except CorruptCheckpointError as error:
+            file, remedy = directory.backend.where(name), "save again; until then it protects nothing"
+            problems.append(Problem("a parity file is damaged", file=file, got=str(error), code="FC305", remedy=remedy))
+    return problems
 
 
 def _without_manifest(
