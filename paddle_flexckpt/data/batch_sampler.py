@@ -74,10 +74,7 @@ class ElasticBatchSampler:
         Raises:
             ValidationError: An argument is invalid.
         """
-        if num_replicas is None or rank is None:
-            known = data_ranks()
-            num_replicas = known[0] if num_replicas is None else num_replicas
-            rank = known[1] if rank is None else rank
+        num_replicas, rank = data_ranks(num_replicas, rank)
         self.dataset, self.shuffle, self.drop_last = dataset, shuffle, drop_last
         self.batch_size, self.num_replicas, self.rank, self.seed = map(
             plain_integer, (batch_size, num_replicas, rank, seed)
@@ -198,15 +195,7 @@ class ElasticBatchSampler:
 
     def refuse(self, state: Mapping[str, Any]) -> str | None:
         """Return why a state does not belong to this data, seed and kind of order; None if it does."""
-        own = self._order_of_all()
-        if not isinstance(state, Mapping) or {*state} != {"version", "position", *own} or state["version"] != _VERSION:
-            return f"this is no state of an ElasticBatchSampler: {str(state)[:200]}"
-        problems = [
-            f"{why}: {name} was {state[name]} when it was saved, and is {own[name]} here"
-            for name, why in _ORDER.items()
-            if state[name] != own[name]
-        ]
-        return "; ".join(problems) or None
+        return refuse_state("ElasticBatchSampler", state, self._order_of_all(), _ORDER)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of a state, which may be that of a run with other ranks and batches.
@@ -224,8 +213,36 @@ class ElasticBatchSampler:
         self._leave_out()
 
 
-def data_ranks() -> tuple[int, int]:
-    """Return the number of ranks that divide a global batch, and this rank's number among them."""
+def refuse_state(kind: str, state: Any, own: Mapping[str, Any], reasons: Mapping[str, str], *more: str) -> str | None:
+    """Return why a state does not belong to this object; None if it does.
+
+    Args:
+        kind: The object's class.
+        state: A state.
+        own: What the order of samples depends on.
+        reasons: For each of these the problem if it is another one.
+        *more: Other fields of a state.
+    """
+    fields = {"version", "position", *own, *more}
+    if not isinstance(state, Mapping) or {*state} != fields or state["version"] != _VERSION:
+        return f"this is no state of an {kind}: {str(state)[:200]}"
+    problems = [
+        f"{why}: {name} was {state[name]} when it was saved, and is {own[name]} here"
+        for name, why in reasons.items()
+        if state[name] != own[name]
+    ]
+    return "; ".join(problems) or None
+
+
+def data_ranks(num_replicas: int | None, rank: int | None) -> tuple[Any, Any]:
+    """Return how many ranks divide a global batch, and this rank's number among them: as given, or fleet's."""
+    if num_replicas is not None and rank is not None:
+        return num_replicas, rank
+    found = _ranks_of_topology()
+    return found[0] if num_replicas is None else num_replicas, found[1] if rank is None else rank
+
+
+def _ranks_of_topology() -> tuple[int, int]:
     import paddle.distributed as dist
     from paddle.distributed.fleet.base import topology
 

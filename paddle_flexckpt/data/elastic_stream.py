@@ -17,7 +17,7 @@ import paddle
 
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
-from paddle_flexckpt.data.batch_sampler import data_ranks
+from paddle_flexckpt.data.batch_sampler import data_ranks, refuse_state
 
 _VERSION = 1
 # The fields of a state that decide the order of samples, and the reason why it depends on them.
@@ -65,23 +65,16 @@ class ElasticStream(paddle.io.IterableDataset):  # type: ignore[misc]
         Raises:
             ValidationError: An argument is invalid.
         """
-        if num_replicas is None or rank is None:
-            known = data_ranks()
-            num_replicas = known[0] if num_replicas is None else num_replicas
-            rank = known[1] if rank is None else rank
+        num_replicas, rank = data_ranks(num_replicas, rank)
         self.splits = _checked("splits", splits, 1, 2**20)
         self.num_replicas = _checked("num_replicas", num_replicas, 1, 2**31)
         self.rank = _checked("rank", rank, 0, self.num_replicas - 1)
         if self.splits % self.num_replicas:
-            fitting = [str(each) for each in range(1, self.splits + 1) if self.splits % each == 0]
+            fitting = ", ".join(str(each) for each in range(1, self.splits + 1) if self.splits % each == 0)
             raise ValidationError(
-                Problem(
-                    f"{self.splits} splits cannot be divided evenly among the ranks that divide a batch",
-                    expected=f"{', '.join(fitting)} ranks (data parallelism times sharding)",
-                    got=f"{self.num_replicas}",
-                    code="FC101",
-                    remedy="use one of these numbers of ranks; a new run may have another number of splits",
-                )
+                f"{self.splits} splits cannot be divided evenly among the ranks that share a batch; expected {fitting} "
+                f"ranks (data parallelism times sharding); got {self.num_replicas}. Remedy (FC101): use one of these "
+                "numbers of ranks; a new run may have another number of splits"
             )
         self.name, self.position = str(name), 0
         self._make = make
@@ -171,26 +164,18 @@ class ElasticStream(paddle.io.IterableDataset):  # type: ignore[misc]
             if split not in self._opened:
                 self._opened[split] = self._open(split)
         states = {split: self._opened[split][0].state_dict() for split in self.own_splits}
-        return {"version": _VERSION, "position": self.position, **self._order_of_all(), "states": states}
+        return {"version": _VERSION, "position": self.position, **self._own(), "states": states}
 
-    def _order_of_all(self) -> dict[str, Any]:
+    def _own(self) -> dict[str, Any]:
         return {"splits": self.splits, "name": self.name}
 
     def refuse(self, state: Mapping[str, Any]) -> str | None:
         """Return why a state does not belong to this stream; None if it does."""
-        own = self._order_of_all()
-        fields = {"version", "position", *own, "states"}
-        if not isinstance(state, Mapping) or {*state} != fields or state["version"] != _VERSION:
-            return f"this is no state of an ElasticStream: {str(state)[:200]}"
-        problems = [
-            f"{why}: {name} was {state[name]!r} when it was saved, and is {own[name]!r} here"
-            for name, why in _ORDER.items()
-            if state[name] != own[name]
-        ]
-        missing = [str(split) for split in self.own_splits if split not in state["states"]]
-        if missing and not problems:
-            problems = [f"the states of splits {', '.join(missing)} are not there"]
-        return "; ".join(problems) or None
+        why = refuse_state("ElasticStream", state, self._own(), _ORDER, "states")
+        if why is None and any(split not in state["states"] for split in self.own_splits):
+            missing = ", ".join(str(split) for split in self.own_splits if split not in state["states"])
+            return f"the states of splits {missing} are not there"
+        return why
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of a state, which may be that of a run with other ranks and batches.

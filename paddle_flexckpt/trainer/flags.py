@@ -293,19 +293,17 @@ def _contradictions(args: Any, save: bool, load: bool) -> list[str]:
 
 def _contradictions_of_position(args: Any, is_ours: bool) -> list[str]:
     """Return the problems of ``--flex_data_position`` with these arguments."""
-    found = []
-    if not is_ours:
-        found.append(
-            f"--flex_data_position: no checkpoint has a position. Remedy (FC905): give --save_checkpoint_format {FLEX} "
-            f"and --load_checkpoint_format {FLEX} as well"
-        )
-    for name in ("enable_auto_parallel", "distributed_dataloader"):
-        if getattr(args, name, False):
-            found.append(
-                f"--flex_data_position and --{name} are two ways of dealing out the samples. Remedy (FC905): leave one "
-                "of the two out"
-            )
-    return found
+    found = [
+        f"--flex_data_position and --{name} are two ways of dealing out the samples. Remedy (FC905): leave one of the "
+        "two out"
+        for name in ("enable_auto_parallel", "distributed_dataloader")
+        if getattr(args, name, False)
+    ]
+    nowhere = (
+        f"--flex_data_position: no checkpoint has a position. Remedy (FC905): give --save_checkpoint_format {FLEX} and "
+        f"--load_checkpoint_format {FLEX} as well"
+    )
+    return found if is_ours else [nowhere, *found]
 
 
 def _contradictions_of_semi_auto(args: Any, flag: str) -> list[tuple[bool, str]]:

@@ -25,15 +25,8 @@ _installed: dict[str, Undo] = {}
 # The trainer of --enable_auto_parallel.
 _SEMI_AUTOMATIC = "AutoTrainer"
 # Methods that some versions of a library lack, or that only its semi-automatic trainer has.
-_OPTIONAL = frozenset(
-    {
-        "_get_train_sampler",
-        "_load_best_model_from_peft_checkpoint",
-        "_wrap_for_auto",
-        "_wrap_for_dist_loader",
-        "get_train_dataloader",
-    }
-)
+_OPTIONAL = frozenset({"_load_best_model_from_peft_checkpoint", "_wrap_for_auto", "_wrap_for_dist_loader"})
+_OPTIONAL |= {"_get_train_sampler", "get_train_dataloader"}
 
 
 def install(library: str = "paddlenlp") -> None:

@@ -335,7 +335,7 @@ def count_samples(trainer: Any, flex: TrainerCheckpointer) -> Iterator[None]:
             flex.sampler.advance()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            state.epoch = flex.sampler.passes
+            state.epoch = flex.sampler.position / len(trainer.train_dataset)
 
     count, callbacks = Count(), trainer.callback_handler.callbacks
     callbacks.insert(0, count)

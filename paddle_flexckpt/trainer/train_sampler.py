@@ -34,29 +34,21 @@ class TrainSampler(ElasticBatchSampler):
         super().__init__(trainer.train_dataset, args.per_device_train_batch_size, *ranks, shuffle, seed=args.seed)
         self._trainer = trainer
 
-    @property
-    def _steps(self) -> int:
-        """Return the steps of an epoch of the trainer."""
-        return -(-self._length // (self.global_batch_size * self._micro_steps))
-
-    @property
-    def _micro_steps(self) -> int:
-        return int(self._trainer.args.gradient_accumulation_steps)
+    def _epoch(self) -> tuple[int, int]:
+        """Return the steps of an epoch of the trainer, and the batches of a step."""
+        batches = int(self._trainer.args.gradient_accumulation_steps)
+        return -(-self._length // (self.global_batch_size * batches)), batches
 
     def __len__(self) -> int:
         """Return the number of batches of an epoch of the trainer, wherever the position is."""
-        return self._steps * self._micro_steps
+        steps, batches = self._epoch()
+        return steps * batches
 
     def __iter__(self) -> Iterator[list[int]]:
         """Return the batches of the steps that the trainer has left of its epoch."""
         self._is_unfollowed = True
-        done = self._trainer.state.global_step % self._steps
-        return self._draw(self.position, (self._steps - done) * self._micro_steps)
-
-    @property
-    def passes(self) -> float:
-        """Return how many times the data was taken."""
-        return self.position / self._length
+        steps, batches = self._epoch()
+        return self._draw(self.position, (steps - self._trainer.state.global_step % steps) * batches)
 
 
 def sampler_of(loader: Any) -> TrainSampler:

@@ -183,7 +183,7 @@ def test_a_number_of_ranks_that_does_not_divide_the_splits_is_refused():
     ("options", "words"),
     [
         ({"splits": 24}, "the stream has another number of splits: splits was 12 when it was saved, and is 24 here"),
-        ({"name": "corpus 2"}, "the data has another name: name was 'corpus 1' when it was saved, and is 'corpus 2'"),
+        ({"name": "corpus 2"}, "the data has another name: name was corpus 1 when it was saved, and is corpus 2"),
     ],
 )
 def test_the_state_of_another_stream_is_refused(options, words):
