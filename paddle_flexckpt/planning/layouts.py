@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -124,12 +124,10 @@ class Layout(JobLayout):
                 problems.append(
                     Problem("tensor parallelism cuts along no axis", each.name, expected=axes, got=each.tp_axis)
                 )
-            if each.expert is not None and (each.expert[1] % strategy.ep or not 0 <= each.expert[0] < each.expert[1]):
-                expected = f"a number of experts that ep={strategy.ep} divides"
-                problems.append(
-                    Problem("experts cannot be spread evenly", each.name, expected=expected, got=each.expert)
-                )
-        problems += [] if problems else self._uneven()
+            if each.expert is not None and not 0 <= each.expert[0] < each.expert[1]:
+                expected = f"a number from 0 to {each.expert[1] - 1}"
+                problems.append(Problem("there is no such expert", each.name, expected=expected, got=each.expert[0]))
+        problems += [] if problems else [*self._uneven(), *self._uneven_experts()]
         if self._kind == "muon" and self._model.states and not any(each.lacks for each in self._model.tensors):
             remedy = "take the model of a checkpoint that Muon has trained (--model), or sharding=v2"
             problems.append(Problem("nothing says which parameters are Muon's matrices", code="FC704", remedy=remedy))
@@ -140,30 +138,32 @@ class Layout(JobLayout):
             raise ValidationError(problems, f"{strategy} does not fit the model")
 
     def _uneven(self) -> list[Problem | str]:
-        """Return why tensor parallelism does not cut all tensors evenly; the text names the first that it does not."""
+        """Return why tensor parallelism does not cut all tensors evenly."""
         degree = self.strategy.tp
         extents = [
             (each, each.shape[each.tp_axis])
             for each in self._model.tensors
             if each.tp_axis is not None and self._cuts(each)
         ]
-        uneven = [each for each, extent in extents if extent % degree]
-        if not uneven:
-            return []
-        common = math.gcd(*(extent for _, extent in extents))
-        fit = [str(each) for each in range(1, common + 1) if common % each == 0]
-        first, others = uneven[0], len(uneven) - 1
-        more = f", and {others} more tensor{'s' * (others > 1)}" if others else ""
-        return [
-            Problem(
-                "tensor parallelism cannot cut a tensor evenly",
-                first.name,
-                expected=f"a multiple of tp={degree} along axis {first.tp_axis}",
-                got=f"shape {list(first.shape)}{more}",
-                code="FC704",
-                remedy=f"tp can be {listed(fit, _DEGREES)}",
-            )
-        ]
+        return _undivided(
+            "tensor parallelism cannot cut a tensor evenly",
+            extents,
+            ("tp", degree),
+            lambda first: (f"a multiple of tp={degree} along axis {first.tp_axis}", f"shape {list(first.shape)}"),
+        )
+
+    def _uneven_experts(self) -> list[Problem | str]:
+        """Return why experts cannot be spread evenly."""
+        degree, counts = self.strategy.ep, [(each, each.expert[1]) for each in self._model.tensors if each.expert]
+        return _undivided(
+            "experts cannot be spread evenly",
+            counts,
+            ("ep", degree),
+            lambda first: (
+                f"a number of experts that ep={degree} divides",
+                f"{first.expert[1] if first.expert else 0} experts",
+            ),
+        )
 
     def _mixed_experts(self, name: str) -> list[Problem | str]:
         """Return why experts cannot be spread over ranks that share an optimizer; the text names an expert."""
@@ -298,6 +298,32 @@ class Layout(JobLayout):
             is_box=lines.is_scalar | ((lines.state == 0) & ~sliced[row]),
             may_be_box=~sliced[row] & (is_matrix[row] | (self._kind not in ("v2", "muon"))),
         )
+
+
+def _undivided(
+    what: str,
+    extents: Sequence[tuple[ModelTensor, int]],
+    degree: tuple[str, int],
+    describe: Callable[[ModelTensor], tuple[str, str]],
+) -> list[Problem | str]:
+    """Return one problem if a degree does not divide some of the numbers; its remedy has the degrees that do.
+
+    Args:
+        what: The problem.
+        extents: Tensors and their numbers.
+        degree: The degree's name and the degree.
+        describe: Returns what was expected of the first tensor, and what it is.
+    """
+    name, number = degree
+    uneven = [each for each, extent in extents if extent % number]
+    if not uneven:
+        return []
+    common = math.gcd(*(extent for _, extent in extents))
+    fit = [str(each) for each in range(1, common + 1) if common % each == 0]
+    (expected, got), others = describe(uneven[0]), len(uneven) - 1
+    more = f", and {others} more tensor{'s' * (others > 1)}" if others else ""
+    remedy = f"{name} can be {listed(fit, _DEGREES)}"
+    return [Problem(what, uneven[0].name, expected=expected, got=got + more, code="FC704", remedy=remedy)]
 
 
 def _least_loaded(sizes: Sequence[int], ranks: int) -> np.ndarray:

@@ -137,6 +137,7 @@ def _names(catalog):
         ("tp=3", ModelTensor("w", (4, 6), tp_axis=0), r"'w'.*multiple of tp=3 along axis 0.*\[4, 6\]"),
         ("tp=2", ModelTensor("w", (4,), tp_axis=1), "cuts along no axis"),
         ("dp=3,ep=3", ModelTensor("w", (4,), expert=(0, 4)), "experts cannot be spread evenly"),
+        ("dp=2,ep=2", ModelTensor("w", (4,), expert=(4, 4)), "no such expert.*a number from 0 to 3; got 4"),
         ("sharding=v1:2,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "hold others.*'w'.*sharding=v2:2.*ep=dp:DEGREE"),
         ("sharding=stage2:2,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "as if they were one"),
         ("sharding=stage3:2,ep=2", ModelTensor("w", (4,), expert=(0, 4)), "as if they were one"),
@@ -152,16 +153,28 @@ def test_what_a_strategy_cannot_cut_is_refused(text, tensor, words):
 def test_a_degree_that_cuts_no_tensor_evenly_is_one_problem_with_the_degrees_that_fit():
     shapes = ((4, 8), (8, 6), (24, 16))
     model = Model(tuple(ModelTensor(f"w{row}", shape, tp_axis=0) for row, shape in enumerate(shapes)))
-    with provoked("planning/layouts.py", "tp can be ") as caught:
+    with provoked("planning/layouts.py", " can be ") as caught:
         Layout(model, parse_strategy("tp=3"))
     (problem,) = caught.value.problems
     assert (problem.key, problem.got, problem.code) == ("w0", "shape [4, 8], and 1 more tensor", "FC704")
     assert problem.remedy == "tp can be 1, 2, 4"
-    with provoked("planning/layouts.py", "tp can be ") as caught:
+    with provoked("planning/layouts.py", " can be ") as caught:
         Layout(model, parse_strategy("tp=5"))
     assert caught.value.problems[0].got == "shape [4, 8], and 2 more tensors"
     for degree in (1, 2, 4):
         assert Layout(model, parse_strategy(f"tp={degree}")).catalog(0).keys
+
+
+def test_a_degree_that_spreads_no_experts_evenly_is_one_problem_with_the_degrees_that_fit():
+    names = [f"layers.{layer}.experts.{n}.up" for layer in range(3) for n in range(6)]
+    model = Model(tuple(ModelTensor(name, (4,), expert=(int(name.split(".")[3]), 6)) for name in names))
+    with provoked("planning/layouts.py", " can be ") as caught:
+        Layout(model, parse_strategy("dp=4,ep=4"))
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.got, problem.code) == (names[0], "6 experts, and 17 more tensors", "FC704")
+    assert problem.remedy == "ep can be 1, 2, 3, 6"
+    for degree in (1, 2, 3, 6):
+        assert Layout(model, parse_strategy(f"dp={degree},ep={degree}")).catalog(0).keys
 
 
 def test_two_tensors_of_one_name_are_refused():
