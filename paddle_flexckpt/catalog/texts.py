@@ -49,6 +49,18 @@ def _escaped(character: str) -> str:
     return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
+def in_words_of(text: str, names: Mapping[str, str]) -> str:
+    """Return an error's text for another interface: with its names of functions, arguments and advice.
+
+    Args:
+        text: The text, in the words of the calls in Python.
+        names: The interface's words by those of the calls; the first ones are replaced first.
+    """
+    for name, other in names.items():
+        text = text.replace(name, other)
+    return text
+
+
 def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
     """Return the warning that replicas were read; by key, what was damaged and which file was read instead."""
     key, text = next(iter(replicas_used.items()))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from paddle_flexckpt.catalog import Problem, ValidationError
-from paddle_flexckpt.catalog.texts import printable
+from paddle_flexckpt.catalog.texts import in_words_of, printable
 from paddle_flexckpt.cli.common import (
     Outcome,
     add_aoa,
@@ -292,7 +292,7 @@ def _problem_lines(problems: list[Problem]) -> list[str]:
     for each in shown:
         keys = len(cut_off[each.file]) if each.what == TOO_SHORT else 0
         more = f" ({keys} tensor{'s' * (keys > 1)} not whole; --json lists all)" if keys else ""
-        lines.append(_as_flags(" ".join(str(each).split())) + more)
+        lines.append(in_words_of(" ".join(str(each).split()), _FLAGS) + more)
     return lines
 
 
@@ -310,7 +310,7 @@ def _repair(options: argparse.Namespace) -> Outcome:
     try:
         report = repair_manifest(options.source, options.unique_id, **chosen)
     except ValidationError as error:
-        raise ValidationError(_as_flags(str(error))) from error
+        raise ValidationError(in_words_of(str(error), _FLAGS)) from error
     return Outcome(report.summary(), int(bool(report.partial)))
 
 
@@ -326,13 +326,6 @@ def _repair_nodes(options: argparse.Namespace) -> Outcome:
         f"id {found.unique_id}: of {len(lines)} lost data files {len(found.rebuilt)} {done.replace('was', 'were')}"
     )
     return Outcome("\n".join([*lines, summary]), int(bool(found.reasons)))
-
-
-def _as_flags(text: str) -> str:
-    """Return an error's text with the command line's names of functions and arguments."""
-    for name, flag in _FLAGS.items():
-        text = text.replace(name, flag)
-    return text
 
 
 def _export(options: argparse.Namespace) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.texts import in_words_of
 from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator
@@ -34,6 +35,17 @@ from paddle_flexckpt.transfer.options import LoadOptions
 
 # Files that the libraries write beside their own formats: pickles of plain values.
 _SCHEDULER, _SCALER = "scheduler.pdparams", "scaler.pdparams"
+# Advice and arguments in errors of a load, and the flags for them.
+FLAGS = {
+    "leave the optimizer out, and give optimizer_states='ignore'": "give --ignore_load_lr_and_optim 1",
+    "leave the optimizer out": "give --ignore_load_lr_and_optim 1",
+    "optimizer_states='ignore'": "--flex_ignore_optimizer_states 1",
+    "master_weights='convert'": "--flex_convert_master_weights 1",
+    'master_weights="convert"': "--flex_convert_master_weights 1",
+    'dtype="cast"': "--flex_cast 1",
+    "strict='missing'": "--flex_strict missing",
+    "strict=False": "--flex_strict none",
+}
 
 
 @dataclass
@@ -71,7 +83,7 @@ def restore_from(
     foreign: list[tuple[str, Any, Any, str]] = []
     if everything:
         foreign, _ = comm.together(lambda: (_look_at_foreign(trainer, Path(path), options, data), b""), context)
-    load = load_state_dict(shards, path, comm, **_loading(trainer, everything, options))
+    load = _load(trainer, path, shards, everything, options, comm)
     missing, _ = comm.together(lambda: (_restore_foreign(foreign) if everything else {}, b""), context)
     return Restored(path, False, load, not_restored=missing)
 
@@ -97,7 +109,7 @@ def _restore_native(
             return None, b""
 
         comm.together(look, f"cannot resume from {path}")
-    load = load_state_dict(shards, inside, comm, **_loading(trainer, everything, options))
+    load = _load(trainer, inside, shards, everything, options, comm)
     if not everything:
         return Restored(path, True, load)
 
@@ -136,11 +148,16 @@ def _refuse(left_out: Mapping[str, str], options: TrainerOptions) -> None:
         )
 
 
-def _loading(trainer: Any, everything: bool, options: TrainerOptions) -> dict[str, Any]:
-    """Return the options of the load: with the optimizer, or of the model alone."""
+def _load(
+    trainer: Any, path: str, shards: dict[str, Any], everything: bool, options: TrainerOptions, comm: Communicator
+) -> LoadReport:
+    """Load the shards: with the optimizer, or of the model alone; errors name the trainer's flags."""
     alone = not everything or trainer.optimizer is None
     asked = replace(options.loading(), optimizer_states="ignore") if alone else options.loading()
-    return asked.keywords(LoadOptions)
+    try:
+        return load_state_dict(shards, path, comm, **asked.keywords(LoadOptions))
+    except ValidationError as error:
+        raise type(error)(in_words_of(str(error), FLAGS)) from error
 
 
 def dequant_transform(model: Any, path: str | os.PathLike[str], library: str) -> Any:

@@ -19,7 +19,9 @@ from paddle_flexckpt.tools.conversion import convert_checkpoint
 from paddle_flexckpt.trainer import options_of
 from paddle_flexckpt.trainer.contents import EMA_PREFIX, AverageState, model_shards
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, TrainerDirectories, choose_checkpoint
-from paddle_flexckpt.trainer.restoring import dequant_transform
+from paddle_flexckpt.trainer.flags import TrainerOptions
+from paddle_flexckpt.trainer.restoring import FLAGS as FLAGS_OF_LOADS
+from paddle_flexckpt.trainer.restoring import _load, dequant_transform
 from tests.remedies.following import Advice, provoked
 from tests.trainer.test_flags import FLEX, options
 
@@ -94,6 +96,52 @@ def test_a_flag_is_left_out_or_given(advice, wrong, right):
     asked = options_of(OfPaddleFleet(**right)) if fleet else options(**right)
     assert (asked.save, asked.load) == (True, True)
     assert asked.async_save == bool(right.get("flex_async_save"))
+
+
+WEIGHT, HALF = np.ones((2, 2), np.float32), np.ones((2, 2), ml_dtypes.bfloat16)
+STATES = {"w.moment1_0": WEIGHT, "w.moment2_0": WEIGHT}
+LOADS = [  # saved, loaded, the remedy, the options by which it loads
+    ({"w": WEIGHT}, {"w": WEIGHT, **STATES}, "load the model alone: give --ignore_load_lr_and_optim 1; ", None),
+    (
+        {"w": WEIGHT, "w.velocity_0": WEIGHT},
+        {"w": WEIGHT, **STATES},
+        "load the model alone: give --ignore_load_lr_and_optim 1; ",
+        None,
+    ),
+    (
+        {"w": WEIGHT, **STATES},
+        {"w": WEIGHT},
+        "give --flex_ignore_optimizer_states 1",
+        {"ignore_optimizer_states": True},
+    ),
+    ({"w": WEIGHT}, {"w": HALF}, "load with --flex_cast 1 to convert the values", {"cast": True}),
+    (
+        {"w": HALF},
+        {"w": HALF, "w.w_0": WEIGHT},
+        "load with --flex_convert_master_weights 1, by which",
+        {"convert_master_weights": True},
+    ),
+    ({"w": WEIGHT}, {"w": WEIGHT, "v": WEIGHT}, "or load with --flex_strict none to leave", {"strict": False}),
+]
+
+
+@pytest.mark.parametrize(("saved", "wanted", "remedy", "follows"), LOADS)
+def test_errors_of_a_load_name_the_trainers_flags(tmp_path, saved, wanted, remedy, follows):
+    """``follows``: the options that the flags set; None: the model alone is loaded."""
+    comm, trainer = communicator_for(None), SimpleNamespace(optimizer=object())
+    fc.save_state_dict(saved, tmp_path)
+    with pytest.raises(fc.ValidationError) as caught:
+        _load(trainer, str(tmp_path), wanted, True, TrainerOptions(), comm)
+    assert remedy in str(caught.value)
+    shards = wanted if follows is not None else {"w": np.zeros_like(WEIGHT)}
+    _load(trainer, str(tmp_path), shards, follows is not None, TrainerOptions(**(follows or {})), comm)
+    assert (shards["w"] == saved["w"].astype(np.float32)).all()
+
+
+def test_the_words_for_which_there_are_flags_are_those_of_errors():
+    package = Path(fc.__file__).parent
+    texts = "".join(path.read_text(encoding="utf-8") for path in package.glob("transfer/*.py"))
+    assert [words for words in FLAGS_OF_LOADS if words not in texts] == []
 
 
 def test_a_checkpoint_that_is_not_complete(tmp_path):

@@ -261,8 +261,10 @@ def test_optimizer_and_schedule_can_be_left_out(whole, tmp_path):
     assert differences(found, {name: full[name] for name in found}) == []
     resumed = Run(tmp_path / "model", resume=str(directory / "checkpoint-3"), ignore_load_lr_and_optim=True)
     assert sorted(resumed.losses) == [1, 2, 3, 4, 5, 6], "it starts anew, from the weights of step 3"
-    with pytest.raises(ValidationError, match="the source has no optimizer states"):
+    with pytest.raises(ValidationError, match="the source has no optimizer states") as caught:
         Run(tmp_path / "error", resume=str(tmp_path / "without/checkpoint-3"))
+    assert "Remedy (FC204): load the model alone: give --ignore_load_lr_and_optim 1; " in str(caught.value)
+    Run(tmp_path / "alone", resume=str(tmp_path / "without/checkpoint-3"), ignore_load_lr_and_optim=True)
 
 
 def test_lora_saves_what_it_trains(tmp_path):
