@@ -115,6 +115,7 @@ class SaveReport(Report):
         rank_bytes: ``bytes_written`` of all ranks, in the order of the group.
         rank_seconds: Seconds of all ranks in the same order, by phase: ``plan`` and ``write``, without the time of
             waiting for others; for an asynchronous save ``stage`` in place of ``write``.
+        replaced: Whether the id had a checkpoint, which this one replaces.
     """
 
     path: str
@@ -130,13 +131,15 @@ class SaveReport(Report):
     warnings: list[str] = field(default_factory=list)
     rank_bytes: list[int] = field(default_factory=list)
     rank_seconds: dict[str, list[float]] = field(default_factory=dict)
+    replaced: bool = False
 
     def summary(self) -> str:
         """Return one line for people."""
         blocked = f", training stood still for {self.seconds['blocked']:.2f} s" if "blocked" in self.seconds else ""
+        replaced = ", which replaces an earlier checkpoint" if self.replaced else ""
         return (
-            f"saved {_tensors(self.keys)} to {self.path} (id {self.unique_id}): {format_bytes(self.total_bytes)} of "
-            f"{format_bytes(self.held_bytes)} held, {self.items} items, imbalance {self.imbalance:.2f}, "
+            f"saved {_tensors(self.keys)} to {self.path} (id {self.unique_id}{replaced}): "
+            f"{format_bytes(self.total_bytes)} of {format_bytes(self.held_bytes)} held, {self.items} items, imbalance {self.imbalance:.2f}, "
             f"{_speed(self.total_bytes, self.seconds)}{blocked}{_of_one_rank(self.replicas)}"
         )
 
@@ -224,7 +227,7 @@ class LoadReport(Report):
         what = "resharded" if self.source == "memory" else "loaded"
         origin = "in memory" if self.source == "memory" else f"from {self.source} (id {self.unique_id})"
         text = (
-            f"{what} {_tensors(self.keys)} {origin}: {format_bytes(self.total_bytes)} on all ranks, "
+            f"{what} {_tensors(self.keys)} on this rank {origin}: {format_bytes(self.total_bytes)} on all ranks, "
             f"{_speed(self.total_bytes, self.seconds)}"
         )
         for name, count in (

@@ -95,6 +95,9 @@ def save(
         fc.save("run/last", model=model, optimizer=optimizer, lr_scheduler=scheduler, step=step)
         step = fc.load("run/last", model=model, optimizer=optimizer, lr_scheduler=scheduler).step
 
+    Each call takes the next free id, and older checkpoints stay. With ``unique_id=`` a checkpoint of that id is
+    replaced once the new one is complete, and the report says so (``replaced``); ``overwrite=False`` refuses it.
+
     The model's and the optimizer's ``sharded_state_dict()`` give the shards, as in :meth:`CheckpointManager.save`,
     which is the call for a run with many checkpoints. :func:`save_state_dict` saves shards that you describe yourself.
     With a model, ``install()`` is in effect from then on.

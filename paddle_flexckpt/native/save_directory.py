@@ -140,7 +140,8 @@ class SaveDirectory(CheckpointDirectory):
                 replaced.
         """
         names = self.backend.names() if names is None else names
-        save = SaveNames(self.choose_id(unique_id, names, overwrite), new_token(names))
+        chosen = self.choose_id(unique_id, names, overwrite)
+        save = SaveNames(chosen, new_token(names), f"{chosen}.manifest" in names)
         self.mark_save(save, world_size)
         return save
 

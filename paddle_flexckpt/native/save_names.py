@@ -55,10 +55,12 @@ class SaveNames:
     Attributes:
         unique_id: The checkpoint's id.
         token: 32 hexadecimal digits that no other save has. The first 8 are the save's number in its directory.
+        replaces: Whether its id had a checkpoint when the save began.
     """
 
     unique_id: int
     token: str
+    replaces: bool = False
 
     def data_file(self, rank: int) -> str:
         """Return the name of a rank's data file."""

@@ -181,7 +181,8 @@ def find_nodes(
         published = _newest(comm, open_directory(), comm.position in committers, context)
     nodes = [tuple(p for p in range(comm.size) if seen[p]["committer"] == committer) for committer in committers]
     layout = NodeLayout(tuple(nodes), tuple(node_names), options.node_copies, options.parity)
-    names = SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen))
+    replaces = [chosen, True] in [save[::2] for save in saves]
+    names = SaveNames(chosen, max(save[1] for save in saves if save[0] == chosen), replaces)
     commit = NodeCommit(comm, open_directory(), names, layout, context)
     return NodeSave(comm, commit, locks, published, aborted)
 

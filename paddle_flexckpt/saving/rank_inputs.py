@@ -25,7 +25,7 @@ from paddle_flexckpt.transfer.agreement import BRIEF_SAVE
 from paddle_flexckpt.transfer.plan_cache import encode_short, fingerprint
 
 # A rank's part of a short message: a digest of its directory's place, and the names of the save, if it knows them.
-_SHORT = struct.Struct("<8sQ16s")
+_SHORT = struct.Struct("<8sQ16s?")
 _NO_NAMES = SaveNames(0, bytes(16).hex())
 
 
@@ -90,11 +90,11 @@ class RankInputs:
         if names.unique_id >= 1 << 64 or len(names.token) != len(_NO_NAMES.token):
             return b""
         place = xxhash.xxh3_64_digest(self._summary.place)
-        own = _SHORT.pack(place, names.unique_id, bytes.fromhex(names.token))
+        own = _SHORT.pack(place, names.unique_id, bytes.fromhex(names.token), names.replaces)
         return encode_short(BRIEF_SAVE, fingerprint((plan, self._head)), own)
 
 
 def decode_short(payload: bytes) -> tuple[bytes, SaveNames]:
     """Return a digest of the place of a rank's directory and the save's names, from its part of a short message."""
-    place, unique_id, token = _SHORT.unpack(payload)
-    return place, SaveNames(unique_id, token.hex())
+    place, unique_id, token, replaces = _SHORT.unpack(payload)
+    return place, SaveNames(unique_id, token.hex(), replaces)

@@ -359,6 +359,7 @@ class Save:
             SaveReport,
             path=destination.directory.path,
             unique_id=destination.names.unique_id,
+            replaced=destination.names.replaces,
             replicas=replica_texts,
             **report_fields(reports, plan, "stage" if options.async_save else "write"),
         )

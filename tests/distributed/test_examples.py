@@ -264,7 +264,7 @@ def test_progress_reports_and_observers(capsys, monkeypatch):
     execute(code_block("docs/telemetry.md", "def show(progress)"), state=state)
     assert capsys.readouterr().out.splitlines()[-1] == "read 16 of 16 bytes"
     execute(code_block("docs/telemetry.md", "report.to_json()"), state=state)
-    assert capsys.readouterr().out.startswith("loaded 1 tensor from checkpoints")
+    assert capsys.readouterr().out.startswith("loaded 1 tensor on this rank from checkpoints")
     page = code_block("docs/telemetry.md", "PrometheusObserver()")
     docstring = docstring_block("paddle_flexckpt/observers.py", "PrometheusObserver()")
     writers = []

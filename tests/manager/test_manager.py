@@ -88,7 +88,7 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path, installed):
     assert report.extra.not_restored == {}
     assert report.load.keys == len(other.model.sharded_state_dict()) + 8
     assert json.loads(json.dumps(report.as_dict()))["load"]["keys"] == report.load.keys
-    assert report.summary().startswith("restored step 3: loaded 10 tensors from ")
+    assert report.summary().startswith("restored step 3: loaded 10 tensors on this rank from ")
 
 
 def test_what_is_not_restored_is_said(tmp_path, installed):

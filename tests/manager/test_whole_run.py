@@ -184,6 +184,24 @@ def test_several_ids_and_a_save_in_the_background(tmp_path):
         assert target["w"].tolist() == [value] * 3
 
 
+def test_a_checkpoint_that_is_replaced_is_reported_on_all_ranks(tmp_path):
+    """Also where the plan of the save is cached."""
+
+    def work(comm):
+        reports = []
+        for number, unique_id in enumerate([0, 0, 0, None]):
+            state = {"w": np.full(3, number, np.float32)}
+            reports.append(fc.save(tmp_path, state=state, process_group=comm, rng=False, unique_id=unique_id))
+        return [(each.unique_id, each.replaced, "which replaces" in each.summary()) for each in reports]
+
+    expected = [(0, False, False), (0, True, True), (0, True, True), (1, False, False)]
+    assert SimulatedWorld(2).run_all(work) == [expected] * 2
+    target = {"w": np.zeros(3, np.float32)}
+    fc.load(tmp_path, state=target, unique_id=0)
+    assert target["w"].tolist() == [2] * 3
+    assert fc.save(tmp_path, state=target, rng=False, unique_id=0, async_save=True).result(60).replaced
+
+
 def samples(position, ranks=1, batch=4, **options):
     sampler = fc.ElasticBatchSampler(range(50), batch, ranks, 0, shuffle=True, **options)
     sampler.position = position

@@ -48,6 +48,13 @@ def save(paths, version, **options):
     )
 
 
+def test_a_checkpoint_that_any_node_has_is_reported_as_replaced(tmp_path):
+    one, two, other = (tmp_path / name for name in ("one", "two", "other"))
+    for number, (paths, replaced) in enumerate([((one, two), False), ((other, two), True), ((other, one), True)]):
+        reports = save(paths, number, unique_id=0)
+        assert [each.replaced for each in reports] == [replaced] * 2
+
+
 def load(paths, ids=None, **options):
     """Reports of the ranks and the version that all of them were given, or errors; ``ids``: what each asks for."""
     size = len(paths)

@@ -422,7 +422,7 @@ def test_one_short_message_takes_the_place_of_gathering_and_planning(planned):
         for first, *later in of_rank:
             assert first[0] > 64
             for sizes in later:
-                assert sizes[0] == 59
+                assert sizes[0] == 60
                 assert len(sizes) == 3
                 assert sizes[2] == first[2]  # "committed"
         # "All wrote", with digests of replicas, by other ranks in each turn.
@@ -446,7 +446,7 @@ def test_a_change_on_one_rank_takes_one_collective_more(planned, changed):
         of_rank = SimulatedWorld(2).run(lambda comm: job(comm, directory))
     other = of_rank[1 - changed]
     assert [len(sizes) for sizes in of_rank] == [4, 4]
-    assert other[0] == 59
+    assert other[0] == 60
     assert other[1] > 500  # what it would have said first
     assert of_rank[changed][0] > 500
     assert of_rank[changed][1] == 1
@@ -638,7 +638,7 @@ def test_pairs_of_replicas_turn_with_each_save_by_a_kept_plan(planned, monkeypat
                         found = number
                         break
                 state["w"][element] = 0
-                assert sizes == [] or sizes[0] == 59
+                assert sizes == [] or sizes[0] == 60
                 taken.append(found)
         return taken
 
