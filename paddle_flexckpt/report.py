@@ -8,18 +8,15 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from paddle_flexckpt.catalog.texts import format_bytes
+from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog.texts import format_bytes, patterns
 
 if TYPE_CHECKING:
     from paddle_flexckpt.catalog import Problem
-
-# The most patterns of keys that a line shows, and the most keys whose patterns are counted: more would take too long.
-_PATTERNS, _KEYS = 3, 20_000
 
 
 def _tensors(count: int) -> str:
@@ -39,6 +36,12 @@ def _speed(count: int, seconds: Mapping[str, float]) -> str:
     """Return the time of a whole call, and the bytes per second."""
     total = seconds.get("total", 0.0)
     return f"{total:.2f} s, " + (f"{format_bytes(int(count / total))}/s" if total > 0 else "-")
+
+
+def copied_files(copied: Sequence[str], notes: Sequence[str]) -> str:
+    """Return the part of a summary about files beside the tensors, and the notes."""
+    text = f"; copied {listed(copied, 5)}" if copied else ""
+    return text + "".join(f"; note: {note}" for note in notes)
 
 
 class Report:
@@ -137,21 +140,12 @@ class SaveReport(Report):
         """Return one line for people."""
         blocked = f", training stood still for {self.seconds['blocked']:.2f} s" if "blocked" in self.seconds else ""
         replaced = ", which replaces an earlier checkpoint" if self.replaced else ""
+        sizes = f"{format_bytes(self.total_bytes)} of {format_bytes(self.held_bytes)} held"
         return (
-            f"saved {_tensors(self.keys)} to {self.path} (id {self.unique_id}{replaced}): "
-            f"{format_bytes(self.total_bytes)} of {format_bytes(self.held_bytes)} held, {self.items} items, imbalance {self.imbalance:.2f}, "
+            f"saved {_tensors(self.keys)} to {self.path} (id {self.unique_id}{replaced}): {sizes}, {self.items} items, "
+            f"imbalance {self.imbalance:.2f}, "
             f"{_speed(self.total_bytes, self.seconds)}{blocked}{_of_one_rank(self.replicas)}"
         )
-
-
-def _patterns(keys: Sequence[str]) -> str:
-    """Return the first patterns of keys, numbers as ``#``, with how many keys each stands for."""
-    if len(keys) > _KEYS:
-        return ""
-    counts = Counter(re.sub(r"\d+", "#", key) for key in keys)
-    shown = [pattern if count == 1 else f"{pattern} x {count}" for pattern, count in counts.most_common(_PATTERNS)]
-    more = [f"{len(counts) - _PATTERNS} more patterns"] if len(counts) > _PATTERNS else []
-    return f" ({', '.join([*shown, *more])})" if shown else ""
 
 
 @dataclass(frozen=True)
@@ -164,6 +158,8 @@ class LoadReport(Report):
         keys: Tensors filled on this rank.
         missing: Keys that this rank asked for and the source does not have; their targets are unchanged.
         unexpected: Keys that the source has and no rank asked for.
+        dropped: Those of them that are parameters in layers like those of loaded ones: of another number of layers or
+            experts, or a bias, as where the model was made otherwise than the saved one.
         aliases: Keys that were found under another name (tied parameters; names of Paddle's other worlds).
         cast: Keys whose values were cast, with the dtypes.
         masters: Master weights that started from their parameters, and parameters taken from their master weights.
@@ -220,6 +216,7 @@ class LoadReport(Report):
     replicas_used: dict[str, str] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
     partial: str = ""
+    dropped: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> str:
@@ -243,7 +240,7 @@ class LoadReport(Report):
             ("read from replicas on this rank, as copies of them are damaged", len(self.replicas_used)),
         ):
             if count:
-                text += f", {count} {name}{_patterns(getattr(self, name, ()))}"
+                text += f", {count} {name}{patterns(getattr(self, name, ()))}"
         text += _of_one_rank(self.replicas)
         text += f"; the checkpoint is partial: {self.partial}" if self.partial else ""
         if self.comm_method == "cooperative":
@@ -274,6 +271,8 @@ class ExportReport(Report):
         maybe_fused: Keys whose element order is unknown, as they may be fused (old and foreign checkpoints); they were
             written as they are.
         replicas_used: By key, the damage, and the file and rank whose replica was read instead.
+        copied: Names of the files beside the tensors that were copied, such as ``config.json`` and a tokenizer's.
+        notes: Files that were not copied, and why; what has to change in ``config.json``.
         seconds: Wall time by phase; ``total`` is all of it.
     """
 
@@ -291,6 +290,8 @@ class ExportReport(Report):
     peak_scratch_bytes: int
     maybe_fused: list[str] = field(default_factory=list)
     replicas_used: dict[str, str] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> str:
@@ -304,7 +305,8 @@ class ExportReport(Report):
             text += f", {self.left_out} states left out"
         if self.replicas_used:
             text += f", {len(self.replicas_used)} read from replicas, as copies of them are damaged"
-        return text + (f", nothing feeds {len(self.unfed)} keys such as {self.unfed[0]}" if self.unfed else "")
+        text += f", nothing feeds {len(self.unfed)} keys such as {self.unfed[0]}" if self.unfed else ""
+        return text + copied_files(self.copied, self.notes)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 # The most names among which a near one is looked for.
 MOST_COMPARED = 5000
+# The most patterns of keys that a line shows, and the most keys whose patterns are counted: more would take too long.
+_PATTERNS, _KEYS = 3, 20_000
 
 
 def format_bytes(count: int) -> str:
@@ -61,6 +65,16 @@ def in_words_of(text: str, names: Mapping[str, str]) -> str:
     return text
 
 
+def patterns(keys: Sequence[str]) -> str:
+    """Return the first patterns of keys, numbers as ``#``, with how many keys each stands for."""
+    if len(keys) > _KEYS:
+        return ""
+    counts = Counter(re.sub(r"\d+", "#", key) for key in keys)
+    shown = [pattern if count == 1 else f"{pattern} x {count}" for pattern, count in counts.most_common(_PATTERNS)]
+    more = [f"{len(counts) - _PATTERNS} more patterns"] if len(counts) > _PATTERNS else []
+    return f" ({', '.join([*shown, *more])})" if shown else ""
+
+
 def replica_warning(source: str, replicas_used: dict[str, str]) -> str:
     """Return the warning that replicas were read; by key, what was damaged and which file was read instead."""
     key, text = next(iter(replicas_used.items()))
@@ -79,6 +93,16 @@ def order_warning(source: str, keys: list[str]) -> str:
         "shards are: part by part, not in natural order. Remedy (FC207): load it once into parameters that are marked "
         "with a FusedAxis, under the strategy of its save, and save it again; or give AOA statements such as "
         f"'{keys[0]} -> {keys[0]}, fused_ffn'. These are: {', '.join(keys)}"
+    )
+
+
+def dropped_warning(source: str, dropped: Sequence[str]) -> str:
+    """Return the warning that the model lacks parameters in layers like its own, which the checkpoint has."""
+    return (
+        f"{source} has {len(dropped)} parameters in layers like those of the model that the model does not have"
+        f"{patterns(dropped)}: they are left out. Remedy (FC203): make the model as it was when it was saved (numbers "
+        "of layers and experts, biases), and load again; or, if it is meant so, say it with strict=False, and look at "
+        "the report's missing"
     )
 
 

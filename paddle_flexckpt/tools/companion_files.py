@@ -1,4 +1,4 @@
-"""Files beside a model's tensors, such as those of its tokenizer: which a conversion copies, and which it leaves.
+"""Files beside a model's tensors, such as its tokenizer's: which a conversion or an export copies, and which it leaves.
 
 Tested in tests/tools/test_companion_files.py.
 """
@@ -6,9 +6,10 @@ Tested in tests/tools/test_companion_files.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 import xxhash
 
@@ -18,7 +19,7 @@ from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.media.backend import Backend, publish
 from paddle_flexckpt.transfer.files import CONFIG_FILE
 
-# Names of files that a model is used with, whatever its tensors' format; config.json has a way of its own.
+# Names of files that a model is used with, whatever its tensors' format; a conversion reads config.json by itself.
 COPIED = (
     "generation_config.json",
     "*tokeni[sz]er*",
@@ -63,27 +64,40 @@ class Companions:
             yield f"left in the source, {reason}: {listed(names, 5)}"
 
 
-def find_companions(backend: Backend, tensor_files: Collection[str], all_files: bool) -> Companions:
+def find_companions(
+    backend: Backend, tensor_files: Collection[str], all_files: bool, more: Sequence[str] = ()
+) -> Companions:
     """Return the files beside a model's tensors.
 
     Args:
         backend: The directory of the source.
         tensor_files: Names of its files of tensors.
         all_files: Whether files that stay are listed as left: not where the directory has other things too.
+        more: Names of other files to copy.
     """
     found = Companions()
     for name in sorted(backend.names()):
-        if name in tensor_files or name == CONFIG_FILE or _OF_FORMAT.fullmatch(name):
+        if name not in more and (name in tensor_files or name == CONFIG_FILE or _OF_FORMAT.fullmatch(name)):
             continue
         if name.endswith(".py"):
             reason = _CODE
-        elif any(fnmatchcase(name, pattern) for pattern in COPIED):
+        elif any(fnmatchcase(name, pattern) for pattern in (*more, *COPIED)):
             reason = _read(backend, name, found.copied)
         else:
             reason = "as tensors do not need them"
         if reason and all_files:
             found.left[name] = reason
     return found
+
+
+def quantization_notes(settings: Mapping[str, Any], dequantizes: bool) -> list[str]:
+    """Return a note if a copied configuration says that weights are quantized, and statements dequantize them."""
+    if not dequantizes or not settings.get("quantization_config"):
+        return []
+    return [
+        f"{CONFIG_FILE} was copied as it is, and has a quantization_config; statements dequantize: take it out where "
+        "all weights are dequantized"
+    ]
 
 
 def _read(backend: Backend, name: str, copied: dict[str, str]) -> str:

@@ -23,7 +23,6 @@ from paddle_flexckpt.algebra import Box
 from paddle_flexckpt.aoa import AoaConfig, TensorInfo, TensorMapping
 from paddle_flexckpt.catalog import EXTRA_STATE, NATURAL, Catalog, Order, ValidationError, dtype_of, may_be_fused
 from paddle_flexckpt.catalog.dtypes import is_float
-from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.texts import format_bytes
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Backend, Location, publish
@@ -34,7 +33,7 @@ from paddle_flexckpt.observers import observed
 from paddle_flexckpt.optimizer_states import is_counter
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.progress import Meter
-from paddle_flexckpt.report import Report
+from paddle_flexckpt.report import Report, copied_files
 from paddle_flexckpt.tools.companion_files import find_companions
 from paddle_flexckpt.tools.conversion_content import Content, ConversionTarget, notes_of, read_config
 from paddle_flexckpt.tools.conversion_notes import ConversionNotes
@@ -179,9 +178,7 @@ class ConvertReport(Report):
             text += f"; {self.left_out} states left out"
         if self.cast:
             text += f"; {self.cast} tensors cast"
-        if self.copied:
-            text += f"; copied {listed(self.copied, 5)}"
-        return text + "".join(f"; note: {note}" for note in self.notes)
+        return text + copied_files(self.copied, self.notes)
 
 
 @takes(ConvertOptions, path=ALONE, output=ALONE)

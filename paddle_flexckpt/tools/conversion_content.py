@@ -36,6 +36,7 @@ from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.media.backend import Backend, publish
 from paddle_flexckpt.planning.meshes import Mesh
 from paddle_flexckpt.planning.strategy import Strategy
+from paddle_flexckpt.tools.companion_files import quantization_notes
 from paddle_flexckpt.tools.models import layout_for, model_of, tensor_degree
 from paddle_flexckpt.tools.tensor_files import group, write_arrays
 from paddle_flexckpt.tools.whole_tensors import TensorBox
@@ -313,13 +314,7 @@ def read_config(given: str | os.PathLike[str] | None, directory: SourceDirectory
 def notes_of(config: bytes | None, dtype: str | None, dequantizes: bool, content: Content) -> list[str]:
     """Return notes on differences between a configuration and the tensors."""
     known: dict[str, Any] = json.loads(config) if config is not None else {}
-    notes = [*_of_dtype(known, dtype), *_of_heads(known, content)]
-    if dequantizes and known.get("quantization_config"):
-        notes.append(
-            f"{CONFIG_FILE} was copied as it is, and has a quantization_config; statements dequantize: take it out "
-            "where all weights are dequantized"
-        )
-    return notes
+    return [*_of_dtype(known, dtype), *_of_heads(known, content), *quantization_notes(known, dequantizes)]
 
 
 def _of_dtype(known: dict[str, Any], dtype: str | None) -> Iterator[str]:

@@ -14,6 +14,7 @@ from paddle_flexckpt.media.opening import open_destination
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.observers import observed
 from paddle_flexckpt.report import ExportReport
+from paddle_flexckpt.tools.companion_files import find_companions, quantization_notes
 from paddle_flexckpt.tools.tensor_files import (
     INDEX_FILE,
     OutputDirectory,
@@ -23,6 +24,8 @@ from paddle_flexckpt.tools.tensor_files import (
     make_index,
 )
 from paddle_flexckpt.tools.whole_tensors import PartReader, WholeTensors, whole_parts
+from paddle_flexckpt.transfer.codes import Codes
+from paddle_flexckpt.transfer.files import CONFIG_FILE, read_settings
 from paddle_flexckpt.transfer.options import ALONE, ExportOptions, takes
 from paddle_flexckpt.transfer.targets import Targets
 
@@ -37,7 +40,8 @@ def export_safetensors(
 ) -> ExportReport:
     """Write a checkpoint as ``model.safetensors``, or as numbered files and ``model.safetensors.index.json``.
 
-    One process exports, without Paddle. It holds at most one tensor, or a band of 128 MiB of a larger one, and the
+    Files that a model is used with are copied too: ``config.json``, and those that a conversion copies. One process
+    exports, without Paddle. It holds at most one tensor, or a band of 128 MiB of a larger one, and the
     operands of one tile of a computed one. With AOA statements, the tensors that they make and those that they do not
     touch are written; untouched fused parameters get natural order.
 
@@ -64,6 +68,7 @@ def export_safetensors(
     out, directory = OutputDirectory(open_destination(output)), SourceDirectory(path)
     with LockedManifest(directory, asked.unique_id) as manifest:
         out.check_unused()
+        beside = find_companions(directory.backend, manifest.catalog.files, not directory.is_file, (CONFIG_FILE,))
         chosen = choose_tensors(manifest.catalog, asked.aoa_config, asked.start, asked.states)
         files = divide(chosen.infos, asked.max_file_bytes)
         parts = [whole_parts({chosen.keys[n]: chosen.infos[n] for n in file.names}, BAND_BYTES) for file in files]
@@ -75,11 +80,15 @@ def export_safetensors(
         with PartReader(directory.backend, manifest, asked, describe) as reader, out:
             planned = time.perf_counter()
             out.make()
+            for name in beside.copied:
+                out.publish(name, directory.backend.read(name))
             _write_files(out, files, [len(each) for each in parts], reader)
             out.backend.sync()
         done = reader.report()
         reader.warn()
     end = time.perf_counter()
+    settings = read_settings(directory) if CONFIG_FILE in beside.copied else {}
+    dequantizes = Codes(manifest.catalog, chosen.mapping).are_dequantized
     return ExportReport(
         source=directory.path,
         unique_id=manifest.unique_id,
@@ -89,6 +98,8 @@ def export_safetensors(
         left_out=chosen.left_out,
         unfed=sorted(chosen.mapping.unfed) if chosen.mapping is not None and asked.states else [],
         total_bytes=sum(file.data_bytes for file in files),
+        copied=[*beside.copied],
+        notes=[*quantization_notes(settings, dequantizes), *beside.notes()],
         seconds={"plan": planned - begin, "write": end - planned, "total": end - begin},
         **done,
     )

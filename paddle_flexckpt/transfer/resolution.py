@@ -9,6 +9,7 @@ Tested in tests/transfer/test_resolution.py, tests/transfer/test_unexpected.py a
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -210,6 +211,30 @@ def check_unexpected(
         if problems:
             raise ValidationError(problems, context)
     return unexpected
+
+
+def dropped_parameters(unexpected: Sequence[str], keys: Sequence[str], used: np.ndarray) -> list[str]:
+    """Return the keys, of unexpected ones, of parameters in layers like those of parameters that are used.
+
+    A key's layer is all before its last dot; layers whose paths differ in numbers alone are alike.
+
+    Args:
+        unexpected: Keys of the source that no rank uses.
+        keys: All keys of the source.
+        used: Whether a rank uses each.
+    """
+    everything = {*keys} if unexpected else set[str]()
+    dropped = [key for key in unexpected if not (is_state(key, everything) or is_counter(key))]
+    if not dropped:
+        return []
+    loaded = (keys[i] for i in np.flatnonzero(used).tolist())
+    layers = {_layer(key) for key in loaded if not is_state(key, everything)} - {""}
+    return [key for key in dropped if _layer(key) in layers]
+
+
+def _layer(key: str) -> str:
+    """Return the path of a key's layer, with ``#`` for each number."""
+    return re.sub(r"\d+", "#", key.rpartition(".")[0])
 
 
 def refuse_nothing(asked: int, unexpected: Sequence[str], context: str) -> None:

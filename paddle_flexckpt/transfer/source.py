@@ -161,6 +161,7 @@ class CachedLoad:
         plan: The rows to fill.
         reads: The plan of the source.
         unexpected: Keys of the source that no rank asks for.
+        dropped: Those of them that are parameters in layers like the loaded ones.
         whole: Whether the plan needs all shards of the source, where fewer are known at first.
     """
 
@@ -172,16 +173,18 @@ class CachedLoad:
     plan: FillPlan
     reads: CachedReads
     unexpected: list[str]
+    dropped: list[str]
     whole: bool
 
     @classmethod
     def of(
-        cls, plan_keys: Sequence[bytes], task: Task, reads: CachedReads, unexpected: list[str], whole: bool
+        cls, plan_keys: Sequence[bytes], task: Task, reads: CachedReads, left: tuple[list[str], list[str]], whole: bool
     ) -> CachedLoad:
-        """Return the cached plan of a task, given the plan's key on each rank."""
+        """Return the cached plan of a task, given the plan's key on each rank; ``left`` has two of the attributes."""
         resolution = task.resolution
         columns = resolution.others, resolution.filled, resolution.same_memory
-        return cls(fingerprint(plan_keys), *columns, task.mapping, task.plan, reads, [*unexpected], whole)
+        unexpected, dropped = map(list, left)
+        return cls(fingerprint(plan_keys), *columns, task.mapping, task.plan, reads, unexpected, dropped, whole)
 
     def task(self, targets: Targets) -> Task:
         """Return the task for these targets."""
@@ -193,7 +196,8 @@ class CachedLoad:
         """Return about how many bytes it takes."""
         plan, mapping = self.plan, self.mapping
         columns = plan.catalog.nbytes + plan.in_order.nbytes + self.reads.nbytes
-        entries = len(plan.catalog.keys) + len(self.others) + len(plan.tiles) + len(plan.kept) + len(self.unexpected)
+        entries = len(plan.catalog.keys) + len(self.others) + len(plan.tiles) + len(plan.kept)
+        entries += len(self.unexpected) + len(self.dropped)
         if mapping is not None:
             columns += mapping.maps.nbytes
             entries += len(mapping.tensors) + len(mapping.nodes) + sum(map(len, mapping.regions.values()))

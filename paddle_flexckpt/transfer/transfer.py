@@ -26,7 +26,7 @@ from paddle_flexckpt.transfer.options import TransferOptions
 from paddle_flexckpt.transfer.plan import plan_fill
 from paddle_flexckpt.transfer.plan_cache import PlanCache, encode_short, find_common_plan, fingerprint
 from paddle_flexckpt.transfer.powers import NOTHING, Facts
-from paddle_flexckpt.transfer.resolution import check_unexpected, refuse_nothing
+from paddle_flexckpt.transfer.resolution import check_unexpected, dropped_parameters, refuse_nothing
 from paddle_flexckpt.transfer.resolver import complete, resolve
 from paddle_flexckpt.transfer.source import CachedLoad, Source, Task, describe_load
 from paddle_flexckpt.transfer.targets import Targets
@@ -44,6 +44,7 @@ class Transfer:
 
     _task: Task
     _unexpected: list[str]
+    _dropped: list[str]
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Transfer:
         cached, answers = find_common_plan(comm, self._plans, self, context)
         if cached is not None:
             source.set_addresses(answers)
-            self._unexpected = [*cached.unexpected]
+            self._unexpected, self._dropped = [*cached.unexpected], [*cached.dropped]
             return self._task
         if self._gathers_targets:
             self._read_targets(answers)
@@ -113,10 +114,12 @@ class Transfer:
         # Unexpected keys may be an error.
         keys, is_used = source.gather_used(used)
         self._unexpected = check_unexpected(keys, is_used, self._task.mapping, self._options, context)
+        self._dropped = dropped_parameters(self._unexpected, keys, is_used)
         # The exchange between ranks; empty if each reads for itself.
         source.plan(self._task, of_source)
         if all(plan_keys):
-            load = CachedLoad.of(plan_keys, self._task, source.planned_reads(), self._unexpected, self._is_whole)
+            left = self._unexpected, self._dropped
+            load = CachedLoad.of(plan_keys, self._task, source.planned_reads(), left, self._is_whole)
             self._plans.put(self._plan_key, load)
         return self._task
 
@@ -139,6 +142,7 @@ class Transfer:
             unique_id=source.unique_id,
             partial=source.partial,
             unexpected=self._unexpected,
+            dropped=self._dropped,
             kept=kept,
             computed=task.keys_of(task.plan.computed),
             total_bytes=total_bytes,
