@@ -379,8 +379,8 @@ class CheckpointManager:
             if step not in ("latest", "best"):
                 check_step(step)
             objects = RunObjects(model, optimizer, lr_scheduler, scaler, state, data)
-            schedule, has_optimizer = objects.schedule(), optimizer is not None
-            targets = RestoreTargets(objects.shards(), schedule, scaler, asked.rng, has_optimizer, data)
+            schedule, given = objects.schedule(), (optimizer is not None, data, model is not None)
+            targets = RestoreTargets(objects.shards(), schedule, scaler, asked.rng, *given)
             head = asked.encode("restore", **objects.given())
             if self._comm.position != 0:
                 return targets, join((head, b"null"))

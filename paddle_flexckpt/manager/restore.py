@@ -19,6 +19,7 @@ from paddle_flexckpt.catalog import (
     UnreadableCheckpointError,
     ValidationError,
 )
+from paddle_flexckpt.catalog.texts import dropped_warning
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.manager.removal import UNIQUE_ID
@@ -134,6 +135,7 @@ class RestoreTargets:
     rng: bool
     has_optimizer: bool
     data: Any = None
+    has_model: bool = False
 
     def check_complete(
         self, state: Mapping[str, Any] | None, saved: Collection[str], options: RunOptions
@@ -293,6 +295,9 @@ def fill_run(
         extra, found = comm.together(restore_extra, context)
         if extra is None or any(found):
             raise ReplacedError(_replaced(context))
+    asks = targets.has_model and options.strict is not False and not manifest.foreign
+    if asks and load.dropped and comm.position == 0:
+        logger.warning(dropped_warning(load.source, load.dropped))
     return load, extra
 
 

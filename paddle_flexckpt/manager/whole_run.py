@@ -182,7 +182,7 @@ def load(
 
     def describe() -> tuple[tuple[RestoreTargets, SourceDirectory], bytes]:
         schedule, has_optimizer = objects.schedule(), optimizer is not None
-        targets = RestoreTargets(objects.shards(), schedule, scaler, asked.rng, has_optimizer, data)
+        targets = RestoreTargets(objects.shards(), schedule, scaler, asked.rng, has_optimizer, data, model is not None)
         directory = SourceDirectory(path)
         return (targets, directory), asked.encode("load", **objects.given())
 

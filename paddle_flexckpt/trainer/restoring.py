@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from paddle_flexckpt.catalog import ValidationError
-from paddle_flexckpt.catalog.texts import in_words_of
+from paddle_flexckpt.catalog.texts import dropped_warning, in_words_of
 from paddle_flexckpt.foreign.paddle_checkpoint import read_plain_file
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.ranks.communicator import Communicator
@@ -32,6 +33,8 @@ from paddle_flexckpt.trainer.contents import collect_shards
 from paddle_flexckpt.trainer.directories import SUBDIRECTORY, is_flex
 from paddle_flexckpt.trainer.flags import TrainerOptions
 from paddle_flexckpt.transfer.options import LoadOptions
+
+logger = logging.getLogger("paddle_flexckpt")
 
 # Files that the libraries write beside their own formats: pickles of plain values.
 _SCHEDULER, _SCALER = "scheduler.pdparams", "scaler.pdparams"
@@ -110,6 +113,8 @@ def _restore_native(
 
         comm.together(look, f"cannot resume from {path}")
     load = _load(trainer, inside, shards, everything, options, comm)
+    if load.dropped and options.strict is not False and comm.position == 0:
+        logger.warning(in_words_of(dropped_warning(inside, load.dropped), FLAGS))
     if not everything:
         return Restored(path, True, load)
 

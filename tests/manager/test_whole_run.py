@@ -11,7 +11,7 @@ import paddle_flexckpt as fc
 from paddle_flexckpt.manager.whole_run import RunReport
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.documents import docstring_block
-from tests.remedies.following import provoked
+from tests.remedies.following import advised, provoked
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +99,48 @@ def test_the_model_alone(tmp_path):
     report = fc.load(tmp_path, model=other.model, optimizer_states="ignore")
     assert sorted(report.extra.not_restored) == ["lr_scheduler"]
     assert (other.model[0].weight.numpy() == run.model[0].weight.numpy()).all()
+
+
+class Network(paddle.nn.Layer):
+    """Some layers, which may lack a bias, and perhaps a head."""
+
+    def __init__(self, layers, bias=None, head=True):
+        super().__init__()
+        self.layers = paddle.nn.LayerList([paddle.nn.Linear(4, 4, bias_attr=bias) for _ in range(layers)])
+        if head:
+            self.head = paddle.nn.Linear(4, 2)
+
+
+def test_parameters_of_the_models_layers_that_it_lacks_are_a_warning(tmp_path, caplog):
+    """Also where the plan of the load is cached; and not where a head is left out, or strict=False asks for nothing."""
+    saved = Network(3)
+    optimizer = paddle.optimizer.AdamW(parameters=saved.parameters())
+    fc.save(tmp_path / "run", model=saved, optimizer=optimizer)
+    with fc.CheckpointManager(tmp_path / "manager") as manager:
+        manager.save(1, model=saved, optimizer=optimizer)
+
+    def loaded(network, **options):
+        caplog.clear()
+        options = {"optimizer_states": "ignore", **options}
+        report = fc.load(tmp_path / "run", model=network, **options).load
+        again = fc.load(tmp_path / "run", model=network, **options).load
+        with fc.CheckpointManager(tmp_path / "manager") as manager:
+            restored = manager.restore(model=network, **options).load
+        assert report.dropped == again.dropped == restored.dropped
+        texts = [record.getMessage() for record in caplog.records if "in layers like" in record.getMessage()]
+        assert len(texts) in (0, 3)
+        return report.dropped, texts
+
+    dropped, texts = loaded(Network(2))
+    assert dropped == ["layers.2.bias", "layers.2.weight"]
+    assert "has 2 parameters in layers like those of the model that the model does not have (layers.#.bias" in texts[0]
+    advised("catalog/texts.py", "say it with strict=False, and look at the report's missing", texts[0])
+    advised("catalog/texts.py", "make the model as it was when it was saved", texts[0])
+    dropped, texts = loaded(Network(3, bias=False))
+    assert (dropped, len(texts)) == ([f"layers.{number}.bias" for number in range(3)], 3)
+    assert loaded(Network(2), strict=False) == (["layers.2.bias", "layers.2.weight"], [])
+    for whole in (Network(3), Network(3, head=False)):
+        assert loaded(whole) == ([], [])
 
 
 def test_a_checkpoint_without_extra_state(tmp_path):

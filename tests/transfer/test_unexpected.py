@@ -10,7 +10,7 @@ import pytest
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import CatalogBuilder, ValidationError
 from paddle_flexckpt.transfer.options import LoadOptions
-from paddle_flexckpt.transfer.resolution import check_unexpected
+from paddle_flexckpt.transfer.resolution import check_unexpected, dropped_parameters
 from tests.property.mappings import box_maps
 
 CONTEXT = "cannot load"
@@ -127,3 +127,28 @@ def test_many_keys_are_gone_through_a_few_times():
     with pytest.raises(ValidationError, match="no rank asks for 50 optimizer states"):
         check_unexpected(keys, np.arange(100) < 50, None, LoadOptions(), CONTEXT)
     assert keys.times < 5
+
+
+LAYERS = [
+    f"model.layers.{i}.{leaf}" for i in range(3) for leaf in ("up.weight", "up.bias", "experts.0.w", "experts.1.w")
+]
+
+
+@pytest.mark.parametrize(
+    ("left", "dropped"),
+    [
+        # Layers, experts and biases that the model does not have.
+        ([key for key in LAYERS if ".2." in key], [key for key in LAYERS if ".2." in key]),
+        ([key for key in LAYERS if "experts.1" in key], [key for key in LAYERS if "experts.1" in key]),
+        ([key for key in LAYERS if "bias" in key], [key for key in LAYERS if "bias" in key]),
+        # All of a kind; another model, a head and buffers beside; states, counters, and names without layers.
+        ([key for key in LAYERS if "experts" in key], []),
+        (["ema.layers.0.up.weight", "lm_head.weight", "model.layers.0.rope.inv_freq", "other"], []),
+        (["model.layers.0.up.weight.moment1_0", "model.layers.0.up.weight.w_0", "model.layers.0.up.position_ids"], []),
+        ([], []),
+    ],
+)
+def test_parameters_of_layers_like_the_loaded_ones_are_dropped(left, dropped):
+    keys = sorted({*LAYERS, *left, "model.norm.weight", "alone"})
+    used = np.asarray([key not in left for key in keys], dtype=bool)
+    assert dropped_parameters(sorted(left), keys, used) == sorted(dropped)
