@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from paddle_flexckpt.aoa.parser import Statement, Variable, parse, quoted, written
+from paddle_flexckpt.aoa.placeholders import for_each_key
 from paddle_flexckpt.aoa.statements import StatementError
 from paddle_flexckpt.optimizer_states import split_state
 
@@ -79,7 +80,8 @@ def expand_stars(statement: Statement, keys: Callable[[str, bool], Sequence[str]
         if not found:
             side = "source key or variable" if is_left else "destination key"
             raise StatementError(
-                f"no {side} matches {variable.name!r}. Remedy (FC601): correct the name", variable.column
+                f"no {side} matches {variable.name!r}. Remedy (FC601): correct the name{for_each_key(variable.name)}",
+                variable.column,
             )
         return [quoted(key) + ("^T" if variable.transposed else "") for key in found]
 

@@ -32,6 +32,8 @@ _OPERATORS: dict[str, Callable[[int, int], int]] = {
     "//": operator.floordiv,
     "%": operator.mod,
 }
+# A path, and a star or a placeholder in the place of all that follows.
+_ANYTHING = re.compile(r"((?:[^*$]+\.)?)(?:\*+|\$[A-Z][A-Z0-9_]*)")
 OFFSET = "LAYER_ID_OFFSET"
 T = TypeVar("T")
 
@@ -134,6 +136,18 @@ def _placeholder(found: re.Match[str], text: str, column: int) -> Placeholder:
     if any(symbol in ("//", "%") and number == 0 for symbol, number in terms):
         raise StatementError(f"{text!r}: division by zero in {found.group()!r}", column)
     return Placeholder(inner[1], terms)
+
+
+def for_each_key(name: str) -> str:
+    """Return advice if a name ends with a star or a placeholder, as if that stood for any text; "" otherwise."""
+    found = _ANYTHING.fullmatch(name)
+    if found is None:
+        return ""
+    each = f'"{found[1]}{{key}}" -> "{{key}}"' if found[1] else '"{key.removeprefix("PREFIX.")}" -> "{key}"'
+    return (
+        f"; '*' and $NAME stand for numbers alone: for all keys give [f'{each}' for key in state_dict], a statement "
+        "for each; the prefixes model., optimizer. and _layers. need none"
+    )
 
 
 # The runs of digits of names of one form, by those in some places.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from paddle_flexckpt.aoa.element_maps import TensorInfo
 from paddle_flexckpt.aoa.operations import Operations, Shape, Value, filled
 from paddle_flexckpt.aoa.parser import Statement
-from paddle_flexckpt.aoa.placeholders import KeyIndex, Template, parse_name
+from paddle_flexckpt.aoa.placeholders import KeyIndex, Template, for_each_key, parse_name
 from paddle_flexckpt.aoa.rule import (
     NOTHING,
     ExpandedError,
@@ -306,7 +306,7 @@ class Program:
                 side = "destination key" if by_target else "source key or variable"
                 raise StatementError(
                     f"no {side} matches {template.text!r}; there are, for example, {index.keys_like(template.text)}. "
-                    f"Remedy (FC601): correct the pattern{self._or_optional(rule.right)}"
+                    f"Remedy (FC601): correct the pattern{self._or_optional(rule.right)}{for_each_key(template.text)}"
                 )
         lacking = [name for name in rule.placeholders if found and name not in found[0]]
         if lacking:

@@ -148,7 +148,7 @@ def _add_export(commands: Any) -> None:
     parser = commands.add_parser(
         "export",
         help="write whole tensors as safetensors files",
-        description="Writes whole tensors as safetensors files. config.json, a tokenizer's files and the like are copied.",
+        description="Writes whole tensors as safetensors files. Copies config.json, a tokenizer's and such files.",
         epilog="example: flexckpt export run/step_00000100 out --prefix model",
     )
     parser.add_argument("source", metavar="CHECKPOINT", help="directory or URL of the checkpoint")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -189,6 +190,42 @@ SCENARIOS = [
         {"x": room(4, 6), "x.moment1_0": room(4, 6)},
     ),
 ]
+
+
+@pytest.mark.parametrize(
+    ("statement", "source", "target", "prefix"),
+    [
+        ("student.* -> *", "student.", "", "student."),
+        ("student.$NAME -> $NAME", "student.", "", "student."),
+        ("* -> teacher.*", "", "teacher.", "teacher."),
+        ("$ANY -> teacher.$ANY", "", "teacher.", "teacher."),
+    ],
+)
+def test_a_prefix_of_all_keys_is_taken_off_or_given_by_the_statements_of_the_error(
+    tmp_path, statement, source, target, prefix
+):
+    names = {"a.weight": A, "layers.0.w": B, "a.weight.moment1_0": A + 1}
+    fc.save_state_dict({f"{source}{key}": value for key, value in names.items()}, tmp_path)
+    state_dict = {f"{target}{key}": np.zeros_like(value) for key, value in names.items()}
+    with pytest.raises(fc.ValidationError) as caught:
+        fc.load_state_dict(state_dict, tmp_path, aoa_config=[statement])
+    assert "'*' and $NAME stand for numbers alone: for all keys give " in str(caught.value)
+    text = re.search(r"for all keys give (\[.*\]), a statement", str(caught.value))[1].replace("PREFIX.", prefix)
+    statements = eval(text, {"state_dict": state_dict})  # what the error says
+    fc.load_state_dict(state_dict, tmp_path, aoa_config=statements)
+    assert {key: value.tolist() for key, value in state_dict.items()} == {
+        f"{target}{key}": value.tolist() for key, value in names.items()
+    }
+
+
+def test_the_prefixes_of_paddles_own_state_dicts_need_no_statement(tmp_path):
+    fc.save_state_dict({"model.a.weight": A}, tmp_path)
+    with pytest.raises(fc.ValidationError) as caught:
+        fc.load_state_dict({"a.weight": A * 0}, tmp_path, aoa_config=["model.* -> *"])
+    assert "the prefixes model., optimizer. and _layers. need none" in str(caught.value)
+    target = {"a.weight": A * 0}
+    fc.load_state_dict(target, tmp_path)
+    assert (target["a.weight"] == A).all()
 
 
 @pytest.mark.parametrize("each", SCENARIOS, ids=lambda each: f"{each.advice.module}-{each.wrong}")
