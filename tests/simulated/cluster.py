@@ -135,7 +135,8 @@ class Job:
         if incarnation == self.incarnation and not self.is_done:
             are_up = [node.is_up for node in self.cluster.nodes]
             # Data of which there is no copy is out of reach while its node is down.
-            needs_all = self.cluster.scenario.storage == "per_node" and "copies" not in self.cluster.scenario.habits
+            habits = self.cluster.scenario.habits
+            needs_all = self.cluster.scenario.storage == "per_node" and not {"copies", "parity"} & {*habits}
             if not any(are_up) or (needs_all and not all(are_up)):
                 self.cluster.scheduler.after(60.0, lambda: self._start_again(incarnation))
                 return

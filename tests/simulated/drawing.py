@@ -91,9 +91,9 @@ def _with_lost_publisher(case: Case) -> Case:
 
 
 def _with_lost_disk(case: Case) -> Case:
-    """Have a node of some cases with copies lose its disk."""
+    """Have a node of some cases with copies or parity lose its disk."""
     scenario, choose = case.scenario, random.Random(f"losing {case.scenario.seed}")
-    if scenario.storage != "per_node" or "copies" not in scenario.habits or choose.random() > 0.4:
+    if scenario.storage != "per_node" or not {"copies", "parity"} & {*scenario.habits} or choose.random() > 0.4:
         return case
     begin, target = choose.uniform(0.0, scenario.seconds), f"node:{choose.randrange(scenario.nodes)}"
     moment = _moment(choose, ["manifest put in place", "manifest put in place", "removal", "data", "fsync", "reading"])
@@ -338,7 +338,7 @@ def _on_own_disks(scenario: Scenario) -> Scenario:
     if scenario.nodes == 1 or random.Random(f"disks {scenario.seed}").random() > 0.15:
         return scenario
     is_async = random.Random(f"writers {scenario.seed}").random() < 0.5
-    return replace(
+    scenario = replace(
         scenario,
         storage="per_node",
         is_async=is_async,
@@ -349,6 +349,12 @@ def _on_own_disks(scenario: Scenario) -> Scenario:
         world_sizes=tuple(max(size, scenario.nodes) for size in scenario.world_sizes),
         habits=draw_habits(scenario.seed, storage="per_node", is_async=is_async),
     )
+    if random.Random(f"parity {scenario.seed}").random() > 0.3:
+        return scenario
+    # As many ranks on each node.
+    sizes = tuple(-(-size // scenario.nodes) * scenario.nodes for size in scenario.world_sizes)
+    habits = tuple(sorted({*scenario.habits, "parity"} - {"copies"}))
+    return replace(scenario, world_sizes=sizes, habits=habits)
 
 
 def draw_fault(choose: random.Random, scenario: Scenario) -> Fault:

@@ -26,6 +26,7 @@ HABITS: dict[str, float] = {
     "large": 0.02,  # has a tensor of some MiB
     "pages": 0.1,  # writes a page beside each step
     "partitions": 0.15,  # has manifests in partitions
+    "parity": 0.0,  # protects the files of nodes by parity; drawing.py draws it, with what it needs
     "parts": 0.3,  # sends files in parts, to an object store
     "replicas": 0.1,  # saves every replica
     "reports": 0.1,  # writes a report beside each step
@@ -50,7 +51,7 @@ _ON_NODES = frozenset(("copies", "rising", "large", "partitions"))
 def draw_habits(seed: int, **scenario: Any) -> tuple[str, ...]:
     """Draw those of a scenario. They are drawn for themselves, so that new ones change nothing else."""
     choose = random.Random(f"habits {seed}")
-    drawn = [name for name, share in HABITS.items() if choose.random() < share]
+    drawn = [name for name, share in HABITS.items() if share and choose.random() < share]
     fits = [name for name in drawn if all(scenario[of] == value for of, value in _NEEDS.get(name, {}).items())]
     if scenario["storage"] == "per_node":
         fits = [name for name in fits if name in _ON_NODES]

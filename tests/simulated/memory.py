@@ -88,7 +88,7 @@ class MemoryLedger(Ledger):
         save.told[script.rank] = error
         if error is None:
             self._scheduler.note(f"is told that step {attempt.step} is in memory")
-            if not save.was_whole:
+            if not save.published:
                 self.violate("what was reported done is there", f"{attempt} was reported done, and is not in memory")
             failed = [each for each in save.told.values() if each is not None and not is_unknown(each)]
             if failed:
@@ -121,13 +121,14 @@ class MemoryLedger(Ledger):
             self._check_newest(script, found, since)
 
     def _check_newest(self, script: Script, found: Attempt | None, since: float) -> None:
-        """Check that no newer step, and no later save of it, is whole in memory of the job's nodes or on storage."""
+        """Check that no newer step is whole, in memory of the job's nodes or on storage; in memory, no later save."""
         if self.disturbed or self.troubled_until >= since or "best" in self._scenario.habits:
             return
-        saved = [known.attempt for known in self.committed.values()]
-        newest = max((*self._whole_in_memory(script), *saved), key=lambda each: (each.step, each.begun), default=None)
-        if newest is not None and (found is None or (newest.step, newest.begun) > (found.step, found.begun)):
-            self.violate("a restore takes the newest step", f"{newest} is whole; rank {script.rank} has {found}")
+        step, begun = (-1, 0.0) if found is None else (found.step, found.begun)
+        newer = [known.attempt for known in self.committed.values() if known.attempt.step > step]
+        newer += [each for each in self._whole_in_memory(script) if (each.step, each.begun) > (step, begun)]
+        if newer:
+            self.violate("a restore takes the newest step", f"{newer[0]} is whole; rank {script.rank} has {found}")
 
     def _whole_in_memory(self, script: Script) -> list[Attempt]:
         """Return the saves of the run that are whole on the nodes on which a job runs."""
@@ -261,12 +262,11 @@ class MemoryLedger(Ledger):
     # At the end.
 
     def check_memory_left(self, nodes: Iterable[str]) -> None:
-        """Check that the run has left nothing in memory: its last step is on storage."""
-        if self.disturbed:
-            return
-        for root in map(self._root_of, nodes):
+        """Check that the run has left nothing in memory, if storage has a step that is as new."""
+        for root in () if self.disturbed else map(self._root_of, nodes):
             left = [*self.below(root), *self.names(root)]
-            if left:
+            newest = max((int(name.partition("_")[2]) for name in self.below(root)), default=-1)
+            if left and newest <= (-1 if self.highest is None else self.highest):
                 self.violate("clean-up is complete", f"{root} still has {left}")
 
 

@@ -12,7 +12,7 @@ import contextlib
 import re
 from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paddle_flexckpt.background.pending import SaveHandle, raise_failures
 from paddle_flexckpt.background.writer import BackgroundWriter
@@ -22,6 +22,7 @@ from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media.lease import LEASE_FILE
 from paddle_flexckpt.saving.saver import save_state_dict
 from tests.simulated.invariants import Ledger, is_unknown
+from tests.simulated.parity import rebuild
 from tests.simulated.stored import Committed
 from tests.simulated.training import (
     PUBLISHED,
@@ -109,7 +110,7 @@ class NodeScript(Script):
                 async_save=background,
                 step=step,
                 storage="per_node",
-                node_copies=2 if "copies" in habits and len(self.job.on_nodes) > 1 else 1,
+                **self._protection(),
             )
         except LostRankError:
             ledger.reported(version, self, UNKNOWN)
@@ -123,6 +124,13 @@ class NodeScript(Script):
                 self._keep_handle(version, saved)
             else:
                 ledger.reported(version, self, None)
+
+    def _protection(self) -> dict[str, Any]:
+        """Return by what the data files of a node outlive it."""
+        nodes, habits = len(self.job.on_nodes), self.scenario.habits
+        if "parity" in habits and nodes > 1 and self.size % nodes == 0:
+            return {"parity": min(nodes, 2 + self.scenario.seed % 2)}
+        return {"node_copies": 2 if {"copies", "parity"} & {*habits} and nodes > 1 else 1}
 
     def _tell(self, version: int, error: str | None) -> None:
         self.ledger.reported(version, self, UNKNOWN if error is not None and PUBLISHED in error else error)
@@ -229,15 +237,16 @@ class NodeLedger(Ledger):
         for place, names in manifest.nodes.items():
             (where,) = (each for each in self.directories if f"({each.split('/')[1]}:" in place)
             for name in names:
-                data, size = self.read(f"{where}/{name}"), manifest.sizes[name]
+                data, size = self.read(f"{where}/{name}"), manifest.sizes.get(name)
                 if data is None and where in self.lost:
                     lost.append(where)
                     continue
-                if data is None or len(data) != size:
+                if data is None or len(data) != (len(data) if size is None else size):
                     return f"{name} has {None if data is None else len(data)} bytes on {place}, not {size}"
                 if content.setdefault(name, data) != data:
                     return f"{name} is another on {place}"
                 paths.append(f"{where}/{name}")
+        content = rebuild(manifest, content)
         missing = sorted({*manifest.catalog.files} - content.keys())
         if missing:
             return f"{missing[0]} is on no node"
@@ -314,6 +323,9 @@ class NodeLedger(Ledger):
                 found = self._examine_nodes(directory, name.partition(".")[0])
                 if isinstance(found, Committed):
                     kept.update(found.files)
+                    manifest = self._decode(directory, name)
+                    if not isinstance(manifest, str) and manifest.parity_files:  # it may have been rebuilt anywhere
+                        kept.update(f"{each}/{file}" for each in self.directories for file in manifest.catalog.files)
                 elif self.lost or len(self._tokens(name.partition(".")[0])) > 1:
                     # The other node's part may be gone, and its names may have been used again.
                     kept.update(self._named_here(directory, name))

@@ -90,6 +90,11 @@ def _removes_what_is_read(case: Case) -> bool:
     return case.scenario.readers > 0 and bool(case.scenario.keep) and case.scenario.storage == "shared"
 
 
+def _has_parity(case: Case) -> bool:
+    """Tell whether parity has to rebuild a file, and there is that of other saves."""
+    return {"parity", "rising"} <= {*case.scenario.habits} and _has("lose_disk")(case)
+
+
 def _saves_to_nodes(case: Case) -> bool:
     return case.scenario.storage == "per_node"
 
@@ -367,6 +372,33 @@ MISTAKES = {
             "a node publishes what it had prepared, though others have replaced that save since",
             {"native.node_directory:NodeDirectory.numbers": wrong.all_as_new},
             can_show=lambda case: _saves_to_nodes(case) and case.scenario.overwrites,
+        ),
+        Mistake(
+            "node-coordinator-first",
+            "the coordinator's writer publishes a save to nodes before the others have prepared it",
+            {"native.node_commit:NodeCommit._on_nodes": wrong.coordinators_writer_publishes_first},
+            can_show=lambda case: _saves_to_nodes(case) and case.scenario.is_async,
+        ),
+        Mistake(
+            "node-lost-coordinator",
+            "a writer that has lost the coordinator's removes its files, though its node has published them",
+            {"background.outcome:_end_after_loss": wrong.lost_coordinator_discards},
+            can_show=lambda case: _saves_to_nodes(case) and case.scenario.is_async,
+        ),
+        Mistake(
+            "parity-another-save",
+            "a lost file is rebuilt from parity of another save",
+            {"loading.rebuilding:exchange_files": wrong.parity_of_another_save},
+            can_show=_has_parity,
+        ),
+        Mistake(
+            "parity-believed",
+            "a file that was rebuilt from parity, of another save even, is not compared with the manifest",
+            {
+                "loading.rebuilding:exchange_files": wrong.parity_of_another_save,
+                "native.parity:write_rebuilt": wrong.rebuilt_is_believed,
+            },
+            can_show=_has_parity,
         ),
     )
 }

@@ -71,17 +71,20 @@ def test_undisturbed(storage, is_async) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("habits", [(), ("rising",), ("copies",), ("copies", "partitions", "rising")])
+@pytest.mark.parametrize("habits", [(), ("rising",), ("copies",), ("copies", "partitions", "rising"), ("parity",)])
 def test_nodes_with_disks_of_their_own(habits, is_async) -> None:
-    scenario = Scenario(5, (2, 3), nodes=2, storage="per_node", is_async=is_async, steps=3, habits=habits)
+    scenario = Scenario(
+        5, (2, 4 if "parity" in habits else 3), nodes=2, storage="per_node", is_async=is_async, steps=3, habits=habits
+    )
     cluster = Cluster(Case(scenario))
     outcome = cluster.run()
     assert not outcome.violations
-    assert (outcome.commits, outcome.restores) == (4, 3)
+    assert (outcome.commits, outcome.restores) == (4, scenario.world_sizes[1])
     names = cluster.world.names("/node1/run")
     assert len([name for name in names if name.endswith(".manifest")]) == (4 if "rising" in habits else 1)
     # What ranks of the other node wrote.
     assert any(name.startswith("0_") and name.endswith(".safetensors") for name in names) == ("copies" in habits)
+    assert any(name.endswith(".parity") for name in names) == ("parity" in habits)
 
 
 def test_a_file_of_a_node_that_goes_is_seen() -> None:
@@ -95,7 +98,7 @@ def test_a_file_of_a_node_that_goes_is_seen() -> None:
     assert cluster.run().violations[0].invariant == "a committed checkpoint is whole"
 
 
-@pytest.mark.parametrize("name", sorted(HABITS.keys() - {"copies", "rising"}))
+@pytest.mark.parametrize("name", sorted(HABITS.keys() - {"copies", "parity", "rising"}))
 def test_habits(name) -> None:
     storage, is_async = ("object" if name in ("gs", "parts") else "shared"), name in ("blocking", "waves")
     habits = ("large", name) if name == "waves" else (name,)
@@ -166,13 +169,12 @@ def test_the_loss_by_survivors_is_seen(seeds) -> None:
     assert all("1_0-1.safetensors has None bytes" in short(each.text) for each in found)
 
 
-@pytest.mark.parametrize("copies", [True, False])
-def test_a_disk_that_a_node_loses_costs_what_has_no_copy(copies) -> None:
-    habits = ("copies",) if copies else ()
+@pytest.mark.parametrize("habits", [("copies",), ("parity",), ()])
+def test_a_disk_that_a_node_loses_costs_what_has_no_copy(habits) -> None:
     scenario = Scenario(5, (3,), nodes=3, storage="per_node", steps=3, step_seconds=1000.0, grace=100.0, habits=habits)
     outcome = simulate(Case(scenario, (Fault("lose_disk", 2500.0, "node:1"),)))
     restored = {text for _, _, text in outcome.story if text.startswith("has restored step")}
-    if copies:
+    if habits:
         assert not outcome.violations
         assert restored == {"has restored step 2", "has restored step 3"}
     else:

@@ -11,7 +11,7 @@ from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Lock, SaveLock, write_file
 from paddle_flexckpt.media.lease import LEASE_FILE
-from paddle_flexckpt.native.save_names import save_of
+from paddle_flexckpt.native.save_names import rank_of, save_of
 from paddle_flexckpt.tools.step_record import StepRecord
 
 
@@ -402,3 +402,50 @@ def all_as_new(right: Any) -> Any:
         return [(unique_id, 0, token) for unique_id, _, token in right(self)]
 
     return numbers
+
+
+def coordinators_writer_publishes_first(right: Any) -> Any:
+    """Publish on the coordinator's node before the writers of the others have prepared."""
+
+    def on_nodes(self: Any, step: Any, context: str) -> None:
+        def prepare_and_publish() -> None:
+            step()
+            replaced = self.directory.publish_save(self.names, self._comm.rank)
+            if replaced is not None:
+                replaced.release()
+
+        leads = getattr(self._comm, "_leads", False) and step.__name__ == "prepare"
+        right(self, prepare_and_publish if leads else step, context)
+
+    return on_nodes
+
+
+def lost_coordinator_discards(right: Any) -> Any:
+    def end_after_loss(job: Any, directory: Any, save: Any, error: Any) -> Any:
+        save._is_removable = True
+        save.discard()
+        return right(job, directory, save, error)
+
+    return end_after_loss
+
+
+def parity_of_another_save(right: Any) -> Any:
+    def exchange(comm: Any, makings: Any, open_file: Any, context: str) -> None:
+        def open_any(name: str) -> Any:
+            names = open_file.__self__.names()
+            others = [each for each in names if each.endswith(".parity") and rank_of(each) == rank_of(name)]
+            return open_file(next((each for each in others if each != name and name in others), name))
+
+        right(comm, makings, open_any, context)
+
+    return exchange
+
+
+def rebuilt_is_believed(right: Any) -> Any:
+    @contextlib.contextmanager
+    def write(backend: Any, manifest: Any, name: str) -> Any:
+        with backend.create(name, "replace", manifest.sizes[name]) as file:
+            yield lambda part: file.write(memoryview(part))
+        backend.sync()
+
+    return write
