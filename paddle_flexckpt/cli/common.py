@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import shlex
 import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, overload
@@ -17,11 +18,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, overload
 from paddle_flexckpt.catalog import Catalog, ValidationError, without_extra_state
 from paddle_flexckpt.catalog.texts import format_bytes, printable
 from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.media.file_names import redacted
 from paddle_flexckpt.progress import Progress, ProgressCallback
 
 if TYPE_CHECKING:
     from paddle_flexckpt.aoa.statements import AoaConfig
+# A command in the text of an error.
+COMMAND = re.compile(r"\bflexckpt [a-z]+")
 _COLOUR = "green"
+
+
+def quoted(path: str) -> str:
+    """Return a path or URL as a word of a command line, without secrets."""
+    return shlex.quote(redacted(path) if "://" in path else path)
 
 
 class Outcome(NamedTuple):

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import shlex
 import sys
 from collections.abc import Sequence
 
 from paddle_flexckpt.catalog import AoaError, CheckpointError, CorruptCheckpointError, Problem, ValidationError
 from paddle_flexckpt.catalog.texts import printable_lines
-from paddle_flexckpt.cli.common import aoa_config, write_page
+from paddle_flexckpt.cli.common import COMMAND, aoa_config, quoted, write_page
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.media.file_names import redacted
 from paddle_flexckpt.planning import meshes, strategy
 from paddle_flexckpt.planning.near_strategies import near_strategies
 from paddle_flexckpt.planning.strategy import Strategy
@@ -24,7 +21,6 @@ from paddle_flexckpt.tools.models import read_strategy
 
 # Arguments that are checkpoints, and the options with their ids.
 _CHECKPOINTS = {"source": "unique_id", "first": "first_id", "second": "second_id", "root": ""}
-_COMMAND = re.compile(r"\bflexckpt [a-z]+")
 # The beginnings of errors about the text of a strategy: wrong usage, and their keys are no tensors.
 _STRATEGY = (strategy.CONTEXT, meshes.CONTEXT)
 
@@ -64,7 +60,7 @@ def _near(options: argparse.Namespace, error: Exception) -> list[Strategy]:
     if not isinstance(error, ValidationError) or getattr(options, "to", None) is None or options.aoa == "-":
         return []
 
-    from paddle_flexckpt.cli.rehearse import layout_from  # which imports this module
+    from paddle_flexckpt.cli.rehearse import layout_from
 
     def fits(text: str) -> bool:
         try:
@@ -90,17 +86,12 @@ def _line(words: Sequence[str], strategy: str = "") -> str:
             found[place] = f"--to={strategy}"
         elif strategy and place and found[place - 1] == "--to":
             found[place] = strategy
-    return " ".join(["flexckpt", *map(_quoted, found)])
-
-
-def keys_hint(source: str, text: str) -> list[str]:
-    """Return a line with the command that lists keys; none where the text of an error names a command."""
-    return [] if _COMMAND.search(text) else [f"see `flexckpt inspect {_quoted(source)}`"]
+    return " ".join(["flexckpt", *map(quoted, found)])
 
 
 def advise(options: argparse.Namespace, error: Exception) -> str:
     """Return the command that helps; empty where none does, or where the text names one."""
-    if _COMMAND.search(str(error)) or isinstance(error, OSError):
+    if COMMAND.search(str(error)) or isinstance(error, OSError):
         return ""
     if str(error).startswith(_STRATEGY):
         return f"flexckpt {options.command} --help"
@@ -110,15 +101,15 @@ def advise(options: argparse.Namespace, error: Exception) -> str:
     places = [(path, unique_id) for path, unique_id in found if path is not None]
     if isinstance(error, CorruptCheckpointError) and options.command != "verify":
         named = next((path for path, _ in places if path in str(error)), places[0][0] if places else None)
-        return f"flexckpt verify {_quoted(named)}" if named else ""
+        return f"flexckpt verify {quoted(named)}" if named else ""
     if not isinstance(error, ValidationError):
         return ""
     above = next((_above(path) for path, unique_id in places if not _is_checkpoint(path, unique_id)), None)
     if above and above != getattr(options, "root", None):
-        return f"flexckpt ls {_quoted(above)}"
+        return f"flexckpt ls {quoted(above)}"
     about_keys = isinstance(error, AoaError) or any(isinstance(each, Problem) and each.key for each in error.problems)
     if places and about_keys:
-        return f"flexckpt inspect {_quoted(places[0][0])}"
+        return f"flexckpt inspect {quoted(places[0][0])}"
     return f"flexckpt {options.command} --help"
 
 
@@ -142,7 +133,3 @@ def _above(path: str) -> str:
     while found and not os.path.isdir(found):
         found = os.path.dirname(found)
     return "" if found == os.sep else found or os.curdir
-
-
-def _quoted(path: str) -> str:
-    return shlex.quote(redacted(path) if "://" in path else path)

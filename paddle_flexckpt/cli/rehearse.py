@@ -15,6 +15,7 @@ from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks, printable
 from paddle_flexckpt.cli.common import (
+    COMMAND,
     Outcome,
     add_aoa,
     add_checkpoint,
@@ -23,6 +24,7 @@ from paddle_flexckpt.cli.common import (
     aoa_config,
     byte_count,
     parse_cut,
+    quoted,
     table,
     write_page,
 )
@@ -191,11 +193,7 @@ def _rehearse(options: argparse.Namespace) -> Outcome:
 
 def _hint(source: str, error: str) -> list[str]:
     """Return the command that helps where the job has an error."""
-    if not error:
-        return []
-    from paddle_flexckpt.cli.errors import keys_hint
-
-    return keys_hint(source, error)
+    return [] if not error or COMMAND.search(error) else [f"see `flexckpt inspect {quoted(source)}`"]
 
 
 def _speed(options: argparse.Namespace) -> tuple[float | None, float]:
