@@ -31,8 +31,8 @@ from paddle_flexckpt.native.save_names import SaveNames, parity_of, rank_of
 CHUNK_BYTES = 4 << 20
 _FORMAT = {"format": "flexckpt-parity", "version": 1}
 # A group of so many nodes, or fewer than twice as many, fits in a header of so many bytes.
-_MAX_PARITY = 256
-_MAX_HEADER_BYTES = 1 << 16
+_MAX_PARITY = 128
+_MAX_HEADER_BYTES = 1 << 15
 
 Write = Callable[[np.ndarray], None]
 
@@ -207,16 +207,18 @@ def write_rebuilt(backend: Backend, manifest: Manifest, name: str) -> Iterator[W
         CorruptCheckpointError: It is not what was saved: nothing has its name.
         OSError: The directory cannot be written to; the text says so.
     """
-    where, left = backend.where(name), [*_blocks_of(manifest, name)]
-    left.append((1, 0, "it is longer"))
-    left.reverse()
+    where, size, left = backend.where(name), manifest.sizes[name], [*_blocks_of(manifest, name)][::-1]
+    if sum(length for length, _, _ in left) != size:
+        raise CorruptCheckpointError(
+            f"{where} cannot be compared: its blocks in the manifest have not its {size} bytes"
+        )
     rest = np.empty(0, dtype=np.uint8)
 
     def write(part: np.ndarray) -> None:
         nonlocal rest
         rest = np.concatenate([rest, part])
         file.write(memoryview(part))
-        while left[-1][0] <= len(rest):
+        while left and left[-1][0] <= len(rest):
             length, expected, what = left.pop()
             if (got := hash_block(rest[:length])) != expected:
                 raise CorruptCheckpointError(
@@ -227,15 +229,16 @@ def write_rebuilt(backend: Backend, manifest: Manifest, name: str) -> Iterator[W
             rest = rest[length:]
 
     try:
-        with backend.create(name, "replace", manifest.sizes[name]) as file:
-            yield write
-        backend.sync()
+        output = backend.create(name, "replace", size)
     except OSError as error:
         raise OSError(
             error.errno,
             f"{where} is lost, and cannot be rebuilt there: {error.strerror}. Remedy (FC504): make the directory "
             "writable, or rebuild it by `flexckpt repair --nodes`",
         ) from error
+    with output as file:
+        yield write
+    backend.sync()
 
 
 def _blocks_of(manifest: Manifest, name: str) -> Iterator[tuple[int, int, str]]:

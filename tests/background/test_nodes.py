@@ -74,6 +74,19 @@ def test_writers_commit_on_all_nodes(nodes, ranks, copies):
         assert load([a, b])[1] == 2
 
 
+@pytest.mark.parametrize(("parity", "lost"), [(2, 0), (2, 1), (4, 2)])
+def test_writers_store_parity_from_which_a_lost_node_is_rebuilt(tmp_path, ranks, parity, lost):
+    writers, nodes = ranks(4), [str(tmp_path / name) for name in "abcd"[:parity]]
+    paths = sorted(nodes * (4 // parity))
+    for version in (1, 2):
+        outcomes(save(paths, version, writers, unique_id=0, parity=parity))
+    names = [name for path in nodes for name in short_names(path)]
+    assert sorted(name for name in names if name.endswith("parity")) == [f"{rank}_0-2.parity" for rank in range(4)]
+    assert not any("-1." in name for name in names)
+    shutil.rmtree(nodes[lost])
+    assert load(paths)[1] == 2
+
+
 def test_the_call_takes_as_many_collectives_as_finding_the_nodes_and_two(nodes, ranks):
     writers = ranks(2)
 

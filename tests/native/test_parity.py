@@ -30,8 +30,10 @@ from paddle_flexckpt.native.parity import (
 )
 from paddle_flexckpt.native.save_names import SaveNames, parity_of
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
+from tests.attacks.targets import Target, outcome
 from tests.native.samples import flip, items_of, whole
 
+WORDS = [b"", b"0", b"-1", b"9" * 30, b"[", b"]", b"{}", b"null", b'"', b"1e999", b"NaN", b"\xff", b"\0", b",", b"../"]
 TOKEN = "0000002a" + "0123456789abcdef01234567"
 NAMES = SaveNames(0, TOKEN)
 
@@ -133,7 +135,7 @@ def test_groups_have_all_nodes_and_are_even_and_not_too_small(count, k):
 
 @pytest.mark.parametrize("wrong", [1, 0, -2, True, "2", 2.0, 4, 1000])
 def test_parity_that_no_node_can_have_is_refused(wrong):
-    with pytest.raises(ValidationError, match="parity has to be None, or 2 to 256"):
+    with pytest.raises(ValidationError, match="parity has to be None, or 2 to 128"):
         check_parity(wrong, [[0], [1], [2]], ["a", "b", "c"])
 
 
@@ -175,6 +177,13 @@ def test_a_damaged_header_is_found_too(stored):
     flip(path / first, len(stripe.header(1)) + 20)
     with pytest.raises(CorruptCheckpointError, match="not what was saved: its header"):
         rebuild(path, manifest, stripe, 0)
+
+
+def test_a_manifest_that_does_not_describe_all_bytes_is_refused(stored):
+    path, manifest, stripe = stored
+    sizes = manifest.file_bytes + np.asarray([1, 0, 0])
+    with pytest.raises(CorruptCheckpointError, match="its blocks in the manifest have not its"):
+        rebuild(path, replace(manifest, file_bytes=sizes), stripe, 0)
 
 
 def header(**changes):
@@ -240,15 +249,46 @@ def test_another_header_is_refused(stored, change):
         b"\xff" * 8,
         (1 << 40).to_bytes(8, "little") + b"{}",
         (2).to_bytes(8, "little") + b"{}",
-        (60000).to_bytes(8, "little") + b"[" * 60000,
-        (100000).to_bytes(8, "little") + b" " * 100000,
+        (30000).to_bytes(8, "little") + b"[" * 30000,
+        (30002).to_bytes(8, "little") + b"[" + b"{}," * 10000 + b"]",
+        (40000).to_bytes(8, "little") + b" " * 40000,
     ],
 )
 def test_bytes_that_are_no_parity_file_are_refused(stored, data):
+    assert isinstance(hostile(stored, data), CorruptCheckpointError)
+
+
+def hostile(stored, data):
+    """The error that refuses these bytes, in bounded time and memory; None if they are accepted."""
     path, manifest, _ = stored
-    (path / NAMES.parity_file(1)).write_bytes(data)
-    with pytest.raises(CorruptCheckpointError):
-        read_stripe(open_backend(str(path)), NAMES.parity_file(1), manifest)
+    name = NAMES.parity_file(1)
+
+    def read(given: bytes) -> None:
+        (path / name).write_bytes(given)
+        read_stripe(open_backend(str(path)), name, manifest)
+
+    return outcome(Target("parity", read, list, ()), data)
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """As ``stored``, and the bytes of the second parity file."""
+    path = tmp_path_factory.mktemp("kept")
+    manifest = saved(path, [700, 90, 0, 333])
+    protect(path, stripe_of(manifest, range(4)))
+    return path, manifest, (path / NAMES.parity_file(1)).read_bytes()
+
+
+@given(data=st.data())
+def test_a_changed_header_is_refused_and_nothing_else_happens(kept, data):
+    _, manifest, whole = kept
+    stripe = stripe_of(manifest, range(4))
+    header = bytearray(whole[: len(stripe.header(1))])
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(header) - 1))
+        header[at : at + data.draw(st.integers(0, 2))] = data.draw(st.sampled_from(WORDS))
+    changed = bytes(header) + whole[len(stripe.header(1)) :]
+    assert (changed == whole) or isinstance(hostile(kept, changed), CorruptCheckpointError)
 
 
 @pytest.mark.parametrize("change", [-1, 1])

@@ -210,9 +210,9 @@ def test_ranks_without_a_file_have_parity_too(nodes):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"parity": 1}, "parity has to be None, or 2 to 256"),
+        ({"parity": 1}, "parity has to be None, or 2 to 128"),
         ({"parity": 5}, "no more than there are nodes; got 5"),
-        ({"parity": True}, "parity has to be None, or 2 to 256"),
+        ({"parity": True}, "parity has to be None, or 2 to 128"),
         ({"parity": 2, "node_copies": 2}, "parity=2 needs storage='per_node', and no node_copies"),
         ({"parity": 2, "storage": "shared"}, "parity=2 needs storage='per_node', and no node_copies"),
     ],
