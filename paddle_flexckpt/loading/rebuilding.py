@@ -64,8 +64,7 @@ def rebuild_files(
     makings = []
     for number, (name, blocks) in enumerate(planned.items()):
         sources = {each.file for block in blocks for each in block.sources}
-        # A damaged file is left as it is, and rebuilt elsewhere.
-        has = seen[:, manifest.catalog.files.index(name)]
+        has = seen[:, manifest.catalog.files.index(name)]  # a damaged file is left as it is, and rebuilt elsewhere
         able = sorted({each for file in sources for each in readers[file] if not has[each]})
         if not able:
             reasons[name] = "parity can rebuild it only where it is damaged"

@@ -87,14 +87,13 @@ class Stripe:
 
     def data(self, member: int) -> list[Block]:
         """Return the blocks of a member's data file, by the other members' files."""
-        blocks = []
-        for holder in [(member + 1 + number) % len(self.files) for number in range(len(self.files) - 1)]:
+        blocks, count = [], len(self.files)
+        for holder in [(member + step) % count for step in range(1, count)]:
             length = self.source(member, holder).length
-            others = [each for each in self.parity(holder).sources if each.file != self.files[member]]
             own = Range(parity_of(self.files[holder]), len(self.header(holder)), length)
-            sources = (own, *(each._replace(length=min(each.length, length)) for each in others))
-            blocks += [Block(length, sources)] if length else []
-        return blocks
+            others = [each for each in self.parity(holder).sources if each.file != self.files[member]]
+            blocks.append(Block(length, (own, *(each._replace(length=min(each.length, length)) for each in others))))
+        return [block for block in blocks if block.length]
 
     def header(self, member: int) -> bytes:
         """Return the header of a member's parity file."""
@@ -108,8 +107,9 @@ class Stripe:
 
 
 def group_nodes(count: int, parity: int) -> list[range]:
-    """Return the nodes of each group: as even as possible, none smaller than ``parity``; neighbours are in different
-    ones, as they are lost together more often.
+    """Return the nodes of each group: ``parity`` or more, as even as possible.
+
+    Neighbours are in different groups if there are several, as they are lost together more often.
     """
     groups = count // parity
     return [range(group, count, groups) for group in range(groups)]
@@ -117,16 +117,16 @@ def group_nodes(count: int, parity: int) -> list[range]:
 
 def check_parity(parity: object, nodes: Sequence[Sequence[int]], names: Sequence[str]) -> None:
     """Raise ValidationError unless nodes, by name and with their ranks, can protect each other."""
-    listed = f"the nodes are {', '.join(names)}"
+    which = f"the nodes are {', '.join(names)}"
     if type(parity) is not int or not 2 <= parity <= min(len(nodes), _MAX_PARITY):
         raise ValidationError(
-            f"parity has to be None, or 2 to {_MAX_PARITY} and no more than there are nodes; got {parity!r}; {listed}. "
+            f"parity has to be None, or 2 to {_MAX_PARITY} and no more than there are nodes; got {parity!r}; {which}. "
             "Remedy (FC504): lower it, or run on more nodes; one node alone cannot be protected"
         )
     if len({len(members) for members in nodes}) > 1:
         raise ValidationError(
             f"parity={parity} needs as many ranks on each node; got {', '.join(str(len(each)) for each in nodes)}; "
-            f"{listed}. Remedy (FC504): node_copies=2 needs not"
+            f"{which}. Remedy (FC504): node_copies=2 works with any"
         )
 
 

@@ -228,7 +228,7 @@ def test_uneven_nodes_are_refused_before_anything_is_written(nodes, monkeypatch)
     a, b, *_ = nodes
     text = one_error(save([a, a, a, b], 1, parity=2), ValidationError)
     assert "parity=2 needs as many ranks on each node; got 3, 1" in text
-    assert "Remedy (FC504): node_copies=2 needs not" in text
+    assert "Remedy (FC504): node_copies=2 works with any" in text
 
 
 def test_a_failed_write_of_parity_leaves_nothing(saved, monkeypatch):
