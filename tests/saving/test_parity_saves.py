@@ -104,6 +104,17 @@ def test_a_smaller_job_rebuilds_what_it_does_not_see(saved):
     assert "parity cannot rebuild it without" in one_error(load([b, d]), CorruptCheckpointError)
 
 
+def test_the_newer_save_is_rebuilt_though_a_node_that_was_away_has_an_older_one(saved, tmp_path):
+    a, b, c, d = saved
+    shutil.copytree(d, tmp_path / "old")
+    done(save([path for path in saved for _ in range(2)], 2, unique_id=0, parity=4))
+    shutil.rmtree(d)
+    os.rename(tmp_path / "old", d)
+    before = {name: Path(d, name).read_bytes() for name in os.listdir(d)}
+    assert load([a, b, c, d])[1] == 2
+    assert {name: Path(d, name).read_bytes() for name in os.listdir(d)} == before
+
+
 def test_nothing_is_rebuilt_where_nothing_is_lost(saved, monkeypatch):
     monkeypatch.setattr(LocalBackend, "create", lambda *args: pytest.fail("a file is written"))
     assert load(saved)[1] == 1
