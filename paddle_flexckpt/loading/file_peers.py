@@ -10,10 +10,11 @@ Tested in tests/saving/test_nodes.py and tests/loading/test_cooperative.py.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +28,7 @@ from paddle_flexckpt.catalog import (
     group_replicas,
     validate_coverage,
 )
-from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog.errors import StoppedExchangeError, listed
 from paddle_flexckpt.catalog.wire import join, split
 from paddle_flexckpt.communication.rounds import HeldRows, Rounds, RowsReadAhead
 from paddle_flexckpt.loading.node_files import Found
@@ -181,6 +182,15 @@ class FilePeers(Peers):
             for rank, pieces in plan.relayed.items()
         }
         self._relay.exchange(self._relay_addresses, outgoing, incoming)
+
+    def _refuse_forwarding(self, plan: ExchangePlan) -> None:
+        def refuse() -> Generator[np.ndarray]:
+            raise StoppedExchangeError("this rank has failed before it forwarded anything")
+            yield np.zeros(0, dtype=np.uint8)
+
+        with contextlib.suppress(Exception):  # its own, or that of another rank which has failed too
+            streams = ({rank: refuse() for rank in side} for side in (plan.relays, plan.relayed))
+            self._relay.exchange(self._relay_addresses, *streams)
 
     def describe(self) -> bytes:
         """Return the inputs of a plan: the shards, the length of a block, this rank's node, and what each rank sees."""

@@ -208,7 +208,12 @@ class Peers(Source):
             # After the exchange: peers would wait for the connections of a rank that failed before it.
             copied = copy_pieces(plan.local, storage, filling.storage)
         else:
-            copied = self._exchange(plan, filling.storage)
+            try:
+                copied = self._exchange(plan, filling.storage)
+            except BaseException:
+                if plan.relays or plan.relayed:
+                    self._refuse_forwarding(plan)
+                raise
         copy_pieces(plan.repeated, filling.storage, filling.storage)
         if plan.relays or plan.relayed:
             self._forward(plan, filling)
@@ -216,6 +221,10 @@ class Peers(Source):
 
     def _forward(self, plan: ExchangePlan, filling: Filling) -> None:
         """Forward what others of this rank's node want too, and receive what they forward."""
+        raise NotImplementedError
+
+    def _refuse_forwarding(self, plan: ExchangePlan) -> None:
+        """End the wait of the others for what this rank, which has failed, would forward or receive."""
         raise NotImplementedError
 
     def _exchange(self, plan: ExchangePlan, target: Storage) -> int:

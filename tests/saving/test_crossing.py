@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.sharded_weight import ShardedWeight
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.native.samples import flip
 
 ROWS, COLUMNS, LAYERS = 16, 24, 3
 KEYS = [f"{name}{layer}" for layer in range(LAYERS) for name in ("w", "m", "g")]
@@ -111,3 +113,22 @@ def test_each_byte_crosses_to_a_node_once(tmp_path, monkeypatch, size, tp, loadi
         wanted = elements(state(rank, ranks, degree) for rank in (2 * node, 2 * node + 1))
         least += 4 * len(wanted - (stored(paths[node]) if os.path.isdir(paths[node]) else set()))
     assert sum(crossed) == least
+
+
+def test_a_rank_that_fails_keeps_none_waiting_for_what_it_would_forward(tmp_path):
+    """All files of a node are damaged: its ranks fail before they forward. The next try reads other nodes' copies."""
+    paths = [str(tmp_path / str(number)) for number in range(4)]
+    SimulatedWorld(8).run(
+        lambda comm: save_state_dict(
+            state(comm.rank, 8, 2), paths[comm.rank // 2], comm, storage="per_node", node_copies=2
+        )
+    )
+    for path in Path(paths[1]).glob("*.safetensors"):
+        flip(path, path.stat().st_size - 1)
+
+    def job(comm):
+        wanted, right = (state(comm.rank, 8, 1, filled) for filled in (False, True))
+        load_state_dict(wanted, paths[comm.rank // 2], comm, storage="per_node", verify="full")
+        return all(np.array_equal(wanted[key].local_tensor, right[key].local_tensor) for key in KEYS)
+
+    assert all(SimulatedWorld(8).run(job))
