@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation: those of ideas, and those of a run of the demo.
 
-    python docs/pictures.py              # the ideas: docs/images/{key,shard,layout,manifest}.svg
+    python docs/pictures.py              # the ideas: docs/images/{key,shard,layout,manifest,survive}.svg
     python docs/pictures.py demo-output  # the demo of `make demo`: docs/images/demo-{losses,layouts}.svg
 
 The pictures have no ground. Lines and letters have the colour of the text around them, in light and in dark.
@@ -156,6 +156,27 @@ def manifest() -> str:
     return svg(480, 192, *parts)
 
 
+def survive() -> str:
+    """Draw four nodes, of which one is lost, with the files in their memory, and the storage below."""
+    parts = [text(1, 14, "in the memory of the nodes: step 1,240", more='font-weight="600"')]
+    for node in range(4):
+        left, is_lost = 1 + 121 * node, node == 1
+        parts += [f'<g opacity="{0.3 if is_lost else 1}">', frame(left, 24, 115, 84)]
+        parts += [text(left + 10, 46, f"node {node}", more='font-weight="600"')]
+        for number, (rank, label) in enumerate(((node, "own"), ((node - 1) % 4, "copy"))):
+            parts += [
+                box(left + 10 + 49 * number, 58, 46, 22, (rank,)),
+                text(left + 33 + 49 * number, 98, label, 12, "middle"),
+            ]
+        parts.append("</g>")
+        if is_lost:
+            parts.append(f'<path d="M{left} 24l115 84m0 -84l-115 84" stroke="{RANKS[3]}" stroke-width="3"/>')
+    parts += [text(180, 132, "its file is on node 2 too", 12.5, "middle"), frame(1, 146, 478, 44)]
+    parts += [text(12, 173, "in the root, on shared storage: step 1,000", more='font-weight="600"')]
+    parts += [box(330 + 36 * rank, 157, 34, 22, (rank,)) for rank in range(4)]
+    return svg(480, 192, *parts)
+
+
 def losses(results: Path) -> str:
     """Draw the losses of a run that was not interrupted, and of those that went on from its checkpoint."""
     runs = {name: _losses(results, name) for name in ("tp2", "tp2_resumed", "tp4_resumed", "tp1_resumed")}
@@ -231,6 +252,7 @@ def main(argv: list[str] | None = None) -> None:
     IMAGES.mkdir(exist_ok=True)
     if demo is None:
         made = {"key": key(), "shard": shard(), "layout": layout(), "manifest": manifest()}
+        made["survive"] = survive()
     else:
         made = {"demo-losses": losses(demo / "results"), "demo-layouts": layouts(demo / "results")}
     for name, picture in made.items():

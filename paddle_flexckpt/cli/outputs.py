@@ -6,12 +6,13 @@ Tested in tests/cli/test_json.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paddle_flexckpt.native.directory import CheckpointInfo
 from paddle_flexckpt.native.unfinished import CleanedDirectory, UnfinishedSave
 from paddle_flexckpt.report import Report
+from paddle_flexckpt.tools.memory_runs import MemoryRun
 
 
 @dataclass(frozen=True)
@@ -166,11 +167,15 @@ class CleanReport(Report):
         root: The directory.
         unfinished: The saves that had begun and were not complete.
         cleaned: The outcome in each of their directories; none without ``--remove``.
+        memory: The runs with steps in memory, if this is the directory of a memory tier.
+        freed: The directories of those that were removed; none without ``--remove``.
     """
 
     root: str
     unfinished: list[UnfinishedSave]
     cleaned: list[CleanedDirectory]
+    memory: list[MemoryRun] = field(default_factory=list)
+    freed: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
 from paddle_flexckpt.native.unfinished import UnfinishedSave, clean_up, unfinished_in, walk
 from paddle_flexckpt.optimizer_states import MASTER, split_state
+from paddle_flexckpt.tools.memory_runs import MemoryRun, find_runs, remove_unheld
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord, read_record
 from paddle_flexckpt.transfer.names import is_state
 
@@ -63,7 +64,8 @@ def add_command(commands: Any) -> None:
         help="list, or remove, what saves that died have left",
         description="Lists the saves that have begun and are not complete, in a directory and up to two levels below "
         "it. With --remove it removes the files of those that died. A running save holds a lock, and is left alone; so "
-        "are all checkpoints, and files of which no save is known.",
+        "are all checkpoints, and files of which no save is known. In the directory of a memory tier it lists the runs "
+        "that have steps there, and with --remove it removes those that no process holds.",
         epilog="example: flexckpt clean run --remove",
     )
     cleaning.add_argument("root", metavar="ROOT", help="a directory or URL of checkpoints, as of ls")
@@ -153,6 +155,8 @@ def _clean(options: argparse.Namespace) -> Outcome:
 
     backend = open_backend(options.root)
     _check_exists(backend)
+    runs = find_runs(backend)
+    freed = [run.path for run in runs if options.remove and remove_unheld(run)]
     directories = [(each, unfinished_in(each, ask=True)) for each in walk(backend)]
     unfinished = [save for _, saves in directories for save in saves]
     cleaned = [
@@ -164,17 +168,26 @@ def _clean(options: argparse.Namespace) -> Outcome:
         from paddle_flexckpt.cli.outputs import CleanReport
 
         return Outcome(
-            CleanReport(backend.path, unfinished, cleaned).to_json(), int(any(each.kept for each in cleaned))
+            CleanReport(backend.path, unfinished, cleaned, runs, freed).to_json(),
+            int(any(each.kept for each in cleaned)),
         )
-    if not unfinished:
+    if not unfinished and not runs:
         return Outcome(f"there is no unfinished save in {backend.path} and below")
-    lines = [*map(_unfinished_line, unfinished)]
+    lines = [*(_memory_line(run, run.path in freed) for run in runs), *map(_unfinished_line, unfinished)]
     for each in cleaned:
         text = f"{each.path}: {len(each.removed)} files removed" + ", and the directory" * each.directory_removed
         lines.append(text + (f"; {each.kept}" if each.kept else ""))
     if not options.remove:
         lines += _clean_hint(options.root, unfinished)
+        if not all(run.held for run in runs):
+            lines.append(f"`flexckpt clean {options.root} --remove` removes the memory that no process holds")
     return Outcome("\n".join(lines), int(any(each.kept for each in cleaned)))
+
+
+def _memory_line(run: MemoryRun, is_removed: bool) -> str:
+    step = "no step" if run.step is None else f"step {run.step}"
+    state = "removed" if is_removed else "a process holds it" if run.held else "no process holds it"
+    return f"memory: {run.path}, of {run.root}: {step}, {format_bytes(run.bytes)}; {state}"
 
 
 def _record(info: CheckpointInfo) -> StepRecord | None:

@@ -1,6 +1,7 @@
 """CheckpointManager: the checkpoints of a run, one directory for each step; when to save and what to keep."""
 
 from paddle_flexckpt.manager.manager import CheckpointManager
+from paddle_flexckpt.manager.memory_tier import MemoryTier
 from paddle_flexckpt.manager.policies import (
     KeepBest,
     KeepEvery,
@@ -23,6 +24,7 @@ __all__ = [
     "KeepInterval",
     "KeepLatest",
     "KeepPolicy",
+    "MemoryTier",
     "RestoreReport",
     "SaveEvery",
     "SaveInterval",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -10,11 +9,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paddle_flexckpt.background.pending import SaveHandle
-from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, NotDurableError, ValidationError
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.dtypes import plain_integer
 from paddle_flexckpt.catalog.wire import join
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.manager.manager_options import ManagerOptions, StepArguments, StepOptions
+from paddle_flexckpt.manager.memory_steps import MemorySteps
 from paddle_flexckpt.manager.pending_steps import FollowUp, PendingSteps
 from paddle_flexckpt.manager.policies import (
     KeepBest,
@@ -26,8 +26,8 @@ from paddle_flexckpt.manager.policies import (
     check_policies,
     warn_of_missing_metrics,
 )
-from paddle_flexckpt.manager.removal import UNIQUE_ID
-from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, RestoreTargets, restore_first
+from paddle_flexckpt.manager.restore import RestoreOptions, RestoreReport, list_candidates, restore_first
+from paddle_flexckpt.manager.restore_targets import RestoreTargets
 from paddle_flexckpt.manager.step_contents import (
     OWN_OBJECTS,
     RunObjects,
@@ -37,11 +37,11 @@ from paddle_flexckpt.manager.step_contents import (
     check_metrics,
     check_step,
 )
-from paddle_flexckpt.manager.step_directories import StepDirectories, Which, is_full
+from paddle_flexckpt.manager.step_directories import StepDirectories, Which
+from paddle_flexckpt.manager.storage_saves import StorageSaves
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.native.directory import CheckpointInfo
 from paddle_flexckpt.report import SaveReport
-from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.transfer.agreement import check_same
 from paddle_flexckpt.transfer.options import GROUP, encode_options, same_on_all_ranks, takes
 
@@ -108,6 +108,8 @@ class CheckpointManager:
         self._closed = False
         self._run: str | None = None  # what identifies the run, from the first save on
         self._restored: Which | None = None  # the step that the run continues
+        self._continued = ""  # the run of that step, if it was in memory
+        self._wanted: tuple[int, bool, bool] = (-1, True, False)  # a step; whether it is wanted in the root, in memory
         self._signals = PreemptionSignals(())
         objects = RunObjects(model, optimizer, lr_scheduler, scaler, state)
         context = "cannot make a CheckpointManager"
@@ -116,6 +118,8 @@ class CheckpointManager:
             check_same(heads, context, self._comm.ranks)
             if any(each is not None for each in vars(objects).values()):
                 check(model, optimizer, lr_scheduler, scaler, state, self._comm)
+                self._memory.find_steps(self._find_run, context)  # their room counts as free
+                self._memory.check_room(objects.describe, context)
         except CheckpointError:
             self._signals.close()
             raise
@@ -127,7 +131,10 @@ class CheckpointManager:
         self._steps = StepDirectories(asked.root)
         self.path = self._steps.path
         keep = self._keep = check_policies("keep", asked.keep, KeepPolicy)
-        self._follow_up = FollowUp(self._comm, self._steps, self._pending, keep, asked.pages, asked.reports)
+        follow_up = FollowUp(self._comm, self._steps, self._pending, keep, asked.pages, asked.reports)
+        self._follow_up = follow_up
+        self._saves = StorageSaves(self._comm, asked, self._steps, self._pending, follow_up)
+        self._memory = MemorySteps(self._comm, asked.memory, self.path)
         policies = check_policies("save_when", asked.save_when, SavePolicy)
         numbers = tuple(asked.preemption_signals)
         self._signals = PreemptionSignals(numbers)
@@ -145,8 +152,12 @@ class CheckpointManager:
             # The other ranks may be anywhere in the program: a wait for them might never end. Background saves go on.
             if not self._closed:
                 self._pending.leave(f"{kind.__name__} has ended the manager's block")
-            self._closed = True
-            self._signals.close()
+            self._end()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._signals.close()
+        self._memory.release()
 
     @property
     def preempted(self) -> bool:
@@ -162,8 +173,9 @@ class CheckpointManager:
     def should_save(self, step: int) -> bool:
         """Return whether to save now: by a policy, or as a rank got a preemption signal and nothing was saved since.
 
-        It is False for the step that was saved or restored last. One small collective; none with
-        ``preemption_signals=()`` and policies that need no clock.
+        :meth:`save` then saves the step to the root, to the ``memory``, or to both, as their policies want. It is False
+        for the step that was saved or restored last. One small collective; none with ``preemption_signals=()`` and
+        policies that need no clock; one more if a policy of ``memory`` needs one.
 
         Args:
             step: The step that has just ended.
@@ -172,7 +184,11 @@ class CheckpointManager:
             ValidationError: Ranks are at different steps.
         """
         self._check_open()
-        return self._schedule.should_save(plain_integer(step), f"cannot decide about saving in {self.path!r}")
+        step, context = plain_integer(step), f"cannot decide about saving in {self.path!r}"
+        to_root = self._schedule.should_save(step, context)
+        to_memory = self._memory.schedule.should_save(step, context)
+        self._wanted = step, to_root, to_memory
+        return to_root or to_memory
 
     @overload
     def save(self, step: int, *, blocking: Literal[True], **saved: Unpack[StepArguments]) -> SaveReport: ...
@@ -209,6 +225,8 @@ class CheckpointManager:
     ) -> SaveReport | SaveHandle:
         """Save a step, and remove what need not be kept any longer.
 
+        The step goes where :meth:`should_save` has wanted it; without a call of it for this step, to the root.
+
         Args:
             model: Its ``sharded_state_dict()`` is saved, and so is that of ``optimizer``.
             lr_scheduler: Saved with the run's extra state, as by :func:`collect_extra_state`; so are ``scaler``,
@@ -221,7 +239,8 @@ class CheckpointManager:
             **options: Like ``step``, of :class:`~paddle_flexckpt.manager.manager_options.StepOptions`.
 
         Returns:
-            A SaveReport; without ``blocking`` a SaveHandle, with ``slice_bytes`` and an optimizer a SlicedSave.
+            A SaveReport; without ``blocking`` a SaveHandle, with ``slice_bytes`` and an optimizer a SlicedSave. For a
+            step that goes to the memory alone it is a SaveHandle, whose save is over if ``blocking`` is True.
 
         Raises:
             ValidationError: An argument is invalid, the step has a checkpoint already, or metrics differ between
@@ -230,18 +249,28 @@ class CheckpointManager:
                 background has failed; then this one has not begun. Or something old could not be removed; then the
                 text says whether the new checkpoint is complete or on its way.
         """
-        asked = StepOptions(step, **options)
-        asked = replace(asked, blocking=not self._asked.async_save if asked.blocking is None else asked.blocking)
+        given = StepOptions(step, **options)
+        asked = replace(given, blocking=not self._asked.async_save if given.blocking is None else given.blocking)
         objects = RunObjects(model, optimizer, lr_scheduler, scaler, state, data)
         context = f"cannot save a step in {self.path!r}"
+        to_memory = self._wanted[::2] == (asked.step, True)
+        to_root, pending = not to_memory or self._wanted[1], self._pending.steps
         self._pending.collect(context, wait_for=asked.step)
+        self._memory.collect(context, wait_for="all" if to_memory else None)
         replaces = asked.overwrite or asked.step in self._pending.doubtful
-        prepare = partial(self._prepare, asked, objects, dataloader, extra, metrics, replaces)
+        prepare = partial(self._prepare, asked, objects, dataloader, extra, metrics, replaces, to_root)
         contents, answers = self._comm.together(prepare, context)
-        self._run = contents.add_record(asked.step, answers, self._comm.ranks, context)
-        report = self._write(asked, contents.shards, replaces, objects.optimizer is not None)
-        self._note(asked.step, report, contents.metrics, optimizer)
-        return report
+        self._run = run = contents.add_record(asked.step, answers, self._comm.ranks, context)
+        save = partial(self._memory.save, given, contents.shards, run, self._steps.write_anchor, context)
+        handle = save() if to_memory else None
+        if handle is not None and not to_root:
+            if pending != self._pending.steps:
+                self._follow_up.run("saves in the background are complete")
+            return handle
+        saved = self._saves.write(asked, contents.shards, replaces, objects.optimizer is not None, handle)
+        self._schedule.note(asked.step, saved=True)
+        self._saves.follow_up(asked.step, saved, contents.metrics, optimizer)
+        return saved
 
     def _prepare(
         self,
@@ -251,62 +280,20 @@ class CheckpointManager:
         extra: Mapping[str, Any] | None,
         metrics: Mapping[str, Any] | None,
         replaces: bool,
+        to_root: bool,
     ) -> tuple[StepContents, bytes]:
         """Return this rank's part of a step, and its message about it; the coordinator prepares the directory."""
         self._check_open()
         check_step(asked.step)
         shards, numbers, run = objects.shards(), check_metrics(metrics), self._run
         if run is None and self._comm.position == 0:
-            run = self._steps.begin_run(asked.step, self._restored)
+            run = self._steps.begin_run(asked.step, self._restored, self._continued)
         contents = StepContents(shards, numbers, run or "")
         contents.shards.update(objects.extra_state(asked.step, asked.rng, dataloader, extra))
-        if self._comm.position == 0:
+        if self._comm.position == 0 and to_root:
             warn_of_missing_metrics(self._keep, numbers)
             self._steps.prepare(asked.step, replaces)
         return contents, join((asked.encode("save", **objects.given()), contents.describe_metrics()))
-
-    def _write(
-        self, asked: StepOptions, shards: Mapping[str, Any], replaces: bool, has_optimizer: bool
-    ) -> SaveReport | SaveHandle:
-        """Write a step's checkpoint, or begin to; after a failure clean up."""
-        own, background = self._asked, not asked.blocking
-        try:
-            return save_state_dict(
-                shards,
-                self._steps.directory(asked.step),
-                self._comm,
-                unique_id=UNIQUE_ID,
-                overwrite=replaces,
-                step=asked.step,
-                save_replicas=asked.save_replicas,
-                check_replicas=asked.check_replicas,
-                async_save=(own.async_save or True) if background else False,
-                # Without an optimizer it is unknown when the state begins to change.
-                slice_bytes=own.slice_bytes if background and has_optimizer else None,
-                staging_bytes=own.staging_bytes if background else None,
-            )
-        except CheckpointError as error:
-            if isinstance(error, NotDurableError):
-                self._pending.doubtful.add(asked.step)
-            if self._comm.position == 0 and is_full(error):
-                # Retention usually follows a successful save, for which there might never be room without it. Its
-                # errors must not hide the error of the save.
-                with contextlib.suppress(CheckpointError, OSError):
-                    self._follow_up.retain()
-            self._steps.give_up(asked.step, error, bool(self._keep))
-            raise
-
-    def _note(self, step: int, saved: SaveReport | SaveHandle, metrics: Mapping[str, float], optimizer: Any) -> None:
-        """Note a save that has ended, or one in the background that has begun, and follow it up."""
-        is_complete = isinstance(saved, SaveReport)
-        if isinstance(saved, SaveHandle):
-            self._pending.add(step, saved, optimizer)
-        else:
-            self._pending.note_complete(step)
-        self._follow_up.add(step, saved, metrics)
-        self._schedule.note(step, saved=True)
-        reports = {step: saved} if isinstance(saved, SaveReport) else {}
-        self._follow_up.run(f"the checkpoint of step {step} is {'complete' if is_complete else 'on its way'}", reports)
 
     def stage_next(self) -> bool:
         """Copy at most ``slice_bytes`` of a save that is staged in slices; communicate nothing.
@@ -325,9 +312,12 @@ class CheckpointManager:
         if self._pending.steps or self._follow_up.is_due:
             self._pending.collect(f"cannot finish the saves in {self.path!r}", wait_for="all")
             self._follow_up.run("all saves in the background are complete")
+        self._memory.collect(f"cannot finish the saves to memory of {self.path!r}", wait_for="all")
 
     def close(self) -> None:
         """Do the same as :meth:`wait`, and restore the previous signal handlers. A second call does nothing.
+
+        The run's steps in memory are removed if the root has one that is as new; else they stay, with a warning.
 
         Raises:
             CheckpointError: As in :meth:`wait`; the manager is closed all the same.
@@ -336,9 +326,10 @@ class CheckpointManager:
             return
         try:
             self.wait()
+            newest = lambda: max({-1, *self._steps.steps()} - self._pending.doubtful)  # noqa: E731
+            self._memory.close(newest, f"cannot remove the steps in memory of {self.path!r}")
         finally:
-            self._closed = True
-            self._signals.close()
+            self._end()
 
     @takes(RestoreOptions, **OWN_OBJECTS)
     def restore(
@@ -373,38 +364,44 @@ class CheckpointManager:
         step = plain_integer(step)
         asked = RestoreOptions(step=step, **options)
         context = f"cannot restore a step from {self.path!r}"
+        self._pending.collect(context, wait_for="all")
+        self._memory.collect(context, wait_for="all")
+        in_memory = [] if step == "best" else self._memory.find_steps(self._find_run, context)
 
         def prepare() -> tuple[RestoreTargets, bytes]:
             self._check_open()
             if step not in ("latest", "best"):
                 check_step(step)
             objects = RunObjects(model, optimizer, lr_scheduler, scaler, state, data)
-            schedule, given = objects.schedule(), (optimizer is not None, data, model is not None)
-            targets = RestoreTargets(objects.shards(), schedule, scaler, asked.rng, *given)
+            targets = RestoreTargets.of(objects, asked.rng)
             head = asked.encode("restore", **objects.given())
             if self._comm.position != 0:
                 return targets, join((head, b"null"))
-            order, damaged = self._steps.order(step, self._best(), asked.fallback)
+            order, damaged = self._steps.order(step, self._best(), asked.fallback, in_memory)
             return targets, join((head, json.dumps([order, list(damaged.items())]).encode()))
 
-        self._pending.collect(context, wait_for="all")
         targets, answers = self._comm.together(prepare, context)
         order, damaged = agree_and_collect(answers, context, self._comm.ranks)[0]
-        candidates = [(each, self._steps.directory(each)) for each in order]
+        candidates = list_candidates(order, self._steps, self._comm, targets)
+        candidates = self._memory.add_candidates(candidates, in_memory, asked, targets)
         try:
-            report, whole = restore_first(candidates, dict(damaged), self._comm, targets, asked, context)
+            report, whole = restore_first(candidates, dict(damaged), self._comm, asked, context)
         except CorruptCheckpointError:
             # If training starts anew after this error, its steps belong to the same run: that of the latest step.
-            self._run, self._restored = None, "latest"
+            self._run, self._restored, self._continued = None, "latest", ""
             raise
         self._pending.doubtful |= report.skipped.keys() - whole
         self._schedule.note(report.step, saved=False)
-        self._run, self._restored = None, report.step
+        self._run, self._restored, self._continued = None, report.step, self._memory.note_restored(report)
         return report
 
     def all_steps(self) -> list[int]:
-        """Return the steps that have a checkpoint, in rising order; not those whose save has not committed."""
-        return list(self._look(self._steps.steps))
+        """Return the steps that have a checkpoint, in rising order; not those whose save has not committed.
+
+        Steps in memory are among them if they are whole.
+        """
+        context = f"cannot look at the steps in memory of {self.path!r}"
+        return sorted({*self._look(self._steps.steps), *self._memory.whole_steps(self._find_run, context)})
 
     def latest_step(self) -> int | None:
         """Return the highest of :meth:`all_steps`; None without one."""
@@ -429,8 +426,11 @@ class CheckpointManager:
         return order[0] if order else None
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Return an entry, as of :func:`list_checkpoints`, for each of :meth:`all_steps`."""
+        """Return an entry, as of :func:`list_checkpoints`, for each step in the root."""
         return [CheckpointInfo(**each) for each in self._look(lambda: [c.as_dict() for c in self._steps.checkpoints()])]
+
+    def _find_run(self) -> str:
+        return self._run or self._steps.read_anchor()
 
     def _best(self) -> KeepBest | None:
         return next((policy for policy in self._keep if isinstance(policy, KeepBest)), None)

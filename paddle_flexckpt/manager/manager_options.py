@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.manager.memory_tier import MemoryTier
 from paddle_flexckpt.manager.policies import KeepPolicy, SaveEvery, SavePolicy
 from paddle_flexckpt.media.backend import Location
 from paddle_flexckpt.saving.replica_policies import CheckReplicas, ReplicaPolicies
@@ -41,6 +42,7 @@ class ManagerOptions(Options):
         reports: Whether the coordinator's report of each save is written beside the step's directory, as
             ``step_{step:08d}.report.json``. The report of a save in the background is written by the next
             :meth:`save`, :meth:`wait` or :meth:`close`. It is removed with the step.
+        memory: A tier of steps in the memory of the nodes, between those in ``root``.
     """
 
     root: Location
@@ -54,10 +56,15 @@ class ManagerOptions(Options):
         default=(signal.SIGTERM,), metadata=rule(compared=lambda value: sorted(map(int, value)))
     )
     reports: bool = False
+    memory: MemoryTier | None = field(
+        default=None, metadata=rule(compared=lambda tier: tier.agreed() if isinstance(tier, MemoryTier) else tier)
+    )
 
     def check(self) -> None:
         """Raise ValidationError if an option has a value that it cannot have."""
         super().check()
+        if not isinstance(self.memory, (MemoryTier, type(None))):
+            raise ValidationError([f"memory has to be a MemoryTier or None; got {self.memory!r}"])
         if not isinstance(self.async_save, (bool, BackgroundWriter)):
             raise ValidationError([f"async_save has to be a bool or a BackgroundWriter; got {self.async_save!r}"])
         if not isinstance(self.pages, bool):

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from paddle_flexckpt.catalog import (
     CheckpointError,
     CorruptCheckpointError,
-    Problem,
     UnreadableCheckpointError,
     ValidationError,
 )
@@ -23,7 +22,8 @@ from paddle_flexckpt.catalog.texts import dropped_warning
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.manager.removal import UNIQUE_ID
-from paddle_flexckpt.manager.step_directories import Which, save_token_in
+from paddle_flexckpt.manager.restore_targets import RestoreTargets, RunOptions
+from paddle_flexckpt.manager.step_directories import StepDirectories, Which, save_token_in
 from paddle_flexckpt.media.backend import Backend, Location, reading
 from paddle_flexckpt.native.directory import LockedManifest
 from paddle_flexckpt.native.manifest import Manifest
@@ -31,24 +31,14 @@ from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.report import LoadReport
 from paddle_flexckpt.run_state.extra_state import (
     ExtraStateReport,
-    check_data,
-    has_constant_rate,
-    has_extra_state,
-    has_position,
-    load_extra_state,
-    restore_extra_state,
-    schedule_left_out,
+    read_extra_state,
 )
-from paddle_flexckpt.run_state.schedules import ConstantRate
-from paddle_flexckpt.transfer.names import is_state
-from paddle_flexckpt.transfer.options import LoadOptions, Storage, Strict, rule
+from paddle_flexckpt.transfer.options import LoadOptions, Storage, Strict
 
 logger = logging.getLogger("paddle_flexckpt")
 
 # The most tries to restore one step, if another process saves it again each time.
 _TRIES = 3
-_NO_OPTIMIZER = "the checkpoint is of a model and its optimizer, and no optimizer was given"
-_GIVE_OPTIMIZER = "give optimizer=, as in the run that saved it; for the model alone give optimizer_states='ignore'"
 
 
 @dataclass(frozen=True)
@@ -62,6 +52,10 @@ class RestoreReport:
         extra: The report of schedule, scaler, random numbers and the caller's own values.
         skipped: Steps that come before this one in the order of the restore, and were skipped as they are damaged or
             unreadable, with the reason.
+        tier: ``"memory"`` if the step was read from the memory of nodes, and nothing from the root.
+        nodes: Of a step in memory, the number of nodes that had it, and of those that had saved it.
+        not_in_memory: Steps in memory that come before this one and were not taken: too many of their nodes are lost,
+            or with ``fallback`` they are damaged; with the reason.
     """
 
     step: int
@@ -69,6 +63,9 @@ class RestoreReport:
     load: LoadReport
     extra: ExtraStateReport
     skipped: dict[int, str] = field(default_factory=dict)
+    tier: Literal["storage", "memory"] = "storage"
+    nodes: tuple[int, int] = (0, 0)
+    not_in_memory: dict[int, str] = field(default_factory=dict)
 
     def as_dict(self) -> dict[str, Any]:
         """Return all fields but the caller's own values and positions in the data, JSON-safe."""
@@ -79,32 +76,20 @@ class RestoreReport:
             "restored": self.extra.restored,
             "not_restored": self.extra.not_restored,
             "skipped": {str(step): why for step, why in self.skipped.items()},
+            "tier": self.tier,
+            "nodes": list(self.nodes),
+            "not_in_memory": {str(step): why for step, why in self.not_in_memory.items()},
         }
 
     def summary(self) -> str:
         """Return one line."""
-        text = f"restored step {self.step}: {self.load.summary()}"
+        where = " from the memory of {} of {} nodes; 0 bytes from storage".format(*self.nodes)
+        text = f"restored step {self.step}{where if self.tier == 'memory' else ''}: {self.load.summary()}"
         if self.extra.not_restored:
             text += f", not restored: {', '.join(sorted(self.extra.not_restored))}"
         if self.skipped:
             text += f", damaged or unreadable and skipped: {', '.join(f'step {step}' for step in sorted(self.skipped))}"
-        return text
-
-
-@dataclass(frozen=True)
-class RunOptions(LoadOptions):
-    """The options of a load of a run's objects: those of a load, and these.
-
-    Attributes:
-        rng: Whether to restore the random number generators, where the layout is the same.
-        schedule: ``"raise"``: it is an error if a schedule (or constant rate), a scaler or a position in the data was
-            saved, and this run has none or another kind, unless the model alone is wanted. ``"ignore"``: this run's
-            stays as it is, with a warning.
-    """
-
-    storage: Storage = field(default="shared", init=False)
-    rng: bool = True
-    schedule: Literal["raise", "ignore"] = field(default="raise", metadata=rule(choices=("raise", "ignore")))
+        return text + "".join(f"; {why}" for _, why in sorted(self.not_in_memory.items()))
 
 
 @dataclass(frozen=True)
@@ -123,85 +108,6 @@ class RestoreOptions(RunOptions):
     unique_id: int | None = field(default=UNIQUE_ID, init=False)
     step: Which = "latest"
     fallback: bool = False
-
-
-@dataclass(frozen=True, eq=False)
-class RestoreTargets:
-    """The objects that a restore fills on this rank; schedule, scaler and data may be None."""
-
-    shards: Mapping[str, Any]
-    lr_scheduler: Any
-    scaler: Any
-    rng: bool
-    has_optimizer: bool
-    data: Any = None
-    has_model: bool = False
-
-    def check_complete(
-        self, state: Mapping[str, Any] | None, saved: Collection[str], options: RunOptions
-    ) -> tuple[None, bytes]:
-        """Raise ValidationError where a part of the run would not be restored, and so start anew.
-
-        Args:
-            state: The checkpoint's extra state; None if it has none.
-            saved: The checkpoint's keys.
-            options: The options of the load.
-        """
-        check_data(self.data)
-        given = {"lr_scheduler": self.lr_scheduler, "scaler": self.scaler, "data": self.data}
-        if state is None:
-            missing = [name for name, each in given.items() if each is not None and not isinstance(each, ConstantRate)]
-            if missing:
-                raise ValidationError(
-                    f"the checkpoint has no state of {' and '.join(missing)}: it was saved without a run's extra "
-                    "state. Remedy (FC904): give schedule='ignore', and set them to the step of the checkpoint yourself"
-                )
-            return None, b""
-        if self.data is not None and not has_position(state):
-            raise ValidationError(
-                "the checkpoint has no position in the data: it was saved without data=. Remedy (FC904): give "
-                "schedule='ignore', and set the sampler's position to the samples that the checkpoint's run has taken"
-            )
-        is_alone = not self.has_optimizer and options.optimizer_states == "ignore"
-        model = "" if self.has_optimizer else "; for the model alone give optimizer_states='ignore'"
-        left_out = schedule_left_out(state, self.lr_scheduler, self.scaler, self.data)
-        problems = []
-        is_constant = has_constant_rate(state)
-        if self._lacks_optimizer(is_constant, saved) and not is_alone:
-            problems.append(Problem(_NO_OPTIMIZER, code="FC203", remedy=_GIVE_OPTIMIZER))
-            # Its rate comes with the optimizer.
-            if self.lr_scheduler is None:
-                left_out.pop("lr_scheduler", None)
-        for name, why in left_out.items():
-            if given[name] is None and is_alone:
-                continue
-            remedy = f"give {name}=, built as in the run that saved it"
-            if name == "lr_scheduler" and is_constant:
-                remedy = (
-                    "make the optimizer with a constant rate, as in the run that saved it, and give no lr_scheduler"
-                )
-            problems.append(
-                Problem(
-                    f"{name} is saved and would not be restored: {why}",
-                    code="FC904",
-                    remedy=f"{remedy}; with schedule='ignore' this run's stays as it is, and the rate, scale or data "
-                    f"starts over{model}",
-                )
-            )
-        if problems:
-            raise ValidationError(problems)
-        return None, b""
-
-    def _lacks_optimizer(self, is_constant: bool, saved: Collection[str]) -> bool:
-        """Return whether an optimizer was saved, by its constant rate or its states, and this call does not get it."""
-        if self.has_optimizer or is_constant:
-            return not self.has_optimizer
-        keys, own = {*saved}, {*self.shards}
-        return any(is_state(key, keys) for key in saved) and not any(is_state(key, own | keys) for key in own)
-
-    def restore(self, state: Mapping[str, Any]) -> ExtraStateReport:
-        """Restore all but the shards from a checkpoint's extra state."""
-        return restore_extra_state(state, self.lr_scheduler, self.scaler, self.rng, self.data)
 
 
 class ReplacedError(CheckpointError):
@@ -234,14 +140,28 @@ def restore_checkpoint(
         )
 
     context = f"cannot restore step {step} from {directory.path!r}"
-    load, extra = fill_run(directory, partial(_lock_manifest, directory), refuse, comm, targets, options, context)
+    held = hold_together(partial(_lock_manifest, directory), refuse, comm, context)
+    load, extra = fill_run(directory, held, comm, targets, options, context)
     return RestoreReport(step, directory.path, load, extra)
+
+
+class Held(NamedTuple):
+    """A checkpoint that all ranks hold the lock on.
+
+    Attributes:
+        manifest: Its manifest, the same on all ranks.
+        token: The save token of the manifest in this rank's directory; "" if there is none, or it has none.
+        storage: The option of loads.
+    """
+
+    manifest: Manifest
+    token: str
+    storage: Storage = "shared"
 
 
 def fill_run(
     location: Location,
-    hold: Callable[[], LockedManifest],
-    refuse: Callable[[Manifest], str],
+    hold: contextlib.AbstractContextManager[Held],
     comm: Communicator,
     targets: RestoreTargets,
     options: RunOptions,
@@ -251,8 +171,7 @@ def fill_run(
 
     Args:
         location: The directory that has the checkpoint.
-        hold: Reads the checkpoint's manifest on this rank, and locks it.
-        refuse: Returns why this is not the checkpoint that was asked for; "" if it is.
+        hold: Holds the checkpoint, as of :func:`hold_together`.
         comm: The ranks that take part.
         targets: The objects of this rank.
         options: The options of the load; the id of the checkpoint is that of its manifest.
@@ -260,33 +179,33 @@ def fill_run(
 
     Raises:
         ValidationError: The checkpoint does not fit; nothing was changed.
-        MisnamedError: ``refuse`` gave a reason; likewise.
         CorruptCheckpointError: The checkpoint is damaged; targets may be partly overwritten.
         UnreadableCheckpointError: The storage does not allow reading it; likewise.
         ReplacedError: Another process has replaced it meanwhile; likewise.
     """
     backend = SourceDirectory(location).backend
-    with _hold_together(hold, refuse, comm, context) as manifest:
+    with hold as held:
+        manifest = held.manifest
         # Another program's checkpoint is asked for as the caller does: the id of its manifest is made up.
         unique_id = options.unique_id if manifest.foreign else manifest.unique_id
         try:
             splits = getattr(targets.data, "own_splits", ())
-            state = load_extra_state(location, unique_id, comm, splits) if has_extra_state(manifest.catalog) else None
+            state = read_extra_state(manifest.catalog, location, comm, unique_id, splits, held.storage)
             if options.schedule == "raise":
                 comm.together(lambda: targets.check_complete(state, manifest.catalog.keys, options), context)
-            asked = {**options.keywords(LoadOptions), "unique_id": unique_id}
+            asked = {**options.keywords(LoadOptions), "unique_id": unique_id, "storage": held.storage}
             load = load_state_dict(targets.shards, location, comm, **asked)
         except (CorruptCheckpointError, UnreadableCheckpointError, ValidationError) as error:
             # Without locks for readers, the files of a replaced checkpoint are removed at once. And two ranks may see
             # different checkpoints.
-            _, found = comm.together(lambda: (None, b"yes" if _is_replaced(backend, manifest) else b""), context)
+            _, found = comm.together(lambda: (None, b"yes" if _is_replaced(backend, held) else b""), context)
             if any(found):
                 raise ReplacedError(_replaced(context)) from error
             raise
 
         def restore_extra() -> tuple[ExtraStateReport | None, bytes]:
             with reading(backend.path):
-                if not manifest.foreign and save_token_in(backend, manifest.unique_id) != manifest.save_token:
+                if held.token and save_token_in(backend, manifest.unique_id) != held.token:
                     return None, b"replaced"
             if state is None:
                 return ExtraStateReport.of_none(), b""
@@ -302,10 +221,21 @@ def fill_run(
 
 
 @contextlib.contextmanager
-def _hold_together(
+def hold_together(
     hold: Callable[[], LockedManifest], refuse: Callable[[Manifest], str], comm: Communicator, context: str
-) -> Iterator[Manifest]:
-    """Hold the lock on the checkpoint, the same on all ranks; errors of :func:`fill_run`."""
+) -> Iterator[Held]:
+    """Hold the lock on a checkpoint that all ranks see.
+
+    Args:
+        hold: Reads the checkpoint's manifest on this rank, and locks it.
+        refuse: Returns why this is not the checkpoint that was asked for; "" if it is.
+        comm: The ranks that take part.
+        context: The beginning of an error's text.
+
+    Raises:
+        MisnamedError: ``refuse`` gave a reason.
+        ReplacedError: Ranks see different checkpoints.
+    """
     with contextlib.ExitStack() as stack:
 
         def begin() -> tuple[Manifest, bytes]:
@@ -319,16 +249,19 @@ def _hold_together(
             raise MisnamedError(misnamed[:1], context)
         if len(set(tokens)) > 1:
             raise ReplacedError(_replaced(context))
-        yield manifest
+        yield Held(manifest, "" if manifest.foreign else manifest.save_token)
 
 
-def _is_replaced(directory: Backend, manifest: Manifest) -> bool:
-    """Return whether the checkpoint is known to be that of another save by now; of another program's it never is."""
-    if manifest.foreign:
-        return False
+def token_now(directory: Backend, unique_id: int = UNIQUE_ID) -> str:
+    """Return the save token of the manifest in a directory; "" if it cannot be read."""
     with contextlib.suppress(OSError, CorruptCheckpointError):
-        return save_token_in(directory, manifest.unique_id) != manifest.save_token
-    return False
+        return save_token_in(directory, unique_id)
+    return ""
+
+
+def _is_replaced(directory: Backend, held: Held) -> bool:
+    """Return whether the checkpoint is known to be that of another save by now; of another program's it never is."""
+    return bool(held.token) and token_now(directory, held.manifest.unique_id) not in ("", held.token)
 
 
 def _replaced(context: str) -> str:
@@ -347,17 +280,42 @@ def _lock_manifest(directory: Backend) -> LockedManifest:
             raise UnreadableCheckpointError(f"{directory.path} has been removed meanwhile: {error}") from error
 
 
+class Candidate(NamedTuple):
+    """A checkpoint that may be restored.
+
+    Attributes:
+        step: Its step.
+        restore: Restores it with these options; errors as of :func:`restore_checkpoint`.
+        in_memory: Whether it is in the memory of nodes. Then LostNodesError says that it is not whole.
+    """
+
+    step: int
+    restore: Callable[[RestoreOptions], RestoreReport]
+    in_memory: bool = False
+
+
+def list_candidates(
+    order: Sequence[int], steps: StepDirectories, comm: Communicator, targets: RestoreTargets
+) -> list[Candidate]:
+    """Return the checkpoints of some steps in the root."""
+    return [Candidate(step, partial(restore_checkpoint, steps.directory(step), step, comm, targets)) for step in order]
+
+
+class LostNodesError(CheckpointError):
+    """An error of a step in memory: too many of its nodes are lost."""
+
+
 def restore_first(
-    candidates: Sequence[tuple[int, Backend]],
+    candidates: Sequence[Candidate],
     skipped: Mapping[int, str],
     comm: Communicator,
-    targets: RestoreTargets,
     options: RestoreOptions,
     context: str,
 ) -> tuple[RestoreReport, set[int]]:
     """Restore the first of some checkpoints, or with ``fallback`` the first that is whole and can be read.
 
-    Return the report, and the skipped steps whose directory holds another step's intact checkpoint.
+    A step that has lost its nodes is passed over in any case. Return the report, and the skipped steps whose directory
+    holds another step's intact checkpoint.
 
     ``skipped`` are steps that were ruled out before, with the reason.
 
@@ -367,27 +325,30 @@ def restore_first(
     misnamed: set[int] = set()
     # After damage, or a replaced try, every target has to be overwritten.
     skipped, full = dict(skipped), replace(options, strict=_strict_after_damage(options.strict))
-    for step, directory in candidates:
+    in_memory: dict[int, str] = {}
+    is_touched = bool(skipped)
+    for step, restore, is_in_memory in candidates:
         try:
             for attempt in range(1, _TRIES + 1):
-                chosen = full if skipped or attempt > 1 else options
                 try:
-                    report = restore_checkpoint(directory, step, comm, targets, chosen)
-                    return replace(report, skipped=skipped), misnamed
+                    report = restore(full if is_touched or attempt > 1 else options)
+                    return replace(report, skipped=skipped, not_in_memory=in_memory), misnamed
                 except ReplacedError:
                     if attempt == _TRIES:
                         raise
                     logger.info(f"another process has saved step {step} while it was restored: it is restored again")
-        except (CorruptCheckpointError, UnreadableCheckpointError, MisnamedError) as error:
-            if not options.fallback:
+        except (CorruptCheckpointError, UnreadableCheckpointError, MisnamedError, LostNodesError) as error:
+            is_lost = isinstance(error, LostNodesError)
+            if not (options.fallback or is_lost):
                 raise
-            if isinstance(error, MisnamedError):
+            if isinstance(error, MisnamedError) and not is_in_memory:
                 misnamed.add(step)
             if comm.position == 0:
                 what = "is damaged" if isinstance(error, CorruptCheckpointError) else "cannot be read"
-                logger.warning(f"step {step} {what}, and is skipped: {error}")
-            skipped[step] = str(error)
-    found = "; ".join(f"step {step}: {why}" for step, why in skipped.items())
+                logger.warning(str(error) if is_lost else f"step {step} {what}, and is skipped: {error}")
+            (in_memory if is_in_memory else skipped)[step] = str(error)
+            is_touched = is_touched or not is_lost
+    found = "; ".join(f"step {step}: {why}" for step, why in [*in_memory.items(), *skipped.items()])
     raise CorruptCheckpointError(f"{context}: all that could be restored is damaged or cannot be read: {found}")
 
 

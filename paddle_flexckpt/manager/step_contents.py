@@ -46,6 +46,12 @@ class RunObjects:
         """Return the shards of :func:`collect_shards`."""
         return collect_shards(self.model, self.optimizer, self.state)
 
+    def describe(self) -> dict[str, Any]:
+        """Return shards and extra state, for a description of them; no state of the optimizer is created."""
+        with no_new_states():
+            shards = self.shards()
+        return {**shards, **collect_extra_state(self.schedule(), self.scaler)}
+
     def schedule(self) -> Any:
         """Return the object with the rate, of :func:`schedule_of`."""
         return schedule_of(self.lr_scheduler, self.optimizer)
@@ -274,9 +280,7 @@ def check(
                     "dict alone, or the model in its place"
                 )
             return model
-        with no_new_states():
-            shards = objects.shards()
-        return {**shards, **collect_extra_state(objects.schedule(), scaler)}
+        return objects.describe()
 
     head = encode_options(check, options, **objects.given())
     check_state(describe, communicator_for(process_group), "cannot save", head)

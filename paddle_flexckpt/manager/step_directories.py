@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import re
@@ -29,12 +30,14 @@ from paddle_flexckpt.media.opening import open_destination, reopen
 from paddle_flexckpt.native.directory import CheckpointInfo, LockedManifest, list_checkpoints
 from paddle_flexckpt.native.manifest import read_save_token
 from paddle_flexckpt.report import SaveReport
+from paddle_flexckpt.tools.memory_runs import is_run
 from paddle_flexckpt.tools.step_record import RECORD, StepRecord, read_record
 
 logger = logging.getLogger("paddle_flexckpt")
 
 Which = Union[int, Literal["latest", "best"]]
 _UNREADABLE = "cannot be read"
+_ANCHOR = "run.json"
 _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 # A page or report that was not put in place.
@@ -155,10 +158,13 @@ class StepDirectories:
                 logger.warning(f"the checkpoint of step {step} is damaged, and is left alone: {error}")
             return _CachedStep(token, None, str(error))
 
-    def order(self, which: Which, best: KeepBest | None, fallback: bool) -> tuple[list[int], dict[int, str]]:
+    def order(
+        self, which: Which, best: KeepBest | None, fallback: bool, in_memory: Collection[int] = ()
+    ) -> tuple[list[int], dict[int, str]]:
         """Return the steps to restore, in the order in which they are tried, and the problems of damaged ones.
 
-        The first is ``which``. With ``fallback`` come the next lower ones, for ``"best"`` the next best.
+        The first is ``which``, if it is not ``in_memory`` alone. With ``fallback`` come the next lower ones, for
+        ``"best"`` the next best.
 
         Raises:
             ValidationError: There is no such checkpoint.
@@ -166,7 +172,7 @@ class StepDirectories:
         """
         steps = self.steps()
         damaged: dict[int, str] = {}
-        if not steps:
+        if not steps and not in_memory:
             raise ValidationError(
                 [
                     f"there is no complete checkpoint in {self.path}. Remedy (FC301): correct the path; ask "
@@ -181,8 +187,8 @@ class StepDirectories:
                 raise ValidationError(
                     [f"no checkpoint in {self.path} has what {best} asks for; there are the steps {steps}"]
                 )
-        elif which in steps:
-            order = [step for step in reversed(steps) if step <= which]
+        elif which in {*steps, *in_memory}:
+            order = [step for step in reversed(steps) if step <= which and (fallback or step == which)]
         else:
             raise ValidationError(
                 [f"there is no complete checkpoint of step {which} in {self.path}; there are {steps}"]
@@ -207,10 +213,11 @@ class StepDirectories:
             )
         return best_first(records, best.metric, best.mode), damaged
 
-    def begin_run(self, step: int, restored: Which | None) -> str:
+    def begin_run(self, step: int, restored: Which | None, run: str = "") -> str:
         """Return the identity of the run that is about to save its first step.
 
-        It is that of the step ``restored`` (``"latest"``: the highest step that has an identity), or a new one.
+        It is ``run``, or that of the step ``restored`` (``"latest"``: the highest step that has an identity), or a new
+        one.
 
         Raises:
             ValidationError: Another run has higher steps, which a later restore would take for this run's latest.
@@ -222,7 +229,7 @@ class StepDirectories:
                     found[each] = self._look(each)
         records = [known.record for known in found.values() if known.record is not None]
         before = [record.run for record in records if restored in (record.step, "latest")]
-        run = before[-1] if before else secrets.token_hex(8)
+        run = run or (before[-1] if before else secrets.token_hex(8))
         others = [record.step for record in records if record.step > step and record.run != run]
         if others:
             raise ValidationError(
@@ -236,6 +243,27 @@ class StepDirectories:
             )
         self._cache.update(found)
         return run
+
+    def read_anchor(self) -> str:
+        """Return the run whose steps are in the memory of nodes; "" if there is none."""
+        try:
+            run = json.loads(self._root.read(_ANCHOR))["run"]
+            if not is_run(run):
+                raise ValueError(f"{run!r} identifies no run")
+        except FileNotFoundError:
+            return ""
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            where = self._root.where(_ANCHOR)
+            logger.warning(f"{where} cannot be understood, so steps in memory are not looked for: {error}")
+            return ""
+        return str(run)
+
+    def write_anchor(self, run: str) -> None:
+        """Write, durably, which run has steps in the memory of nodes: a restart looks for no other's."""
+        if self.read_anchor() != run:
+            self._root.make_directory()
+            write_file(self._root, _ANCHOR, json.dumps({"run": run}).encode(), "replace")
+            self._root.sync()
 
     def prepare(self, step: int, replace: bool) -> None:
         """Prepare a step's directory for a save.

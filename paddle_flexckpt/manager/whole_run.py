@@ -12,7 +12,8 @@ from typing import Any
 from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.communication.group_communicators import communicator_for
 from paddle_flexckpt.foreign.formats import SourceDirectory
-from paddle_flexckpt.manager.restore import RestoreTargets, RunOptions, fill_run
+from paddle_flexckpt.manager.restore import fill_run, hold_together
+from paddle_flexckpt.manager.restore_targets import RestoreTargets, RunOptions
 from paddle_flexckpt.manager.step_contents import OWN_OBJECTS, RunObjects
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.media.opening import shown
@@ -181,9 +182,7 @@ def load(
     context = f"cannot load from {shown(path)}"
 
     def describe() -> tuple[tuple[RestoreTargets, SourceDirectory], bytes]:
-        schedule, has_optimizer = objects.schedule(), optimizer is not None
-        targets = RestoreTargets(objects.shards(), schedule, scaler, asked.rng, has_optimizer, data, model is not None)
-        directory = SourceDirectory(path)
+        targets, directory = RestoreTargets.of(objects, asked.rng), SourceDirectory(path)
         return (targets, directory), asked.encode("load", **objects.given())
 
     (targets, directory), heads = comm.together(describe, context)
@@ -193,5 +192,6 @@ def load(
         with reading(directory.path):
             return LockedManifest(directory, asked.unique_id)
 
-    load_report, extra = fill_run(path, hold, lambda _: "", comm, targets, asked, context)
+    held = hold_together(hold, lambda _: "", comm, context)
+    load_report, extra = fill_run(path, held, comm, targets, asked, context)
     return RunReport(directory.path, load_report, extra)

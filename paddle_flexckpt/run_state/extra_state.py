@@ -43,6 +43,7 @@ from paddle_flexckpt.loading.merged import empty_tensors
 from paddle_flexckpt.media.backend import Location, reading
 from paddle_flexckpt.media.opening import shown
 from paddle_flexckpt.native.directory import LockedManifest
+from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.run_state.random_state import collect_random_state, restore_random_state
 from paddle_flexckpt.run_state.schedules import (
     ConstantRate,
@@ -52,7 +53,7 @@ from paddle_flexckpt.run_state.schedules import (
     scheduler_state,
 )
 from paddle_flexckpt.transfer.agreement import check_heads
-from paddle_flexckpt.transfer.options import GROUP, PATH, same_on_all_ranks
+from paddle_flexckpt.transfer.options import GROUP, PATH, Storage, same_on_all_ranks
 from paddle_flexckpt.transfer.transfer import quiet_loads
 
 logger = logging.getLogger("paddle_flexckpt")
@@ -194,12 +195,35 @@ def load_extra_state(
 
     (chosen, catalog), answers = comm.together(look, context)
     check_heads(answers, context, comm.ranks)
+    return read_extra_state(catalog, path, comm, chosen, splits) or {}
+
+
+def read_extra_state(
+    catalog: Catalog,
+    path: Location,
+    comm: Communicator,
+    unique_id: int | None,
+    splits: Collection[int] | None,
+    storage: Storage = "shared",
+) -> dict[str, Any] | None:
+    """Read the extra state that concerns this rank from the checkpoint of an id; None if it has none.
+
+    Args:
+        catalog: The checkpoint's shards, at least those of its extra state.
+        path: Its directory.
+        comm: The ranks that take part.
+        unique_id: Its id.
+        splits: As in :func:`load_extra_state`.
+        storage: As in :func:`load_state_dict`.
+    """
+    if not has_extra_state(catalog):
+        return None
     state: dict[str, Any] = {}
 
     def read(names: list[str]) -> None:
         tensors = empty_tensors(catalog, names)
         with quiet_loads():
-            load_state_dict(tensors, path, comm, unique_id=chosen)
+            load_state_dict(tensors, path, comm, unique_id=unique_id, storage=storage)
         state.update(tensors)
 
     # The common part has the layout, which decides what else is needed.

@@ -146,6 +146,14 @@ def save_state_dict(
     return Save(state_dict, path, communicator_for(process_group), asked).run()
 
 
+@observed("save", "path")
+def save_from_file(
+    state_dict: Mapping[str, Any], path: Location, comm: Communicator, options: SaveOptions, written: WrittenFile | None
+) -> SaveReport | SaveHandle:
+    """Save like :func:`save_state_dict`; in the background, from a file that has this rank's data, if there is one."""
+    return Save(state_dict, path, comm, options, written).run()
+
+
 class Save:
     """A save of the shards of all ranks. Every rank makes one and calls :meth:`run`.
 

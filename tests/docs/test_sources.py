@@ -112,7 +112,7 @@ def test_nodes_of_the_search_end():
         worker.mended("e=e+s")
 
 
-@pytest.mark.parametrize("name", ["key", "shard", "layout", "manifest"])
+@pytest.mark.parametrize("name", ["key", "shard", "layout", "manifest", "survive"])
 def test_drawings_are_those_of_their_command(name):
     """Remedy: python docs/pictures.py."""
     assert (IMAGES / f"{name}.svg").read_text(encoding="utf-8") == getattr(script("pictures"), name)()

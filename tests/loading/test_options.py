@@ -54,6 +54,7 @@ VALUES = {
     "schedule": ("raise", "ignore"),
     "fused": ("convert", "exact"),
     "keep": (KeepLatest(1), KeepLatest(2)),
+    "memory": (None, fc.MemoryTier("memory", fc.SaveEvery(1))),
     "lr_scheduler": (None, "a schedule"),
     "master_weights": ("exact", "convert"),
     "max_file_bytes": (100, 200),

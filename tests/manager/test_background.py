@@ -15,7 +15,7 @@ pytest.importorskip("paddle")
 import paddle
 
 import paddle_flexckpt as fc
-import paddle_flexckpt.manager.manager as manager_module
+import paddle_flexckpt.manager.storage_saves as saves_module
 from paddle_flexckpt.manager import KeepLatest
 from paddle_flexckpt.report import SaveReport
 from paddle_flexckpt.saving.sliced_saves import SlicedSave
@@ -260,13 +260,13 @@ def test_without_an_optimizer_all_is_copied_by_the_call(tmp_path, writer):
 
 
 def test_the_memory_that_a_save_may_take_is_passed_on_to_those_in_the_background(tmp_path, writer, monkeypatch):
-    seen, right = [], manager_module.save_state_dict
+    seen, right = [], saves_module.save_from_file
 
-    def spy(*arguments, **options):
-        seen.append((options["staging_bytes"], options["slice_bytes"]))
-        return right(*arguments, **options)
+    def spy(shards, path, comm, options, written):
+        seen.append((options.staging_bytes, options.slice_bytes))
+        return right(shards, path, comm, options, written)
 
-    monkeypatch.setattr(manager_module, "save_state_dict", spy)
+    monkeypatch.setattr(saves_module, "save_from_file", spy)
     with manager_of(tmp_path, async_save=writer, staging_bytes=64 << 20) as manager:
         save(manager, 1)
         save(manager, 2, blocking=True)

@@ -16,9 +16,9 @@ pytest.importorskip("paddle")
 
 
 import paddle_flexckpt as fc
-import paddle_flexckpt.manager.manager as manager_module
 import paddle_flexckpt.manager.restore as restore_module
 import paddle_flexckpt.manager.step_directories as steps_module
+import paddle_flexckpt.manager.storage_saves as saves_module
 from paddle_flexckpt.catalog import CheckpointError, NotDurableError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.manager import KeepBest, KeepLatest
@@ -264,7 +264,7 @@ def test_a_save_makes_room_where_the_disk_is_full(tmp_path, monkeypatch):
         raise CheckpointError(f"cannot save: {os.strerror(errno.ENOSPC)}")
 
     with monkeypatch.context() as patch:
-        patch.setattr(manager_module, "save_state_dict", full)
+        patch.setattr(saves_module, "save_from_file", full)
         with pytest.raises(CheckpointError, match="No space left"):
             save(manager, 3)
     assert manager.all_steps() == [2]
@@ -300,14 +300,14 @@ def test_a_step_that_another_job_saves_between_the_look_and_the_lock_is_replaced
     tmp_path, monkeypatch, overwrite
 ):
     manager, other = manager_of(tmp_path), manager_of(tmp_path)
-    right = manager_module.save_state_dict
+    right = saves_module.save_from_file
 
     def stopped_before(*arguments, **options):
-        monkeypatch.setattr(manager_module, "save_state_dict", right)
+        monkeypatch.setattr(saves_module, "save_from_file", right)
         save(other, 1, version=5)
         return right(*arguments, **options)
 
-    monkeypatch.setattr(manager_module, "save_state_dict", stopped_before)
+    monkeypatch.setattr(saves_module, "save_from_file", stopped_before)
     if overwrite:
         save(manager, 1, version=7, overwrite=True)
     else:
@@ -316,7 +316,7 @@ def test_a_step_that_another_job_saves_between_the_look_and_the_lock_is_replaced
     assert restore(other, 1)[1] == (7 if overwrite else 5)
 
 
-@pytest.mark.parametrize("where", ["load_extra_state", "load_state_dict"])
+@pytest.mark.parametrize("where", ["read_extra_state", "load_state_dict"])
 def test_a_step_that_is_replaced_between_the_looks_of_two_ranks_is_restored_again(tmp_path, monkeypatch, where):
     save(manager_of(tmp_path), 1)
     is_replaced, has_looked = threading.Event(), threading.Event()

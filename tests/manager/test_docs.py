@@ -60,3 +60,23 @@ def test_the_loop_goes_on_to_the_bit_without_install(tmp_path, monkeypatch, sour
         assert uninterrupted.model.weight.numpy().tobytes() == second.model.weight.numpy().tobytes()
     finally:
         fc.uninstall()
+
+
+def test_the_loop_with_a_memory_tier_goes_on_from_memory(tmp_path, monkeypatch, capsys):
+    """On one node there is one copy."""
+    code = code_block("docs/survive.md", "MemoryTier(").replace("/dev/shm/run", str(tmp_path / "shm"))
+    code = code.replace("copies=2", "copies=1")
+    monkeypatch.chdir(tmp_path)
+    try:
+        first = Run(code, 250)
+        second = Run(code, 1000)
+        assert [*first.seen, *second.seen] == [*range(1, 251), *range(241, 1001)]
+        assert "restored step 240 from the memory of 1 of 1 nodes; 0 bytes from storage: " in capsys.readouterr().out
+        assert [info.step for info in fc.list_checkpoints("run")] == [1000]
+        assert not (tmp_path / "shm").exists()
+        (tmp_path / "other").mkdir()
+        monkeypatch.chdir(tmp_path / "other")
+        uninterrupted = Run(code, 1000)
+        assert uninterrupted.model.weight.numpy().tobytes() == second.model.weight.numpy().tobytes()
+    finally:
+        fc.uninstall()

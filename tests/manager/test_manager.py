@@ -555,7 +555,7 @@ def test_a_step_whose_files_go_while_it_is_restored_as_it_is_replaced_is_restore
     root = f"memory://{tmp_path.name}"
     for step in (1, 3):
         save(manager_of(root), step)
-    real, begun = module.load_extra_state, []
+    real, begun = module.read_extra_state, []
 
     def replaced_after(directory, *args):
         if not begun:
@@ -564,7 +564,7 @@ def test_a_step_whose_files_go_while_it_is_restored_as_it_is_replaced_is_restore
             raise fc.UnreadableCheckpointError("a file of what has been replaced is not there")
         return real(directory, *args)
 
-    monkeypatch.setattr(module, "load_extra_state", replaced_after)
+    monkeypatch.setattr(module, "read_extra_state", replaced_after)
     step, version, report = restore(manager_of(root), fallback=True)
     assert (step, version, report.skipped) == (3, 33, {})
 

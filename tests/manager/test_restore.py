@@ -147,7 +147,7 @@ def test_a_forgotten_optimizer_is_named_and_not_a_schedule_that_the_run_never_ha
         first, run = Run(rate), Run(0.1)
         fc.save(tmp_path / str(number), **first.parts())
         before = run.model.weight.numpy()
-        with provoked("manager/restore.py", "give optimizer=, as in the run that saved it") as caught:
+        with provoked("manager/restore_targets.py", "give optimizer=, as in the run that saved it") as caught:
             fc.load(tmp_path / str(number), model=run.model, rng=False)
         assert "no optimizer was given" in str(caught.value) and "scheduler" not in str(caught.value)
         assert (run.model.weight.numpy() == before).all()
@@ -168,12 +168,12 @@ def test_states_that_are_given_as_such_are_no_forgotten_optimizer(tmp_path):
 def test_a_scheduler_that_is_new_is_left_out(tmp_path):
     fc.save(tmp_path, **Run(0.1).parts())
     run, same = Run(warming()), Run(0.3)
-    with provoked("manager/restore.py", "make the optimizer with a constant rate, as in the run") as caught:
+    with provoked("manager/restore_targets.py", "make the optimizer with a constant rate, as in the run") as caught:
         fc.load(tmp_path, **run.parts())
     assert "the checkpoint has a constant rate, this run a LinearWarmup" in str(caught.value)
     fc.load(tmp_path, **same.parts())
     assert same.optimizer.get_lr() == 0.1
-    with provoked("manager/restore.py", "with schedule='ignore' this run's stays as it is"):
+    with provoked("manager/restore_targets.py", "with schedule='ignore' this run's stays as it is"):
         fc.load(tmp_path, **run.parts())
     fc.load(tmp_path, **run.parts(), schedule="ignore")
     assert run.optimizer.get_lr() == 0.0

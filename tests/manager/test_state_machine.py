@@ -97,7 +97,7 @@ class Managed(RuleBasedStateMachine):
         self.patch.setattr(logging.getLogger("paddle_flexckpt"), "disabled", True)
         self.patch.setattr(contents_module, "time", SimpleNamespace(time=lambda: self.now))
         # All processes are one run, though few of them begin with a restore.
-        self.patch.setattr(StepDirectories, "begin_run", lambda self, step, restored: "run")
+        self.patch.setattr(StepDirectories, "begin_run", lambda self, step, restored, run: "run")
 
     @initialize(keep=KEEPS)
     def begin(self, keep) -> None:

@@ -150,7 +150,7 @@ def test_a_checkpoint_without_extra_state(tmp_path):
     shards = run.model.sharded_state_dict()
     fc.save_state_dict({**shards, **run.optimizer.sharded_state_dict(shards)}, tmp_path)
     before = other.model[0].weight.numpy()
-    with provoked("manager/restore.py", "give schedule='ignore', and set them to the step") as caught:
+    with provoked("manager/restore_targets.py", "give schedule='ignore', and set them to the step") as caught:
         fc.load(tmp_path, **other.parts())
     assert "the checkpoint has no state of lr_scheduler" in str(caught.value)
     assert (other.model[0].weight.numpy() == before).all()
@@ -279,7 +279,7 @@ def test_a_checkpoint_without_a_position_does_not_begin_the_data_anew_in_silence
     run = Run(1)
     fc.save(tmp_path, **run.parts(step=3))
     other = samples(8)
-    with provoked("manager/restore.py", "give schedule='ignore', and set the sampler's position"):
+    with provoked("manager/restore_targets.py", "give schedule='ignore', and set the sampler's position"):
         fc.load(tmp_path, **run.parts(), data=other)
     report = fc.load(tmp_path, **run.parts(), data=other, schedule="ignore")
     assert (other.position, report.extra.not_restored["data"]) == (8, "the checkpoint has none")

@@ -142,7 +142,7 @@ def test_a_schedule_that_is_saved_is_given_or_left_out_by_name(manager):
     saved, other = schedule(), paddle.optimizer.lr.NoamDecay(64, 10)
     saved.step()
     manager.save(1, model=model, lr_scheduler=saved)
-    with provoked("manager/restore.py", "built as in the run that saved it"):
+    with provoked("manager/restore_targets.py", "built as in the run that saved it"):
         manager.restore(model=model, lr_scheduler=other)
     restored = schedule()
     manager.restore(model=model, lr_scheduler=restored)
@@ -150,7 +150,7 @@ def test_a_schedule_that_is_saved_is_given_or_left_out_by_name(manager):
     rate = other()
     report = manager.restore(model=model, lr_scheduler=other, schedule="ignore")
     assert (other(), list(report.extra.not_restored)) == (rate, ["lr_scheduler"])
-    with provoked("manager/restore.py", "for the model alone give optimizer_states='ignore'"):
+    with provoked("manager/restore_targets.py", "for the model alone give optimizer_states='ignore'"):
         manager.restore(model=model)
     manager.restore(model=model, optimizer_states="ignore")
 

@@ -193,7 +193,7 @@ class Script:
         """Return the options of a manager that keeps steps in memory."""
         if "memory" not in self.scenario.habits:
             return {}
-        from paddle_flexckpt.manager import MemoryTier  # type: ignore[attr-defined]
+        from paddle_flexckpt.manager import MemoryTier
 
         copies = min(COPIES, len(self.job.on_nodes))
         keep = 1 + self.scenario.seed % 2

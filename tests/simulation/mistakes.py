@@ -270,7 +270,7 @@ MISTAKES = {
         Mistake(
             "restore-by-rank",
             "each rank restores what it can read itself, though the others may have read another step",
-            {"manager.restore:restore_first": wrong.restores_alone},
+            {"manager.restore:restore_checkpoint": wrong.restores_alone},
         ),
         Mistake(
             "reader-holds-nothing",

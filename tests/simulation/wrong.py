@@ -275,12 +275,12 @@ def segment_is_free_at_once(right: Any) -> Any:
 
 
 def restores_alone(right: Any) -> Any:
-    def restore_first(candidates: Any, skipped: Any, comm: Any, *arguments: Any) -> Any:
+    def restore_checkpoint(directory: Any, step: Any, comm: Any, *arguments: Any) -> Any:
         from paddle_flexckpt.ranks.communicator import SoloCommunicator
 
-        return right(candidates, skipped, SoloCommunicator(comm.rank), *arguments)
+        return right(directory, step, SoloCommunicator(comm.rank), *arguments)
 
-    return restore_first
+    return restore_checkpoint
 
 
 def reads_without_a_lock(right: Any) -> Any:

@@ -1,0 +1,333 @@
+"""The steps of a run in the memory of its nodes: their saves, their retention, and who holds them.
+
+One rank of each node acts there: the one that has got the lock of the run's directory.
+
+Tested in tests/manager/test_memory_tier.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Literal
+
+from paddle_flexckpt.background.pending import SaveHandle
+from paddle_flexckpt.background.writer import BackgroundWriter
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Problem, ValidationError
+from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
+from paddle_flexckpt.foreign.formats import SourceDirectory
+from paddle_flexckpt.loading.node_files import find_checkpoint
+from paddle_flexckpt.manager.manager_options import StepOptions
+from paddle_flexckpt.manager.memory_restore import restore_from_memory
+from paddle_flexckpt.manager.memory_tier import MemoryTier
+from paddle_flexckpt.manager.pending_steps import PendingSteps
+from paddle_flexckpt.manager.policies import PreemptionSignals, SavePolicy, SaveSchedule, check_policies
+from paddle_flexckpt.manager.removal import UNIQUE_ID, name_of
+from paddle_flexckpt.manager.restore import Candidate, RestoreOptions, RestoreReport
+from paddle_flexckpt.manager.restore_targets import RestoreTargets
+from paddle_flexckpt.media.backend import Lock
+from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.saving.planned_bytes import plan_bytes
+from paddle_flexckpt.saving.saver import save_state_dict
+from paddle_flexckpt.tools.memory_runs import bytes_in, note_root, remove_run, remove_step, steps_in
+
+logger = logging.getLogger("paddle_flexckpt")
+
+
+class HeldError(CheckpointError):
+    """An error of a run whose steps in memory another process holds."""
+
+
+class MemorySteps:
+    """The steps of one run in the memory of the nodes, as every rank of a manager sees them.
+
+    A manager without a tier has no steps here, and nothing is communicated for them.
+
+    All methods communicate where their documentation does not say otherwise.
+
+    Attributes:
+        run: The run whose steps these are; "" where none is known.
+        schedule: The decision to save a step here.
+        pending: The saves that are under way.
+    """
+
+    def __init__(self, comm: Communicator, tier: MemoryTier | None, root: str) -> None:
+        """Take the ranks, the tier, and the root of the manager."""
+        self._comm, self._root = comm, root
+        self._exists, self._tier = tier is not None, tier or MemoryTier(".", ())
+        self.run = ""
+        policies = check_policies("save_when", self._tier.save_when, SavePolicy)
+        self.schedule = SaveSchedule(comm, policies, PreemptionSignals(()))
+        self.pending = PendingSteps(comm)
+        # Made by the first save, when there is known to be room.
+        self._writer: BackgroundWriter | None = None
+        # Of the run whose directory is held: its name, and the lock if this rank acts on its node.
+        self._held, self._lock = "", Lock()
+        self._acts = self._is_used = False
+        # The steps that this manager has saved and that are whole, in the order of their saves.
+        self._whole: list[int] = []
+
+    def directory(self, step: int) -> LocalBackend:
+        """Return a step's directory on this rank's node; communicate nothing."""
+        return self._run_directory().child(name_of(step))
+
+    def _run_directory(self) -> LocalBackend:
+        return LocalBackend(os.path.join(self._tier.path, self.run))
+
+    def find_steps(self, find_run: Callable[[], str], context: str) -> list[int]:
+        """Return the steps of which any node has a manifest, the highest first. At most two collectives.
+
+        ``find_run`` returns on the coordinator the run whose steps are wanted, or "".
+        """
+        if not self._exists:
+            return []
+        _, answers = self._comm.together(lambda: (None, self._lead(find_run).encode()), context)
+        if not answers[0]:
+            return []
+        self.run = answers[0].decode()
+        return sorted(self._listed(context), reverse=True)
+
+    def _lead(self, work: Callable[[], str]) -> str:
+        return work() if self._comm.position == 0 else ""
+
+    def _listed(self, context: str) -> set[int]:
+        def look() -> tuple[None, bytes]:
+            return None, json.dumps(steps_in(self._run_directory(), whole=True)).encode()
+
+        _, answers = self._comm.together(look, context)
+        return {step for answer in answers for step in json.loads(answer)}
+
+    def whole_steps(self, find_run: Callable[[], str], context: str) -> set[int]:
+        """Return those of the steps of which all data is there, on whatever nodes."""
+        return {step for step in self.find_steps(find_run, context) if self._is_whole(step, context)}
+
+    def _is_whole(self, step: int, context: str) -> bool:
+        with contextlib.ExitStack() as locks, contextlib.suppress(CorruptCheckpointError):
+            directory = SourceDirectory(self.directory(step))
+            found = find_checkpoint(self._comm, lambda: directory, UNIQUE_ID, lambda: b"{}", locks, context)
+            return not found.lost.any()
+        return False
+
+    def add_candidates(
+        self, candidates: Sequence[Candidate], steps: Sequence[int], asked: RestoreOptions, targets: RestoreTargets
+    ) -> list[Candidate]:
+        """Add those of the steps here that a restore asks for to the candidates in the root; communicate nothing.
+
+        Of two with the same step, that in memory comes first.
+        """
+        newest = candidates[0].step if candidates else -1
+        if asked.step == "latest":
+            wanted = [step for step in steps if asked.fallback or step >= newest]
+        else:
+            wanted = [step for step in steps if step == asked.step or (asked.fallback and step < int(asked.step))]
+        added = [
+            Candidate(step, partial(restore_from_memory, self.directory(step), step, self._comm, targets), True)
+            for step in wanted
+        ]
+        # The order by a metric stays as it is: it has no steps here.
+        return sorted([*added, *candidates], key=lambda each: -each.step) if added else [*candidates]
+
+    def note_restored(self, report: RestoreReport) -> str:
+        """Note a restore, and return the run of the step if it was here, else ""; communicate nothing."""
+        self.schedule.note(report.step, saved=False)
+        self._is_used = self._is_used or report.tier == "memory"
+        return self.run if report.tier == "memory" else ""
+
+    def save(
+        self, asked: StepOptions, shards: Mapping[str, Any], run: str, write_anchor: Callable[[str], None], context: str
+    ) -> SaveHandle:
+        """Begin to save a step of a run. The coordinator notes the run in the root before the first save.
+
+        Raises:
+            CheckpointError: It cannot be saved, or another process holds the run; older steps are unchanged. Or an
+                older step could not be removed; then the text says which one is whole.
+        """
+        step, self.run, self._is_used = asked.step, run, True
+        if self._held != run:
+            self._comm.lead(0, lambda: write_anchor(run), context)
+            self._hold(context)
+        if self._writer is None:
+            self.check_room(lambda: shards, context)
+            self._writer = BackgroundWriter()
+        try:
+            saved = save_state_dict(
+                shards,
+                self.directory(step),
+                self._comm,
+                unique_id=UNIQUE_ID,
+                step=step,
+                check_replicas=asked.check_replicas,
+                storage="per_node",
+                node_copies=1 if self._tier.parity else self._tier.copies,
+                parity=self._tier.parity,
+                async_save=self._writer,
+            )
+        except CheckpointError:
+            with contextlib.suppress(OSError):
+                self.directory(step).remove_directory()
+            raise
+        self.schedule.note(step, saved=True)
+        self.pending.add(step, saved)
+        if asked.blocking:
+            self.collect(context, wait_for="all")
+        return saved
+
+    def collect(self, context: str, wait_for: int | Literal["all"] | None = None) -> None:
+        """Find out which saves have ended, as :meth:`PendingSteps.collect` does; remove older steps than whole ones.
+
+        Nothing is communicated where no save is under way. An older step that is being read goes after a later save.
+        """
+        try:
+            self.pending.collect(context, wait_for)
+        finally:
+            whole = sorted(self.pending.drain_reports())
+            self._whole = [*(step for step in self._whole if step not in whole), *whole][-self._tier.keep :]
+
+        def remove() -> tuple[None, bytes]:
+            for step in steps_in(self._run_directory()) if self._acts else ():
+                if step not in {*self._whole, *self.pending.steps}:
+                    remove_step(self.directory(step))
+            return None, b""
+
+        if whole:
+            done = f"step {whole[-1]} is whole in memory"
+            self._comm.together(remove, f"{done}, but what need not be kept there could not be removed")
+
+    def _hold(self, context: str) -> None:
+        """Take the lock of the run's directory on each node. One collective.
+
+        Raises:
+            HeldError: Another process has it; the same on every rank.
+        """
+        self.release()
+        directory = self._run_directory()
+
+        def take() -> tuple[None, bytes]:
+            directory.make_directory()
+            with contextlib.suppress(CheckpointError):  # another rank of this node has it, or another process
+                self._lock, self._acts = directory.locks.take(), True
+                note_root(directory, self._root)
+            return None, json.dumps([self._acts, _node_of(self._tier.path)]).encode()
+
+        _, answers = self._comm.together(take, context)
+        told = [json.loads(answer) for answer in answers]
+        served = {node for acts, node in told if acts}
+        unserved = [rank for rank, (_, node) in zip(self._comm.ranks, told) if node not in served]
+        if unserved:
+            self.release()
+            raise HeldError(
+                f"{context}: another process holds {directory.path} on the nodes of ranks {format_ranks(unserved)}: an "
+                "earlier start of this run that has not ended, or another manager. Remedy (FC507): end that process, "
+                "and start again"
+            )
+        self._held = self.run
+
+    def check_room(self, describe: Callable[[], Mapping[str, Any]], context: str) -> None:
+        """Check that the steps have room on each node; no value is read. Two collectives, or five in a large job.
+
+        Raises:
+            ValidationError: There is too little on a node; the same on every rank.
+        """
+        if not self._exists:
+            return
+        written, path = plan_bytes(describe, self._comm, context), self._tier.path
+
+        def look() -> tuple[None, bytes]:
+            system = os.statvfs(_existing(path))
+            taken = bytes_in(self._run_directory().path) if self.run else 0
+            mine = written, self._tier.limit, system.f_bavail * system.f_frsize, taken
+            return None, json.dumps([_node_of(path), f"{socket.gethostname()}:{path}", *mine]).encode()
+
+        _, answers = self._comm.together(look, context)
+        told = [json.loads(answer) for answer in answers]
+        first = {each[0]: each for each in reversed(told)}
+        nodes = list(dict.fromkeys(each[0] for each in told))
+        shares = [sum(each[2] for each in told if each[0] == node) for node in nodes]
+        problems: list[Problem] = []
+        for number, node in enumerate(nodes):
+            _, name, _, limit, free, taken = first[node]
+            problems += self._room_problem(name, self._tier.stored(shares, number), limit, free + taken)
+        if problems:
+            raise ValidationError(problems, context)
+
+    def _room_problem(self, name: str, nbytes: int, limit: int | None, free: int) -> Sequence[Problem]:
+        """Return what is wrong with a node's room for steps of so many bytes."""
+        steps, tier = self._tier.keep + 1, self._tier
+        if steps * nbytes <= min(free, free if limit is None else limit):
+            return ()
+        bound = "no limit" if limit is None else f"a limit of {format_bytes(limit)}"
+        return [
+            Problem(
+                f"the node {name} has too little room for steps in memory",
+                expected=f"{format_bytes(steps * nbytes)}: {steps} steps (keep={tier.keep}, and the one that is being "
+                f"saved) of {format_bytes(nbytes)}, with {f'parity={tier.parity}' if tier.parity else ''}"
+                f"{'' if tier.parity else f'copies={tier.copies}'}",
+                got=f"{bound}, {format_bytes(free)} free",
+                code="FC507",
+                remedy="raise the limit, or the size of the file system (mount -o remount,size=...); or lower copies; "
+                "`flexckpt clean` finds the memory of earlier runs",
+            )
+        ]
+
+    def close(self, newest_saved: Callable[[], int], context: str) -> None:
+        """Remove the run's steps if the root has one that is at least as new; else leave them, with a warning.
+
+        ``newest_saved`` returns on the coordinator the highest step in the root, or -1.
+        """
+        if self._writer is not None:
+            self._writer.close()
+        if not self._is_used:
+            return
+        newest = max(self._listed(context), default=-1)
+        _, answers = self._comm.together(lambda: (None, self._lead(lambda: str(newest_saved())).encode()), context)
+        if int(answers[0]) < newest:
+            if self._comm.position == 0:
+                logger.warning(
+                    f"step {newest} is in the memory of the nodes alone, in {self._run_directory().path}: it stays "
+                    "there. Remedy (FC507): restore() it, and save the step with save(), which writes to the root; "
+                    "then close() frees the memory"
+                )
+            return
+        if self._held != self.run:
+            try:
+                self._hold(context)
+            except HeldError:
+                return  # the run goes on elsewhere; this manager has only restored
+        directory = self._run_directory()
+
+        def remove() -> tuple[None, bytes]:
+            if self._acts and remove_run(directory):
+                with contextlib.suppress(OSError):  # it may be another's
+                    LocalBackend(str(self._tier.path)).remove_directory()
+            return None, b""
+
+        self._comm.together(remove, context)
+
+    def release(self) -> None:
+        """Give back the lock of the run's directory; the steps stay, and saves go on. Communicate nothing."""
+        self._lock.release()
+        self._held, self._lock, self._acts = "", Lock(), False
+
+
+def _existing(path: str | os.PathLike[str]) -> str:
+    """Return a directory, or the lowest above it that exists."""
+    found = os.path.realpath(path)
+    while not os.path.isdir(found):
+        found = os.path.dirname(found)
+    return found
+
+
+def _node_of(path: str | os.PathLike[str]) -> str:
+    """Return a text that is the same for two processes only if this is the same directory for both."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            host = file.read().strip()
+    except OSError:
+        host = socket.gethostname()
+    return f"{host}:{os.stat(_existing(path)).st_dev}:{os.path.realpath(path)}"

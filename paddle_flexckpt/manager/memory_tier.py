@@ -1,0 +1,69 @@
+"""The memory tier: where the nodes of a run keep its newest steps in memory, and when.
+
+Tested in tests/manager/test_memory_tier.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paddle_flexckpt.catalog import ValidationError
+from paddle_flexckpt.catalog.dtypes import plain_integer
+from paddle_flexckpt.manager.policies import SavePolicy, check_policies
+from paddle_flexckpt.media.opening import is_remote, open_destination
+
+
+@dataclass(frozen=True)
+class MemoryTier:
+    """A tier of steps in the memory of the nodes, between those in the root of a :class:`CheckpointManager`.
+
+    A restart under any layout takes the newest step that is whole, in memory or in the root. A step in memory survives
+    the end of all processes, and the loss of as many nodes as there are ``copies`` but one, or with ``parity`` of one
+    node of each group; it does not survive that the power of all nodes fails.
+
+    Attributes:
+        path: A directory of each node in a file system that lies in memory, such as one below ``/dev/shm``. Ranks may
+            have another one.
+        save_when: The policies of steps in memory, as those of the manager.
+        copies: The number of nodes that have each data file, unless there is ``parity``.
+        parity: In place of copies: the number of nodes of a group, 2 or more. As in :func:`save_state_dict`, each node
+            also has ``1 / (parity - 1)`` of the bytes of its own data.
+        keep: The number of steps in memory. An older one goes when a newer one is whole on all nodes, so there has to
+            be room for one more.
+        limit: The most bytes in a node's directory; None: what its file system has free. Ranks may have another one.
+            It is checked before the first save, and in the constructor of a manager that is given the model.
+    """
+
+    path: str | os.PathLike[str]
+    save_when: SavePolicy | Sequence[SavePolicy]
+    copies: int = 2
+    parity: int | None = None
+    keep: int = 1
+    limit: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValidationError if a value is not usable."""
+        problems = []
+        if is_remote(self.path):
+            problems.append(f"path is a directory in the memory of a node; got {self.path!r}")
+        for name, least in {"copies": 1, "parity": 2, "keep": 1, "limit": 1}.items():
+            value = plain_integer(getattr(self, name))
+            object.__setattr__(self, name, value)
+            if (type(value) is not int or value < least) and not (name in ("parity", "limit") and value is None):
+                problems.append(f"{name} has to be an integer >= {least}; got {value!r}")
+        if problems:
+            raise ValidationError(problems, "cannot make a MemoryTier")
+        object.__setattr__(self, "path", os.path.abspath(open_destination(self.path).path))
+        object.__setattr__(self, "save_when", check_policies("save_when", self.save_when, SavePolicy))
+
+    def stored(self, shares: Sequence[int], node: int) -> int:
+        """Return the bytes that a node stores of a step of which the nodes write these shares."""
+        if self.parity is not None:
+            return shares[node] + -(-max(shares) // (self.parity - 1))
+        return sum(shares[node - copy] for copy in range(min(self.copies, len(shares))))
+
+    def agreed(self) -> str:
+        """Return what ranks compare."""
+        return repr(replace(self, path=".", limit=None))

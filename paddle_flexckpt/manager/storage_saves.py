@@ -1,0 +1,88 @@
+"""The saves of steps to the root, and what follows them.
+
+Tested in tests/manager/test_manager.py and tests/manager/test_step_directories.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any
+
+from paddle_flexckpt.background.pending import SaveHandle
+from paddle_flexckpt.catalog import CheckpointError, NotDurableError
+from paddle_flexckpt.manager.manager_options import ManagerOptions, StepOptions
+from paddle_flexckpt.manager.pending_steps import FollowUp, PendingSteps
+from paddle_flexckpt.manager.removal import UNIQUE_ID
+from paddle_flexckpt.manager.step_directories import StepDirectories, is_full
+from paddle_flexckpt.ranks.communicator import Communicator
+from paddle_flexckpt.report import SaveReport
+from paddle_flexckpt.saving.save_options import SaveOptions
+from paddle_flexckpt.saving.saver import save_from_file
+
+
+class StorageSaves:
+    """The saves of a manager to its root, the same on all ranks."""
+
+    def __init__(
+        self,
+        comm: Communicator,
+        options: ManagerOptions,
+        steps: StepDirectories,
+        pending: PendingSteps,
+        follow_up: FollowUp,
+    ) -> None:
+        """Take the ranks, the manager's options, its directories, its pending saves, and the work after saves."""
+        self._comm, self._options, self._steps = comm, options, steps
+        self._pending, self._follow_up = pending, follow_up
+
+    def write(
+        self,
+        asked: StepOptions,
+        shards: Mapping[str, Any],
+        replaces: bool,
+        has_optimizer: bool,
+        in_memory: SaveHandle | None,
+    ) -> SaveReport | SaveHandle:
+        """Write a step's checkpoint, or begin to; after a failure clean up.
+
+        If the step is saved to memory too, a save in the background reads the file there (``in_memory``).
+        """
+        own, background = self._options, not asked.blocking
+        try:
+            options = SaveOptions(
+                unique_id=UNIQUE_ID,
+                overwrite=replaces,
+                step=asked.step,
+                save_replicas=asked.save_replicas,
+                check_replicas=asked.check_replicas,
+                async_save=(own.async_save or True) if background else False,
+                # Without an optimizer it is unknown when the state begins to change.
+                slice_bytes=own.slice_bytes if background and has_optimizer and in_memory is None else None,
+                staging_bytes=own.staging_bytes if background else None,
+            )
+            written = None if in_memory is None else in_memory.written
+            return save_from_file(shards, self._steps.directory(asked.step), self._comm, options, written)
+        except CheckpointError as error:
+            if isinstance(error, NotDurableError):
+                self._pending.doubtful.add(asked.step)
+            if self._comm.position == 0 and is_full(error):
+                # Retention usually follows a successful save, for which there might never be room without it. Its
+                # errors must not hide the error of the save.
+                with contextlib.suppress(CheckpointError, OSError):
+                    self._follow_up.retain()
+            self._steps.give_up(asked.step, error, bool(own.keep))
+            raise
+
+    def follow_up(
+        self, step: int, saved: SaveReport | SaveHandle, metrics: Mapping[str, float], optimizer: Any
+    ) -> None:
+        """Note a save that has ended, or one in the background that has begun, and follow it up."""
+        is_complete = isinstance(saved, SaveReport)
+        if isinstance(saved, SaveHandle):
+            self._pending.add(step, saved, optimizer)
+        else:
+            self._pending.note_complete(step)
+        self._follow_up.add(step, saved, metrics)
+        reports = {step: saved} if isinstance(saved, SaveReport) else {}
+        self._follow_up.run(f"the checkpoint of step {step} is {'complete' if is_complete else 'on its way'}", reports)

@@ -1,0 +1,122 @@
+"""The steps of runs in the memory of a node: their directories, who holds them, and their removal.
+
+A run's directory has the name of the run, a note of its root, and a directory for each step. The manager of one rank
+of the node holds its lock.
+
+Tested in tests/manager/test_memory_tier.py and tests/cli/test_memory_runs.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.media.backend import Backend, write_file
+from paddle_flexckpt.media.opening import open_backend
+
+NOTE = "memory.json"
+_RUN = re.compile(r"[0-9a-f]{16}", re.ASCII)
+_STEP = re.compile(r"step_(\d{8,})", re.ASCII)
+_MANIFEST = "0.manifest"
+
+
+@dataclass(frozen=True)
+class MemoryRun:
+    """The steps of a run in the memory of a node.
+
+    Attributes:
+        path: Their directory.
+        root: The root of the run's manager.
+        step: The newest of them; None if there is none.
+        bytes: Bytes of all files.
+        held: Whether a process holds them: a manager, or one that still writes a step.
+    """
+
+    path: str
+    root: str
+    step: int | None
+    bytes: int
+    held: bool
+
+
+def is_run(name: object) -> bool:
+    """Return whether this is the identity of a run."""
+    return isinstance(name, str) and bool(_RUN.fullmatch(name))
+
+
+def note_root(directory: Backend, root: str) -> None:
+    """Write the note by which a run's directory is known as such."""
+    write_file(directory, NOTE, json.dumps({"root": root}).encode(), "replace")
+
+
+def steps_in(directory: Backend, whole: bool = False) -> list[int]:
+    """Return the steps in a run's directory, in rising order; with ``whole`` those that have a manifest here."""
+    names = [name for name in directory.names("directories") if _STEP.fullmatch(name)]
+    if whole:
+        names = [name for name in names if _MANIFEST in directory.child(name).names()]
+    return sorted(int(name.partition("_")[2]) for name in names)
+
+
+def remove_step(directory: Backend) -> bool:
+    """Remove a step's directory; return False if it is being written or read. The manifest goes first."""
+    try:
+        with directory.locks.take():
+            claim = directory.locks.claim(_MANIFEST)
+            if claim is None:
+                return False
+            with claim:
+                directory.remove(_MANIFEST)
+                shutil.rmtree(directory.path)
+    except FileNotFoundError:
+        pass
+    except CheckpointError:
+        return False
+    return True
+
+
+def remove_run(directory: Backend) -> bool:
+    """Remove all steps of a run, and its directory; return whether nothing is left. The caller holds its lock."""
+    left = [name for name in directory.names("directories") if not remove_step(directory.child(name))]
+    if not left:
+        directory.remove(NOTE)
+        directory.remove_directory()
+    return not left
+
+
+def remove_unheld(run: MemoryRun) -> bool:
+    """Remove a run that no process holds; return whether that was done."""
+    directory = open_backend(run.path)
+    try:
+        with directory.locks.take():
+            return not run.held and remove_run(directory)
+    except CheckpointError:
+        return False
+
+
+def bytes_in(path: str) -> int:
+    """Return the bytes of all files below a directory."""
+    total = 0
+    for parent, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # it has just been removed
+                total += os.stat(os.path.join(parent, name), follow_symlinks=False).st_size
+    return total
+
+
+def find_runs(tier: Backend) -> list[MemoryRun]:
+    """Return the runs in a directory of a memory tier; none if it is another directory."""
+    found = []
+    for name in sorted(filter(is_run, tier.names("directories"))) if tier.has_path else ():
+        run = tier.child(name)
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # another directory
+            root = str(json.loads(run.read(NOTE))["root"])
+            steps = [run.child(each) for each in run.names("directories") if _STEP.fullmatch(each)]
+            held = any(each.locks.is_taken() for each in (run, *steps))
+            newest = max(steps_in(run, whole=True), default=None)
+            found.append(MemoryRun(run.path, root, newest, bytes_in(run.path), held))
+    return found

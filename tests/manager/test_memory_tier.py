@@ -1,0 +1,623 @@
+"""Steps in the memory of nodes: what a restart finds after nodes are lost, and what is left of them.
+
+Ranks are threads, and each node is imitated by a directory.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("paddle")
+
+import paddle_flexckpt as fc
+from paddle_flexckpt.manager import KeepBest, KeepLatest
+from paddle_flexckpt.manager.policies import PreemptionSignals
+from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.ranks.communicator import SoloCommunicator
+from paddle_flexckpt.testing.simulated import SimulatedWorld
+from tests.manager.samples import files_of, tree
+from tests.native.samples import flip
+from tests.remedies.following import advised, provoked
+
+ROWS = 48
+EVERY = 2
+
+
+class Nodes:
+    """A root on shared storage, and the memory of some nodes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.root = path, str(path / "root")
+
+    def memory(self, node: int) -> str:
+        return str(self.path / f"node{node}" / "shm")
+
+    def lose(self, node: int) -> None:
+        shutil.rmtree(self.path / f"node{node}", ignore_errors=True)
+
+    def manager(self, comm, node, **options) -> fc.CheckpointManager:
+        tier = {"save_when": fc.SaveEvery(EVERY), **options.pop("tier", {})}
+        return fc.CheckpointManager(
+            self.root,
+            process_group=comm,
+            memory=fc.MemoryTier(self.memory(node), **tier),
+            **{"save_when": fc.SaveEvery(5 * EVERY), "preemption_signals": (), **options},
+        )
+
+    def run(self, places, job, **options):
+        """What each rank returns or raises; ``places``: the node of each rank, by its number."""
+
+        def on_rank(comm):
+            return job(self.manager(comm, places[comm.position], **options), comm)
+
+        return SimulatedWorld(len(places)).run_all(on_rank)
+
+    def steps(self, node: int) -> list[str]:
+        """The steps in a node's memory, with their runs replaced by letters, in the order of their age."""
+        runs = sorted(Path(self.memory(node)).glob("*"), key=os.path.getctime)
+        return [f"{'ab'[i]}/{step.name[-2:]}" for i, run in enumerate(runs) for step in sorted(run.glob("step_*"))]
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    return Nodes(tmp_path)
+
+
+def shards(comm, step: int, strategy: str = "rows") -> dict[str, fc.ShardedWeight]:
+    """A matrix cut by rows or by columns, and a vector that all ranks have; every value tells the step."""
+    whole = np.arange(ROWS * ROWS, dtype="float32").reshape(ROWS, ROWS) + 10000 * step
+    size, position = comm.size, comm.position
+    low, high = ROWS * position // size, ROWS * (position + 1) // size
+    part = whole[low:high].copy() if strategy == "rows" else whole[:, low:high].copy()
+    offset = (low, 0) if strategy == "rows" else (0, low)
+    return {
+        "w": fc.ShardedWeight("w", part, part.shape, whole.shape, offset),
+        "b": fc.ShardedWeight("b", whole[0].copy(), (ROWS,), (ROWS,), (0,)),
+    }
+
+
+def train(last: int, first: int = 1, **options):
+    """A job that trains to a step and dies there, as by an error; the steps that were saved."""
+
+    def job(manager, comm):
+        saved = []
+        try:
+            with manager:
+                for step in range(first, last + 1):
+                    if manager.should_save(step):
+                        manager.save(step, state=shards(comm, step), rng=False, metrics={"loss": step}, **options)
+                        saved.append(step)
+                manager.wait()
+                raise InterruptedError
+        except InterruptedError:
+            return saved
+
+    return job
+
+
+def resume(strategy: str = "rows", step="latest", ends: bool = False, **options):
+    """A job that restores; the report, after a look at every value."""
+
+    def job(manager, comm):
+        state = shards(comm, 0, strategy)
+        report = manager.restore(step, state=state, **options)
+        for key, shard in shards(comm, report.step, strategy).items():
+            assert np.array_equal(state[key].local_tensor, shard.local_tensor), key
+        if ends:
+            manager.close()
+        else:
+            manager.__exit__(InterruptedError, None, None)
+        return report
+
+    return job
+
+
+def looking(manager, comm):
+    found = manager.all_steps(), manager.latest_step()
+    manager.__exit__(InterruptedError, None, None)
+    return found
+
+
+def one_of(outcomes):
+    """What all ranks returned."""
+    failed = [each for each in outcomes if isinstance(each, BaseException)]
+    assert not failed, failed[0]
+    return outcomes[0]
+
+
+def one_error(outcomes, kind=fc.CheckpointError) -> str:
+    assert {type(each) for each in outcomes} == {kind}, outcomes
+    (text,) = {str(each) for each in outcomes}
+    return text
+
+
+FOUR = [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run of 8 ranks on 4 nodes that has died after step 13, and a copy of it."""
+    nodes = Nodes(tmp_path_factory.mktemp("run") / "now")
+    assert one_of(nodes.run(FOUR, train(13))) == [2, 4, 6, 8, 10, 12]
+    shutil.copytree(nodes.path, nodes.path.parent / "copy")
+    return nodes
+
+
+@pytest.fixture
+def saved(run):
+    """The run as it was: step 10 is in the root, step 12 in memory."""
+    shutil.rmtree(run.path)
+    shutil.copytree(run.path.parent / "copy", run.path)
+    return run
+
+
+def test_steps_go_where_they_are_wanted(saved):
+    assert [saved.steps(node) for node in range(4)] == [["a/12"]] * 4
+    assert sorted(os.listdir(saved.root)) == ["run.json", "step_00000010"]
+    run = json.loads(Path(saved.root, "run.json").read_text("utf-8"))["run"]
+    assert os.listdir(saved.memory(0)) == [run]
+    assert one_of(saved.run(FOUR, looking)) == ([10, 12], 12)
+
+
+@pytest.mark.parametrize("lost", range(4))
+@pytest.mark.parametrize("ranks", [8, 6, 16])
+def test_a_restart_after_the_loss_of_a_node_reads_nothing_from_the_root(saved, monkeypatch, lost, ranks):
+    """On as many ranks as before on a new node, on the nodes that are left, and on twice as many."""
+    saved.lose(lost)
+    left = [node for node in range(4) if node != lost]
+    places = {8: FOUR, 6: [node for node in left for _ in range(2)], 16: [each for each in FOUR for _ in range(2)]}
+    opened, right = set(), LocalBackend.open
+
+    def watched(self, name):
+        opened.add(os.path.join(self.path, name))
+        return right(self, name)
+
+    monkeypatch.setattr(LocalBackend, "open", watched)
+    reports = saved.run(places[ranks], resume("columns"))
+    report = one_of(reports)
+    assert (report.step, report.tier, report.nodes, report.not_in_memory) == (12, "memory", (3, 4), {})
+    assert report.summary().startswith("restored step 12 from the memory of 3 of 4 nodes; 0 bytes from storage: loaded")
+    assert {path for path in opened if path.startswith(saved.root)} == {f"{saved.root}/run.json"}
+    # All bytes came from files, each of one node's memory.
+    assert sum(each.load.bytes_read for each in reports) >= 4 * ROWS * (ROWS + 1)
+    assert report.as_dict()["nodes"] == [3, 4]
+
+
+def test_a_run_goes_on_after_the_restart(saved):
+    saved.lose(2)
+
+    def go_on(manager, comm):
+        state = shards(comm, 0)
+        step = manager.restore(state=state).step
+        return step, train(step + 8, step + 1)(manager, comm)
+
+    assert one_of(saved.run(FOUR, go_on)) == (12, [14, 16, 18, 20])
+    assert [saved.steps(node) for node in range(4)] == [["a/20"]] * 4, "the same run"
+    assert sorted(os.listdir(saved.root)) == ["run.json", "step_00000010", "step_00000020"]
+    report = one_of(saved.run(FOUR, resume()))
+    assert (report.step, report.tier) == (20, "memory"), "of two that are as new, that in memory"
+
+
+@pytest.mark.parametrize("lost", range(4))
+def test_parity_in_place_of_copies(nodes, lost):
+    """Each node has its own file, and a third of it more."""
+    places = [0, 1, 2, 3]
+    assert one_of(nodes.run(places, train(3), tier={"parity": 4})) == [2]
+    for node in places:
+        files = {path.suffix: path.stat().st_size for path in Path(nodes.memory(node)).glob("*/*/*")}
+        assert files[".parity"] < files[".safetensors"] / 3 + 500, "and a header"
+    nodes.lose(lost)
+    assert one_of(nodes.run(places, looking, tier={"parity": 4})) == ([2], 2)
+    report = one_of(nodes.run([place for place in places if place != lost], resume(), tier={"parity": 4}))
+    assert (report.step, report.tier, report.nodes) == (2, "memory", (3, 4))
+
+
+def test_without_enough_nodes_the_root_is_read_and_the_nodes_are_named(saved, caplog):
+    saved.lose(1)
+    saved.lose(2)
+    assert one_of(saved.run(FOUR, looking)) == ([10], 10)
+    with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
+        report = one_of(saved.run(FOUR, resume()))
+    assert (report.step, report.tier, list(report.not_in_memory), report.skipped) == (10, "storage", [12], {})
+    why = report.not_in_memory[12]
+    assert "step 12 is not whole in memory, as 2 of 4 nodes have it; missing: 1 (" in why
+    assert all(f":{saved.memory(node)}/" in why for node in (1, 2))
+    assert not any(f":{saved.memory(node)}/" in why for node in (0, 3))
+    assert why in report.summary() and caplog.text.count(why) == 1
+    text = one_error(saved.run(FOUR, resume(step=12)), fc.CorruptCheckpointError)
+    assert why in text, "asked for by its number"
+
+
+def test_one_that_comes_back_with_older_files_does_no_harm(saved):
+    """Its step 12 is of another save: the others have made theirs without it."""
+    kept = saved.path / "kept"
+    os.rename(saved.path / "node3", kept)
+    three = FOUR[:6]
+
+    def again(manager, comm):
+        manager.restore(10, state=shards(comm, 0))
+        return train(13, 11)(manager, comm)
+
+    assert one_of(saved.run(three, again)) == [12]
+    os.rename(kept, saved.path / "node3")
+    report = one_of(saved.run(FOUR, resume()))
+    assert (report.step, report.nodes) == (12, (3, 3))
+    saved.lose(0)
+    report = one_of(saved.run(FOUR, resume()))
+    assert (report.step, report.nodes, report.not_in_memory) == (12, (2, 3), {})
+    saved.lose(1)
+    report = one_of(saved.run(FOUR, resume()))
+    assert (report.step, report.tier, list(report.not_in_memory)) == (10, "storage", [12])
+
+
+def test_what_another_run_has_in_memory_is_never_taken(saved):
+    shutil.rmtree(saved.root)
+    assert one_of(saved.run(FOUR, looking)) == ([], None)
+    one_error(saved.run(FOUR, resume()), fc.ValidationError)
+    assert one_of(saved.run(FOUR, train(3))) == [2]
+    assert [saved.steps(node) for node in range(4)] == [["a/12", "b/02"]] * 4
+    report = one_of(saved.run(FOUR, resume()))
+    assert (report.step, report.tier) == (2, "memory")
+
+
+def test_a_run_that_begins_beside_an_old_one_has_memory_of_its_own(saved):
+    """It did not call restore(); the root has no higher step of the old one yet."""
+    shutil.rmtree(Path(saved.root) / "step_00000010")
+    assert one_of(saved.run(FOUR, train(3))) == [2]
+    assert (one_of(saved.run(FOUR, looking))) == ([2], 2)
+
+
+@pytest.mark.parametrize("content", ["{}", "no JSON", '{"run": "../../etc"}', '{"run": "0123456789abcdef"}'])
+def test_an_anchor_of_nothing(saved, content, caplog):
+    Path(saved.root, "run.json").write_text(content, "utf-8")
+    assert one_of(saved.run(FOUR, looking)) == ([10], 10)
+    assert ("run.json cannot be understood" in caplog.text) == ("0123" not in content)
+
+
+def test_damage_is_passed_over_if_asked(saved):
+    for node in range(4):
+        for path in Path(saved.memory(node)).glob("*/step_*/*.safetensors"):
+            flip(path, path.stat().st_size - 1)
+    text = one_error(saved.run(FOUR, resume()), fc.CorruptCheckpointError)
+    assert "cannot restore" in text or "damaged" in text
+    report = one_of(saved.run(FOUR, resume(fallback=True)))
+    assert (report.step, report.tier, list(report.not_in_memory), report.skipped) == (10, "storage", [12], {})
+
+
+def test_damage_of_one_node_is_read_from_its_copies(saved):
+    for path in Path(saved.memory(1)).glob("*/step_*/*.safetensors"):
+        flip(path, path.stat().st_size - 1)
+    report = one_of(saved.run(FOUR, resume()))
+    assert (report.step, report.tier) == (12, "memory")
+
+
+def test_a_step_is_asked_for_by_its_number(saved):
+    for step, tier in ((10, "storage"), (12, "memory")):
+        report = one_of(saved.run(FOUR, resume(step=step)))
+        assert (report.step, report.tier) == (step, tier)
+    assert "there is no complete checkpoint of step 8" in one_error(saved.run(FOUR, resume(step=8)), fc.ValidationError)
+    report = one_of(saved.run(FOUR, resume(step="best"), keep=KeepBest(1)))
+    assert (report.step, report.tier) == (10, "storage"), "metrics are looked for in the root"
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+TWO = [0, 1]
+
+
+def test_the_old_step_stays_until_the_new_one_is_whole(nodes):
+    def job(manager, comm):
+        manager.should_save(2)
+        manager.save(2, state=shards(comm, 2), rng=False, blocking=True)
+        assert nodes.steps(comm.rank) == ["a/02"]
+        manager.should_save(4)
+        manager.save(4, state=shards(comm, 4), rng=False)
+        during = nodes.steps(comm.rank)
+        manager.wait()
+        after = nodes.steps(comm.rank)
+        manager.should_save(6)
+        broken = shards(comm, 6)
+        broken["w"].local_shape = (1, 1)
+        with pytest.raises(fc.ValidationError):
+            manager.save(6, state=broken, rng=False)
+        manager.__exit__(InterruptedError, None, None)
+        return during, after, nodes.steps(comm.rank)
+
+    assert one_of(nodes.run(TWO, job)) == (["a/02", "a/04"], ["a/04"], ["a/04"])
+
+
+def test_so_many_are_kept_and_those_of_before_a_rewind_go(nodes):
+    assert one_of(nodes.run(TWO, train(9), tier={"keep": 2})) == [2, 4, 6, 8]
+    assert nodes.steps(0) == ["a/06", "a/08"]
+
+    def rewound(manager, comm):
+        manager.restore(6, state=shards(comm, 0))
+        return train(8, 7)(manager, comm)
+
+    assert one_of(nodes.run(TWO, rewound)) == [8]
+    assert nodes.steps(1) == ["a/08"]
+
+
+def test_a_step_that_is_being_read_goes_later(nodes):
+    def job(manager, comm):
+        for step in (2, 4, 6):
+            manager.should_save(step)
+            manager.save(step, state=shards(comm, step), rng=False, blocking=True)
+            if step == 2 and comm.rank == 0:
+                directory = LocalBackend(str(next(Path(nodes.memory(0)).glob("*/step_00000002"))))
+                lock = directory.locks.share("0.manifest")
+            if step == 4 and comm.rank == 0:
+                assert nodes.steps(0) == ["a/02", "a/04"]
+                lock.release()
+        return nodes.steps(comm.rank)
+
+    assert nodes.run(TWO, job) == [["a/06"], ["a/06"]]
+
+
+def test_a_failed_save_is_raised_by_the_next_one(nodes, monkeypatch):
+    def job(manager, comm):
+        manager.should_save(2)
+        handle = manager.save(2, state=shards(comm, 2), rng=False)
+        handle.wait()
+        # As if a writer had failed.
+        handle._outcome, handle.seen = fc.CheckpointError("a node is lost"), False
+        manager.should_save(4)
+        with pytest.raises(fc.CheckpointError, match="a node is lost"):
+            manager.save(4, state=shards(comm, 4), rng=False)
+        manager.save(4, state=shards(comm, 4), rng=False, blocking=True)
+        return nodes.steps(comm.rank)
+
+    assert one_of(nodes.run(TWO, job)) == ["a/04"]
+
+
+def test_close_removes_the_memory_if_the_root_has_it_all(saved):
+    def to_the_end(manager, comm):
+        manager.restore(state=shards(comm, 0))
+        for step in range(13, 21):
+            if manager.should_save(step):
+                manager.save(step, state=shards(comm, step), rng=False)
+        manager.close()
+
+    one_of(saved.run(FOUR, to_the_end))
+    assert [os.path.exists(saved.memory(node)) for node in range(4)] == [False] * 4
+    assert one_of(saved.run(FOUR, looking)) == ([10, 20], 20)
+
+
+def test_close_after_a_restore_alone_removes_what_the_root_has_too(nodes):
+    one_of(nodes.run(TWO, train(10)))
+    assert one_of(nodes.run(TWO, resume(ends=True))).tier == "memory"
+    assert not os.path.exists(nodes.memory(0))
+
+
+def test_close_leaves_what_a_run_that_goes_on_has_in_memory(nodes):
+    """Another job, with a manager of the same root and tier, restores a step to look at it."""
+
+    def job(manager, comm):
+        for step in (2, 10):
+            manager.should_save(step)
+            manager.save(step, state=shards(comm, step), rng=False, blocking=True)
+        other = nodes.manager(comm, TWO[comm.position])
+        report = other.restore(state=shards(comm, 0))
+        other.close()
+        seen = nodes.steps(comm.rank)
+        manager.close()
+        return report.tier, seen
+
+    assert one_of(nodes.run(TWO, job)) == ("memory", ["a/10"])
+    assert not os.path.exists(nodes.memory(0))
+
+
+def test_close_leaves_what_the_root_lacks(saved, caplog):
+    with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
+        one_of(saved.run(FOUR, resume(ends=True)))
+    (text,) = [each for each in caplog.messages if "step 12 is in the memory of the nodes alone" in each]
+    assert [saved.steps(node) for node in range(4)] == [["a/12"]] * 4
+    advised("manager/memory_steps.py", "restore() it, and save the step with save(), which writes to the root", text)
+
+    def follow(manager, comm):
+        state = shards(comm, 0)
+        manager.save(manager.restore(state=state).step, state=state, rng=False)
+        manager.close()
+
+    one_of(saved.run(FOUR, follow))
+    assert not os.path.exists(saved.memory(0))
+    report = one_of(saved.run(FOUR, resume()))
+    assert (report.step, report.tier) == (12, "storage")
+
+
+def test_a_run_is_held_by_one_manager(nodes):
+    """The second is an earlier start, say, that hangs; its node has no rank that may remove steps."""
+
+    def job(manager, comm):
+        manager.should_save(2)
+        manager.save(2, state=shards(comm, 2), rng=False, blocking=True)
+        other = nodes.manager(comm, TWO[comm.position])
+        other.restore(state=shards(comm, 0))
+        other.should_save(4)
+        try:
+            with provoked("manager/memory_steps.py", "end that process, and start again") as held:
+                other.save(4, state=shards(comm, 4), rng=False)
+        finally:
+            manager.__exit__(InterruptedError, None, None)
+        comm.all_gather(b"")
+        other.save(4, state=shards(comm, 4), rng=False, blocking=True)
+        return str(held.value)
+
+    assert "another process holds " in (text := one_of(nodes.run(TWO, job)))
+    assert " on the nodes of ranks 0-1: " in text
+    assert nodes.steps(0) == ["a/04"]
+
+
+# -- when --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_preemption_signal_saves_to_the_root(nodes, monkeypatch):
+    def job(manager, comm):
+        manager._schedule._signals._received = comm.rank == 1
+        manager._schedule._needs_agreement = True
+        assert manager.should_save(3) and manager.should_stop
+        report = manager.save(3, state=shards(comm, 3), rng=False)
+        manager.close()
+        return type(report).__name__
+
+    monkeypatch.setattr(PreemptionSignals, "received", property(lambda self: self._received))
+    assert one_of(nodes.run(TWO, job)) == "SaveReport"
+    assert sorted(os.listdir(nodes.root)) == ["step_00000003"]
+    assert not os.path.exists(nodes.memory(0))
+
+
+def test_a_step_that_nobody_has_asked_about_goes_to_the_root(nodes):
+    def job(manager, comm):
+        manager.save(2, state=shards(comm, 2), rng=False)
+        manager.close()
+
+    one_of(nodes.run(TWO, job))
+    assert sorted(os.listdir(nodes.root)) == ["step_00000002"]
+
+
+def test_retention_in_the_root_is_not_held_up(nodes):
+    """A save in the background that a save to memory finds complete is followed up then."""
+    comm = SoloCommunicator()
+    with nodes.manager(comm, 0, keep=KeepLatest(1), async_save=True, tier={"copies": 1}) as manager:
+        for step in (1, 2):
+            handle = manager.save(step, state=shards(comm, step), rng=False)
+        handle.wait()
+        assert manager.should_save(4)
+        manager.save(4, state=shards(comm, 4), rng=False)
+        assert [each.step for each in manager.checkpoints()] == [2]
+
+
+def test_a_step_for_both_is_copied_once(nodes):
+    """The background save to the root reads the file in memory."""
+    comm = SoloCommunicator()
+    state = {"w": np.arange(1 << 20)}
+    with fc.BackgroundWriter() as writer:
+        options = {"save_when": fc.SaveEvery(2), "async_save": writer, "tier": {"copies": 1}}
+        with nodes.manager(comm, 0, **options) as manager:
+            assert manager.should_save(2)
+            manager.save(2, state=state, rng=False)
+            state["w"][...] = 7
+            assert writer.staging_bytes <= 2 << 20
+    assert not os.path.exists(nodes.memory(0))
+    fc.CheckpointManager(nodes.root, process_group=comm, preemption_signals=()).restore(state=state)
+    assert np.array_equal(state["w"], np.arange(1 << 20))
+
+
+def test_collectives(tmp_path):
+    """A step in memory: one for its contents, and four of a save to nodes in the background."""
+    counts = {}
+
+    def save(with_tier):
+        comm = SoloCommunicator()
+        memory = fc.MemoryTier(tmp_path / "shm", save_when=fc.SaveEvery(1), copies=1) if with_tier else None
+        root = tmp_path / str(with_tier)
+        manager = fc.CheckpointManager(root, process_group=comm, save_when=(), preemption_signals=(), memory=memory)
+        for step in (1, 2, 3):
+            before = comm.collectives
+            manager.should_save(step)
+            manager.save(step, state=shards(comm, step), rng=False)
+            counts[with_tier, step] = comm.collectives - before
+        manager.__exit__(InterruptedError, None, None)
+        return root
+
+    assert tree(save(False)) == sorted(files_of(1) + files_of(2) + files_of(3))
+    assert tree(save(True)) == ["run.json"]
+    assert [counts[False, step] for step in (1, 2, 3)] == [5] * 3
+    # The first: the anchor, the lock, and two for the room. The others: what has become of the last, and its retention.
+    assert [counts[True, step] for step in (1, 2, 3)] == [5 + 4, 5 + 2, 5 + 2]
+
+
+# -- options and room --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"path": "s3://bucket/run"}, "path is a directory in the memory of a node; got 's3://bucket/run'"),
+        ({"copies": 0}, "copies has to be an integer >= 1; got 0"),
+        ({"parity": 1}, "parity has to be an integer >= 2; got 1"),
+        ({"keep": True}, "keep has to be an integer >= 1; got True"),
+        ({"limit": 0.5}, "limit has to be an integer >= 1; got 0.5"),
+        ({"save_when": KeepLatest(1)}, "save_when has to be a SavePolicy or several; got KeepLatest"),
+    ],
+)
+def test_options_that_are_none(options, text):
+    with pytest.raises(fc.ValidationError) as error:
+        fc.MemoryTier(**{"path": "/dev/shm/run", "save_when": fc.SaveEvery(1), **options})
+    assert text in str(error.value)
+
+
+def test_ranks_agree_about_the_tier_but_not_about_its_path_and_limit(nodes):
+    def of(**different):
+        def make(comm):
+            options = {"limit": 10 + comm.rank, **{name: values[comm.rank] for name, values in different.items()}}
+            nodes.manager(comm, comm.rank, tier=options).close()
+
+        return SimulatedWorld(2).run_all(make)
+
+    assert of() == [None, None]
+    assert "ranks disagree" in one_error(of(keep=[1, 2]), fc.ValidationError)
+    assert "ranks disagree" in one_error(of(copies=[1, 2]), fc.ValidationError)
+    assert "ranks disagree" in one_error(of(parity=[None, 2]), fc.ValidationError)
+    with pytest.raises(fc.ValidationError, match="memory has to be a MemoryTier or None; got '/dev/shm'"):
+        fc.CheckpointManager(nodes.root, memory="/dev/shm", preemption_signals=())
+
+
+STEP_BYTES = 4 * ROWS * (ROWS + 1)
+
+
+def test_the_limit_is_looked_at_before_the_first_save(nodes):
+    """Two nodes of two ranks: each has its own half, and a copy of the other's."""
+
+    def save(manager, comm):
+        manager.should_save(2)
+        manager.save(2, state=shards(comm, 2), rng=False)
+
+    text = one_error(nodes.run([0, 0, 1, 1], save, tier={"limit": 2 * STEP_BYTES}), fc.ValidationError)
+    assert f":{nodes.memory(0)} has too little room for steps in memory" in text
+    assert f":{nodes.memory(1)} has too little room for steps in memory" in text
+    assert "2 steps (keep=1, and the one that is being saved) of 9.4 KiB, with copies=2" in text
+    assert "a limit of 18.4 KiB" in text and " free" in text
+    advised("manager/memory_steps.py", "raise the limit, or the size of the file system", text)
+    assert not os.path.exists(f"{nodes.memory(0)}/x") and nodes.steps(0) == []
+    assert not isinstance(nodes.run([0, 0, 1, 1], save, tier={"limit": 20 << 10})[0], Exception)
+
+
+def test_the_bytes_that_a_node_stores():
+    assert [fc.MemoryTier("x", (), copies=copies).stored([1, 10, 100], 0) for copies in (1, 2, 3, 4)] == [
+        1,
+        101,
+        111,
+        111,
+    ]
+    assert fc.MemoryTier("x", (), parity=4).stored([90, 91, 90, 90], 2) == 90 + 31
+
+
+def test_the_limit_is_looked_at_at_once_if_the_model_is_given(nodes, monkeypatch):
+    def job(comm):
+        return nodes.manager(comm, comm.rank, tier={"limit": 100}, state=shards(comm, 0))
+
+    text = one_error(SimulatedWorld(2).run_all(job), fc.ValidationError)
+    assert "cannot make a CheckpointManager" in text and "too little room" in text
+    assert not os.path.exists(nodes.memory(0))
+
+
+def test_what_the_run_has_there_counts_as_free(saved, monkeypatch):
+    """A restart needs no more room than the run has had."""
+    full = os.statvfs_result((4096, 4096, 10, 8, 8, 0, 0, 0, 0, 255))
+    monkeypatch.setattr(os, "statvfs", lambda path: full)
+
+    def job(comm):
+        manager = saved.manager(comm, FOUR[comm.position], state=shards(comm, 0))
+        manager.__exit__(InterruptedError, None, None)
+
+    assert SimulatedWorld(8).run_all(job) == [None] * 8
+    shutil.rmtree(saved.root)
+    assert "too little room" in one_error(SimulatedWorld(8).run_all(job), fc.ValidationError)
