@@ -319,12 +319,13 @@ class Cluster:
     def _wait_for_processes(self) -> None:
         """Wait until all processes have ended, as they must when their work is done."""
         scheduler, deadline = self.scheduler, self.scheduler.now + _END_SECONDS
-        while scheduler.now < deadline and self._left() and scheduler.next_event is not None:
+        while scheduler.now < deadline and self.left() and scheduler.next_event is not None:
             scheduler.run(until=min(scheduler.next_event + 60.0, deadline), steps=_MOST_SWITCHES)
-        if self._left() and not self.ledger.violations:
-            self.ledger.violate("processes are bounded", f"they have not ended: {self._left()}")
+        if self.left() and not self.ledger.violations:
+            self.ledger.violate("processes are bounded", f"they have not ended: {self.left()}")
 
-    def _left(self) -> list[Process]:
+    def left(self) -> list[Process]:
+        """Return the processes that live."""
         return [each for each in self.scheduler.processes if each.alive and each is not self.operator]
 
     # Ends.
@@ -362,18 +363,6 @@ class Cluster:
             self.network.heal()
 
         self.scheduler.after(seconds, up)
-
-    def begin_anew(self) -> None:
-        """Have somebody end all that runs and remove all that is on storage, for another run in its place."""
-        if not isinstance(self.ledger, MemoryLedger):
-            return
-        for process in self._left():
-            process.kill()
-        self.ledger.begin_anew()
-        for directory in self.world.directories():
-            self.world.remove_tree(directory)
-        for name in self.world.names(ROOT):
-            self.world.remove_file(ROOT, name)
 
     def lose_power(self) -> None:
         """Take power from all nodes; they are up again after a minute."""

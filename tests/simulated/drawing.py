@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.simulated.habits import draw_habits
+from tests.simulated.losses import draw_moment, with_memory
 from tests.simulated.scenario import (
     CLOCKS,
     DAY,
@@ -45,7 +46,7 @@ def draw(seed: int) -> Case:
     case = _with_many_faults(Case(scenario, tuple(sorted(faults, key=lambda fault: fault.at))))
     for change in (
         *(_with_slow_reader, _with_lost_publisher, _with_lost_disk, _with_slow_removal, _with_late_commit),
-        *(_with_torn_saves, _without_overwriting),
+        *(_with_torn_saves, _without_overwriting, with_memory),
     ):
         case = change(case)
     return case
@@ -96,7 +97,9 @@ def _with_lost_disk(case: Case) -> Case:
     if scenario.storage != "per_node" or not {"copies", "parity"} & {*scenario.habits} or choose.random() > 0.4:
         return case
     begin, target = choose.uniform(0.0, scenario.seconds), f"node:{choose.randrange(scenario.nodes)}"
-    moment = _moment(choose, ["manifest put in place", "manifest put in place", "removal", "data", "fsync", "reading"])
+    moment = draw_moment(
+        choose, ["manifest put in place", "manifest put in place", "removal", "data", "fsync", "reading"]
+    )
     lost = Fault("lose_disk", begin, target, choose.choice(["", moment]), choose.choice([1, 1, 2, 3]))
     return Case(scenario, tuple(sorted((*case.faults, lost), key=lambda fault: fault.at)))
 
@@ -190,7 +193,7 @@ def draw_care(seed: int, scenario: Scenario) -> list[Fault]:
 
 def _draw_death(choose: random.Random, scenario: Scenario) -> Fault:
     target = f"rank:{choose.randrange(max(scenario.world_sizes))}"
-    moment = _moment(choose, ["send", "any call", "data", "part", "manifest put in place", "listing", "fsync"])
+    moment = draw_moment(choose, ["send", "any call", "data", "part", "manifest put in place", "listing", "fsync"])
     return Fault("kill_rank", choose.uniform(0.0, scenario.seconds), target, moment, choose.randint(1, 12))
 
 
@@ -221,14 +224,14 @@ def _late_decision(choose: random.Random, scenario: Scenario, begin: float) -> l
     moments = ["manifest begun", "manifest put in place", "fsync", "part", "listing", "lease", "any call"]
     seconds = choose.choice([0.5, 5.0, 40.0, 300.0, 2500.0])
     how = choose.choice([f"stop_{who}", "slow_call"])
-    held = Fault(how, begin, f"{who}:0", _moment(choose, moments), choose.choice([1, 1, 1, 2, 3]), seconds)
+    held = Fault(how, begin, f"{who}:0", draw_moment(choose, moments), choose.choice([1, 1, 1, 2, 3]), seconds)
     kind = choose.choice(["kill", "kill", "kill", "stop"])
     if choose.random() < 0.3:
         who = "rank"
     target = f"{who}:{choose.randrange(max(scenario.world_sizes))}"
     moments = ["send", "send", "send", "data", "part", "fsync", "listing", "failure", "any call"]
     seconds = 0.0 if kind == "kill" else choose.choice([1.0, 100.0])
-    other = Fault(f"{kind}_{who}", begin, target, _moment(choose, moments), choose.randint(1, 12), seconds)
+    other = Fault(f"{kind}_{who}", begin, target, draw_moment(choose, moments), choose.randint(1, 12), seconds)
     if choose.random() < 0.3:  # when the first has been held up for a while
         later = replace(other, at=begin + 1.0 + choose.uniform(0.0, held.seconds), moment="", count=1)
         # It may come to a certain place first, and no further.
@@ -239,7 +242,7 @@ def _late_decision(choose: random.Random, scenario: Scenario, begin: float) -> l
 
 def _late_and_cut(choose: random.Random, scenario: Scenario, begin: float) -> list[Fault]:
     """Draw that who decides is held up, and its node is cut off from another."""
-    moment = _moment(choose, ["manifest begun", "manifest put in place", "fsync", "listing"])
+    moment = draw_moment(choose, ["manifest begun", "manifest put in place", "fsync", "listing"])
     held = Fault("slow_call", begin, f"{_saver(choose, scenario)}:0", moment, 1, choose.choice([5.0, 15.0, 100.0]))
     other, moment = choose.randrange(1, scenario.nodes), choose.choice(["part", "manifest begun"])
     return [held, Fault("partition", begin, f"nodes:0:{other}", moment, 1, held.seconds + 20.0)]
@@ -290,10 +293,6 @@ def _slow_reader(choose: random.Random, scenario: Scenario, begin: float) -> lis
     moment, count = choose.choice([("any call", choose.randint(1, 60)), ("data", choose.randint(1, 6))])
     seconds = choose.uniform(0.5, 1.5) * scenario.save_every * scenario.step_seconds
     return [Fault("slow_call", begin, "reader", moment, count, seconds)]
-
-
-def _moment(choose: random.Random, moments: list[str]) -> str:
-    return choose.choice(["", "after "]) + choose.choice(moments)
 
 
 def draw_scenario(choose: random.Random, seed: int) -> Scenario:

@@ -213,7 +213,7 @@ class Faults:
         self._cluster.drain_node(self._node(fault.target), fault.seconds)
 
     def _begin_anew(self, fault: Fault) -> None:
-        self._cluster.begin_anew()
+        self._cluster.person.begin_anew()
 
     def _stop(self, processes: list[Process], seconds: float) -> None:
         for process in processes:

@@ -26,6 +26,7 @@ HABITS: dict[str, float] = {
     "large": 0.02,  # has a tensor of some MiB
     "pages": 0.1,  # writes a page beside each step
     "partitions": 0.15,  # has manifests in partitions
+    "memory": 0.0,  # keeps the newest steps in the memory of nodes; drawing.py draws it, with what it needs
     "parity": 0.0,  # protects the files of nodes by parity; drawing.py draws it, with what it needs
     "parts": 0.3,  # sends files in parts, to an object store
     "replicas": 0.1,  # saves every replica

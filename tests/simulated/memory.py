@@ -3,7 +3,7 @@
 A node's memory survives the death of all processes. A node that is taken from a job and comes back still has what it
 had. The ledger sees each change there, as it sees those of storage.
 
-Tested in tests/simulation/test_cluster.py.
+Tested in tests/simulation/test_memory.py.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from tests.simulated.invariants import Ledger, is_unknown
+from tests.simulated.parity import rebuild
 from tests.simulated.stored import MANIFEST, Attempt
 from tests.simulated.training import COPIES
 
@@ -139,14 +140,16 @@ class MemoryLedger(Ledger):
             manifest = self._decode(directory, MANIFEST)
             if root not in roots or save.attempt.version in found or isinstance(manifest, str):
                 continue
-            files = manifest.catalog.files
-            if all(any(self._has(f"{each}/{name}/{file}", manifest) for each in roots) for file in files):
+            here = {file: data for each in roots for file, data in self._read_all(f"{each}/{name}", manifest).items()}
+            if {*manifest.catalog.files} <= rebuild(manifest, here).keys():
                 found[save.attempt.version] = save.attempt
         return list(found.values())
 
-    def _has(self, path: str, manifest: Manifest) -> bool:
-        data = self.read(path)
-        return data is not None and len(data) == manifest.sizes[path.rpartition("/")[2]]
+    def _read_all(self, directory: str, manifest: Manifest) -> dict[str, bytes]:
+        """Return those of a step's files that are whole in a directory."""
+        names = {*manifest.catalog.files, *manifest.parity_files} & {*self.names(directory)}
+        read = {name: self.read(f"{directory}/{name}") or b"" for name in names}
+        return {name: data for name, data in read.items() if len(data) == manifest.sizes.get(name, len(data))}
 
     def _root_of(self, node: str) -> str:
         return f"/{mount_of(node)}/run/{self._run}"
@@ -232,7 +235,7 @@ class MemoryLedger(Ledger):
         if attempt.step != int(_STEP.search(directory)[1]):  # type: ignore[index]
             self.violate("a committed checkpoint is whole", f"{directory} has values of {attempt}")
         counts = [sum(file in names for names in manifest.nodes.values()) for file in manifest.catalog.files]
-        if min(counts) < min(COPIES, len(nodes)):
+        if not manifest.parity_files and min(counts) < min(COPIES, len(nodes)):
             self.violate("as many copies as asked for", f"{attempt} has files on {min(counts)} nodes")
         save = self._save_of(attempt)
         save.nodes = frozenset(nodes.values())
@@ -253,11 +256,11 @@ class MemoryLedger(Ledger):
                 data = self.read(f"/{mount_of(nodes[name])}/run/{below}/{file}")
                 if data is None and nodes[name] in self._lost:
                     continue
-                if data is None or len(data) != manifest.sizes[file]:
+                if data is None or len(data) != manifest.sizes.get(file, len(data)):
                     return content, f"{file} has {None if data is None else len(data)} bytes on {name}"
                 if content.setdefault(file, data) != data:
                     return content, f"{file} is another on {name}"
-        return content, ""
+        return rebuild(manifest, content), ""
 
     # At the end.
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from tests.simulated.memory import MemoryLedger
+from tests.simulated.world import ROOT
+
 
 class Person:
     """Act on the directories of steps, past all locks. The ledger expects nothing of these any more."""
@@ -49,6 +52,19 @@ class Person:
         if what == "moves":
             world.put_tree(f"{directory}{self._suffix('moved')}", tree)
         world.remove_tree(directory)
+
+    def begin_anew(self) -> None:
+        """End all that runs and remove all that is on storage, for another run in its place."""
+        world, ledger = self._cluster.world, self._cluster.ledger
+        if not isinstance(ledger, MemoryLedger):
+            return
+        for process in self._cluster.left():
+            process.kill()
+        ledger.begin_anew()
+        for directory in world.directories():
+            world.remove_tree(directory)
+        for name in world.names(ROOT):
+            world.remove_file(ROOT, name)
 
     def _suffix(self, what: str) -> str:
         self._count += 1

@@ -179,6 +179,8 @@ PERSON = ("person_copies", "person_moves", "person_deletes", "person_restores", 
 CARE = ("care_damage", "care_look")
 # A node has another, empty disk when it comes back; where each saves to its own, with copies.
 DISK = ("lose_disk",)
+# A node is away for a while, and keeps what is in its memory; another run begins in the same place.
+MEMORY = ("drain_node", "begin_anew")
 KINDS = tuple(
-    dict.fromkeys((*ENDS, *STOPS, *NETWORK, *CLOCKS, *STORAGE, *OBJECTS, "power_loss", *PERSON, *CARE, *DISK))
+    dict.fromkeys((*ENDS, *STOPS, *NETWORK, *CLOCKS, *STORAGE, *OBJECTS, "power_loss", *PERSON, *CARE, *DISK, *MEMORY))
 )

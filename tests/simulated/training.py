@@ -195,9 +195,11 @@ class Script:
             return {}
         from paddle_flexckpt.manager import MemoryTier
 
-        copies = min(COPIES, len(self.job.on_nodes))
-        keep = 1 + self.scenario.seed % 2
-        return {"memory": MemoryTier(MEMORY_PATH, save_when=SaveEvery(1), copies=copies, keep=keep)}
+        nodes, keep = len(self.job.on_nodes), 1 + self.scenario.seed % 2
+        options: dict[str, Any] = {"copies": min(COPIES, nodes)}
+        if "parity" in self.scenario.habits and nodes > 1 and self.size % nodes == 0:
+            options = {"parity": nodes}
+        return {"memory": MemoryTier(MEMORY_PATH, save_when=SaveEvery(1), keep=keep, **options)}
 
     def tries(self, step: int) -> int:
         """Return how often this step has been saved since the start."""

@@ -90,6 +90,10 @@ def _removes_what_is_read(case: Case) -> bool:
     return case.scenario.readers > 0 and bool(case.scenario.keep) and case.scenario.storage == "shared"
 
 
+def _keeps_in_memory(case: Case) -> bool:
+    return "memory" in case.scenario.habits
+
+
 def _has_parity(case: Case) -> bool:
     """Tell whether parity has to rebuild a file, and there is that of other saves."""
     return {"parity", "rising"} <= {*case.scenario.habits} and _has("lose_disk")(case)
@@ -399,6 +403,24 @@ MISTAKES = {
                 "native.parity:write_rebuilt": wrong.rebuilt_is_believed,
             },
             can_show=_has_parity,
+        ),
+        Mistake(
+            "memory-old-first",
+            "the steps in memory go before a newer one is whole there",
+            {"manager.memory_steps:MemorySteps.save": wrong.old_steps_go_first},
+            can_show=_keeps_in_memory,
+        ),
+        Mistake(
+            "memory-old-node",
+            "files in the memory of a node that was away are taken for those of a later save",
+            {"native.node_directory:token_after": wrong.starts_are_not_counted},
+            can_show=lambda case: _keeps_in_memory(case) and _has("drain_node")(case),
+        ),
+        Mistake(
+            "memory-another-run",
+            "steps of another run are taken from the memory of nodes",
+            {"manager.memory_steps:MemorySteps.find_steps": wrong.any_run},
+            can_show=lambda case: _keeps_in_memory(case) and _has("begin_anew")(case),
         ),
     )
 }

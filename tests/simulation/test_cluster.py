@@ -98,7 +98,7 @@ def test_a_file_of_a_node_that_goes_is_seen() -> None:
     assert cluster.run().violations[0].invariant == "a committed checkpoint is whole"
 
 
-@pytest.mark.parametrize("name", sorted(HABITS.keys() - {"copies", "parity", "rising"}))
+@pytest.mark.parametrize("name", sorted(HABITS.keys() - {"copies", "memory", "parity", "rising"}))
 def test_habits(name) -> None:
     storage, is_async = ("object" if name in ("gs", "parts") else "shared"), name in ("blocking", "waves")
     habits = ("large", name) if name == "waves" else (name,)

@@ -11,6 +11,7 @@ from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.paddle_files import open_to_save
 from paddle_flexckpt.media.backend import Lock, SaveLock, write_file
 from paddle_flexckpt.media.lease import LEASE_FILE
+from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.save_names import rank_of, save_of
 from paddle_flexckpt.tools.step_record import StepRecord
 
@@ -449,3 +450,33 @@ def rebuilt_is_believed(right: Any) -> Any:
         backend.sync()
 
     return write
+
+
+# Memory of nodes.
+
+
+def old_steps_go_first(right: Any) -> Any:
+    def save(self: Any, asked: Any, *arguments: Any) -> Any:
+        from paddle_flexckpt.tools.memory_runs import remove_step, steps_in
+
+        for step in steps_in(self._run_directory()) if self._acts else ():
+            if step != asked.step:
+                remove_step(self.directory(step))
+        return right(self, asked, *arguments)
+
+    return save
+
+
+def starts_are_not_counted(right: Any) -> Any:
+    return lambda number: right(number & 0xFFF)
+
+
+def any_run(right: Any) -> Any:
+    def find_steps(self: Any, find_run: Any, context: str) -> Any:
+        def find_any() -> str:
+            names = LocalBackend(str(self._tier.path)).names("directories")
+            return str(max(names, default=find_run()))
+
+        return right(self, find_any if self._exists else find_run, context)
+
+    return find_steps
