@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.background.writer import BackgroundWriter
@@ -34,10 +34,13 @@ from paddle_flexckpt.media.backend import Lock
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.saving.planned_bytes import plan_bytes
-from paddle_flexckpt.saving.saver import save_state_dict
+from paddle_flexckpt.saving.save_options import SaveOptions
+from paddle_flexckpt.saving.saver import save_from_file
 from paddle_flexckpt.tools.memory_runs import bytes_in, note_root, remove_run, remove_step, steps_in
 
 logger = logging.getLogger("paddle_flexckpt")
+# The most saves of a step that one start of a run makes, for their numbers.
+_SAVES_OF_A_START = 1 << 12
 
 
 class HeldError(CheckpointError):
@@ -67,6 +70,8 @@ class MemorySteps:
         self.pending = PendingSteps(comm)
         # Made by the first save, when there is known to be room.
         self._writer: BackgroundWriter | None = None
+        # What the numbers of this manager's saves are higher than; the coordinator knows it.
+        self._number = 0
         # Of the run whose directory is held: its name, and the lock if this rank acts on its node.
         self._held, self._lock = "", Lock()
         self._acts = self._is_used = False
@@ -140,7 +145,7 @@ class MemorySteps:
         return self.run if report.tier == "memory" else ""
 
     def save(
-        self, asked: StepOptions, shards: Mapping[str, Any], run: str, write_anchor: Callable[[str], None], context: str
+        self, asked: StepOptions, shards: Mapping[str, Any], run: str, write_anchor: Callable[[str], int], context: str
     ) -> SaveHandle:
         """Begin to save a step of a run. The coordinator notes the run in the root before the first save.
 
@@ -150,16 +155,18 @@ class MemorySteps:
         """
         step, self.run, self._is_used = asked.step, run, True
         if self._held != run:
-            self._comm.lead(0, lambda: write_anchor(run), context)
+
+            def note() -> None:
+                # A node that was away may have the step of an earlier start: a later start's saves have higher numbers.
+                self._number = write_anchor(run) * _SAVES_OF_A_START
+
+            self._comm.lead(0, note, context)
             self._hold(context)
         if self._writer is None:
             self.check_room(lambda: shards, context)
             self._writer = BackgroundWriter()
         try:
-            saved = save_state_dict(
-                shards,
-                self.directory(step),
-                self._comm,
+            options = SaveOptions(
                 unique_id=UNIQUE_ID,
                 step=step,
                 check_replicas=asked.check_replicas,
@@ -167,6 +174,10 @@ class MemorySteps:
                 node_copies=1 if self._tier.parity else self._tier.copies,
                 parity=self._tier.parity,
                 async_save=self._writer,
+            )
+            saved = cast(
+                SaveHandle,
+                save_from_file(shards, self.directory(step), self._comm, options, number=self._number),
             )
         except CheckpointError:
             with contextlib.suppress(OSError):

@@ -40,8 +40,8 @@ _UNREADABLE = "cannot be read"
 _ANCHOR = "run.json"
 _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
-# A page or report that was not put in place.
-_TEMPORARY = re.compile(r"step_\d{8,}\.(?:html|report\.json)\.[0-9a-f]{32}\.tmp", re.ASCII)
+# A page, report or anchor that was not put in place.
+_TEMPORARY = re.compile(r"(?:step_\d{8,}\.(?:html|report\.json)|run\.json)\.[0-9a-f]{32}\.tmp", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -246,24 +246,34 @@ class StepDirectories:
 
     def read_anchor(self) -> str:
         """Return the run whose steps are in the memory of nodes; "" if there is none."""
+        return self._read_anchor()[0]
+
+    def _read_anchor(self) -> tuple[str, int]:
+        """Return that run, and how many managers have begun to save its steps to memory."""
         try:
-            run = json.loads(self._root.read(_ANCHOR))["run"]
+            anchor = json.loads(self._root.read(_ANCHOR))
+            run, starts = anchor["run"], int(anchor.get("starts", 0))
             if not is_run(run):
                 raise ValueError(f"{run!r} identifies no run")
         except FileNotFoundError:
-            return ""
+            return "", 0
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             where = self._root.where(_ANCHOR)
             logger.warning(f"{where} cannot be understood, so steps in memory are not looked for: {error}")
-            return ""
-        return str(run)
+            return "", 0
+        return str(run), starts
 
-    def write_anchor(self, run: str) -> None:
-        """Write, durably, which run has steps in the memory of nodes: a restart looks for no other's."""
-        if self.read_anchor() != run:
-            self._root.make_directory()
-            write_file(self._root, _ANCHOR, json.dumps({"run": run}).encode(), "replace")
-            self._root.sync()
+    def write_anchor(self, run: str) -> int:
+        """Write, durably, which run has steps in the memory of nodes: a restart looks for no other's.
+
+        Return how many managers have begun to save its steps there, with this one.
+        """
+        known, before = self._read_anchor()
+        starts = before + 1 if known == run else 1
+        self._root.make_directory()
+        write_file(self._root, _ANCHOR, json.dumps({"run": run, "starts": starts}).encode(), "replace")
+        self._root.sync()
+        return starts
 
     def prepare(self, step: int, replace: bool) -> None:
         """Prepare a step's directory for a save.

@@ -57,13 +57,13 @@ class NodeDirectory(SaveDirectory):
                 found[unique_id] = read_save_token(file, self.backend.where(name))
         return found
 
-    def choose_node_save(self, unique_id: int | None, overwrite: bool = True) -> tuple[int, str, bool]:
+    def choose_node_save(self, unique_id: int | None, overwrite: bool = True, number: int = 0) -> tuple[int, str, bool]:
         """Return the id of a new save, as :meth:`choose_id` does, and a token that is later than those known here.
 
-        Return also whether the id has a checkpoint here.
+        Its number is higher than ``number`` too. Return also whether the id has a checkpoint here.
         """
         names = self.backend.names()
-        chosen, token = self.choose_id(unique_id, names, overwrite), new_token(names)
+        chosen, token = self.choose_id(unique_id, names, overwrite), max(new_token(names), token_after(number))
         # The manifest in place may have only files of other nodes.
         with contextlib.suppress(FileNotFoundError, CorruptCheckpointError):
             token = max(token, token_after(number_of(self.read_committed(chosen, ()))))

@@ -135,12 +135,14 @@ def find_nodes(
     options: SaveOptions,
     stack: contextlib.ExitStack,
     context: str,
+    number: int = 0,
 ) -> NodeSave:
     """Find out which ranks see the same directory, and agree on one id and the names of a save.
 
     Two collectives, and one more where a node has prepared a save that it has not published.
 
-    The ranks that commit take the right to save, which the end of ``stack`` releases unless it was handed over.
+    The ranks that commit take the right to save, which the end of ``stack`` releases unless it was handed over. The
+    save's number is higher than ``number``, as given on any of these ranks.
 
     Raises:
         ValidationError: Ranks disagree, or the id cannot be used.
@@ -162,7 +164,7 @@ def find_nodes(
     answers = gather_full(comm, answers, lambda: b"", context)  # others may save to a directory that all share
     check_same([split(answer)[0] for answer in answers], context, comm.ranks)
     tokens = [split(answer)[1].decode() for answer in answers]
-    _, answers = comm.together(lambda: _look(comm, open_directory(), tokens, options, locks), context)
+    _, answers = comm.together(lambda: _look(comm, open_directory(), tokens, options, locks, number), context)
     seen = [json.loads(answer) for answer in answers]
     committers = sorted({each["committer"] for each in seen})
     strays = [comm.ranks[position] for position in committers if seen[position]["committer"] != position]
@@ -188,7 +190,12 @@ def find_nodes(
 
 
 def _look(
-    comm: Communicator, directory: NodeDirectory, tokens: list[str], options: SaveOptions, locks: list[SaveLock]
+    comm: Communicator,
+    directory: NodeDirectory,
+    tokens: list[str],
+    options: SaveOptions,
+    locks: list[SaveLock],
+    number: int,
 ) -> tuple[None, bytes]:
     """Find the first rank whose token is here; if it is this one, take the lock and choose a save for this node."""
     backend = directory.backend
@@ -203,7 +210,7 @@ def _look(
         locks.append(directory.lock())
         known = directory.known_saves()
         seen["place"] = f"{socket.gethostname()}:{backend.path}"
-        seen["save"] = directory.choose_node_save(options.unique_id, options.overwrite)
+        seen["save"] = directory.choose_node_save(options.unique_id, options.overwrite, number)
         seen["known"] = known._asdict()
     return None, json.dumps(seen).encode()
 

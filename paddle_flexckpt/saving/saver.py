@@ -148,10 +148,18 @@ def save_state_dict(
 
 @observed("save", "path")
 def save_from_file(
-    state_dict: Mapping[str, Any], path: Location, comm: Communicator, options: SaveOptions, written: WrittenFile | None
+    state_dict: Mapping[str, Any],
+    path: Location,
+    comm: Communicator,
+    options: SaveOptions,
+    written: WrittenFile | None = None,
+    number: int = 0,
 ) -> SaveReport | SaveHandle:
-    """Save like :func:`save_state_dict`; in the background, from a file that has this rank's data, if there is one."""
-    return Save(state_dict, path, comm, options, written).run()
+    """Save like :func:`save_state_dict`; in the background, from a file that has this rank's data, if there is one.
+
+    The number of a save to nodes becomes higher than ``number`` of any rank that commits.
+    """
+    return Save(state_dict, path, comm, options, written, number).run()
 
 
 class Save:
@@ -172,9 +180,13 @@ class Save:
         comm: Communicator,
         options: SaveOptions,
         written: WrittenFile | None = None,
+        number: int = 0,
     ) -> None:
-        """Take this rank's shards, the directory, the ranks, the options, and a file that may have the shards' data."""
-        self._written = written
+        """Take this rank's shards, the directory, the ranks, and the options.
+
+        A file may have the shards' data. The number of a save to nodes becomes higher than ``number`` of any rank.
+        """
+        self._written, self._number = written, number
         self._state_dict, self._comm, self._options = state_dict, comm, options
         self._begin, self._waited = time.perf_counter(), 0.0
         self._per_node = options.storage == "per_node"
@@ -192,7 +204,7 @@ class Save:
                 from paddle_flexckpt.saving.node_saves import find_nodes
 
                 # Find out which ranks share a directory: two collectives.
-                self.destination = find_nodes(comm, self._directory, options, self._stack, context)
+                self.destination = find_nodes(comm, self._directory, options, self._stack, context, self._number)
             # All ranks send their options and their state, in brief if they have a cached plan: one collective, and one
             # more where directories are not known to be the same.
             plan, answers = find_common_plan(comm, plans_of(comm), self, context)

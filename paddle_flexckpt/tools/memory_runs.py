@@ -83,7 +83,8 @@ def remove_run(directory: Backend) -> bool:
     """Remove all steps of a run, and its directory; return whether nothing is left. The caller holds its lock."""
     left = [name for name in directory.names("directories") if not remove_step(directory.child(name))]
     if not left:
-        directory.remove(NOTE)
+        for name in directory.names():  # the note, and what is left of one that was interrupted
+            directory.remove(name)
         directory.remove_directory()
     return not left
 

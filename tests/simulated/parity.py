@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from paddle_flexckpt.native.manifest import Manifest
-from paddle_flexckpt.native.parity import Block, stripe_of
-from paddle_flexckpt.native.save_names import rank_of
+if TYPE_CHECKING:
+    from paddle_flexckpt.native.manifest import Manifest
+    from paddle_flexckpt.native.parity import Block
 
 
 def rebuild(manifest: Manifest, content: dict[str, bytes]) -> dict[str, bytes]:
     """Return the data files of a checkpoint, by the files that can be read: those among them, and what these give."""
+    from paddle_flexckpt.native.parity import stripe_of
+    from paddle_flexckpt.native.save_names import rank_of
+
     found = {name: data for name, data in content.items() if name not in manifest.parity_files}
     for name in sorted(manifest.parity_files & content.keys()):
         length = int.from_bytes(content[name][:8], "little")

@@ -14,7 +14,6 @@ from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from paddle_flexckpt.background.pending import SaveHandle, raise_failures
 from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, LostRankError, ValidationError
 from paddle_flexckpt.foreign.paddle_files import PADDLE_METADATA
@@ -71,6 +70,8 @@ class NodeScript(Script):
         self._collect_handles()
 
     def _finish_saves(self, writer: BackgroundWriter) -> None:
+        from paddle_flexckpt.background.pending import raise_failures
+
         writer.wait()
         self._collect_handles()
         try:
@@ -120,10 +121,10 @@ class NodeScript(Script):
             self._tell(version, None if _COMPLETE.search(text) else text)
             self._tolerate(error)
         else:
-            if isinstance(saved, SaveHandle):
-                self._keep_handle(version, saved)
-            else:
+            if background is False:
                 ledger.reported(version, self, None)
+            else:
+                self._keep_handle(version, saved)
 
     def _protection(self) -> dict[str, Any]:
         """Return by what the data files of a node outlive it."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from paddle_flexckpt.background.pending import SaveHandle
 from paddle_flexckpt.background.writer import BackgroundWriter
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, LostRankError
 from paddle_flexckpt.manager import CheckpointManager, KeepBest, KeepEvery, KeepInterval, KeepLatest, SaveInterval
@@ -343,7 +342,7 @@ class Script:
                 ledger.reported(version, self, None if _COMPLETE.search(text) else text)
             self._tolerate(error)
             return
-        if not is_blocking or (self._tier and isinstance(saved, SaveHandle)):
+        if not is_blocking or (self._tier and hasattr(saved, "wait")):
             self._keep_handle(version, saved)
         else:
             ledger.reported(version, self, None)
