@@ -215,8 +215,8 @@ class LoadReport(Report):
     total_bytes: int = 0
     replicas_used: dict[str, str] = field(default_factory=dict)
     replicas: dict[str, str] = field(default_factory=dict)
-    partial: str = ""
     dropped: list[str] = field(default_factory=list)
+    partial: str = ""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def summary(self) -> str:

@@ -101,8 +101,8 @@ def dropped_warning(source: str, dropped: Sequence[str]) -> str:
     return (
         f"{source} has {len(dropped)} parameters in layers like those of the model that the model does not have"
         f"{patterns(dropped)}: they are left out. Remedy (FC203): make the model as it was when it was saved (numbers "
-        "of layers and experts, biases), and load again; or, if it is meant so, say it with strict=False, and look at "
-        "the report's missing"
+        "of layers and experts, biases), and load again, before a save under this model; or, if it is meant so, say it "
+        "with strict=False: the report lists them as dropped"
     )
 
 

@@ -124,7 +124,9 @@ class Series:
             return "no rank"
         most = max(self.values)
         rank = list(self.values).index(most)
-        text = f"most {self.show(most)}, rank {rank}; median {self.show(self.median)}"
+        some = sum(value != 0 for value in self.values)
+        of = "" if some in (0, len(self.values)) else f" of the {some} with any"
+        text = f"most {self.show(most)}, rank {rank}; median{of} {self.show(self.median)}"
         return text + (f"; {most / self.median:.2f} times the median" if self.median > 0 else "")
 
 

@@ -374,7 +374,8 @@ def takes(options: type[Options], **may_differ: str) -> Callable[[Call], Call]:
         def checked(*arguments: Any, **named: Any) -> Any:
             for name in named:
                 if name not in every:
-                    similar = difflib.get_close_matches(name, every, 1)
+                    longer = [each for each in every if each.endswith(f"_{name}")]
+                    similar = longer or difflib.get_close_matches(name, every, 1)
                     hint = f"; did you mean {similar[0]!r}?" if similar else f"; there are {', '.join(every)}"
                     raise TypeError(f"{call.__qualname__}() got an unexpected keyword argument {name!r}{hint}")
             return call(*arguments, **named)

@@ -12,6 +12,7 @@ from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.optimizer_states import MASTER, SCALARS, is_torch_state, split_state
 from paddle_flexckpt.transfer.names import MASTER_STATE, bare, split_raw
+from paddle_flexckpt.transfer.problems import NO_KEY
 
 _NO_KINDS = frozenset({MASTER, MASTER_STATE})
 _POWERS = frozenset(f"{name}_0" for name in SCALARS)
@@ -78,12 +79,16 @@ def _whole(rows: Sequence[int], targets: Catalog, wanted: list[str], there: list
 
 
 def _grouped(problems: Mapping[int, Problem], targets: Catalog, known: set[str]) -> list[Problem]:
-    """Return the problems, with shapes of states that differ as those of their parameters named beside these."""
-    rows = {targets.keys[row]: row for row, problem in problems.items() if problem.code == "FC205"}
+    """Return the problems, with states that are missing or of another shape, as their parameters are, beside these."""
+    rows = {targets.keys[row]: row for row, each in problems.items() if each.code == "FC205" or each.what == NO_KEY}
     states: dict[int, list[str]] = {}
     for key, row in rows.items():
         parameter, state = split_state(key, known)
-        if state and parameter in rows and problems[rows[parameter]].expected == problems[row].expected:
+        first = problems.get(rows.get(parameter, -1))
+        if not state or first is None or first.what != problems[row].what:
+            continue
+        # A parameter that is missing has no states, or all of them have other names.
+        if first.what == NO_KEY or first.expected == problems[row].expected:
             states.setdefault(rows[parameter], []).append(key)
     folded: Iterable[str] = [key for keys in states.values() for key in keys]
     left_out = {rows[key] for key in folded}
@@ -91,7 +96,8 @@ def _grouped(problems: Mapping[int, Problem], targets: Catalog, known: set[str])
     for row, problem in problems.items():
         if row in states:
             names = ", ".join(sorted(split_state(key, known)[1] for key in states[row]))
-            problem = replace(problem, what=f"{problem.what}, and those of its states {names}")
+            link = "nor" if problem.what == NO_KEY else "and those of"
+            problem = replace(problem, what=f"{problem.what}, {link} its states {names}")
         if row not in left_out:
             found.append(problem)
     return found

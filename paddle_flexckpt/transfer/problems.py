@@ -33,6 +33,8 @@ from paddle_flexckpt.transfer.names import (
     split_raw,
 )
 
+# A target that nothing fills.
+NO_KEY = "the source has no such key"
 # The layer in the names of embeddings, and of the heads that models tie to them.
 _TIED = re.compile(r"(?:embed|wte|head|decoder)[^.]*\.[^.]+$", re.IGNORECASE)
 
@@ -79,9 +81,14 @@ class Missing:
             got = f"{len(names)} keys, the nearest of them {nearest}"
         if key in compatible.taken:
             got += f"; what might be meant is taken by target {compatible.taken[key]!r}"
+        unread = "" if self._mapping is None else next(iter(self._mapping.unread.items()), "")
+        if unread:
+            got += f"; no target has {unread[0]!r}, which a statement makes ({unread[1]})"
         if key in compatible.of_others:
             got += f"; the one of its raw name is {compatible.of_others[key]!r}, as the source says"
         remedy = "correct the name, or load with strict=False to leave this target as it is"
+        if unread:
+            remedy = f"correct the name on the right of that statement; or {remedy}"
         code = "FC201"
         if is_state(key, self.known):
             code, remedy = "FC204", f"correct the state's name{first_value(key, beta)}"
@@ -92,11 +99,39 @@ class Missing:
             code = "FC202"
             remedy = "give its name by an AOA statement (plain_state_statements() makes them); or correct the name"
         else:
-            other = self._renamed + untied(catalog, row, self._source)
+            other = self._renamed + untied(catalog, row, self._source) or self._moved(row)
             # A state whose parameter has another name in the source has its value there.
             code = "FC201" if other else code
             remedy = other.removesuffix("; or ") if other and is_state(key, self.known) else other + remedy
-        return Problem("the source has no such key", **where, got=got, code=code, remedy=remedy)
+        return Problem(NO_KEY, **where, got=got, code=code, remedy=remedy)
+
+    def _moved(self, row: int) -> str:
+        """Return the statement for a parameter that the source may have under another name; "" without a candidate."""
+        key, shape = self._catalog.keys[row], self._catalog.unpadded(row, self._catalog.global_shape)
+        candidates = [] if is_state(key, self.known) else self._unused.get(shape, [])
+        if not candidates:
+            return ""
+        if len(candidates) > 1:
+            near = get_close_matches(key, candidates[:_MOST_NAMES], 3, 0.0)
+            return (
+                f"if it is one of {near} under another name, give the AOA statement 'NAME -> {quoted(key)}' with that "
+                "name: its states follow; or "
+            )
+        return (
+            f"if it is {candidates[0]!r} under another name, give the AOA statement "
+            f"'{quoted(candidates[0])} -> {quoted(key)}': its states follow; or "
+        )
+
+    @cached_property
+    def _unused(self) -> dict[tuple[int, ...], list[str]]:
+        """Return the source's parameters whose names no target has, by shape."""
+        taken, found = {*self._catalog.keys, *self._compatible.taken}, dict[tuple[int, ...], list[str]]()
+        source, numbers = self._source, np.unique(self._source.key, return_index=True)
+        for number, row in zip(*(each.tolist() for each in numbers)):
+            name = source.keys[number]
+            if name not in taken and not is_state(name, self.known):
+                found.setdefault(source.unpadded(row, source.global_shape), []).append(name)
+        return found
 
     def _nearest(self, key: str) -> list[str]:
         """Return the nearest of the source's keys; none if there are keys of the same end, or too many to compare."""
@@ -245,7 +280,7 @@ def reshaped(target: Catalog, row: int, source: Catalog, source_row: int, keys: 
     old = source.unpadded(source_row, source.global_shape)
     new = target.unpadded(row, target.global_shape)
     found, wanted = map(quoted, _moved_names(target, row, source, source_row, keys))
-    size = "load into a model of the saved size, or leave this key out"
+    size = "load into a model of the saved size, or leave this key out (by aoa_config, KEY -> _, and strict=False)"
     if len(old) == len(new):
         differ = [(narrow, wide) for narrow, wide in zip(old, new) if narrow != wide]
         if len(differ) == 1:

@@ -289,7 +289,9 @@ class Given:
     dtype: str
     text: str
     file: str | None = None
-    shape_remedy: str = "load into a model of the saved size, or leave this key out"
+    shape_remedy: str = (
+        "load into a model of the saved size, or leave this key out (by aoa_config, KEY -> _, and strict=False)"
+    )
 
 
 def fit(target: Catalog, row: int, given: Given, casts: bool) -> tuple[str, Problem | None]:

@@ -134,7 +134,7 @@ def test_parameters_of_the_models_layers_that_it_lacks_are_a_warning(tmp_path, c
     dropped, texts = loaded(Network(2))
     assert dropped == ["layers.2.bias", "layers.2.weight"]
     assert "has 2 parameters in layers like those of the model that the model does not have (layers.#.bias" in texts[0]
-    advised("catalog/texts.py", "say it with strict=False, and look at the report's missing", texts[0])
+    advised("catalog/texts.py", "say it with strict=False: the report lists them as dropped", texts[0])
     advised("catalog/texts.py", "make the model as it was when it was saved", texts[0])
     dropped, texts = loaded(Network(3, bias=False))
     assert (dropped, len(texts)) == ([f"layers.{number}.bias" for number in range(3)], 3)

@@ -13,6 +13,7 @@ from paddle_flexckpt.cli.main import main
 from paddle_flexckpt.native.node_repair import rebuild_lost_files
 from paddle_flexckpt.tools.verification import verify_checkpoint
 from tests.native.samples import flip
+from tests.remedies.following import advised
 from tests.saved import data_file
 from tests.saving.test_nodes import load, save
 
@@ -96,6 +97,9 @@ def test_damage_is_found_by_verify_and_never_used(nodes, capsys):
     with pytest.raises(CorruptCheckpointError, match="rebuilt by parity, is not what was saved"):
         rebuild_lost_files(nodes)
     assert not any(data_file(a, 6) in name for path in nodes for name in os.listdir(path))
+    advised("tools/verification.py", "save again; until then it protects nothing", str(problems[0]))
+    save([path for path in nodes for _ in range(2)], 2, unique_id=0, parity=4)
+    assert not any("parity" in each.what for path in nodes for each in verify_checkpoint(path).problems)
 
 
 @pytest.mark.parametrize(

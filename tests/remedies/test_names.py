@@ -177,3 +177,46 @@ def test_raw_names_that_mean_another_parameter_on_each_rank(path, tmp_path):
     statements = [f"linear_{rank}.w_0_moment1_0 -> expert.{rank}.moment1_0" for rank in range(2)]
     config = {"aoa_statements": statements}
     assert SimulatedWorld(2).run(lambda comm: load(comm, path, aoa_config=config)) == expected
+
+
+def test_a_parameter_under_another_name_is_named_with_its_statement(path):
+    """Its states follow, and no remedy gives them first values: that would lose what was trained."""
+    states = {"a.weight.moment1_0": B, "a.weight.moment2_0": B + 1}
+    fc.save_state_dict({"a.weight": A, "v": B[:1], **states}, path)
+    wanted = ["b.weight", "b.weight.moment1_0", "b.weight.moment2_0"]
+    targets = {**rooms(*wanted), "v": OLD[:1].copy()}
+    with provoked("transfer/problems.py", " under another name, give the AOA statement '") as caught:
+        load(path, targets)
+    text = str(caught.value)
+    assert "'a.weight -> b.weight': its states follow; or correct" in text
+    assert "nor its states moment1_0, moment2_0" in text and "fill=" not in text and text.count("Remedy") == 1
+    found = load(path, targets, "a.weight -> b.weight")
+    assert found == lists(dict(zip([*wanted, "v"], [A, B, B + 1, B[:1]])))
+
+
+def test_one_of_several_parameters_under_another_name(path):
+    fc.save_state_dict({"a.weight": A, "c.weight": B}, path)
+    with provoked("transfer/problems.py", "if it is one of ") as caught:
+        load(path, rooms("b.weight"))
+    assert "if it is one of ['c.weight', 'a.weight'] under another name" in str(caught.value).replace(
+        "['a.weight', 'c.weight']", "['c.weight', 'a.weight']"
+    )
+    assert "'NAME -> b.weight' with that name" in str(caught.value)
+    assert load(path, rooms("b.weight"), "c.weight -> b.weight") == lists({"b.weight": B})
+
+
+def test_a_statement_that_makes_a_name_which_no_target_has(path):
+    fc.save_state_dict({"a": A}, path)
+    targets = rooms("w")
+    with provoked("transfer/problems.py", "correct the name on the right of that statement; or ") as caught:
+        load(path, targets, "a -> ww")
+    assert "no target has 'ww', which a statement makes" in str(caught.value)
+    assert load(path, targets, "a -> w") == lists({"w": A})
+
+
+def test_a_key_of_another_size_is_left_out(path):
+    fc.save_state_dict({"w": A, "v": B}, path)
+    targets = {"w": np.full((4, 3), -7, np.float32), "v": OLD.copy()}
+    with pytest.raises(fc.ValidationError, match="or leave this key out .by aoa_config, KEY -> _, and strict=False"):
+        load(path, targets)
+    assert load(path, targets, "w -> _", strict=False) == lists({"w": np.full((4, 3), -7, np.float32), "v": B})

@@ -13,7 +13,9 @@ from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.node_directory import NodeDirectory
 from paddle_flexckpt.testing import simulated
+from paddle_flexckpt.tools.verification import verify_checkpoint
 from tests.native.samples import flip
+from tests.remedies.following import advised
 from tests.saved import data_file, short_names
 from tests.saving.test_nodes import load, one_error, save
 
@@ -151,6 +153,8 @@ def test_what_is_rebuilt_from_damaged_files_is_refused(saved, kind):
     flip(Path(b, name), Path(b, name).stat().st_size * 4 // 5)
     text = one_error(load([a, b, c, d]), CorruptCheckpointError)
     assert f"{data_file(a, 6)}, rebuilt by parity, is not what was saved" in text
+    advised("native/parity.py", "of each node's directory finds; load another checkpoint", text)
+    assert any(f"{b}/{name}" == each.file for each in verify_checkpoint(b).problems)
     assert not any(data_file(a, 6) in name for path in saved for name in os.listdir(path))
 
 
@@ -192,7 +196,9 @@ def test_a_directory_that_cannot_be_written_to_says_so(saved, monkeypatch):
     monkeypatch.setattr(LocalBackend, "create", refuse)
     text = one_error(load([a, b, c, d]))
     assert f"/{data_file(a, 6)} is lost, and cannot be rebuilt there: Permission denied" in text
-    assert "flexckpt repair --nodes" in text
+    advised("native/parity.py", "make the directory writable, or rebuild it by `flexckpt repair --nodes", text)
+    monkeypatch.undo()
+    assert load([a, b, c, d])[1] == 1
 
 
 def test_ranks_without_a_file_have_parity_too(nodes):
@@ -235,11 +241,15 @@ def test_options_that_cannot_be_kept_are_refused(nodes, monkeypatch, options, te
 
 
 def test_uneven_nodes_are_refused_before_anything_is_written(nodes, monkeypatch):
-    monkeypatch.setattr(NodeDirectory, "write_data", lambda *args, **kwargs: pytest.fail("data was written"))
     a, b, *_ = nodes
-    text = one_error(save([a, a, a, b], 1, parity=2), ValidationError)
+    with monkeypatch.context() as patch:
+        patch.setattr(NodeDirectory, "write_data", lambda *args, **kwargs: pytest.fail("data was written"))
+        text = one_error(save([a, a, a, b], 1, parity=2), ValidationError)
     assert "parity=2 needs as many ranks on each node; got 3, 1" in text
-    assert "Remedy (FC504): node_copies=2 works with any" in text
+    advised("native/parity.py", "node_copies=2 works with any", text)
+    done(save([a, a, a, b], 1, node_copies=2))
+    lose(a)
+    assert load([b, b])[1] == 1
 
 
 def test_a_failed_write_of_parity_leaves_nothing(saved, monkeypatch):

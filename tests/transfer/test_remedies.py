@@ -15,8 +15,8 @@ def test_another_size_is_cut_or_extended_along_one_axis():
         return reshaped(here, 1, there, 2, {*here.keys, *there.keys})
 
     text = (
-        "load into a model of the saved size, or leave this key out, or, if elements were added or removed at the end, "
-        "as in a vocabulary, cut or extend it by the AOA statement "
+        "load into a model of the saved size, or leave this key out (by aoa_config, KEY -> _, and strict=False), or, "
+        "if elements were added or removed at the end, as in a vocabulary, cut or extend it by the AOA statement "
     )
     assert remedy((4, 6), (4, 8), found="v") == f"{text}'v -> w, resize=\"auto\"'"
     assert remedy((5, 6), (4, 6), found="v") == f'{text}\'v -> w, resize="auto", fill="keep"\''

@@ -146,7 +146,8 @@ def test_a_key_that_is_missing_is_a_problem_that_lists_similar_names():
         rank=7,
         expected="float32 [0:4, 6:12] of [4, 12]",
         got="7 keys, among them ['b.c.w', 'c.w', 'e.c.w']",
-        remedy=LEFT_ALONE,
+        remedy="if it is one of ['b.c.w', 'p.q.c.w', 'e.c.w'] under another name, give the AOA statement "
+        f"'NAME -> a.b.c.w' with that name: its states follow; or {LEFT_ALONE}",
         code="FC201",
     )
     assert the_refusal(solve, keys("q"), source).got == "7 keys, among them ['a.c.v', 'a.d.w', 'b.c.w']"
@@ -199,7 +200,7 @@ def test_a_state_that_the_source_lacks_is_not_left_stale(state, value):
 
 @pytest.mark.parametrize("key", ["a.w_0", "linear_0.w_0_fp32_master_0", "optimizer.master_weights.linear_0.w_0"])
 def test_a_master_is_not_filled_with_zeros(key):
-    problems = refusal(solve, keys("a", key), keys("b"))
+    problems = refusal(solve, keys("a", key), keys("a"))
     (remedy,) = (each.remedy for each in problems if each.key == key)
     assert "fill=" not in remedy and "strict=False" not in remedy
 
@@ -222,14 +223,18 @@ def test_another_shape_is_a_problem_that_names_the_file():
         "data_2",
         expected="[4, 6] (target)",
         got="[4, 8] (source)",
-        remedy="load into a model of the saved size, or leave this key out, or, if elements were added or removed at "
-        "the end, as in a vocabulary, cut or extend it by the AOA statement 'w -> w, resize=\"auto\"'",
+        remedy="load into a model of the saved size, or leave this key out (by aoa_config, KEY -> _, and strict=False),"
+        " or, if elements were added or removed at the end, as in a vocabulary, cut or extend it by the AOA "
+        "statement 'w -> w, resize=\"auto\"'",
         code="FC205",
     )
     # As many axes as the widest table does not make them alike.
     problem = the_refusal(solve, [Part("w", (2, 3)), Part("v")], [Part("w", (3,)), Part("v")])
     assert (problem.expected, problem.got) == ("[2, 3] (target)", "[3] (source)")
-    assert problem.remedy == "load into a model of the saved size, or leave this key out"
+    assert (
+        problem.remedy
+        == "load into a model of the saved size, or leave this key out (by aoa_config, KEY -> _, and strict=False)"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -336,9 +341,9 @@ def test_a_master_weight_starts_from_its_parameter():
     # What the source has is not converted, and nothing is without leave.
     assert filled([Part("w.w_0")], [*source, Part("w.w_0")], **CONVERT) == {"w.w_0": Resolved("own", "w.w_0")}
     assert the_refusal(solve, [Part("w.w_0")], source).what == "the source has no such key"
-    assert [each.key for each in refusal(solve, keys("u", "u.w_0", "w.w_1"), source, **CONVERT)] == [
-        "u", "u.w_0", "w.w_1"
-    ]  # fmt: skip
+    problems = refusal(solve, keys("u", "u.w_0", "w.w_1"), source, **CONVERT)
+    assert [each.key for each in problems] == ["u", "w.w_1"]
+    assert problems[0].what == "the source has no such key, nor its states w_0"
 
 
 def test_a_float32_parameter_comes_from_its_master():
