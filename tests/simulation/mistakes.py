@@ -94,6 +94,13 @@ def _keeps_in_memory(case: Case) -> bool:
     return "memory" in case.scenario.habits
 
 
+def _has_old_steps(case: Case) -> bool:
+    """Tell whether a node that is away has all of a step, which the others may save again meanwhile."""
+    scenario = case.scenario
+    has_all = _keeps_in_memory(case) and scenario.nodes == 2 and "parity" not in scenario.habits
+    return has_all and scenario.save_every > 1 and _has("drain_node")(case) and _has("kill_node")(case)
+
+
 def _has_parity(case: Case) -> bool:
     """Tell whether parity has to rebuild a file, and there is that of other saves."""
     return {"parity", "rising"} <= {*case.scenario.habits} and _has("lose_disk")(case)
@@ -414,7 +421,7 @@ MISTAKES = {
             "memory-old-node",
             "files in the memory of a node that was away are taken for those of a later save",
             {"native.node_directory:token_after": wrong.starts_are_not_counted},
-            can_show=lambda case: _keeps_in_memory(case) and _has("drain_node")(case),
+            can_show=_has_old_steps,
         ),
         Mistake(
             "memory-another-run",
