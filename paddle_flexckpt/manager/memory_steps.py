@@ -74,7 +74,8 @@ class MemorySteps:
         self._number = 0
         # Of the run whose directory is held: its name, and the lock if this rank acts on its node.
         self._held, self._lock = "", Lock()
-        self._acts = self._is_used = False
+        self._acts, self._is_used, self._nodes = False, False, 0
+        self._noted: str | None = None  # the run that the anchor has been written for
         # The steps that this manager has saved and that are whole, in the order of their saves.
         self._whole: list[int] = []
 
@@ -145,7 +146,12 @@ class MemorySteps:
         return self.run if report.tier == "memory" else ""
 
     def save(
-        self, asked: StepOptions, shards: Mapping[str, Any], run: str, write_anchor: Callable[[str], int], context: str
+        self,
+        asked: StepOptions,
+        shards: Mapping[str, Any],
+        run: str,
+        write_anchor: Callable[[str], tuple[str, int]],
+        context: str,
     ) -> SaveHandle:
         """Begin to save a step of a run. The coordinator notes the run in the root before the first save.
 
@@ -153,26 +159,30 @@ class MemorySteps:
             CheckpointError: It cannot be saved, or another process holds the run; older steps are unchanged. Or an
                 older step could not be removed; then the text says which one is whole.
         """
-        step, self.run, self._is_used = asked.step, run, True
-        if self._held != run:
+        step, self._is_used = asked.step, True
+        if self._noted != run or self._held != self.run:
 
-            def note() -> None:
+            def note() -> tuple[None, bytes]:
+                name, starts = write_anchor(run) if self._comm.position == 0 else ("", 0)
                 # A node that was away may have the step of an earlier start: a later start's saves have higher numbers.
-                self._number = write_anchor(run) * _SAVES_OF_A_START
+                self._number = starts * _SAVES_OF_A_START
+                return None, name.encode()
 
-            self._comm.lead(0, note, context)
+            _, answers = self._comm.together(note, context)
+            self.run, self._noted = answers[0].decode(), run
             self._hold(context)
         if self._writer is None:
             self.check_room(lambda: shards, context)
             self._writer = BackgroundWriter()
+        copies, parity = self._tier.on(self._nodes)
         try:
             options = SaveOptions(
                 unique_id=UNIQUE_ID,
                 step=step,
                 check_replicas=asked.check_replicas,
                 storage="per_node",
-                node_copies=1 if self._tier.parity else self._tier.copies,
-                parity=self._tier.parity,
+                node_copies=copies,
+                parity=parity,
                 async_save=self._writer,
             )
             saved = cast(
@@ -237,7 +247,13 @@ class MemorySteps:
                 "earlier start of this run that has not ended, or another manager. Remedy (FC507): end that process, "
                 "and start again"
             )
-        self._held = self.run
+        self._held, self._nodes = self.run, len(served)
+        wanted = self._tier.parity or self._tier.copies
+        if self._nodes < wanted and self._comm.position == 0:
+            logger.warning(
+                f"the memory tier is for {wanted} nodes or more, and the job has {self._nodes}: a step in memory has "
+                f"no more copies than that{', and does not survive the loss of the node' * (self._nodes == 1)}"
+            )
 
     def check_room(self, describe: Callable[[], Mapping[str, Any]], context: str) -> None:
         """Check that the steps have room on each node; no value is read. Two collectives, or five in a large job.

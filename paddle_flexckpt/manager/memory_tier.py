@@ -27,7 +27,8 @@ class MemoryTier:
         path: A directory of each node in a file system that lies in memory, such as one below ``/dev/shm``. Ranks may
             have another one.
         save_when: The policies of steps in memory, as those of the manager.
-        copies: The number of nodes that have each data file, unless there is ``parity``.
+        copies: The number of nodes that have each data file, unless there is ``parity``. On fewer nodes each has one,
+            with a warning.
         parity: In place of copies: the number of nodes of a group, 2 or more. As in :func:`save_state_dict`, each node
             also has ``1 / (parity - 1)`` of the bytes of its own data.
         keep: The number of steps in memory. An older one goes when a newer one is whole on all nodes, so there has to
@@ -60,9 +61,16 @@ class MemoryTier:
 
     def stored(self, shares: Sequence[int], node: int) -> int:
         """Return the bytes that a node stores of a step of which the nodes write these shares."""
+        copies, parity = self.on(len(shares))
+        if parity is not None:
+            return shares[node] + -(-max(shares) // (parity - 1))
+        return sum(shares[node - copy] for copy in range(copies))
+
+    def on(self, nodes: int) -> tuple[int, int | None]:
+        """Return copies and parity of saves to so many nodes: no more than there are."""
         if self.parity is not None:
-            return shares[node] + -(-max(shares) // (self.parity - 1))
-        return sum(shares[node - copy] for copy in range(min(self.copies, len(shares))))
+            return 1, min(self.parity, nodes) if nodes > 1 else None
+        return min(self.copies, nodes), None
 
     def agreed(self) -> str:
         """Return what ranks compare."""

@@ -263,17 +263,19 @@ class StepDirectories:
             return "", 0
         return str(run), starts
 
-    def write_anchor(self, run: str) -> int:
+    def write_anchor(self, run: str) -> tuple[str, int]:
         """Write, durably, which run has steps in the memory of nodes: a restart looks for no other's.
 
-        Return how many managers have begun to save its steps there, with this one.
+        Return its name, and how many managers have begun to save its steps there, with this one. A run that continues
+        a step of one without a name (``""``) gets one.
         """
         known, before = self._read_anchor()
-        starts = before + 1 if known == run else 1
+        name = run or known or secrets.token_hex(8)
+        starts = before + 1 if known == name else 1
         self._root.make_directory()
-        write_file(self._root, _ANCHOR, json.dumps({"run": run, "starts": starts}).encode(), "replace")
+        write_file(self._root, _ANCHOR, json.dumps({"run": name, "starts": starts}).encode(), "replace")
         self._root.sync()
-        return starts
+        return name, starts
 
     def prepare(self, step: int, replace: bool) -> None:
         """Prepare a step's directory for a save.

@@ -83,8 +83,9 @@ def remove_run(directory: Backend) -> bool:
     """Remove all steps of a run, and its directory; return whether nothing is left. The caller holds its lock."""
     left = [name for name in directory.names("directories") if not remove_step(directory.child(name))]
     if not left:
-        for name in directory.names():  # the note, and what is left of one that was interrupted
-            directory.remove(name)
+        for name in directory.names():  # a process may have died while it wrote the note
+            if name.startswith(NOTE):
+                directory.remove(name)
         directory.remove_directory()
     return not left
 

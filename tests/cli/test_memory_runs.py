@@ -23,6 +23,7 @@ def tier(tmp_path):
     for name in (FIRST, SECOND):
         (path / name).mkdir(parents=True)
         note_root(LocalBackend(str(path / name)), "/shared/run")
+    (path / FIRST / f"memory.json.{bytes(16).hex()}.tmp").touch()
     save(path / FIRST / "step_00000020", {"w": np.zeros(1000, "u1")})
     (path / FIRST / "step_00000040").mkdir()
     (path / FIRST / "step_00000040" / "part").write_bytes(bytes(50))

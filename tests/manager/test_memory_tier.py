@@ -22,6 +22,7 @@ from paddle_flexckpt.manager.policies import PreemptionSignals
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import SoloCommunicator
 from paddle_flexckpt.testing.simulated import SimulatedWorld
+from paddle_flexckpt.tools.step_record import RECORD, StepRecord
 from tests.manager.samples import files_of, tree
 from tests.native.samples import flip
 from tests.remedies.following import advised, provoked
@@ -217,6 +218,42 @@ def test_parity_in_place_of_copies(nodes, lost):
     assert one_of(nodes.run(places, looking, tier={"parity": 4})) == ([2], 2)
     report = one_of(nodes.run([place for place in places if place != lost], resume(), tier={"parity": 4}))
     assert (report.step, report.tier, report.nodes) == (2, "memory", (3, 4))
+
+
+@pytest.mark.parametrize("tier", [{"copies": 2}, {"parity": 2}])
+def test_a_job_that_is_left_with_one_node_goes_on(nodes, caplog, tier):
+    one_of(nodes.run([0, 0, 1, 1], train(3), tier=tier))
+    assert "the memory tier is for" not in caplog.text
+    nodes.lose(1)
+
+    def go_on(manager, comm):
+        step = manager.restore(state=shards(comm, 0)).step
+        return step, train(5, step + 1)(manager, comm)
+
+    assert one_of(nodes.run([0, 0], go_on, tier=tier)) == (2, [4])
+    told = (
+        "the memory tier is for 2 nodes or more, and the job has 1: a step in memory has no more copies than that, and "
+    )
+    assert caplog.text.count(told + "does not survive the loss of the node") == 1
+    report = one_of(nodes.run([0], resume(), tier=tier))
+    assert (report.step, report.tier, report.nodes) == (4, "memory", (1, 1))
+
+
+def test_a_run_without_a_name_gets_one_for_its_memory(nodes):
+    """An old version has saved the step that it continues."""
+    comm = SoloCommunicator()
+    state = {"w": np.arange(5)}
+    step = f"{nodes.root}/step_00000004"
+    record = StepRecord(4, 1.0)
+    extra = {key: value.numpy() for key, value in fc.collect_extra_state(step=4, rng=False).items()}
+    fc.save_state_dict({**state, **extra, RECORD: record.encode()}, step, comm, step=4, unique_id=0)
+    for expected in (6, 8):
+        manager = nodes.manager(comm, 0, tier={"copies": 1})
+        assert manager.restore(state=state).step == expected - 2
+        assert manager.should_save(expected)
+        manager.save(expected, state=state, rng=False, blocking=True)
+        manager.__exit__(InterruptedError, None, None)
+        assert nodes.steps(0) == [f"a/{expected:02d}"]
 
 
 def test_without_enough_nodes_the_root_is_read_and_the_nodes_are_named(saved, caplog):
@@ -597,7 +634,10 @@ def test_the_bytes_that_a_node_stores():
         111,
         111,
     ]
-    assert fc.MemoryTier("x", (), parity=4).stored([90, 91, 90, 90], 2) == 90 + 31
+    parity = fc.MemoryTier("x", (), parity=4)
+    assert parity.stored([90, 91, 90, 90], 2) == 90 + 31
+    assert parity.stored([90, 91], 0) == 90 + 91
+    assert parity.stored([90], 0) == 90
 
 
 def test_the_limit_is_looked_at_at_once_if_the_model_is_given(nodes, monkeypatch):
