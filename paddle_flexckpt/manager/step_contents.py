@@ -43,7 +43,8 @@ class RunObjects:
     data: Any = None
 
     def shards(self) -> dict[str, Any]:
-        """Return the shards of :func:`collect_shards`."""
+        """Return the shards of :func:`collect_shards`; errors also as of :func:`check_kinds`."""
+        check_kinds(self)
         return collect_shards(self.model, self.optimizer, self.state)
 
     def describe(self) -> dict[str, Any]:
@@ -66,6 +67,25 @@ class RunObjects:
     def given(self) -> dict[str, bool]:
         """Return which of schedule, scaler and data there are. Ranks compare this: one without would save none."""
         return {name: getattr(self, name) is not None for name in ("lr_scheduler", "scaler", "data")}
+
+
+def check_kinds(given: RunObjects) -> None:
+    """Raise ValidationError if an object is given for another: a model given as the optimizer would save no states."""
+    import paddle
+
+    problems = []
+    for name in ("model", "optimizer", "lr_scheduler", "scaler"):
+        value, is_state = getattr(given, name), name in ("lr_scheduler", "scaler")
+        is_optimizer = hasattr(value, "_parameter_list") and not isinstance(value, paddle.nn.Layer)
+        is_wrong = isinstance(value, (type, paddle.nn.Layer) if name != "model" else type)
+        is_wrong |= is_optimizer and name != "optimizer"
+        is_wrong |= is_state and not callable(getattr(value, "state_dict", None))
+        if value is not None and is_wrong and not isinstance(value, (list, tuple)):
+            kind = f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+            text = f"{name}= is of another kind; got {kind}"
+            problems.append(Problem(text, code="FC101", remedy=f"give the run's {name}, or leave it out"))
+    if problems:
+        raise ValidationError(problems)
 
 
 @dataclass(frozen=True)

@@ -292,3 +292,25 @@ def test_data_is_a_sampler(tmp_path):
     assert not list(tmp_path.iterdir())
     fc.save(tmp_path, **run.parts(step=3), dataloader={"position": 3}, extra={"own": 1})
     assert fc.load(tmp_path, **run.parts()).extra.dataloader == {"position": 3}
+
+
+def test_an_object_of_another_kind_is_refused_before_anything_is_written(tmp_path):
+    """A model given as the optimizer would save no states, and its training could not go on."""
+    run = Run(0)
+    wrong = {
+        "optimizer": [run.model, paddle.optimizer.AdamW],
+        "model": [paddle.nn.Linear, run.optimizer],
+        "lr_scheduler": [0.1, run.model, Cosine],
+        "scaler": [run.optimizer, run.model, 2.0],
+    }
+    for name, values in wrong.items():
+        for value in values:
+            with provoked("manager/step_contents.py", ", or leave it out", fc.ValidationError) as caught:
+                fc.save(tmp_path / "a", **run.parts(**{name: value}))
+            assert f"{name}= is of another kind; got " in str(caught.value)
+            with pytest.raises(fc.ValidationError, match=f"{name}= is of another kind"):
+                fc.check(**run.parts(**{name: value}))
+    assert not (tmp_path / "a").exists()
+    fc.save(tmp_path / "a", **run.parts())
+    fc.save(tmp_path / "b", model=run.model)
+    assert fc.load(tmp_path / "a", **run.parts()).load.keys
