@@ -221,6 +221,7 @@ class StepDirectories:
 
         Raises:
             ValidationError: Another run has higher steps, which a later restore would take for this run's latest.
+                Of steps of this run there is a warning.
         """
         found: dict[int, _CachedStep] = {}
         for each in self._directories():
@@ -240,6 +241,13 @@ class StepDirectories:
                     remedy="give this run another directory, or move those steps to another directory; to go on with "
                     "that run, call restore() before the first save",
                 )
+            )
+        left = [str(record.step) for record in records if record.step > step]
+        if left:
+            logger.warning(
+                f"{self.path} has steps {', '.join(left[:9])} of this run above step {step}, from before it went back: "
+                "a restore of the latest takes them, not this step. Remedy (FC903): move those steps to another "
+                "directory; or continue in another root, with a manager of its own"
             )
         self._cache.update(found)
         return run

@@ -97,6 +97,28 @@ def test_the_same_run_is_never_asked(tmp_path, how, caplog):
     assert len(runs) == 1 and len(runs.pop()) == 16
 
 
+def test_a_run_that_goes_back_learns_that_its_higher_steps_come_first(tmp_path, caplog):
+    manager = manager_of(tmp_path / "run")
+    for step in (10, 20, 30):
+        save(manager, step)
+    restore(manager, 10)
+    caplog.clear()
+    save(manager, 20, 7, overwrite=True)
+    (warning,) = [each.message for each in caplog.records if each.levelno == logging.WARNING]
+    assert "has steps 30 of this run above step 20, from before it went back" in warning
+    advised("manager/step_directories.py", "move those steps to another directory; or continue in another", warning)
+    assert restore(manager_of(tmp_path / "run"))[:2] == (30, 30)
+    # Either way nothing is lost, and the run goes on where it was.
+    restore(manager, 10)
+    other = manager_of(tmp_path / "other")
+    save(other, 20, 8)
+    assert restore(manager_of(tmp_path / "other"))[:2] == (20, 8)
+    (tmp_path / "moved").mkdir()
+    shutil.move(directory_of(tmp_path / "run", 30), directory_of(tmp_path / "moved", 30))
+    assert restore(manager_of(tmp_path / "run"))[:2] == (20, 7)
+    assert restore(manager_of(tmp_path / "moved"))[:2] == (30, 30)
+
+
 def test_a_run_that_begins_anew_as_all_it_has_saved_is_damaged(tmp_path):
     """The values of rank 1 are damaged, and the records in the files of rank 0 can be read."""
 
