@@ -265,7 +265,7 @@ class CheckpointManager:
         handle = save() if to_memory else None
         if handle is not None and not to_root:
             if pending != self._pending.steps:
-                self._follow_up.run("saves in the background are complete")
+                self._follow_up.run(f"step {asked.step} is {'in' if given.blocking else 'on its way to'} memory")
             return handle
         saved = self._saves.write(asked, contents.shards, replaces, objects.optimizer is not None, handle)
         self._schedule.note(asked.step, saved=True)

@@ -35,8 +35,8 @@ SHAPES: dict[str, tuple[int, ...]] = {"layer.weight": (8, 6), "layer.bias": (5,)
 LARGE = {"large": (41_003, 16)}
 # What an error says of a checkpoint that is there.
 _COMPLETE = re.compile(r"the checkpoint of step \d+ is complete, but|the checkpoint in .* \(id 0\) is complete, but")
-# What one says of a save to nodes that some of them may have published; of a step that is whole in memory.
-PUBLISHED, _IN_MEMORY = "some nodes may have published", "is whole in memory, but"
+# What one says of a save to nodes that some of them may have published; of a step that is in memory, or soon.
+PUBLISHED, _IN_MEMORY = "some nodes may have published", "memory, but"
 # Where the steps in memory are, on each node, and how many nodes have each data file, if there are so many.
 MEMORY_PATH, COPIES = "/memory/run", 2
 _INDEX_BITS, _KEY_BITS = 10, 4
