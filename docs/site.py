@@ -42,9 +42,11 @@ META = {
     "docs/cpu.md": "search: {boost: 1.5}",
     # `check` is also how `checkpoint` begins, which all pages have.
     "docs/guide.md": "tags: [check, S3]\nsearch: {boost: 1.1}",
-    "docs/manager.md": "tags: [dataloader]",
-    "docs/migration.md": "tags: [migrate, pdparams]",
-    "docs/troubleshooting.md": "tags: [AdamW, SGD, corrupted, crash, different, hang, learning, rate, vocabulary]\n"
+    "docs/manager.md": "tags: [dataloader, rollback, slurm, requeue]",
+    "docs/rehearsal.md": "tags: [estimate, long, time]",
+    "docs/migration.md": "tags: [huggingface, migrate, pdparams, pytorch]\nsearch: {boost: 1.1}",
+    "docs/troubleshooting.md": "tags: [AdamW, SGD, corrupted, crash, different, hang, learning, leftovers, rate, "
+    "renamed, space, vocabulary]\n"
     "search: {boost: 1.2}",
     # These answer few questions, with the words of many.
     **dict.fromkeys(

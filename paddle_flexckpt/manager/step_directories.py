@@ -66,6 +66,8 @@ class StepDirectories:
         self._cache: dict[int, _CachedStep] = {}
         # Steps with a checkpoint whose directory has no leftovers of dead saves, until the next save of the step.
         self._cleaned: set[int] = set()
+        # The steps that were here when this run began to save, and those that it has saved since.
+        self._own: set[int] = set()
 
     def directory(self, step: int) -> Backend:
         """Return the directory of a step, whether it exists or not."""
@@ -224,7 +226,8 @@ class StepDirectories:
                 Of steps of this run there is a warning.
         """
         found: dict[int, _CachedStep] = {}
-        for each in self._directories():
+        self._own |= {*self._directories()}
+        for each in sorted(self._own):
             if each == restored or each > step:
                 with contextlib.suppress(OSError):  # it does not exist, or cannot be restored
                     found[each] = self._look(each)
@@ -293,6 +296,7 @@ class StepDirectories:
             OSError: The rest of an interrupted removal could not be removed.
         """
         self._cleaned.discard(step)
+        self._own.add(step)
         if step in interrupted(self._root.names()):
             self._removal.finish(step)
         directory = self.directory(step)
@@ -362,6 +366,14 @@ class StepDirectories:
                 attempt(self._removal.remove_dead_save, step)
         records, damaged = self.records()
         self._cleaned = {record.step for record in records} - {*busy}
+        others = sorted({record.step for record in records} - self._own)
+        if others and self._own:
+            self._own |= {*others}
+            logger.warning(
+                f"{self.path} has steps {', '.join(map(str, others[:9]))}, which another job has saved there since "
+                "this one began: each removes what its own policies do not keep. Remedy (FC403): end one of the two jobs; "
+                "let each save to a directory of its own"
+            )
         # For these no warning was logged, as they may be readable the next time.
         problems += [f"step {step} {why}" for step, why in damaged.items() if why.startswith(_UNREADABLE)]
         complete = [record for record in records if record.step not in {*busy, *doubtful}]

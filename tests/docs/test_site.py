@@ -83,6 +83,20 @@ QUERIES = {
     "SaveReport": "docs/api/reports/",
     "check_replicas": "docs/api/the-state-of-a-run/",
     "keeplatest": "docs/api/the-state-of-a-run/",
+    "no space left on device": "docs/troubleshooting/",
+    "parameter renamed load checkpoint": "docs/guide/",
+    "renamed parameter": "docs/guide/",
+    "huggingface safetensors load": "docs/migration/",
+    "pytorch state_dict": "docs/migration/",
+    "remove unfinished save": "docs/troubleshooting/",
+    "kill -9 during save leftovers": "docs/troubleshooting/",
+    "go back to an earlier step and continue": "docs/manager/",
+    "rollback": "docs/manager/",
+    "slurm requeue": "docs/manager/",
+    "two jobs write to same directory": "docs/troubleshooting/",
+    "no checkpoint found": "docs/troubleshooting/",
+    "estimate load time": "docs/rehearsal/",
+    "node lost restore from memory": "docs/survive/",
 }
 # The pages of the results, in order. None: the search has not answered yet.
 FOUND = """(() => {

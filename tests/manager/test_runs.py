@@ -300,3 +300,35 @@ def test_a_save_in_slices_that_cannot_be_finished_is_named(tmp_path, caplog, why
                 if way != "again":
                     raise ZeroDivisionError
         assert manager_of(tmp_path / way).all_steps() == [7]
+
+
+def test_two_jobs_that_save_to_one_root_learn_of_each_other(tmp_path, caplog):
+    """A job was started again while its earlier start still runs: both go on with one run."""
+
+    def warnings() -> list[str]:
+        found = [each.message for each in caplog.records if "another job has saved" in each.message]
+        caplog.clear()
+        return found
+
+    first = manager_of(tmp_path / "run", keep=KeepLatest(9))
+    save(first, 10)
+    second = manager_of(tmp_path / "run", keep=KeepLatest(9))
+    restore(second)
+    save(second, 15)
+    assert not warnings()
+    save(first, 20)
+    (warning,) = warnings()
+    assert "has steps 15, which another job has saved there since this one began" in warning
+    save(first, 30)
+    assert not warnings()  # once
+    save(second, 25)
+    (warning,) = warnings()
+    advised("manager/step_directories.py", "end one of the two jobs; let each save to a directory of its own", warning)
+    second.close()
+    save(first, 40)
+    (warning,) = warnings()
+    assert "has steps 25" in warning
+    other = manager_of(tmp_path / "other", keep=KeepLatest(9))
+    save(other, 1)
+    save(first, 50)
+    assert not warnings() and first.all_steps() == [10, 15, 20, 25, 30, 40, 50]
