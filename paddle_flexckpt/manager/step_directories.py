@@ -371,8 +371,8 @@ class StepDirectories:
             self._own |= {*others}
             logger.warning(
                 f"{self.path} has steps {', '.join(map(str, others[:9]))}, which another job has saved there since "
-                "this one began: each removes what its own policies do not keep. Remedy (FC403): end one of the two jobs; "
-                "let each save to a directory of its own"
+                "this one began: each removes what its own policies do not keep. Remedy (FC403): end one of the two "
+                "jobs; let each save to a directory of its own"
             )
         # For these no warning was logged, as they may be readable the next time.
         problems += [f"step {step} {why}" for step, why in damaged.items() if why.startswith(_UNREADABLE)]

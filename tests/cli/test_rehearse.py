@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -89,7 +90,7 @@ def test_a_model_that_lacks_something_exits_with_1(checkpoint, tmp_path, capsys)
     assert main(["rehearse", checkpoint, "--to", "tp=2", "--model", other]) == 1
     text = capsys.readouterr().out
     assert f"does not load under tp=2: cannot load from {checkpoint!r}: " in text
-    assert "[ranks 0-1] the source has no such key (key 'model.layers.4.input_layernorm.weight')" in text
+    assert re.search(r"\[ranks 0-1\] the source has no such key, nor its states [\w, ]+ \(key 'model.layers.4", text)
     assert main(["rehearse", checkpoint, "--to", "tp=2", "--model", other, "--strict", "none"]) == 0
     assert "missing: model.layers.4.input_layernorm.weight, " in capsys.readouterr().out
 
@@ -112,7 +113,7 @@ def test_a_model_may_be_that_of_a_configuration(checkpoint, tmp_path, capsys):
     assert main(command) == 1
     text = capsys.readouterr().out
     assert "note: the model is that of llama, variant fused, in bfloat16, as config.json says" in text
-    assert "the source has no such key (key 'model.layers.0.mlp.up_gate_proj.weight', rank 0)" in text
+    assert re.search(r"the source has no such key, nor its states [\w, ]+ \(key 'model.layers.0.mlp.up_gate_proj", text)
     assert main([*command, "--save"]) == 0
 
 

@@ -9,6 +9,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 from tests.simulated.calls import UMASK, text_of
@@ -167,6 +168,12 @@ class NameCalls(FileCalls):
             else:
                 self.unlink(entry.path)
         self.rmdir(path)
+
+    def disk_usage(self, path: Any) -> Any:
+        """Imitate ``shutil.disk_usage``: how much room there is. It is asked for an error's text, and is no moment."""
+        place = self.walk(text_of(path))
+        place.found()
+        return SimpleNamespace(free=place.file_system.room)
 
     def statvfs(self, path: Any) -> os.statvfs_result:
         """Imitate ``os.statvfs``: how much room there is."""

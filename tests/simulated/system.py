@@ -36,6 +36,6 @@ class System(NameCalls):
             "fcntl": Namespace(__name__="fcntl", **constants(fcntl), flock=self.flock),
             "mmap": Namespace(__name__="mmap", **constants(mmap), mmap=self.map),
             "open": self.open_stream,
-            "shutil": Namespace(__name__="shutil", rmtree=self.remove_tree),
+            "shutil": Namespace(__name__="shutil", rmtree=self.remove_tree, disk_usage=self.disk_usage),
         }
         self.names: dict[Any, Any] = {Path: path_class(self)}
