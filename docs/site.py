@@ -43,10 +43,11 @@ META = {
     # `check` is also how `checkpoint` begins, which all pages have.
     "docs/guide.md": "tags: [check, S3]\nsearch: {boost: 1.1}",
     "docs/manager.md": "tags: [dataloader, rollback, slurm, requeue]",
+    "docs/survive.md": "tags: [lost, memory, node]\nsearch: {boost: 1.2}",
     "docs/rehearsal.md": "tags: [estimate, long, time]",
     "docs/migration.md": "tags: [huggingface, migrate, pdparams, pytorch]\nsearch: {boost: 1.1}",
     "docs/troubleshooting.md": "tags: [AdamW, SGD, corrupted, crash, different, hang, learning, leftovers, rate, "
-    "renamed, space, vocabulary]\n"
+    "found, renamed, space, unfinished, vocabulary]\n"
     "search: {boost: 1.2}",
     # These answer few questions, with the words of many.
     **dict.fromkeys(
