@@ -5,13 +5,14 @@ python -m benchmarks.node_saves --directory /dev/shm
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments(__doc__, pairs=7)
     parser.add_argument("--mib", type=int, default=256, help="of the state (default %(default)s)")
     options = parser.parse_args(argv)
-    logging.disable(logging.WARNING)
     state = dict(random_tensors(options.mib // 4, (1024, 1024)))
     arrays = [each.reshape(-1).view(np.uint8) for each in state.values()]
     warm, comm, writer = np.zeros(sum(map(len, arrays)), dtype=np.uint8), SoloCommunicator(), BackgroundWriter()
     rows = []
-    with tempfile.TemporaryDirectory(dir=options.directory) as name, writer:
+    with tempfile.TemporaryDirectory(dir=options.directory) as name, writer, quiet():
         folder = Path(name)
 
         def save() -> float:
@@ -102,6 +102,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             shutil.rmtree(path)
     finish(options, rows)
     return 0
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Log no line for each save."""
+    logger = logging.getLogger("paddle_flexckpt")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 if __name__ == "__main__":
