@@ -188,18 +188,14 @@ class SaveSlot:
         """Stage a job whose data file is written already."""
         self._take(job, 0, None)
 
-    def stage_file(self, job: WriteJob, source: WrittenFile) -> None:
-        """Stage a job whose data the writer reads from a file.
-
-        Raises:
-            OSError: The file cannot be opened.
-        """
-        descriptor = source.open()
+    def stage_file(self, job: WriteJob, descriptor: int, begin: int) -> None:
+        """Stage a job whose data the writer reads from a file, from byte ``begin`` on. The descriptor is closed."""
         try:
-            self._take(job, 0, None)[0].source = descriptor, source.begin
+            save, _ = self._take(job, 0, None)
         except BaseException:
             os.close(descriptor)
             raise
+        save.source = descriptor, begin
 
     def stage_in_waves(
         self, job: WriteJob, nbytes: int, lock_pages: LockPages | None, lock: SaveLock | None

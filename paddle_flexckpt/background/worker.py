@@ -80,6 +80,8 @@ def main(descriptor: int, nice: int, io_class: str, presence: int) -> None:
                 lock.release()
         outcome.warnings += warnings
         warnings = []
+        # The file of a save to nodes may be gone by now, and its pages are memory as long as they are mapped.
+        del data, waves, write
         _send(channel, {"save": message["save"], **asdict(outcome)})
 
 

@@ -202,19 +202,19 @@ class Peers(Source):
 
     def _fill(self, plan: ExchangePlan, filling: Filling) -> int:
         """Fill all rows except those that are computed; return the bytes that were copied within this rank's memory."""
-        if self._on_device is not None:
-            storage = functools.cache(self.storage)
-            self._on_device.run(Traffic.of(self._sent), self._comm.position, storage, filling.storage)
-            # After the exchange: peers would wait for the connections of a rank that failed before it.
-            copied = copy_pieces(plan.local, storage, filling.storage)
-        else:
-            try:
+        try:
+            if self._on_device is not None:
+                storage = functools.cache(self.storage)
+                self._on_device.run(Traffic.of(self._sent), self._comm.position, storage, filling.storage)
+                # After the exchange: peers would wait for the connections of a rank that failed before it.
+                copied = copy_pieces(plan.local, storage, filling.storage)
+            else:
                 copied = self._exchange(plan, filling.storage)
-            except BaseException:
-                if plan.relays or plan.relayed:
-                    self._refuse_forwarding(plan)
-                raise
-        copy_pieces(plan.repeated, filling.storage, filling.storage)
+            copy_pieces(plan.repeated, filling.storage, filling.storage)
+        except BaseException:
+            if plan.relays or plan.relayed:
+                self._refuse_forwarding(plan)
+            raise
         if plan.relays or plan.relayed:
             self._forward(plan, filling)
         return copied + plan.repeated_bytes

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,8 @@ from paddle_flexckpt.saving.shared_saves import SharedSave
 
 if TYPE_CHECKING:
     from paddle_flexckpt.saving.sliced_saves import SlicedSave
+
+logger = logging.getLogger("paddle_flexckpt")
 
 # Slices end at multiples of this, which are between elements of any dtype.
 _UNIT = 16
@@ -121,9 +125,10 @@ class BackgroundSave(SharedSave):
         lengths = share.items.byte_length
         ends = lengths.cumsum()
         spans = zip((ends - lengths)[hashed].tolist(), ends[hashed].tolist())
-        if self._written is not None and self._written.has(share.items):
-            self._slot.stage_file(self._job(share), self._written)
-            data = map_data(self._written.open(), self._written.begin, int(lengths.sum()))
+        descriptor = self._open_written(share)
+        if self._written is not None and descriptor is not None:
+            data = map_data(os.dup(descriptor), self._written.begin, int(lengths.sum()))
+            self._slot.stage_file(self._job(share), descriptor, self._written.begin)
             checksums = [hash_block(data[start:stop]) for start, stop in blocks_of(spans)]
         elif self._options.staging_bytes is not None and lengths.sum() > self._options.staging_bytes:
             checksums = self._write_in_waves(share, self._options.staging_bytes, spans)
@@ -141,6 +146,16 @@ class BackgroundSave(SharedSave):
                 )
         sums = np.asarray(checksums, dtype=np.uint64)
         return WriteMessages(b"", Checksums.of_items(sums, np.where(hashed, lengths, 0)))
+
+    def _open_written(self, share: Share) -> int | None:
+        """Return a descriptor of the file that has this rank's data; None if there is none, or not any more."""
+        if self._written is None or not self._written.has(share.items):
+            return None
+        try:
+            return self._written.open()
+        except OSError as error:  # the save that wrote it has failed since, and has removed it
+            logger.warning(f"the state is copied once more for the save to {self.directory.path}: {error}")
+            return None
 
     def _write_in_waves(self, share: Share, nbytes: int, hashed: Iterable[tuple[int, int]]) -> list[int]:
         """Have the writer write while this rank's data is copied, through so much memory; wait for the last copy.

@@ -191,3 +191,29 @@ def test_a_file_with_other_items_is_not_read(nodes, ranks, tmp_path):
     first = save_state_dict(shards(0, 1, 5), nodes[0], SOLO, storage="per_node", async_save=to_nodes[0])
     Save(shards(0, 1, 6, 8), storage, SOLO, SaveOptions(async_save=to_storage[0]), first.written).run().result()
     assert load_shards(storage, 1, 0, 8) == 6
+
+
+def mapped_by(pid):
+    with open(f"/proc/{pid}/maps", encoding="utf-8") as file:
+        return [line for line in file if ".safetensors" in line]
+
+
+def test_a_writer_keeps_no_file_mapped_after_its_save(nodes, ranks, tmp_path):
+    """The pages of a removed file in memory would stay until the writer's next save."""
+    to_nodes, to_storage = ranks(1), ranks(1)
+    first = save_state_dict(shards(0, 1, 5), nodes[0], SOLO, storage="per_node", async_save=to_nodes[0])
+    options = SaveOptions(async_save=to_storage[0])
+    Save(shards(0, 1, 5), str(tmp_path / "storage"), SOLO, options, first.written).run().result()
+    assert not mapped_by(to_storage[0].pid) and not mapped_by(os.getpid())
+
+
+def test_a_save_to_storage_does_not_depend_on_the_save_to_nodes(nodes, ranks, tmp_path, caplog):
+    """That has failed meanwhile, and has removed its files: the tensors are still there."""
+    to_nodes, to_storage = ranks(1), ranks(1)
+    first = save_state_dict(shards(0, 1, 5), nodes[0], SOLO, storage="per_node", async_save=to_nodes[0])
+    first.result()
+    shutil.rmtree(nodes[0])
+    options = SaveOptions(async_save=to_storage[0])
+    Save(shards(0, 1, 5), str(tmp_path / "storage"), SOLO, options, first.written).run().result()
+    assert load_shards(str(tmp_path / "storage"), 1, 0) == 5
+    assert "the state is copied once more for the save to " in caplog.text
