@@ -134,7 +134,7 @@ class CheckpointManager:
         follow_up = FollowUp(self._comm, self._steps, self._pending, keep, asked.pages, asked.reports)
         self._follow_up = follow_up
         self._saves = StorageSaves(self._comm, asked, self._steps, self._pending, follow_up)
-        self._memory = MemorySteps(self._comm, asked.memory, self.path)
+        self._memory = MemorySteps(self._comm, asked.memory, self.path, self._pending)
         policies = check_policies("save_when", asked.save_when, SavePolicy)
         numbers = tuple(asked.preemption_signals)
         self._signals = PreemptionSignals(numbers)
@@ -326,8 +326,8 @@ class CheckpointManager:
             return
         try:
             self.wait()
-            newest = lambda: max({-1, *self._steps.steps()} - self._pending.doubtful)  # noqa: E731
-            self._memory.close(newest, f"cannot remove the steps in memory of {self.path!r}")
+            context, doubtful = f"cannot remove the steps in memory of {self.path!r}", self._pending.doubtful
+            self._memory.close(lambda: {*self._steps.steps()} - doubtful, context)
         finally:
             self._end()
 

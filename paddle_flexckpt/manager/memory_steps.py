@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -60,10 +60,10 @@ class MemorySteps:
         pending: The saves that are under way.
     """
 
-    def __init__(self, comm: Communicator, tier: MemoryTier | None, root: str) -> None:
-        """Take the ranks, the tier, and the root of the manager."""
-        self._comm, self._root = comm, root
-        self._exists, self._tier = tier is not None, tier or MemoryTier(".", ())
+    def __init__(self, comm: Communicator, tier: MemoryTier | None, root: str, in_root: PendingSteps) -> None:
+        """Take the ranks, the tier, the root of the manager, and its saves to the root."""
+        self._comm, self._root, self._in_root = comm, root, in_root
+        self._exists, self._tier = tier is not None, tier or MemoryTier("/", ())
         self.run = ""
         policies = check_policies("save_when", self._tier.save_when, SavePolicy)
         self.schedule = SaveSchedule(comm, policies, PreemptionSignals(()))
@@ -76,6 +76,9 @@ class MemorySteps:
         self._held, self._lock = "", Lock()
         self._acts, self._is_used, self._nodes = False, False, 0
         self._noted: str | None = None  # the run that the anchor has been written for
+        # The step that the run continues, and what this manager had saved to the root last before it was restored.
+        self._restored: int | None = None
+        self._last_before: int | None = None
         # The steps that this manager has saved and that are whole, in the order of their saves.
         self._whole: list[int] = []
 
@@ -143,6 +146,7 @@ class MemorySteps:
         """Note a restore, and return the run of the step if it was here, else ""; communicate nothing."""
         self.schedule.note(report.step, saved=False)
         self._is_used = self._is_used or report.tier == "memory"
+        self._restored, self._last_before = report.step, self._in_root.last_saved
         return self.run if report.tier == "memory" else ""
 
     def save(
@@ -302,17 +306,24 @@ class MemorySteps:
             )
         ]
 
-    def close(self, newest_saved: Callable[[], int], context: str) -> None:
+    def close(self, find_saved: Callable[[], Collection[int]], context: str) -> None:
         """Remove the run's steps if the root has one that is at least as new; else leave them, with a warning.
 
-        ``newest_saved`` returns on the coordinator the highest step in the root, or -1.
+        Steps in the root from before the run went back do not count.
+
+        ``find_saved`` returns on the coordinator the whole steps in the root.
         """
         if self._writer is not None:
             self._writer.close()
         if not self._is_used:
             return
         newest = max(self._listed(context), default=-1)
-        _, answers = self._comm.together(lambda: (None, self._lead(lambda: str(newest_saved())).encode()), context)
+        own = {self._restored, *({self._in_root.last_saved} - {self._last_before})}
+
+        def look() -> tuple[None, bytes]:
+            return None, self._lead(lambda: str(max({*find_saved()} & own, default=-1))).encode()
+
+        _, answers = self._comm.together(look, context)
         if int(answers[0]) < newest:
             if self._comm.position == 0:
                 logger.warning(

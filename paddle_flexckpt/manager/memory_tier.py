@@ -74,4 +74,4 @@ class MemoryTier:
 
     def agreed(self) -> str:
         """Return what ranks compare."""
-        return repr(replace(self, path=".", limit=None))
+        return repr(replace(self, path="/", limit=None))

@@ -451,6 +451,34 @@ def test_close_leaves_what_a_run_that_goes_on_has_in_memory(nodes):
     assert not os.path.exists(nodes.memory(0))
 
 
+def test_close_after_going_back_leaves_what_the_root_lacks(nodes, caplog):
+    """The root has a higher step, from before."""
+
+    def go_back(manager, comm):
+        for step in (10, 20):
+            manager.should_save(step)
+            manager.save(step, state=shards(comm, step), rng=False, blocking=True)
+        manager.restore(10, state=shards(comm, 0))
+        for step in (12, 14):
+            manager.should_save(step)
+            manager.save(step, state=shards(comm, step), rng=False, blocking=True)
+        manager.close()
+
+    with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
+        one_of(nodes.run(TWO, go_back))
+    assert any("step 14 is in the memory of the nodes alone" in each for each in caplog.messages)
+    assert nodes.steps(0) == ["a/14"]
+
+
+def test_ranks_may_be_in_other_directories(nodes, monkeypatch):
+    """A tier is compared without its path, which a relative one would bring back."""
+    agreed = []
+    for place in (nodes.path, "/"):
+        monkeypatch.chdir(place)
+        agreed.append(fc.MemoryTier(nodes.memory(0), fc.SaveEvery(2)).agreed())
+    assert agreed[0] == agreed[1]
+
+
 def test_close_leaves_what_the_root_lacks(saved, caplog):
     with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
         one_of(saved.run(FOUR, resume(ends=True)))
