@@ -15,8 +15,7 @@ from paddle_flexckpt.catalog.texts import printable_lines
 from paddle_flexckpt.cli.common import COMMAND, aoa_config, quoted, write_page
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.planning import meshes, strategy
-from paddle_flexckpt.planning.near_strategies import near_strategies
-from paddle_flexckpt.planning.strategy import Strategy
+from paddle_flexckpt.planning.strategy import Strategy, near_strategies
 from paddle_flexckpt.tools.models import read_strategy
 
 # Arguments that are checkpoints, and the options with their ids.

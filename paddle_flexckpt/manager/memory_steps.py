@@ -70,7 +70,7 @@ class MemorySteps:
         self.pending = PendingSteps(comm)
         # Made by the first save, when there is known to be room.
         self._writer: BackgroundWriter | None = None
-        # What the numbers of this manager's saves are higher than; the coordinator knows it.
+        # This manager's saves have numbers above this one; the coordinator knows it.
         self._number = 0
         # Of the run whose directory is held: its name, and the lock if this rank acts on its node.
         self._held, self._lock = "", Lock()

@@ -68,8 +68,8 @@ def plan_exchange(
         rank: The rank to plan for, numbered as in the catalogs' ``rank`` columns.
         rows: Rows of ``target`` to fill; all by default.
         maps: What the keys that it defines are made of, the same on every rank.
-        node: int64 by rank, the number of its node. What several ranks of a node want from other nodes goes to one of
-            them, which forwards it. None: no rank forwards.
+        node: int64 by rank, the number of its node. If several ranks of a node want the same elements from other nodes,
+            one of them receives and forwards these. None: no rank forwards.
     """
     rows = np.arange(len(target)) if rows is None else rows
     relays: dict[int, Pieces] = {}

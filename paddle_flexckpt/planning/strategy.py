@@ -1,12 +1,13 @@
 """The parallelism of a job: degrees, the places of ranks, and the layers of pipeline stages.
 
-Tested in tests/planning/test_strategy.py.
+Tested in tests/planning/test_strategy.py and tests/planning/test_near_strategies.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, fields
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from paddle_flexckpt.catalog.errors import Problem, ValidationError
@@ -22,6 +23,9 @@ _ENTRIES = (
     "NAME=DEGREE, with a name of tp (or mp), pp, vpp, dp, sep, ep; or sharding=KIND:DEGREE; or a mesh, such as "
     "mesh=2x4:dp,mp"
 )
+
+# The degrees that are varied, one at a time; the most lower ones that are tried of each.
+_VARIED, _LOWER = ("tp", "pp", "vpp", "sharding", "sep", "ep"), 5
 
 
 class Place(NamedTuple):
@@ -246,3 +250,35 @@ def aligned(size: Any, itemsize: Any, alignment: int, degree: int = 1) -> Any:
     """Return elements, a number or an array, rounded up to whole ``alignment`` bytes on each of ``degree`` ranks."""
     unit = alignment // itemsize * degree
     return -(-size // unit) * unit
+
+
+def near_strategies(strategy: Strategy, fits: Callable[[Strategy], bool]) -> list[Strategy]:
+    """Return strategies that fit, with one degree changed: to the nearest lower, and to the nearest higher one.
+
+    Those come first whose number of ranks is the same, as data parallelism makes up for the degree, or nearly so.
+
+    Args:
+        strategy: One that does not fit.
+        fits: Tells whether another one does. It is asked a few times for each degree above 1.
+    """
+    found: list[Strategy] = []
+    for name in _VARIED:
+        degree = getattr(strategy, name)
+        # Divisors and powers of two are what models and machines have.
+        lower = {degree - 1, *(each for each in range(1, degree) if degree % each == 0 or each & (each - 1) == 0)}
+        for degrees in (sorted(lower, reverse=True)[:_LOWER], [degree + 1, 2 * degree]) if degree > 1 else ():
+            made = (_changed(strategy, name, each) for each in degrees)
+            found += itertools.islice((each for each in made if each is not None and fits(each)), 1)
+    return sorted(dict.fromkeys(found), key=lambda each: abs(each.ranks - strategy.ranks))
+
+
+def _changed(strategy: Strategy, name: str, degree: int) -> Strategy | None:
+    """Return a strategy with another degree, and as many ranks if that can be; None if there is no such strategy."""
+    places = strategy.dp * getattr(strategy, name)
+    keeps = name not in ("vpp", "ep") and places % degree == 0
+    for more in [{"dp": places // degree}, {}] if keeps else [{}]:
+        try:
+            return replace(strategy, **{name: degree, **more})  # type: ignore[arg-type]
+        except ValidationError:
+            continue
+    return None

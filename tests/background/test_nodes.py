@@ -14,6 +14,7 @@ from paddle_flexckpt.saving.save_options import SaveOptions
 from paddle_flexckpt.saving.saver import Save, save_state_dict
 from paddle_flexckpt.testing.simulated import SimulatedWorld
 from tests.background.helpers import PATIENCE_SECONDS, SOLO, kill, load_shards, shards, stopped
+from tests.background.test_ranks import outcomes
 from tests.saved import short_names
 from tests.saving.test_nodes import ROWS, load, one_error
 
@@ -37,17 +38,6 @@ def save(paths, version, writers, **options):
         return handle
 
     return SimulatedWorld(size).run_all(job)
-
-
-def outcomes(handles):
-    """Every rank's report, or its error."""
-    found = []
-    for handle in handles:
-        try:
-            found.append(handle.result(PATIENCE_SECONDS))
-        except CheckpointError as error:
-            found.append(error)
-    return found
 
 
 @pytest.fixture

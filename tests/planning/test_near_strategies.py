@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paddle_flexckpt.planning.near_strategies import near_strategies
-from paddle_flexckpt.planning.strategy import Strategy, parse_strategy
+from paddle_flexckpt.planning.strategy import Strategy, near_strategies, parse_strategy
 
 
 def near(text, fits=lambda _: True):
