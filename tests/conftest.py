@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
 
+import paddle_flexckpt as fc
 from paddle_flexckpt.testing import World
 from tests.moving import move, move_between  # noqa: F401  (fixtures)
 
@@ -66,6 +68,21 @@ def _same_logger() -> Iterator[None]:
     yield
     logger.setLevel(before[0])
     logger.propagate, logger.disabled = before[1:]
+
+
+@pytest.fixture(autouse=True)
+def _same_classes() -> Iterator[None]:
+    """Paddle's classes are after a test what they were before it: a manager with a model installs the mixins."""
+    before = _mixins_are_installed()
+    yield
+    if _mixins_are_installed() and not before:
+        fc.uninstall()
+
+
+def _mixins_are_installed() -> bool:
+    """Without an import of Paddle, which most files of tests do not need."""
+    installing = sys.modules.get("paddle_flexckpt.parallel.install")
+    return installing is not None and installing.is_installed()
 
 
 @pytest.fixture(scope="session")
