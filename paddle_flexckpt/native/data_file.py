@@ -249,6 +249,28 @@ def encode_header(items: Catalog, save: SaveInfo) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def order_in_file(items: Catalog, header: bytes = b"") -> np.ndarray:
+    """Return the order in which a data file with this header has items: by byte offset.
+
+    Several without elements may be at one place. Only the header has their order, where partitions have their rows.
+    """
+    order = np.lexsort((items.byte_length, items.byte_offset))
+    begin, is_empty = items.byte_offset[order], items.byte_length[order] == 0
+    if not (is_empty[1:] & is_empty[:-1] & (begin[1:] == begin[:-1])).any():
+        return order
+    try:
+        shards = DataFileHeader.decode(header).shards.values()
+    except ValueError:
+        return order
+    place: dict[tuple[str, str], int] = {}
+    for shard in shards:
+        key = str(shard.pop("key", ""))
+        place.setdefault((key, _dump_shard(shard)), len(place))
+    wanted = [(items.key_name(row), shard) for row, (_, shard) in enumerate(_descriptions(items))]
+    places = np.asarray([place.get(each, -1) for each in wanted])
+    return np.lexsort((places, items.byte_length, items.byte_offset))
+
+
 def _descriptions(items: Catalog) -> list[tuple[str, str]]:
     """Return the texts of each item without names, key and place: for safetensors' own entry, and for ours."""
     descriptions = items.descriptions()
@@ -270,8 +292,12 @@ def _descriptions(items: Catalog) -> list[tuple[str, str]]:
             shard["order"] = order.encode()
         extents = json.dumps([*stored, dtype.trailing] if dtype.trailing > 1 else stored, separators=(",", ":"))
         entry = f'{{"dtype":"{dtype.safetensors}","shape":{extents}'
-        made[description] = entry, json.dumps(shard, ensure_ascii=False)[1:-1]
+        made[description] = entry, _dump_shard(shard)
     return [made[description] for description in descriptions]
+
+
+def _dump_shard(shard: dict[str, Any]) -> str:
+    return json.dumps(shard, ensure_ascii=False)[1:-1]
 
 
 def _table(name: str, cursor: JsonCursor) -> dict[str, Any]:

@@ -18,11 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import xxhash
 
-from paddle_flexckpt.catalog import CorruptCheckpointError, ValidationError
+from paddle_flexckpt.catalog import Catalog, CorruptCheckpointError, ValidationError
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.media.backend import Backend
 from paddle_flexckpt.native.checksums import hash_block
-from paddle_flexckpt.native.data_file import encode_header
+from paddle_flexckpt.native.data_file import encode_header, order_in_file
 from paddle_flexckpt.native.manifest import DECODING_ERRORS, Manifest
 from paddle_flexckpt.native.safetensors_header import header_bytes
 from paddle_flexckpt.native.save_names import SaveNames, parity_of, rank_of
@@ -207,8 +207,10 @@ def write_rebuilt(backend: Backend, manifest: Manifest, name: str) -> Iterator[W
         CorruptCheckpointError: It is not what was saved: nothing has its name.
         OSError: The directory cannot be written to; the text says so.
     """
-    where, size, left = backend.where(name), manifest.sizes[name], [*_blocks_of(manifest, name)][::-1]
-    if sum(length for length, _, _ in left) != size:
+    where, size = backend.where(name), manifest.sizes[name]
+    rows, items = _items_of(manifest, name)
+    left = [*_blocks_of(manifest, rows, items)][::-1]
+    if sum(block.length for block in left) != size:
         raise CorruptCheckpointError(
             f"{where} cannot be compared: its blocks in the manifest have not its {size} bytes"
         )
@@ -218,15 +220,19 @@ def write_rebuilt(backend: Backend, manifest: Manifest, name: str) -> Iterator[W
         nonlocal rest
         rest = np.concatenate([rest, part])
         file.write(memoryview(part))
-        while left and left[-1][0] <= len(rest):
-            length, expected, what = left.pop()
-            if (got := hash_block(rest[:length])) != expected:
+        while left and left[-1].length <= len(rest):
+            block = left.pop()
+            data, expected = rest[: block.length], block.checksum
+            if expected is None:
+                expected = hash_block(encode_header(items.take(order_in_file(items, data.tobytes())), manifest.info))
+            if (got := hash_block(data)) != expected:
                 raise CorruptCheckpointError(
-                    f"{where}, rebuilt by parity, is not what was saved: {what}: expected xxh3 {expected:016x}, got "
-                    f"{got:016x}. It is not used. Remedy (FC305): a file from which it was rebuilt is damaged, which "
-                    "`flexckpt verify` of each node's directory finds; load another checkpoint"
+                    f"{where}, rebuilt by parity, is not what was saved: {block.what}: expected xxh3 "
+                    f"{expected:016x}, got {got:016x}. It is not used. Remedy (FC305): a file from which it "
+                    "was rebuilt is damaged, which `flexckpt verify` of each node's directory finds; load another "
+                    "checkpoint"
                 )
-            rest = rest[length:]
+            rest = rest[block.length :]
 
     try:
         output = backend.create(name, "replace", size)
@@ -241,19 +247,32 @@ def write_rebuilt(backend: Backend, manifest: Manifest, name: str) -> Iterator[W
     backend.sync()
 
 
-def _blocks_of(manifest: Manifest, name: str) -> Iterator[tuple[int, int, str]]:
-    """Yield the bytes, the checksum and the name of each block of a data file, the header first."""
-    catalog, size = manifest.catalog, manifest.checksums.block_bytes
+class _SavedBlock(NamedTuple):
+    """A block of a data file: its bytes, its name, and its checksum; None for the header."""
+
+    length: int
+    what: str
+    checksum: int | None
+
+
+def _items_of(manifest: Manifest, name: str) -> tuple[np.ndarray, Catalog]:
+    """Return the rows of a data file by byte offset, and the same with offsets from the start of the data."""
+    catalog = manifest.catalog
     rows = np.flatnonzero(catalog.file == catalog.files.index(name))
-    rows = rows[np.argsort(catalog.byte_offset[rows], kind="stable")]
+    rows = rows[order_in_file(catalog.take(rows))]
     items = catalog.take(rows)
     begin = int(items.byte_offset.min(initial=manifest.sizes[name]))
-    header = encode_header(replace(items, byte_offset=items.byte_offset - begin), manifest.info)
-    yield len(header), hash_block(header), "its header"
+    return rows, replace(items, byte_offset=items.byte_offset - begin)
+
+
+def _blocks_of(manifest: Manifest, rows: np.ndarray, items: Catalog) -> Iterator[_SavedBlock]:
+    """Yield the blocks of a data file, the header first."""
+    size = manifest.checksums.block_bytes
+    yield _SavedBlock(len(encode_header(items, manifest.info)), "its header", None)
     for row, length in zip(rows.tolist(), items.byte_length.tolist()):
         for block, start in enumerate(range(0, length, size)):
-            what = f"block {block} of {catalog.key_name(row)!r}"
-            yield min(size, length - start), manifest.checksums.of_block(row, block), what
+            what = f"block {block} of {manifest.catalog.key_name(row)!r}"
+            yield _SavedBlock(min(size, length - start), what, manifest.checksums.of_block(row, block))
 
 
 def plan_rebuilding(

@@ -18,7 +18,13 @@ from paddle_flexckpt.media.backend import InputFile, Location, fill
 from paddle_flexckpt.media.opening import open_backend
 from paddle_flexckpt.media.read_ahead import Wanted
 from paddle_flexckpt.native.checksums import hash_block
-from paddle_flexckpt.native.data_file import TOKEN_WINDOW, DataFileHeader, encode_header, read_header_bytes
+from paddle_flexckpt.native.data_file import (
+    TOKEN_WINDOW,
+    DataFileHeader,
+    encode_header,
+    order_in_file,
+    read_header_bytes,
+)
 from paddle_flexckpt.native.manifest import Manifest
 from paddle_flexckpt.native.replica_items import StoredReplicas, remedy_of_copies
 from paddle_flexckpt.progress import SILENT, Meter
@@ -67,8 +73,8 @@ def verify_files(
     found = Verification()
     findings: list[_Finding] = []
     catalog = manifest.catalog
-    # Rows in the order of files and bytes; the sort is stable, so empty items stay where they were written.
-    order = np.lexsort((catalog.byte_offset, catalog.file))
+    # Rows in the order of files and bytes, empty ones before the one at their place.
+    order = np.lexsort((catalog.byte_length, catalog.byte_offset, catalog.file))
     edges = np.searchsorted(catalog.file[order], np.arange(len(catalog.files) + 1))
     for file, name in enumerate(catalog.files):
         if names is not None and name not in names:
@@ -260,11 +266,15 @@ class _FileVerifier:
         manifest = self._manifest
         items = manifest.catalog.take(self._rows)
         begin = int(items.byte_offset.min(initial=manifest.file_bytes[self._file]))
-        expected = encode_header(replace(items, byte_offset=items.byte_offset - begin), manifest.info)
+        items = replace(items, byte_offset=items.byte_offset - begin)
+        expected, stored = encode_header(items, manifest.info), self._rows
         try:
             # The header's length may be the damaged part, so the token is looked for at its expected place.
             start = file.read(0, len(expected))
             self._found.bytes_read += len(start)
+            if start != expected:
+                order = order_in_file(items, start)
+                expected, stored = encode_header(items.take(order), manifest.info), stored[order]
             if start == expected and len(start) == begin:
                 return None
             data = read_header_bytes(file)
@@ -283,7 +293,7 @@ class _FileVerifier:
             if wanted.info.get(name) != header.info.get(name):
                 what = _OTHER_TOKEN if name == "save_token" else f"the header has another {name}"
                 self._problem(what, None, where, wanted.info.get(name), header.info.get(name, "nothing"))
-        rows = dict(zip(wanted.entries, self._rows.tolist()))
+        rows = dict(zip(wanted.entries, stored.tolist()))
         for name in [*rows, *sorted((header.entries.keys() | header.shards.keys()) - rows.keys())]:
             for fields, theirs in ((wanted.entries, header.entries), (wanted.shards, header.shards)):
                 if fields.get(name) != theirs.get(name):

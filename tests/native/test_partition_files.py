@@ -39,7 +39,7 @@ from paddle_flexckpt.tools.tensor_reader import TensorReader
 from paddle_flexckpt.tools.verification import repair_manifest, verify_checkpoint
 from paddle_flexckpt.tools.whole_tensors import iterate_tensors
 from tests.native.samples import TOKEN, flip, store, whole
-from tests.saved import partition_file, short, short_names
+from tests.saved import data_file, partition_file, short, short_names
 from tests.transfer.samples import cut, save, values_of
 
 KINDS = {
@@ -121,6 +121,17 @@ def test_a_large_save_has_the_rows_that_it_has_in_one_file(tmp_path, saved, monk
     assert len(head.catalog) == 0 and (head.rows, head.key_count, head.data_bytes) == (
         one.rows, one.key_count, one.data_bytes,
     )  # fmt: skip
+
+
+def test_tensors_without_elements_are_where_they_were_written(tmp_path, small):
+    """Several have one place in the file, and partitions have them in another order than the file's header."""
+    values = values_of(KINDS | {f"none{i}": ("uint8", (0, 2 + i)) for i in range(6)})
+    values["none2"] = np.zeros((0, 2), dtype=np.uint8)
+    save(tmp_path / "c", dict(sorted(values.items(), reverse=True)), WORLD)
+    assert not verify_checkpoint(tmp_path / "c").problems
+    flip(tmp_path / "c" / data_file(tmp_path / "c"), 8)
+    (problem,) = verify_checkpoint(tmp_path / "c").problems
+    assert problem.what == "the header is damaged"
 
 
 def test_a_tensor_is_read_by_the_manifest_and_one_partition(saved, monkeypatch):

@@ -6,13 +6,18 @@ import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.loading.loader import load_state_dict
 from paddle_flexckpt.media.local import LocalBackend
+from paddle_flexckpt.native import partitions
 from paddle_flexckpt.native.directory import CheckpointDirectory
 from paddle_flexckpt.native.node_directory import NodeDirectory
+from paddle_flexckpt.saving.saver import save_state_dict
 from paddle_flexckpt.testing import simulated
+from paddle_flexckpt.testing.simulated import SimulatedWorld
 from paddle_flexckpt.tools.verification import verify_checkpoint
 from tests.native.samples import flip
 from tests.remedies.following import advised
@@ -202,12 +207,6 @@ def test_a_directory_that_cannot_be_written_to_says_so(saved, monkeypatch):
 
 
 def test_ranks_without_a_file_have_parity_too(nodes):
-    import numpy as np
-
-    from paddle_flexckpt.loading.loader import load_state_dict
-    from paddle_flexckpt.saving.saver import save_state_dict
-    from paddle_flexckpt.testing.simulated import SimulatedWorld
-
     state = {"w": np.arange(50)}
 
     def saving(comm):
@@ -222,6 +221,31 @@ def test_ranks_without_a_file_have_parity_too(nodes):
     (writer,) = [path for path in nodes if bytes_of(path, ".safetensors")]
     lose(writer)
     assert all(SimulatedWorld(4).run(loading))
+
+
+def test_tensors_without_elements_are_rebuilt_by_a_manifest_in_partitions(nodes, monkeypatch):
+    monkeypatch.setattr(partitions, "MOST_ROWS_IN_ONE_FILE", 10)
+    monkeypatch.setattr(partitions, "ROWS_PER_PARTITION", 4)
+
+    def state(rank):
+        found = {f"{rank}.{i}": np.full((i % 3, 2), rank, dtype=np.float32) for i in range(20)}
+        return found | {f"{rank}.{i}": np.zeros((0,), dtype=np.int64) for i in range(20, 23)}
+
+    def saving(comm):
+        return save_state_dict(state(comm.rank), nodes[comm.rank], comm, storage="per_node", parity=4)
+
+    def loading(comm):
+        found = {key: np.ones_like(value) for key, value in state(comm.rank).items()}
+        load_state_dict(found, nodes[comm.rank], comm, storage="per_node")
+        return all((found[key] == value).all() for key, value in state(comm.rank).items())
+
+    done(SimulatedWorld(4).run_all(saving))
+    assert any(name.endswith(".partition") for name in os.listdir(nodes[0]))
+    lost = Path(nodes[2], data_file(nodes[2], 2)).read_bytes()
+    lose(nodes[2])
+    assert SimulatedWorld(4).run_all(loading) == [True] * 4
+    (found,) = [path for path in nodes if data_file(nodes[0], 2) in os.listdir(path)]
+    assert Path(found, data_file(nodes[0], 2)).read_bytes() == lost
 
 
 @pytest.mark.parametrize(
