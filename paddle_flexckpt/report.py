@@ -230,6 +230,7 @@ class LoadReport(Report):
         for name, count in (
             ("missing", len(self.missing)),
             ("unexpected", len(self.unexpected)),
+            ("dropped", len(self.dropped)),
             ("under another name", len(self.aliases)),
             ("cast", len(self.cast)),
             ("between parameter and master weight", len(self.masters)),

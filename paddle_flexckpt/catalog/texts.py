@@ -6,10 +6,14 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from paddle_flexckpt.catalog.layer_ranges import grouped
+
 # The most names among which a near one is looked for.
 MOST_COMPARED = 5000
 # The most patterns of keys that a line shows, and the most keys whose patterns are counted: more would take too long.
 _PATTERNS, _KEYS = 3, 20_000
+# The most groups of layers that a warning names.
+_GROUPS = 5
 
 
 def format_bytes(count: int) -> str:
@@ -98,11 +102,13 @@ def order_warning(source: str, keys: list[str]) -> str:
 
 def dropped_warning(source: str, dropped: Sequence[str]) -> str:
     """Return the warning that the model lacks parameters in layers like its own, which the checkpoint has."""
+    texts = grouped(dropped)
+    more = f"; and {len(texts) - _GROUPS} more" if len(texts) > _GROUPS else ""
     return (
-        f"{source} has {len(dropped)} parameters in layers like those of the model that the model does not have"
-        f"{patterns(dropped)}: they are left out. Remedy (FC203): make the model as it was when it was saved (numbers "
-        "of layers and experts, biases), and load again, before a save under this model; or, if it is meant so, say it "
-        "with strict=False: the report lists them as dropped"
+        f"THE MODEL IS SMALLER THAN ITS CHECKPOINT: {'; '.join(texts[:_GROUPS])}{more} are in {source} and not in the "
+        "model, and were left out. Remedy (FC203): make the model as it was when it was saved (numbers of layers and "
+        "experts, biases), and load again, before a save under this model; strict=True makes it an error; or, if it is "
+        "meant so, say it with strict=False: the report lists them as dropped"
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from paddle_flexckpt.aoa.statements import AoaConfig
 from paddle_flexckpt.catalog import Problem, ValidationError
 from paddle_flexckpt.catalog.errors import listed
+from paddle_flexckpt.catalog.layer_ranges import grouped
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks, printable
 from paddle_flexckpt.cli.common import (
     COMMAND,
@@ -218,9 +219,9 @@ def _lines(report: RehearsalReport) -> list[str]:
     rows += [_columns(each) for each in order[:_LINES]]
     lines = _aligned(rows, len(order), "read") if order else []
     for name in ("missing", "unexpected", "aliases", "cast", "masters", "maybe_fused"):
-        keys = list(getattr(report, name))
+        keys = getattr(report, name)
         if keys:
-            lines.append(f"{name.replace('_', ' ')}: {listed(keys, _KEYS)}")
+            lines.append(f"{name.replace('_', ' ')}: {listed(grouped(keys), _KEYS)}")
     busiest = max(report.ranks, key=lambda each: each.object_requests, default=None)
     if busiest is not None and busiest.object_requests:
         lines.append(

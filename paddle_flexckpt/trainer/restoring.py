@@ -47,6 +47,7 @@ FLAGS = {
     'master_weights="convert"': "--flex_convert_master_weights 1",
     'dtype="cast"': "--flex_cast 1",
     "strict='missing'": "--flex_strict missing",
+    "strict=True": "--flex_strict both",
     "strict=False": "--flex_strict none",
 }
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from paddle_flexckpt.catalog import Catalog, Problem
 from paddle_flexckpt.catalog.errors import listed
 from paddle_flexckpt.optimizer_states import MASTER, SCALARS, is_torch_state, split_state
+from paddle_flexckpt.transfer.further_layers import by_layers
 from paddle_flexckpt.transfer.names import MASTER_STATE, bare, split_raw
 from paddle_flexckpt.transfer.problems import NO_KEY
 
@@ -39,7 +40,7 @@ def summarised(problems: Mapping[int, Problem], missing: set[int], targets: Cata
     if is_whole and not wanted & there and not _has_others(source, [targets.keys[row] for row in missing], known):
         kept = [problem for row, problem in problems.items() if row not in lacking]
         return [*kept, _whole(sorted(lacking), targets, sorted(wanted), sorted(there))]
-    return _grouped(problems, targets, known)
+    return by_layers(_grouped(problems, targets, known), targets.keys, source.keys)
 
 
 def state_of(key: str, known: set[str]) -> str:

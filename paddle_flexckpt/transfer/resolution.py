@@ -20,6 +20,7 @@ import numpy as np
 from paddle_flexckpt.aoa import TensorMapping
 from paddle_flexckpt.catalog import EXTRA_STATE, Catalog, Problem, ValidationError
 from paddle_flexckpt.catalog.dtypes import castable, is_float
+from paddle_flexckpt.catalog.layer_ranges import grouped
 from paddle_flexckpt.optimizer_states import is_counter, is_torch_state, split_state
 from paddle_flexckpt.transfer.codes import CODE_DTYPES
 from paddle_flexckpt.transfer.fused import FusedMismatch, mending_statements
@@ -201,12 +202,11 @@ def check_unexpected(
             context,
         )
     if options.unexpected_is_an_error:
-        ignored = frozenset(states)
+        others = {*unexpected}.difference(states)
         problems = [
-            f"no rank asks for key {key!r}, which the source has. Remedy (FC203): load it too, or allow it with "
-            "strict='missing'"
-            for key in unexpected
-            if key not in ignored
+            f"no rank asks for {f'key {text!r}' if text in others else text}, which the source has. Remedy (FC203): "
+            "load it too, or allow it with strict='missing'"
+            for text in grouped(others)
         ]
         if problems:
             raise ValidationError(problems, context)

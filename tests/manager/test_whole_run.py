@@ -127,15 +127,28 @@ def test_parameters_of_the_models_layers_that_it_lacks_are_a_warning(tmp_path, c
         with fc.CheckpointManager(tmp_path / "manager") as manager:
             restored = manager.restore(model=network, **options).load
         assert report.dropped == again.dropped == restored.dropped
-        texts = [record.getMessage() for record in caplog.records if "in layers like" in record.getMessage()]
+        texts = [record.getMessage() for record in caplog.records if "SMALLER" in record.getMessage()]
         assert len(texts) in (0, 3)
         return report.dropped, texts
 
     dropped, texts = loaded(Network(2))
     assert dropped == ["layers.2.bias", "layers.2.weight"]
-    assert "has 2 parameters in layers like those of the model that the model does not have (layers.#.bias" in texts[0]
+    assert texts[0].startswith(
+        "THE MODEL IS SMALLER THAN ITS CHECKPOINT: layer 2 of layers.*, 2 tensors: bias, weight are in"
+    )
     advised("catalog/texts.py", "say it with strict=False: the report lists them as dropped", texts[0])
     advised("catalog/texts.py", "make the model as it was when it was saved", texts[0])
+    advised("catalog/texts.py", "strict=True makes it an error", texts[0])
+    with pytest.raises(fc.ValidationError, match=r"no rank asks for layer 2 of layers\.\*, 10 tensors, such as bias"):
+        loaded(Network(2), strict=True)
+    with provoked("transfer/further_layers.py", "load with strict=False") as caught:
+        loaded(Network(5))
+    advised("transfer/further_layers.py", "make the model as it was when it was saved", str(caught.value))
+    wider = Network(5)
+    before = wider.layers[4].weight.numpy()
+    fc.load(tmp_path / "run", model=wider, optimizer_states="ignore", strict=False)
+    assert (wider.layers[4].weight.numpy() == before).all()
+    assert (wider.layers[2].weight.numpy() == saved.layers[2].weight.numpy()).all()
     dropped, texts = loaded(Network(3, bias=False))
     assert (dropped, len(texts)) == ([f"layers.{number}.bias" for number in range(3)], 3)
     assert loaded(Network(2), strict=False) == (["layers.2.bias", "layers.2.weight"], [])

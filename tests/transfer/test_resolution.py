@@ -211,6 +211,52 @@ def test_a_head_that_may_have_been_tied_is_told_with_the_statement():
     assert problem.remedy == advice + LEFT_ALONE
 
 
+def stack(numbers, *ends, rank=0):
+    return [Part(f"m.layers.{number}.{end}", rank=rank) for number in numbers for end in ends]
+
+
+def test_layers_that_the_source_lacks_are_one_problem():
+    ends = ("a.w", "b.w", "c.w", "d.w")
+    wanted = [*keys("norm"), *stack(range(2, 8), *ends, "a.w.moment1_0", rank=3)]
+    problems = refusal(solve, wanted, [*keys("norm"), *stack(range(4), *ends, "a.w.moment1_0")])
+    assert problems == [
+        Problem(
+            "the source has no such layers, nor their states",
+            key="m.layers.4.a.w",
+            rank=3,
+            expected="layers 4 to 7 of m.layers.*, 4 tensors each, such as a.w",
+            got="layers 0 to 3 of m.layers.*",
+            code="FC201",
+            remedy="make the model as it was when it was saved, with its number of layers; or, to leave these layers "
+            "as they are, load with strict=False",
+        )
+    ]
+    # Experts; and a rank that has layers of its own alone.
+    experts = [f"mlp.experts.{number}.{end}" for number in range(4) for end in "ab"]
+    problems = refusal(solve, stack(range(2), *experts), stack(range(2), *experts[:4]))
+    assert [(each.what, each.expected, each.got) for each in problems] == [
+        (
+            "the source has no such layers",
+            f"layers 2 to 3 of m.layers.{number}.mlp.experts.*, 2 tensors each: a, b",
+            f"layers 0 to 1 of m.layers.{number}.mlp.experts.*",
+        )
+        for number in range(2)
+    ]
+
+
+def test_a_layer_that_may_have_another_number_is_no_further_layer():
+    """As if a layer without parameters was added in between."""
+    problems = refusal(solve, keys("0.w", "0.b", "2.w", "2.b"), keys("0.w", "0.b", "1.w", "1.b"))
+    assert [each.what for each in problems] == ["the source has no such key"] * 2
+    # A part of a layer, a layer in the middle, and another stack.
+    for wanted, source in (
+        (stack([0, 1], "a", "b"), stack([0, 1], "a")),
+        (stack([0, 1, 2], "a", "b"), stack([0, 2], "a", "b")),
+        (stack([0, 1], "a", "b"), keys("other.layers.0.c")),
+    ):
+        assert {each.what for each in refusal(solve, wanted, source)} == {"the source has no such key"}
+
+
 # -- shapes and dtypes -------------------------------------------------------------------------------------------------
 
 

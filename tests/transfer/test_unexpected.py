@@ -57,6 +57,16 @@ def test_all_keys_are_listed_where_none_may_be_left():
         assert unexpected(["a", "b", "c"], ["b"], strict=strict) == ["a", "c"]
 
 
+def test_layers_that_nobody_asks_for_are_one_problem():
+    layers = [f"h.{number}.{end}" for number in range(6) for end in ("w", "b", "w.moment1_0")]
+    with pytest.raises(ValidationError) as caught:
+        unexpected([*layers, "norm"], layers[:9], strict=True)
+    assert caught.value.problems == [
+        f"no rank asks for {keys}, which the source has. Remedy (FC203): load it too, or allow it with strict='missing'"
+        for keys in ("layers 3 to 5 of h.*, 3 tensors each: b, w, w.moment1_0", "key 'norm'")
+    ]
+
+
 OPTIMIZER = (
     "Remedy (FC203): give the optimizer's too: before its first step it has states only after "
     "paddle_flexckpt.install(), or by optimizer_sharded_state_dict(); "
