@@ -118,7 +118,7 @@ class CheckpointManager:
             check_same(heads, context, self._comm.ranks)
             if any(each is not None for each in vars(objects).values()):
                 check(model, optimizer, lr_scheduler, scaler, state, self._comm)
-                self._memory.find_steps(self._find_run, context)  # their room counts as free
+                self._memory.find_steps(self._run, context)  # their room counts as free
                 self._memory.check_room(objects.describe, context)
         except CheckpointError:
             self._signals.close()
@@ -134,7 +134,7 @@ class CheckpointManager:
         follow_up = FollowUp(self._comm, self._steps, self._pending, keep, asked.pages, asked.reports)
         self._follow_up = follow_up
         self._saves = StorageSaves(self._comm, asked, self._steps, self._pending, follow_up)
-        self._memory = MemorySteps(self._comm, asked.memory, self.path, self._pending)
+        self._memory = MemorySteps(self._comm, asked.memory, self._steps, self._pending)
         policies = check_policies("save_when", asked.save_when, SavePolicy)
         numbers = tuple(asked.preemption_signals)
         self._signals = PreemptionSignals(numbers)
@@ -261,7 +261,7 @@ class CheckpointManager:
         prepare = partial(self._prepare, asked, objects, dataloader, extra, metrics, replaces, to_root)
         contents, answers = self._comm.together(prepare, context)
         self._run = run = contents.add_record(asked.step, answers, self._comm.ranks, context)
-        save = partial(self._memory.save, given, contents.shards, run, self._steps.write_anchor, context)
+        save = partial(self._memory.save, given, contents.shards, run, context)
         handle = save() if to_memory else None
         if handle is not None and not to_root:
             if pending != self._pending.steps:
@@ -326,8 +326,7 @@ class CheckpointManager:
             return
         try:
             self.wait()
-            context, doubtful = f"cannot remove the steps in memory of {self.path!r}", self._pending.doubtful
-            self._memory.close(lambda: {*self._steps.steps()} - doubtful, context)
+            self._memory.close(f"cannot remove the steps in memory of {self.path!r}")
         finally:
             self._end()
 
@@ -366,7 +365,7 @@ class CheckpointManager:
         context = f"cannot restore a step from {self.path!r}"
         self._pending.collect(context, wait_for="all")
         self._memory.collect(context, wait_for="all")
-        in_memory = [] if step == "best" else self._memory.find_steps(self._find_run, context)
+        in_memory = [] if step == "best" else self._memory.find_steps(self._run, context)
 
         def prepare() -> tuple[RestoreTargets, bytes]:
             self._check_open()
@@ -401,7 +400,7 @@ class CheckpointManager:
         Steps in memory are among them if they are whole.
         """
         context = f"cannot look at the steps in memory of {self.path!r}"
-        return sorted({*self._look(self._steps.steps), *self._memory.whole_steps(self._find_run, context)})
+        return sorted({*self._look(self._steps.steps), *self._memory.whole_steps(self._run, context)})
 
     def latest_step(self) -> int | None:
         """Return the highest of :meth:`all_steps`; None without one."""
@@ -428,9 +427,6 @@ class CheckpointManager:
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return an entry, as of :func:`list_checkpoints`, for each step in the root."""
         return [CheckpointInfo(**each) for each in self._look(lambda: [c.as_dict() for c in self._steps.checkpoints()])]
-
-    def _find_run(self) -> str:
-        return self._run or self._steps.read_anchor()
 
     def _best(self) -> KeepBest | None:
         return next((policy for policy in self._keep if isinstance(policy, KeepBest)), None)

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, cast
 
@@ -22,6 +22,7 @@ from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, Pro
 from paddle_flexckpt.catalog.texts import format_bytes, format_ranks
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.loading.node_files import find_checkpoint
+from paddle_flexckpt.manager.anchor import SAVES_OF_A_START, Anchor
 from paddle_flexckpt.manager.manager_options import StepOptions
 from paddle_flexckpt.manager.memory_restore import restore_from_memory
 from paddle_flexckpt.manager.memory_tier import MemoryTier
@@ -30,17 +31,16 @@ from paddle_flexckpt.manager.policies import PreemptionSignals, SavePolicy, Save
 from paddle_flexckpt.manager.removal import UNIQUE_ID, name_of
 from paddle_flexckpt.manager.restore import Candidate, RestoreOptions, RestoreReport
 from paddle_flexckpt.manager.restore_targets import RestoreTargets
+from paddle_flexckpt.manager.step_directories import StepDirectories
 from paddle_flexckpt.media.backend import Lock
 from paddle_flexckpt.media.local import LocalBackend
 from paddle_flexckpt.ranks.communicator import Communicator
 from paddle_flexckpt.saving.planned_bytes import plan_bytes
 from paddle_flexckpt.saving.save_options import SaveOptions
 from paddle_flexckpt.saving.saver import save_from_file
-from paddle_flexckpt.tools.memory_runs import bytes_in, note_root, remove_run, remove_step, steps_in
+from paddle_flexckpt.tools.memory_runs import bytes_in, note_root, remove_run, remove_step, runs_of, steps_in
 
 logger = logging.getLogger("paddle_flexckpt")
-# The most saves of a step that one start of a run makes, for their numbers.
-_SAVES_OF_A_START = 1 << 12
 
 
 class HeldError(CheckpointError):
@@ -60,9 +60,11 @@ class MemorySteps:
         pending: The saves that are under way.
     """
 
-    def __init__(self, comm: Communicator, tier: MemoryTier | None, root: str, in_root: PendingSteps) -> None:
+    def __init__(
+        self, comm: Communicator, tier: MemoryTier | None, directories: StepDirectories, in_root: PendingSteps
+    ) -> None:
         """Take the ranks, the tier, the root of the manager, and its saves to the root."""
-        self._comm, self._root, self._in_root = comm, root, in_root
+        self._comm, self._directories, self._in_root = comm, directories, in_root
         self._exists, self._tier = tier is not None, tier or MemoryTier("/", ())
         self.run = ""
         policies = check_policies("save_when", self._tier.save_when, SavePolicy)
@@ -79,6 +81,7 @@ class MemorySteps:
         # The step that the run continues, and what this manager had saved to the root last before it was restored.
         self._restored: int | None = None
         self._last_before: int | None = None
+        self._passed_over: set[str] = set()  # other runs of this root in memory, for which a warning was logged
         # The steps that this manager has saved and that are whole, in the order of their saves.
         self._whole: list[int] = []
 
@@ -89,21 +92,38 @@ class MemorySteps:
     def _run_directory(self) -> LocalBackend:
         return LocalBackend(os.path.join(self._tier.path, self.run))
 
-    def find_steps(self, find_run: Callable[[], str], context: str) -> list[int]:
+    def find_steps(self, run: str | None, context: str) -> list[int]:
         """Return the steps of which any node has a manifest, the highest first. At most two collectives.
 
-        ``find_run`` returns on the coordinator the run whose steps are wanted, or "".
+        ``run`` is the run whose steps are wanted; None or "": the one that the root names.
         """
         if not self._exists:
             return []
-        _, answers = self._comm.together(lambda: (None, self._lead(find_run).encode()), context)
-        if not answers[0]:
-            return []
-        self.run = answers[0].decode()
-        return sorted(self._listed(context), reverse=True)
 
-    def _lead(self, work: Callable[[], str]) -> str:
-        return work() if self._comm.position == 0 else ""
+        def look() -> tuple[None, bytes]:
+            named = (run, "") if run or self._comm.position else self._directories.find_run()
+            here = runs_of(LocalBackend(str(self._tier.path)), self._directories.path)
+            return None, json.dumps([*named, here]).encode()
+
+        _, answers = self._comm.together(look, context)
+        told = [json.loads(answer) for answer in answers]
+        (found, problem, _), self.run = told[0], told[0][0] or self.run
+        steps = sorted(self._listed(context), reverse=True) if found else []
+        self._warn_of_others({name for _, _, here in told for name in here} - {found}, problem if steps else "")
+        return steps
+
+    def _warn_of_others(self, others: set[str], problem: str) -> None:
+        """Log what is wrong with the anchor, and other runs of this root in memory, once each."""
+        if self._comm.position == 0 and problem:
+            logger.warning(problem)
+        if self._comm.position == 0 and others - self._passed_over:
+            logger.warning(
+                f"the memory of the nodes has steps of other runs in {self._directories.path}, "
+                f"{', '.join(sorted(others))}, which are passed over: run.json there names "
+                f"{self.run or 'no run'}. Remedy (FC507): to go on with one, write its name to run.json before the "
+                'first save, as {"run": "NAME"}; `flexckpt clean` lists them, and frees their memory'
+            )
+        self._passed_over |= others
 
     def _listed(self, context: str) -> set[int]:
         def look() -> tuple[None, bytes]:
@@ -112,9 +132,9 @@ class MemorySteps:
         _, answers = self._comm.together(look, context)
         return {step for answer in answers for step in json.loads(answer)}
 
-    def whole_steps(self, find_run: Callable[[], str], context: str) -> set[int]:
-        """Return those of the steps of which all data is there, on whatever nodes."""
-        return {step for step in self.find_steps(find_run, context) if self._is_whole(step, context)}
+    def whole_steps(self, run: str | None, context: str) -> set[int]:
+        """Return those of :meth:`find_steps` of which all data is there, on whatever nodes."""
+        return {step for step in self.find_steps(run, context) if self._is_whole(step, context)}
 
     def _is_whole(self, step: int, context: str) -> bool:
         with contextlib.ExitStack() as locks, contextlib.suppress(CorruptCheckpointError):
@@ -154,7 +174,6 @@ class MemorySteps:
         asked: StepOptions,
         shards: Mapping[str, Any],
         run: str,
-        write_anchor: Callable[[str], tuple[str, int]],
         context: str,
     ) -> SaveHandle:
         """Begin to save a step of a run. The coordinator notes the run in the root before the first save.
@@ -167,10 +186,10 @@ class MemorySteps:
         if self._noted != run or self._held != self.run:
 
             def note() -> tuple[None, bytes]:
-                name, starts = write_anchor(run) if self._comm.position == 0 else ("", 0)
+                anchor = self._directories.begin_in_memory(run) if self._comm.position == 0 else Anchor()
                 # A node that was away may have the step of an earlier start: a later start's saves have higher numbers.
-                self._number = starts * _SAVES_OF_A_START
-                return None, name.encode()
+                self._number = anchor.starts * SAVES_OF_A_START
+                return None, anchor.run.encode()
 
             _, answers = self._comm.together(note, context)
             self.run, self._noted = answers[0].decode(), run
@@ -237,7 +256,7 @@ class MemorySteps:
             directory.make_directory()
             with contextlib.suppress(CheckpointError):  # another rank of this node has it, or another process
                 self._lock, self._acts = directory.locks.take(), True
-                note_root(directory, self._root)
+                note_root(directory, self._directories.path)
             return None, json.dumps([self._acts, _node_of(self._tier.path)]).encode()
 
         _, answers = self._comm.together(take, context)
@@ -306,12 +325,10 @@ class MemorySteps:
             )
         ]
 
-    def close(self, find_saved: Callable[[], Collection[int]], context: str) -> None:
+    def close(self, context: str) -> None:
         """Remove the run's steps if the root has one that is at least as new; else leave them, with a warning.
 
         Steps in the root from before the run went back do not count.
-
-        ``find_saved`` returns on the coordinator the whole steps in the root.
         """
         if self._writer is not None:
             self._writer.close()
@@ -321,7 +338,8 @@ class MemorySteps:
         own = {self._restored, *({self._in_root.last_saved} - {self._last_before})}
 
         def look() -> tuple[None, bytes]:
-            return None, self._lead(lambda: str(max({*find_saved()} & own, default=-1))).encode()
+            saved = {*self._directories.steps()} & own - self._in_root.doubtful if self._comm.position == 0 else ()
+            return None, str(max(saved, default=-1)).encode()
 
         _, answers = self._comm.together(look, context)
         if int(answers[0]) < newest:

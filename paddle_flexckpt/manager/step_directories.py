@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import os
 import re
@@ -22,6 +21,7 @@ from paddle_flexckpt.catalog import (
 )
 from paddle_flexckpt.foreign.formats import SourceDirectory
 from paddle_flexckpt.foreign.paddle_files import open_to_save
+from paddle_flexckpt.manager.anchor import ANCHOR, Anchor, begin_in_memory, read_anchor
 from paddle_flexckpt.manager.policies import KeepBest, KeepPolicy, best_first, steps_to_remove
 from paddle_flexckpt.manager.removal import MANIFEST, UNIQUE_ID, Removal, interrupted, name_of, page_of, report_of
 from paddle_flexckpt.media.backend import Backend, Location, map_files, write_file
@@ -37,7 +37,6 @@ logger = logging.getLogger("paddle_flexckpt")
 
 Which = Union[int, Literal["latest", "best"]]
 _UNREADABLE = "cannot be read"
-_ANCHOR = "run.json"
 _FULL = tuple(os.strerror(number) for number in (errno.ENOSPC, errno.EDQUOT))
 _STEP = re.compile(r"step_(\d{8,})", re.ASCII)
 # A page, report or anchor that was not put in place.
@@ -255,38 +254,23 @@ class StepDirectories:
         self._cache.update(found)
         return run
 
-    def read_anchor(self) -> str:
-        """Return the run whose steps are in the memory of nodes; "" if there is none."""
-        return self._read_anchor()[0]
+    def find_run(self) -> tuple[str, str]:
+        """Return the run whose steps are looked for in the memory of nodes, or ""; and what is wrong with the anchor.
 
-    def _read_anchor(self) -> tuple[str, int]:
-        """Return that run, and how many managers have begun to save its steps to memory."""
-        try:
-            anchor = json.loads(self._root.read(_ANCHOR))
-            run, starts = anchor["run"], int(anchor.get("starts", 0))
-            if not is_run(run):
-                raise ValueError(f"{run!r} identifies no run")
-        except FileNotFoundError:
-            return "", 0
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            where = self._root.where(_ANCHOR)
-            logger.warning(f"{where} cannot be understood, so steps in memory are not looked for: {error}")
-            return "", 0
-        return str(run), starts
-
-    def write_anchor(self, run: str) -> tuple[str, int]:
-        """Write, durably, which run has steps in the memory of nodes: a restart looks for no other's.
-
-        Return its name, and how many managers have begun to save its steps there, with this one. A run that continues
-        a step of one without a name (``""``) gets one.
+        Without an anchor it is the run of the highest step that a manager has saved.
         """
-        known, before = self._read_anchor()
-        name = run or known or secrets.token_hex(8)
-        starts = before + 1 if known == name else 1
-        self._root.make_directory()
-        write_file(self._root, _ANCHOR, json.dumps({"run": name, "starts": starts}).encode(), "replace")
-        self._root.sync()
-        return name, starts
+        anchor, problem = read_anchor(self._root)
+        for step in reversed(self.steps()) if problem else ():
+            with contextlib.suppress(OSError):
+                record = self._look(step).record
+                if record is not None:
+                    how = f"so steps in memory are looked for by the run of step {step}"
+                    return record.run if is_run(record.run) else "", f"{self._root.where(ANCHOR)} {problem}, {how}"
+        return anchor.run, ""
+
+    def begin_in_memory(self, run: str) -> Anchor:
+        """Note in the anchor that a start begins to save a run to memory; return the anchor."""
+        return begin_in_memory(self._root, run)
 
     def prepare(self, step: int, replace: bool) -> None:
         """Prepare a step's directory for a save.

@@ -54,6 +54,20 @@ def note_root(directory: Backend, root: str) -> None:
     write_file(directory, NOTE, json.dumps({"root": root}).encode(), "replace")
 
 
+def read_root(directory: Backend) -> str | None:
+    """Return the root that the note in a run's directory has; None if it has no note, and so is another directory."""
+    try:
+        return str(json.loads(directory.read(NOTE))["root"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+
+
+def runs_of(tier: Backend, root: str) -> list[str]:
+    """Return the names of the runs of a root that have a step in a directory of a memory tier."""
+    runs = [(name, tier.child(name)) for name in filter(is_run, tier.names("directories"))]
+    return [name for name, run in runs if read_root(run) == root and steps_in(run, whole=True)]
+
+
 def steps_in(directory: Backend, whole: bool = False) -> list[int]:
     """Return the steps in a run's directory, in rising order; with ``whole`` those that have a manifest here."""
     names = [name for name in directory.names("directories") if _STEP.fullmatch(name)]
@@ -115,8 +129,8 @@ def find_runs(tier: Backend) -> list[MemoryRun]:
     found = []
     for name in sorted(filter(is_run, tier.names("directories"))) if tier.has_path else ():
         run = tier.child(name)
-        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # another directory
-            root = str(json.loads(run.read(NOTE))["root"])
+        root = read_root(run)
+        if root is not None:
             steps = [run.child(each) for each in run.names("directories") if _STEP.fullmatch(each)]
             held = any(each.locks.is_taken() for each in (run, *steps))
             newest = max(steps_in(run, whole=True), default=None)

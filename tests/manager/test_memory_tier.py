@@ -140,6 +140,7 @@ def one_error(outcomes, kind=fc.CheckpointError) -> str:
 
 
 FOUR = [0, 0, 1, 1, 2, 2, 3, 3]
+TWO = [0, 1]
 
 
 @pytest.fixture(scope="module")
@@ -314,8 +315,98 @@ def test_a_run_that_begins_beside_an_old_one_has_memory_of_its_own(saved):
 @pytest.mark.parametrize("content", ["{}", "no JSON", '{"run": "../../etc"}', '{"run": "0123456789abcdef"}'])
 def test_an_anchor_of_nothing(saved, content, caplog):
     Path(saved.root, "run.json").write_text(content, "utf-8")
-    assert one_of(saved.run(FOUR, looking)) == ([10], 10)
-    assert ("run.json cannot be understood" in caplog.text) == ("0123" not in content)
+    is_another, looked = "0123" in content, one_of(saved.run(FOUR, looking))
+    assert looked == (([10], 10) if is_another else ([10, 12], 12))
+    assert ("run.json cannot be understood" in caplog.text) == (not is_another)
+    assert ("which are passed over" in caplog.text) == is_another
+
+
+def values_of(step: int, seed: int = 0):
+    """A job that saves a step once more, with values of its own, and dies."""
+
+    def job(manager, comm):
+        manager.should_save(step)
+        manager.save(step, state=shards(comm, seed), rng=False, blocking=True)
+        manager.__exit__(InterruptedError, None, None)
+
+    return job
+
+
+def after(first, *jobs):
+    """A job that restores this step, and then does another."""
+
+    def job(manager, comm):
+        manager.restore(first, state=shards(comm, 0))
+        return [each(manager, comm) for each in jobs]
+
+    return job
+
+
+def seed_of(manager, comm):
+    """The seed of the values of the latest step."""
+    state = shards(comm, 0)
+    report = manager.restore(state=state)
+    manager.__exit__(InterruptedError, None, None)
+    (seed,) = {int(shard.local_tensor.flat[0]) // 10000 for shard in state.values() if shard.key == "b"}
+    assert np.array_equal(state["w"].local_tensor, shards(comm, seed)["w"].local_tensor)
+    return report.step, report.tier, seed
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", '{"run": 5}'])
+def test_without_its_anchor_a_run_is_known_by_the_root(nodes, caplog, content):
+    """Its memory is found; and later saves still have higher numbers than those of earlier starts."""
+    one_of(nodes.run(TWO, train(11)))
+    one_of(nodes.run(TWO, after(10, values_of(12, 3))))
+    shutil.copytree(nodes.path / "node1", nodes.path / "away")
+    anchor = Path(nodes.root, "run.json")
+    if content is None:
+        anchor.unlink()
+    else:
+        anchor.write_text(content, "utf-8")
+    with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
+        assert one_of(nodes.run(TWO, seed_of)) == (12, "memory", 3)
+    (said,) = [text for text in caplog.messages if "run.json" in text]
+    assert ("is not there" if content is None else "cannot be understood") in said
+    assert "steps in memory are looked for by the run of step 10" in said
+    nodes.lose(1)
+    one_of(nodes.run([0], after(10, values_of(12, 4))))
+    os.rename(nodes.path / "away", nodes.path / "node1")
+    assert one_of(nodes.run(TWO, seed_of)) == (12, "memory", 4)
+
+
+def test_memory_of_a_root_that_names_no_run_is_spoken_of(saved, caplog):
+    run = json.loads(Path(saved.root, "run.json").read_text("utf-8"))["run"]
+    shutil.rmtree(saved.root)
+    saved.lose(0)
+    with caplog.at_level(logging.WARNING, "paddle_flexckpt"):
+        assert one_of(saved.run(FOUR, looking)) == ([], None)
+    (said,) = [text for text in caplog.messages if "which are passed over" in text]
+    assert f"the memory of the nodes has steps of other runs in {saved.root}, {run}, " in said
+    advised("manager/memory_steps.py", "to go on with one, write its name to run.json", said)
+    os.makedirs(saved.root)
+    Path(saved.root, "run.json").write_text(json.dumps({"run": run}), "utf-8")
+    caplog.clear()
+    assert one_of(saved.run(FOUR, looking)) == ([12], 12)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("starts", ["-1", str(1 << 26), "1e400", "true", '"x"'])
+def test_a_count_that_is_none(nodes, caplog, starts):
+    one_of(nodes.run(TWO, train(11)))
+    anchor = Path(nodes.root, "run.json")
+    run = json.loads(anchor.read_text("utf-8"))["run"]
+    anchor.write_text(f'{{"run": "{run}", "starts": {starts}}}', "utf-8")
+    assert one_of(
+        nodes.run(
+            TWO,
+            after(
+                10,
+                values_of(12, 3),
+            ),
+        )
+    ) == [None]
+    assert "run.json cannot be understood" in caplog.text
+    assert 0 < json.loads(anchor.read_text("utf-8"))["starts"] < 1 << 26
 
 
 def test_damage_is_passed_over_if_asked(saved):
@@ -345,8 +436,6 @@ def test_a_step_is_asked_for_by_its_number(saved):
 
 
 # -- what is kept ------------------------------------------------------------------------------------------------------
-
-TWO = [0, 1]
 
 
 def test_the_old_step_stays_until_the_new_one_is_whole(nodes):

@@ -9,6 +9,7 @@ from typing import Any
 from paddle_flexckpt.catalog import CheckpointError
 from paddle_flexckpt.catalog.errors import Failure
 from paddle_flexckpt.foreign.paddle_files import open_to_save
+from paddle_flexckpt.manager.anchor import SAVES_OF_A_START
 from paddle_flexckpt.media.backend import Lock, SaveLock, write_file
 from paddle_flexckpt.media.lease import LEASE_FILE
 from paddle_flexckpt.media.local import LocalBackend
@@ -468,15 +469,12 @@ def old_steps_go_first(right: Any) -> Any:
 
 
 def starts_are_not_counted(right: Any) -> Any:
-    return lambda number: right(number & 0xFFF)
+    return lambda number: right(number % SAVES_OF_A_START)
 
 
 def any_run(right: Any) -> Any:
-    def find_steps(self: Any, find_run: Any, context: str) -> Any:
-        def find_any() -> str:
-            names = LocalBackend(str(self._tier.path)).names("directories")
-            return str(max(names, default=find_run()))
-
-        return right(self, find_any if self._exists else find_run, context)
+    def find_steps(self: Any, run: Any, context: str) -> Any:
+        names = LocalBackend(str(self._tier.path)).names("directories") if self._exists else ()
+        return right(self, max(names, default=run), context)
 
     return find_steps
