@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from paddle_flexckpt.loading.publishing import publish
     from paddle_flexckpt.loading.resharder import _load_state_dict, plan_reshard, reshard_sharded_state_dict
     from paddle_flexckpt.loading.state_digests import digest
+    from paddle_flexckpt.loading.weight_channel import WeightChannel
     from paddle_flexckpt.manager import (
         CheckpointManager,
         KeepBest,
@@ -119,6 +120,7 @@ SUBJECTS: dict[str, dict[str, tuple[str, ...]]] = {
         "loading.full_param": ("full_param",),
         "loading.merged": ("load_merged_state_dict", "merge_sharded_state_dict"),
         "loading.publishing": ("publish",),
+        "loading.weight_channel": ("WeightChannel",),
         "tools.conversion": ("convert_checkpoint",),
         "tools.export": ("export_safetensors",),
     },

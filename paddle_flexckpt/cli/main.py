@@ -22,6 +22,7 @@ _COMMANDS = {
     "rehearse": ("rehearse", "map", "bench"),
     "aoa": ("explain", "expand", "invert", "rules"),
     "doctor": ("doctor", "patch"),
+    "receive": ("receive",),
     "main": ("completion",),
 }
 _BASH = """\

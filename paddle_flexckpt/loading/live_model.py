@@ -256,3 +256,15 @@ class LiveModel(ModelState):
     def fill(self, describe: Callable[[], Targets]) -> int:
         """Implement :meth:`ModelState.fill`."""
         return self._state.fill(describe, self._options, "publish", self._peers.readable).bytes_received
+
+    def matcher(self) -> ShardMatcher:
+        """Return the matcher of all ranks' shards; replicas have been compared."""
+        return self._peers.matcher()
+
+    def renew(self) -> bool:
+        """Prepare to read new values of the same tensors; return whether the same shards may be read as before.
+
+        One collective if there are replicas; errors as of :meth:`compare`.
+        """
+        wait_for_devices(devices_of(self._peers.owned.values()))
+        return self.is_compared or self._peers.set_addresses([])

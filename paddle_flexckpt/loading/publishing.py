@@ -10,7 +10,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
@@ -296,8 +296,9 @@ class Publication:
         maps = None if self._chosen.mapping is None else self._chosen.mapping.maps
         owned = self._state.owned_pieces(targets, maps, machine)
         rest = {name for name, is_owned in zip(files.names, owned.whole.tolist()) if not is_owned}
-        own = [self._infos[name].nbytes for file in self._own for name in file.names if name in rest]
-        self._batches = list(self._batches_of(rest))
+        received = [name for file in self._own for name in file.names if name in rest]
+        own = [self._infos[name].nbytes for name in received]
+        self._batches = list(batches_of(received, self._infos))
         self._bytes_written = owned.nbytes + sum(own)
         self._meter = self._options.meter("write", self._bytes_written, owned.tensors + len(own))
         owned.write(self._state.storage, files, comm.rank, self._meter)
@@ -314,20 +315,6 @@ class Publication:
                 info = self._infos[name]
                 builder.add(self._keys[name], info.dtype, info.shape, (0,) * len(info.shape), info.shape)
         return replace(builder.build(), rank=np.asarray(ranks, dtype=np.int32))
-
-    def _batches_of(self, names: Collection[str]) -> Iterator[list[TensorBox]]:
-        """Yield the parts of some tensors that this rank receives and writes at a time, in the order of file bytes."""
-        batch: list[TensorBox] = []
-        left = BATCH_BYTES
-        for name in (name for file in self._own for name in file.names if name in names):
-            for box, count in _bands(self._infos[name]):
-                if batch and (count > left or batch[-1][0] == name):
-                    yield batch
-                    batch, left = [], BATCH_BYTES
-                batch.append((name, box))
-                left -= count
-        if batch:
-            yield batch
 
     def _on_all(self, work: Callable[[], None]) -> None:
         def step() -> tuple[None, bytes]:
@@ -385,6 +372,21 @@ class Publication:
             bytes_received=self._received,
             seconds={"total": time.perf_counter() - begin},
         )
+
+
+def batches_of(names: Iterable[str], infos: Mapping[str, TensorInfo]) -> Iterator[list[TensorBox]]:
+    """Yield the parts of some tensors that a rank receives at a time, in their order; none has two of one tensor."""
+    batch: list[TensorBox] = []
+    left = BATCH_BYTES
+    for name in names:
+        for box, count in _bands(infos[name]):
+            if batch and (count > left or batch[-1][0] == name):
+                yield batch
+                batch, left = [], BATCH_BYTES
+            batch.append((name, box))
+            left -= count
+    if batch:
+        yield batch
 
 
 def _bands(info: TensorInfo) -> Iterator[tuple[Box, int]]:

@@ -137,6 +137,11 @@ def divide(infos: Mapping[str, TensorInfo], max_file_bytes: int) -> list[TensorF
     return _files(group(infos, max_file_bytes), infos)
 
 
+def one_file(infos: Mapping[str, TensorInfo]) -> TensorFile:
+    """Return one file for all tensors."""
+    return _files([sorted(infos)], infos)[0]
+
+
 def group(infos: Mapping[str, TensorInfo], max_file_bytes: int, most: int = sys.maxsize) -> list[list[str]]:
     """Return the names of the tensors of each file, in order, as many as fit and no more than ``most``."""
     parts: list[list[str]] = [[]]

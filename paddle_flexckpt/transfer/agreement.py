@@ -16,8 +16,13 @@ from paddle_flexckpt.catalog.wire import split
 
 Result = TypeVar("Result")
 # A message may begin with this in place of a call's options: they are the same as in the earlier call.
-BRIEF_SAVE, BRIEF_LOAD, BRIEF_RUN = b"\0s", b"\0l", b"\0r"
-_BRIEF = {BRIEF_SAVE: "save_state_dict", BRIEF_LOAD: "load_state_dict", BRIEF_RUN: "ReshardPlan.run"}
+BRIEF_SAVE, BRIEF_LOAD, BRIEF_RUN, BRIEF_PUSH = b"\0s", b"\0l", b"\0r", b"\0p"
+_BRIEF = {
+    BRIEF_SAVE: "save_state_dict",
+    BRIEF_LOAD: "load_state_dict",
+    BRIEF_RUN: "ReshardPlan.run",
+    BRIEF_PUSH: "WeightChannel.push",
+}
 
 
 class Ranks(Protocol):

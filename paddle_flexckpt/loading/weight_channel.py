@@ -1,0 +1,448 @@
+"""WeightChannel: the weights of a live model, pushed to a serving engine as often as they change.
+
+A push has these steps, each agreed by all ranks: confirm the plan; write the segment; switch the engine. The engine
+serves the version before until the last one.
+
+Tested in tests/rollout/test_channel.py and tests/distributed/test_weight_channel.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import xxhash
+
+from paddle_flexckpt.catalog import CheckpointError, ValidationError
+from paddle_flexckpt.catalog.wire import split
+from paddle_flexckpt.communication.group_communicators import communicator_for
+from paddle_flexckpt.loading.peers import ReshardOptions
+from paddle_flexckpt.loading.pushed_weights import PushedWeights
+from paddle_flexckpt.overlaps import finish_steps
+from paddle_flexckpt.rollout.engine_client import TIMEOUT_SECONDS, EngineClient, EngineError, refuse
+from paddle_flexckpt.rollout.push_reports import ComparedWeightsReport, PushReport
+from paddle_flexckpt.rollout.receiver import SECRET, RemoteSink
+from paddle_flexckpt.rollout.segment import DIRECTORY, LocalSink, SegmentDirectory, SegmentNames, Sink
+from paddle_flexckpt.rollout.switch import SwitchProcess
+from paddle_flexckpt.transfer.agreement import BRIEF_PUSH, check_calls, check_coordinator
+from paddle_flexckpt.transfer.options import GROUP, SHARDS, StatementOptions, rule, same_on_all_ranks, takes
+from paddle_flexckpt.transfer.plan_cache import encode_short
+
+TOKEN_BYTES = 6
+VERSION_BYTES = 8
+_NOTHING = "00" * TOKEN_BYTES
+
+
+@dataclass(frozen=True)
+class ChannelOptions(StatementOptions):
+    """The options of a channel.
+
+    Attributes:
+        kind: The kind of the engine.
+        coordinator_rank: The rank, counted within the group, that talks to the engine.
+        prefix: As of ``publish``.
+        receiver: ``host:port`` of ``flexckpt receive`` on the engine's machine, for ranks on other machines. The secret
+            is the value of FLEXCKPT_RECEIVE_SECRET.
+        directory: Of shared memory, on the engine's machine.
+        check_replicas: As of ``publish``.
+        offload: As of ``publish``.
+        timeout: Seconds that a call of the engine may take.
+    """
+
+    kind: str = field(default="vllm", metadata=rule(choices=("vllm",)))
+    coordinator_rank: int = 0
+    prefix: str | None = None
+    receiver: str | None = None
+    directory: str = DIRECTORY
+    check_replicas: bool = field(default=True, metadata=rule(choices=(True, False)))
+    offload: bool = False
+    timeout: float = TIMEOUT_SECONDS
+
+
+class _Notice(NamedTuple):
+    """One rank's message at the beginning of a push, of at most 64 bytes; the tokens are the coordinator's."""
+
+    is_unchanged: bool
+    version: bytes
+    token: str = ""
+    recycled: str = ""
+    kept: str = ""
+
+    def encode(self) -> bytes:
+        tokens = [bytes.fromhex(each or _NOTHING) for each in (self.token, self.recycled, self.kept)]
+        return encode_short(BRIEF_PUSH, self.version, bytes([self.is_unchanged, *b"".join(tokens)]))
+
+    @classmethod
+    def decode(cls, message: bytes) -> _Notice:
+        rest = split(message)[0][len(BRIEF_PUSH) :]
+        version, flag, tokens = rest[:VERSION_BYTES], rest[VERSION_BYTES], rest[VERSION_BYTES + 1 :].hex()
+        step = len(_NOTHING)
+        return cls(bool(flag), version, *(tokens[i : i + step].replace(_NOTHING, "") for i in range(0, 3 * step, step)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Sent:
+    """A version whose bytes are written.
+
+    Attributes:
+        version: Its name.
+        names: Its segment, and others of the channel.
+        written: Bytes of tensors that this rank wrote.
+        planned: Whether it was planned anew.
+        switch: The process that switches the engine; the coordinator's.
+        begin: When the push began.
+        seconds: From then until everything was written.
+    """
+
+    version: str
+    names: SegmentNames
+    written: int
+    planned: bool
+    switch: SwitchProcess | None
+    begin: float
+    seconds: float
+
+
+class PushHandle:
+    """A push under way: the weights are written, and the engine takes them."""
+
+    def __init__(self, finish: Callable[[], PushReport], look: Callable[[], bool]) -> None:
+        """Made by :meth:`WeightChannel.push`."""
+        self._finish, self._look = finish, look
+        self._outcome: PushReport | CheckpointError | None = None
+
+    def is_done(self) -> bool:
+        """Return whether the engine has switched, or refused. The coordinator alone knows before :meth:`result`."""
+        return self._outcome is not None or self._look()
+
+    def result(self) -> PushReport:
+        """Wait for the engine. Every rank calls this.
+
+        Returns:
+            The report.
+
+        Raises:
+            CheckpointError: The engine refused: it serves the version it had.
+        """
+        if self._outcome is None:
+            try:
+                self._outcome = self._finish()
+            except CheckpointError as error:
+                self._outcome = error
+        if isinstance(self._outcome, CheckpointError):
+            raise self._outcome
+        return self._outcome
+
+
+class WeightChannel:
+    """A channel by which a live model's weights reach a serving engine, version by version.
+
+    Every rank of the group makes the same calls. The engine runs with the extension of this library
+    (docs/rollout.md). It has the version that it had, bit for bit, until a push has succeeded, and after one that
+    failed.
+    """
+
+    @takes(ChannelOptions, url="the coordinator alone uses it", process_group=GROUP)
+    def __init__(self, url: str, kind: str = "vllm", process_group: Any = None, **options: Any) -> None:
+        """Reach nothing yet.
+
+        Args:
+            url: The engine's server, such as ``http://host:8000``.
+            process_group: The ranks that take part; all ranks of the job by default.
+            **options: Like all other arguments, of :class:`ChannelOptions`.
+        """
+        self._url, self._group = url, process_group
+        self._options = ChannelOptions(kind=kind, **options)
+        self._options.check()
+        self._channel = hashlib.sha256(url.encode()).hexdigest()[:12]
+        self._engine = EngineClient(url, self._options.timeout)
+        self._directory = SegmentDirectory(self._options.directory)
+        self._context = f"cannot push to {url}"
+        self._weights: PushedWeights | None = None
+        self._pending: PushHandle | None = None
+        self._version, self._pushed = "", 0
+        # The coordinator's: where the engine is, the segment that it serves, and the one before if it is free.
+        self._place = self._current = self._spare = ""
+
+    @same_on_all_ranks(model=SHARDS, version="its digest is compared", wait="a rank may wait later")
+    def push(self, model: Any, version: str | int | None = None, wait: bool = True) -> PushReport | PushHandle:
+        """Have the engine serve the weights that a model has now.
+
+        The weights are read before this returns. The engine serves while they are written and staged. It is paused
+        while it loads them, and requests that are under way stay.
+
+        Args:
+            model: A layer with ``sharded_state_dict()``, or names to shards (or plain, replicated tensors).
+            version: The version's name; by default pushes are counted.
+            wait: Whether to wait for the engine. If not, training may go on; every rank calls ``result()`` of the
+                handle, or makes the next push, later.
+
+        Returns:
+            The report, or a handle.
+
+        Raises:
+            ValidationError: The model does not fit, or ranks disagree (on every rank, with the same text).
+            CheckpointError: A rank could not write, or the engine refused: it serves the version it had.
+        """
+        self._finish_pending()
+        begin = time.perf_counter()
+        self._comm = comm = communicator_for(self._group)
+        finish_steps(comm.ranks)
+        name = str(self._pushed + 1 if version is None else version)
+        state, answers = comm.together(lambda: self._look(_state_of(model), name), self._context)
+        notices = self._agreed(answers)
+        keeps = self._weights is not None and all(each.is_unchanged for each in notices) and self._weights.renew()
+        weights = self._weights if keeps and self._weights is not None else self._plan(state)
+        notice = notices[self._options.coordinator_rank]
+        names = SegmentNames(
+            self._channel,
+            notice.token,
+            notice.recycled if keeps else "",
+            (notice.kept,) if notice.kept else (),
+            weights.file.nbytes,
+            self._leads_files,
+        )
+        switch = SwitchProcess(self._url, self._options.timeout) if self._leads else None
+        try:
+            written = self._write(weights, names)
+        except BaseException:
+            if switch is not None:
+                switch.stop()
+            self._drop(names)
+            raise
+        sent = _Sent(name, names, written, not keeps, switch, begin, time.perf_counter() - begin)
+        if switch is not None:
+            switch.begin(name, self._path)
+        self._pending = PushHandle(
+            functools.partial(self._finish, sent), lambda: switch is not None and switch.is_done()
+        )
+        return self._finish_pending() if wait else self._pending
+
+    def _finish_pending(self) -> Any:
+        pending, self._pending = self._pending, None
+        return None if pending is None else pending.result()
+
+    @property
+    def _leads(self) -> bool:
+        return self._comm.position == self._options.coordinator_rank
+
+    def _look(self, state: Mapping[str, Any], version: str) -> tuple[Mapping[str, Any], bytes]:
+        """Look whether the plan still holds; the coordinator asks the engine, and draws the segment's name."""
+        check_coordinator(self._comm, self._options.coordinator_rank)
+        unchanged = self._weights is not None and self._weights.is_unchanged(state)
+        digest = hashlib.sha256(version.encode()).digest()[:VERSION_BYTES]
+        if not self._leads:
+            return state, _Notice(unchanged, digest).encode()
+        states = self._engine.status()
+        place = str(states[0].get("place"))
+        if any(each.get("place") != place for each in states):
+            raise EngineError(f"{self._url}: the engine's ranks are on several machines, which is not supported")
+        if any(each.get("version") != self._version for each in states):
+            self._current = self._spare = ""  # the engine was started again, or another trainer has pushed
+        unchanged, self._place = unchanged and place == self._place, place
+        # It is used once: after a push that fails, nobody knows what is in it.
+        recycled, self._spare = self._spare, ""
+        return state, _Notice(unchanged, digest, secrets.token_hex(TOKEN_BYTES), recycled, self._current).encode()
+
+    def _agreed(self, answers: list[bytes]) -> list[_Notice]:
+        """Return what ranks have said; raise if they are in different calls, or push different versions."""
+        check_calls([split(answer)[0] if answer else b"" for answer in answers], self._context, self._comm.ranks)
+        notices = [_Notice.decode(answer) for answer in answers]
+        if len({each.version for each in notices}) > 1:
+            remedy = "Remedy (FC502): push the same version on every rank"
+            raise ValidationError([f"ranks push different versions. {remedy}"], self._context)
+        return notices
+
+    def _plan(self, state: Mapping[str, Any]) -> PushedWeights:
+        """Describe the model on all ranks, and plan who writes what."""
+        options, comm = self._options, self._comm
+        self._weights = None
+        reads = ReshardOptions(
+            coordinator_rank=options.coordinator_rank,
+            offload=options.offload,
+            check_replicas=options.check_replicas,
+            optimizer_states="ignore",
+        )
+
+        def describe_call() -> tuple[bytes, ...]:
+            return options.encode("push"), self._place.encode() if self._leads else b"", self._own_place()
+
+        weights = PushedWeights(comm, state, describe_call, self._context, reads)
+        places, own = weights.messages
+        here = [rank for rank, place in zip(comm.ranks, own) if place == places[options.coordinator_rank]]
+        self._is_here, self._leader = comm.rank in here, (here or comm.ranks)[0]
+        # A receiver has nobody beside it if no rank is there.
+        self._leads_files = comm.rank == self._leader or not here
+        self._engine_place = places[options.coordinator_rank].decode()
+
+        def plan() -> tuple[None, bytes]:
+            if not self._is_here and options.receiver is None:
+                raise ValidationError(
+                    [
+                        f"the engine is on another machine than rank {comm.rank}. Remedy (FC951): run `flexckpt "
+                        "receive` on the engine's machine, and give its address as receiver="
+                    ]
+                )
+            weights.plan(options.aoa_config, options.prefix, here or comm.ranks)
+            return None, b""
+
+        comm.together(plan, self._context)
+        self._weights = weights
+        return weights
+
+    def _own_place(self) -> bytes:
+        try:
+            return self._directory.place.encode()
+        except OSError:  # a machine without such a directory is another one than the engine's
+            return b""
+
+    def _write(self, weights: PushedWeights, names: SegmentNames) -> int:
+        """Write the segment, with the other ranks; return the bytes that this rank wrote."""
+
+        def connect() -> tuple[Sink, bytes]:
+            if self._is_here:
+                sink: Sink = LocalSink(self._directory.open(names))
+                return sink, self._directory.path(names.file(names.token)).encode()
+            address = str(self._options.receiver)
+            remote = RemoteSink(address, os.environ.get(SECRET, "").encode(), names)
+            if remote.place != self._engine_place:
+                remote.close()
+                raise ValidationError(
+                    [
+                        f"the receiver at {address} has another directory of shared memory than the engine at "
+                        f"{self._url}. Remedy (FC951): run `flexckpt receive` where the engine runs, with the same "
+                        "directory"
+                    ]
+                )
+            return remote, remote.path.encode()
+
+        sink, paths = self._comm.together(connect, self._context)
+        self._path = paths[self._comm.ranks.index(self._leader)].decode()
+        written = weights.write(sink, self._comm.rank == self._leader)
+
+        def finish() -> tuple[None, bytes]:
+            sink.finish()
+            return None, b""
+
+        self._comm.together(finish, self._context)
+        return written
+
+    def _finish(self, sent: _Sent) -> PushReport:
+        """Wait for the engine, with the other ranks."""
+
+        def outcome() -> tuple[None, bytes]:
+            return None, b"" if sent.switch is None else json.dumps(sent.switch.result()).encode()
+
+        try:
+            _, answers = self._comm.together(outcome, self._context)
+        except CheckpointError:
+            self._drop(sent.names)
+            raise
+        done = json.loads(answers[self._options.coordinator_rank])
+        self._version, self._pushed, weights = sent.version, self._pushed + 1, self._weights
+        self._spare, self._current = self._current if done["released"] else "", sent.names.token
+        if weights is None:
+            raise RuntimeError("nothing was planned")
+        return PushReport(
+            url=self._url,
+            version=sent.version,
+            keys=weights.keys,
+            left_out=weights.left_out,
+            total_bytes=weights.file.data_bytes,
+            bytes_written=sent.written,
+            planned=sent.planned,
+            recycled=bool(sent.names.recycled),
+            seconds={"write": sent.seconds, **done["seconds"], "total": time.perf_counter() - sent.begin},
+        )
+
+    def _drop(self, names: SegmentNames) -> None:
+        """Remove a segment that the engine did not take."""
+        self._directory.forget(names.kept)
+        if self._is_here and names.leads:
+            with contextlib.suppress(OSError):
+                self._directory.remove(replace(names, token=""))
+
+    @same_on_all_ranks(model=SHARDS)
+    def verify(self, model: Any) -> ComparedWeightsReport:
+        """Compare a model, bit for bit, with what the engine's ranks hold.
+
+        Each rank makes digests of the parts that it has pushed. The engine's ranks make theirs of the bytes that they
+        have received, and compare their live parameters with these bytes where they can be read.
+
+        Args:
+            model: The model of the last push, with the values that it had then.
+
+        Returns:
+            What was compared, and what differs.
+
+        Raises:
+            ValidationError: Nothing was pushed, or the model has other tensors than then.
+            EngineError: The engine holds another version, or cannot be reached.
+        """
+        self._finish_pending()
+        comm, weights = communicator_for(self._group), self._weights
+
+        def look() -> tuple[PushedWeights, bytes]:
+            if weights is None or not weights.is_unchanged(_state_of(model)):
+                raise ValidationError(["the model is not the one that was pushed last. Remedy (FC101): push it first"])
+            return weights, b""
+
+        pushed, _ = comm.together(look, self._context)
+        regions: list[Any] = []
+        for parts in pushed.parts():
+
+            def digest(parts: Any = parts) -> tuple[None, bytes]:
+                for part in parts:
+                    digits = xxhash.xxh3_128_hexdigest(part.values)
+                    regions.append([part.name, part.base, part.extents, part.strides, digits])
+                return None, b""
+
+            comm.together(digest, self._context)
+        _, answers = comm.together(lambda: (None, json.dumps(regions).encode()), self._context)
+
+        def compare() -> tuple[None, bytes]:
+            if not self._leads:
+                return None, b""
+            wanted = {"version": self._version, "regions": [each for answer in answers for each in json.loads(answer)]}
+            results = self._engine.workers("flex_digests", json.dumps(wanted))
+            refuse(self._url, "the weights were not compared", results)
+            return None, json.dumps(results).encode()
+
+        _, outcomes = comm.together(compare, self._context)
+        return _compared(self._url, self._version, pushed.keys, json.loads(outcomes[self._options.coordinator_rank]))
+
+    def close(self) -> None:
+        """Wait for a push under way, and unmap the segments. Those that the engine uses stay."""
+        self._finish_pending()
+        self._directory.forget()
+        self._weights = None
+
+
+def _state_of(model: Any) -> Mapping[str, Any]:
+    describe = getattr(model, "sharded_state_dict", None)
+    state: Mapping[str, Any] = describe() if callable(describe) else model
+    return state
+
+
+def _compared(url: str, version: str, keys: int, results: list[dict[str, Any]]) -> ComparedWeightsReport:
+    def names(field: str) -> list[str]:
+        return list(dict.fromkeys(name for each in results for name in each[field]))
+
+    return ComparedWeightsReport(
+        url,
+        version,
+        keys,
+        len(results),
+        names("different_names"),
+        sum(each["live_compared"] for each in results),
+        names("live_different_names"),
+        {name: why for each in results for name, why in each["live_unreadable_names"].items()},
+    )

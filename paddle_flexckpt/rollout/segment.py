@@ -1,0 +1,196 @@
+"""Segments: each is one version of a model's weights, as one safetensors file in shared memory that an engine maps.
+
+A segment is immutable from the moment it is staged. Memory whose engine has released it is written again under another
+name: its pages exist already, which saves half of the time of a write.
+
+Tested in tests/rollout/test_segment.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from paddle_flexckpt.catalog import CheckpointError
+
+DIRECTORY = "/dev/shm"
+# numpy's types by the size of an element; regions are moved, not computed with.
+ELEMENTS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+@dataclass(frozen=True)
+class SegmentNames:
+    """What a push says of the segments of a channel; tokens are short hexadecimal texts.
+
+    Attributes:
+        channel: The channel, which is part of the names of its files.
+        token: The segment to write.
+        recycled: A segment that nobody maps any more, whose memory is to be used for it; "" if there is none.
+        kept: Segments that the engine uses. All others of the channel are removed.
+        nbytes: The size of the file.
+        leads: Whether this process renames and removes files. One of those that write does.
+    """
+
+    channel: str
+    token: str
+    recycled: str
+    kept: tuple[str, ...]
+    nbytes: int
+    leads: bool
+
+    def file(self, token: str) -> str:
+        """Return the name of a segment's file."""
+        return f"flexckpt-{self.channel}-{token}.safetensors"
+
+    def token_of(self, file: str) -> str | None:
+        """Return the token of a file's name; None if it is no segment of this channel."""
+        start, end = self.file("\0").split("\0")
+        return file[len(start) : -len(end)] if file.startswith(start) and file.endswith(end) else None
+
+
+class Sink(Protocol):
+    """The destination of a segment's bytes."""
+
+    def write(self, region: Region, values: np.ndarray) -> None:
+        """Write values, C-contiguous and in the order of the region."""
+
+    def finish(self) -> None:
+        """Return when all bytes have arrived."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """A strided region of a segment's file; numbers are bytes.
+
+    Attributes:
+        base: Where its first element begins.
+        extents: Elements along each axis.
+        strides: From one element to the next.
+        itemsize: The size of an element.
+    """
+
+    base: int
+    extents: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    def of(self, memory: np.ndarray) -> np.ndarray:
+        """Return the view of this region of a segment's bytes.
+
+        Raises:
+            ValueError: It leaves the segment; numpy compares.
+        """
+        return np.ndarray(self.extents, ELEMENTS[self.itemsize], memory, self.base, self.strides)
+
+
+def place_of_directory(directory: str = DIRECTORY) -> str:
+    """Return a text that is equal in two processes only if this is the same directory of the same machine for both.
+
+    Raises:
+        OSError: There is no such directory.
+    """
+    state = os.stat(directory)
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()}:{state.st_dev}:{state.st_ino}"
+
+
+class SegmentDirectory:
+    """The segments of one channel that this process has mapped to write them, in a directory of shared memory."""
+
+    def __init__(self, directory: str = DIRECTORY) -> None:
+        """Take the directory."""
+        self.directory = directory
+        self._maps: dict[str, np.ndarray] = {}
+
+    @property
+    def place(self) -> str:
+        """Return the identity of the directory."""
+        return place_of_directory(self.directory)
+
+    def path(self, file: str) -> str:
+        """Return the path of a segment's file."""
+        return os.path.join(self.directory, file)
+
+    def open(self, names: SegmentNames) -> np.ndarray:
+        """Return the bytes of a new segment, to be written by several processes; its memory exists.
+
+        Raises:
+            CheckpointError: The shared memory is full; nothing of it is left.
+            OSError: The file system refused otherwise.
+        """
+        recycled = self._maps.pop(names.recycled, None)
+        self._maps = {token: memory for token, memory in self._maps.items() if token in names.kept}
+        path = self.path(names.file(names.token))
+        if names.recycled and recycled is None:
+            # Another process gives its file the new name. One that is made here would be lost.
+            raise CheckpointError(
+                "a process that writes segments was started again since the last push. The engine serves the version "
+                "it had. Remedy (FC951): push again"
+            )
+        if names.recycled and names.leads:
+            os.rename(self.path(names.file(names.recycled)), path)
+        if names.leads:
+            self.remove(names)
+        self._maps[names.token] = self._create(path, names.nbytes) if recycled is None else recycled
+        return self._maps[names.token]
+
+    def opened(self, names: SegmentNames) -> np.ndarray:
+        """Return the bytes of a segment that several senders write through this process: the first one opens it."""
+        return self._maps[names.token] if names.token in self._maps else self.open(names)
+
+    def _create(self, path: str, nbytes: int) -> np.ndarray:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # A write to a page that shared memory has no room for would end the process.
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
+        except OSError as error:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            free = os.statvfs(self.directory)
+            raise CheckpointError(
+                f"{path}: {nbytes} bytes of shared memory are needed, and {free.f_bavail * free.f_frsize} are free: "
+                f"{error.strerror}. The engine serves the version it had. Remedy (FC402): enlarge the file system (an "
+                "engine needs the size of its weights twice), or give another directory"
+            ) from error
+        finally:
+            os.close(descriptor)
+
+    def remove(self, names: SegmentNames) -> None:
+        """Remove the channel's other segments than the new one and those that are kept."""
+        kept = {*names.kept, names.token}
+        for file in os.listdir(self.directory):
+            token = names.token_of(file)
+            if token is not None and token not in kept:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(self.path(file))
+
+    def forget(self, kept: Collection[str] = ()) -> None:
+        """Unmap all segments but some."""
+        self._maps = {token: memory for token, memory in self._maps.items() if token in kept}
+
+
+class LocalSink:
+    """A segment in this machine's shared memory as a destination."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        """Take the segment's bytes."""
+        self.memory = memory
+
+    def write(self, region: Region, values: np.ndarray) -> None:
+        """Write values."""
+        region.of(self.memory)[...] = values.view(ELEMENTS[region.itemsize]).reshape(region.extents)
+
+    def finish(self) -> None:
+        """Do nothing: what is written is there."""
+
+
+def bytes_region(base: int, nbytes: int) -> Region:
+    """Return a region of bytes in a row."""
+    return Region(base, (nbytes,), (1,), 1)

@@ -1,0 +1,159 @@
+"""The switch of an engine to a staged version, in a process of its own.
+
+Nothing may stop a switch halfway: if the trainer is killed meanwhile, this process finishes or undoes it. The trainer
+starts it early, and sends the request when the segment is written; if it sends none, the process ends.
+
+Tested in tests/rollout/test_switch.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.rollout.engine_client import EngineClient, EngineError, EngineLostError, failures, lost, refuse
+
+
+def switch(engine: EngineClient, version: str, path: str) -> dict[str, Any]:
+    """Have an engine serve the weights of a segment: on all its ranks, or on none.
+
+    It stages while it serves. Then it is paused, and goes on with the new version or with the one before.
+
+    Args:
+        engine: The engine.
+        version: The version's name.
+        path: The segment's path there.
+
+    Returns:
+        ``released``: whether the segment of the version before may be written again; ``seconds`` by phase, of which
+        the engine was paused in ``pause``.
+
+    Raises:
+        EngineError: The engine serves the version it had.
+        EngineLostError: It has to be started again; it is paused.
+    """
+    begin, released = time.perf_counter(), False
+    _undo_halves(engine)
+    staged = engine.workers("flex_stage", version, path)
+    if failures(staged):
+        with contextlib.suppress(EngineError):
+            engine.workers("flex_discard")
+    refuse(engine.url, f"version {version} was not staged", staged)
+    paused = time.perf_counter()
+    engine.pause()
+    try:
+        try:
+            refuse(engine.url, f"version {version} was not loaded", engine.workers("flex_commit", version))
+            engine.set_version(version)
+        except EngineError as error:
+            _roll_back(engine, error)
+            raise
+    except EngineLostError:
+        raise
+    except BaseException:
+        with contextlib.suppress(EngineError):
+            engine.resume()
+        raise
+    # The version is served from here on; ranks that do not answer keep the memory of the one before.
+    with contextlib.suppress(EngineError):
+        released = all(each["ok"] and each.get("released") is True for each in engine.workers("flex_accept", version))
+    engine.resume()
+    seconds = {"stage": paused - begin, "pause": time.perf_counter() - paused}
+    return {"released": released, "seconds": seconds}
+
+
+def _undo_halves(engine: EngineClient) -> None:
+    """Finish or undo what a dead switch has left: a version on some ranks, or one that was not accepted, or a pause."""
+    states = engine.status()
+    versions = {str(each.get("version")) for each in states}
+    accepted = {str(each.get("accepted")) for each in states}
+    if versions != accepted or len(versions) > 1:
+        engine.pause()
+        if len(versions) == 1 and versions < accepted:  # some ranks had accepted it already
+            engine.workers("flex_accept", *versions)
+        else:
+            _roll_back(engine, EngineError("an earlier switch was cut off"))
+        if len({(each.get("version"), each.get("accepted")) for each in engine.status()}) > 1:
+            raise lost(engine.url, "its ranks have different versions")
+    if engine.is_paused():
+        engine.resume()
+
+
+def _roll_back(engine: EngineClient, error: EngineError) -> None:
+    """Have all ranks return to the version before; raise EngineLostError if one cannot."""
+    try:
+        failed = failures(engine.workers("flex_rollback"))
+    except EngineError as second:
+        failed = str(second)
+    if failed:
+        raise lost(engine.url, f"{error}; and it could not be undone: {failed}") from error
+
+
+class SwitchProcess:
+    """A process that waits for a request to switch, and carries it out."""
+
+    def __init__(self, url: str, timeout: float) -> None:
+        """Start it, in a session of its own, which signals for this job do not reach."""
+        self._request = {"url": url, "timeout": timeout}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "paddle_flexckpt.rollout.switch"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        )
+
+    def begin(self, version: str, path: str) -> None:
+        """Send the request."""
+        pipe = self._process.stdin
+        if pipe is not None:
+            pipe.write(json.dumps({**self._request, "version": version, "path": path}).encode())
+            pipe.close()
+
+    def is_done(self) -> bool:
+        """Return whether the process has ended."""
+        return self._process.poll() is not None
+
+    def result(self) -> dict[str, Any]:
+        """Wait for the end, and return what :func:`switch` has returned; raises what it has raised."""
+        text = b"" if self._process.stdout is None else self._process.stdout.read()
+        self._process.wait()
+        try:
+            outcome = json.loads(text)
+        except ValueError as error:
+            raise EngineError(
+                f"{self._request['url']}: the process that switches the engine was killed. Remedy (FC952): push again; "
+                "the push undoes what is half done"
+            ) from error
+        if "error" in outcome:
+            raise (EngineLostError if outcome["lost"] else EngineError)(outcome["error"])
+        return dict(outcome)
+
+    def stop(self) -> None:
+        """End the process, if it has no request."""
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            self._process.stdin.close()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+
+def main() -> None:
+    """Read a request, carry it out, and print the outcome."""
+    text = sys.stdin.read()
+    if not text:
+        return
+    asked = json.loads(text)
+    try:
+        outcome = switch(EngineClient(asked["url"], asked["timeout"]), asked["version"], asked["path"])
+    except CheckpointError as error:
+        outcome = {"error": str(error), "lost": isinstance(error, EngineLostError)}
+    sys.stdout.write(json.dumps(outcome))
+
+
+if __name__ == "__main__":
+    main()

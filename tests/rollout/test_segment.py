@@ -1,0 +1,71 @@
+"""Segments: files of shared memory that processes write together, once, and whose memory is used again."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from paddle_flexckpt.catalog import CheckpointError
+from paddle_flexckpt.rollout.segment import LocalSink, Region, SegmentDirectory, SegmentNames, bytes_region
+
+FIRST = SegmentNames("c", "aa", "", (), 4096, True)
+
+
+def test_a_region_is_written_in_its_place(tmp_path):
+    memory = SegmentDirectory(str(tmp_path)).open(FIRST)
+    sink = LocalSink(memory)
+    values = np.arange(6, dtype=np.uint16).reshape(2, 3)
+    # Two rows of three elements, from byte 10, as columns of rows of five.
+    sink.write(Region(10, (2, 3), (10, 2), 2), values)
+    whole = np.fromfile(tmp_path / "flexckpt-c-aa.safetensors", np.uint8)
+    assert len(whole) == 4096
+    assert whole[10:26].view(np.uint16).tolist() == [0, 1, 2, 0, 0, 3, 4, 5]
+    assert not whole[26:].any()
+
+
+def test_a_region_that_leaves_the_segment_is_refused(tmp_path):
+    memory = SegmentDirectory(str(tmp_path)).open(FIRST)
+    for region in (bytes_region(4090, 7), Region(0, (2, 2), (4095, 1), 2)):
+        with pytest.raises((ValueError, TypeError)):
+            region.of(memory)
+
+
+def test_the_memory_of_a_released_segment_is_used_again_under_another_name(tmp_path):
+    leader, other = SegmentDirectory(str(tmp_path)), SegmentDirectory(str(tmp_path))
+    for each, leads in ((leader, True), (other, False)):
+        each.open(replace(FIRST, leads=leads))[:] = 7
+    inode = os.stat(tmp_path / "flexckpt-c-aa.safetensors").st_ino
+    second = replace(FIRST, token="bb", kept=("aa",))
+    for each, leads in ((other, False), (leader, True)):
+        each.open(replace(second, leads=leads))
+    assert sorted(os.listdir(tmp_path)) == ["flexckpt-c-aa.safetensors", "flexckpt-c-bb.safetensors"]
+    third = replace(FIRST, token="cc", recycled="aa", kept=("bb",))
+    # In either order: the one that does not lead needs no name.
+    other.open(replace(third, leads=False))[1] = 9
+    assert leader.open(third)[:3].tolist() == [7, 9, 7]
+    assert sorted(os.listdir(tmp_path)) == ["flexckpt-c-bb.safetensors", "flexckpt-c-cc.safetensors"]
+    assert os.stat(tmp_path / "flexckpt-c-cc.safetensors").st_ino == inode
+
+
+def test_a_process_without_the_released_segment_refuses(tmp_path):
+    """It would make a file that the leader's renamed one replaces, and its bytes would be lost."""
+    with pytest.raises(CheckpointError, match=r"started again since the last push.*Remedy \(FC951\)"):
+        SegmentDirectory(str(tmp_path)).open(replace(FIRST, token="cc", recycled="aa", leads=False))
+    assert os.listdir(tmp_path) == []
+
+
+def test_files_of_dead_pushes_are_removed_and_others_stay(tmp_path):
+    for name in ("flexckpt-c-dead.safetensors", "flexckpt-other-dead.safetensors", "x"):
+        (tmp_path / name).write_bytes(b"1")
+    SegmentDirectory(str(tmp_path)).open(FIRST)
+    assert sorted(os.listdir(tmp_path)) == ["flexckpt-c-aa.safetensors", "flexckpt-other-dead.safetensors", "x"]
+
+
+def test_a_full_memory_is_an_error_with_figures_and_leaves_nothing(tmp_path):
+    size = 1 << 50
+    with pytest.raises(CheckpointError, match=rf"{size} bytes of shared memory are needed, and \d+ are free.*FC402"):
+        SegmentDirectory(str(tmp_path)).open(replace(FIRST, nbytes=size))
+    assert os.listdir(tmp_path) == []
