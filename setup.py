@@ -118,7 +118,10 @@ setup(
     long_description=read_long_description(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    entry_points={"console_scripts": ["flexckpt=paddle_flexckpt.cli.main:main"]},
+    entry_points={
+        "console_scripts": ["flexckpt=paddle_flexckpt.cli.main:main"],
+        "vllm.general_plugins": ["flexckpt=paddle_flexckpt.rollout.vllm_extension:register"],
+    },
     packages=find_packages(include=["paddle_flexckpt", "paddle_flexckpt.*"]),
     # Said, although it is the default: so an editable installation is a line with this directory in a .pth file.
     package_dir={"": "."},

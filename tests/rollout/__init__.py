@@ -1,0 +1,1 @@
+"""Weights that reach an inference engine."""

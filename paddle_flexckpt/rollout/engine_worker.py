@@ -1,0 +1,256 @@
+"""The state of one worker of an inference engine: which version it serves, which is staged, and the way back.
+
+A worker takes a version from a segment: a complete safetensors file in shared memory, which never changes. Nothing
+here knows an engine: what a worker needs of it is :class:`Engine`. Tested in tests/rollout/test_engine_worker.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import xxhash
+
+from paddle_flexckpt.catalog import CheckpointError, Problem, ValidationError
+from paddle_flexckpt.rollout.mapped_tensors import Kinds, MappedTensors, ModelDirectory
+
+PROTOCOL = 1
+# The version of an engine that holds the weights of its own model directory.
+BASE = "base"
+# The version of a worker whose commit failed, until it is rolled back or commits another.
+UNDEFINED = "undefined"
+SEGMENTS = "/dev/shm"
+_MOST_NAMES = 20
+
+Tensors = Mapping[str, np.ndarray]
+
+
+@dataclass
+class LiveComparison:
+    """The result of comparing an engine's live parameters with a version.
+
+    Attributes:
+        compared: The number of tensors of which a part is on this rank.
+        different: Those whose part differs.
+        unreadable: Those that could not be compared, and the reason.
+    """
+
+    compared: int = 0
+    different: list[str] = field(default_factory=list)
+    unreadable: dict[str, str] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """What a worker needs of its engine. The arrays are views of mapped memory, which cannot be written to."""
+
+    def load(self, tensors: Tensors) -> None:
+        """Load a complete set of tensors into the model; all of it, or raise."""
+
+    def compare(self, tensors: Tensors) -> LiveComparison:
+        """Compare the model's parameters with a complete set of tensors."""
+
+
+class Version(NamedTuple):
+    """A version of the weights; the base has no segment."""
+
+    name: str
+    tensors: MappedTensors | None
+
+
+def place_of_directory(directory: str = SEGMENTS) -> str:
+    """Return a text that is equal in two processes only if this is the same directory for both."""
+    state = os.stat(directory)
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+    return f"{boot}:{state.st_dev}:{state.st_ino}"
+
+
+def answer(rank: int, function: Callable[..., Mapping[str, Any]], arguments: Sequence[Any]) -> dict[str, Any]:
+    """Return a call's results as a status, whatever happens: an engine loses count of replies where a worker raises."""
+    try:
+        return {"ok": True, "rank": rank, **function(*arguments)}
+    except (KeyboardInterrupt, SystemExit):  # the process ends
+        raise
+    except BaseException as error:
+        return {"ok": False, "rank": rank, "error": f"{type(error).__name__}: {error}"}
+
+
+class EngineWorker:
+    """One rank of an engine.
+
+    A version is staged, committed on all ranks, and then accepted. Until then :meth:`rollback` restores the version
+    that was accepted last, which is the same on every rank.
+    """
+
+    def __init__(self, engine: Engine, directory: str) -> None:
+        """Args: engine: the engine on this rank. directory: its model directory."""
+        self._engine = engine
+        self._base = ModelDirectory(directory)
+        self._instance = os.urandom(8).hex()
+        self._accepted = Version(BASE, None)
+        self._current: Version | None = self._accepted
+        self._staged: Version | None = None
+        self._needs_restart = False
+
+    def status(self, directory: str = SEGMENTS) -> dict[str, Any]:
+        """Return what this worker holds, and the identity of the directory of segments."""
+        return {
+            "version": self._current.name if self._current else UNDEFINED,
+            "accepted": self._accepted.name,
+            "staged": self._staged.name if self._staged else None,
+            "instance": self._instance,
+            "place": place_of_directory(directory),
+            "needs_restart": self._needs_restart,
+            "protocol": PROTOCOL,
+        }
+
+    def stage(self, version: str, path: str) -> dict[str, Any]:
+        """Map a segment and compare its names, element types and shapes with the engine's checkpoint.
+
+        The model is not touched. What was staged before is dropped.
+
+        Raises:
+            ValidationError: The segment does not fit.
+            CorruptCheckpointError: It is not a whole safetensors file.
+        """
+        self._check_usable()
+        self.discard()
+        if not isinstance(version, str) or version in ("", BASE, UNDEFINED):
+            raise ValidationError(f"a version cannot have the name {version!r}")
+        tensors = MappedTensors([path])
+        problems = list(_differences(self._base.kinds, tensors.kinds, path))
+        if problems:
+            tensors.close()
+            raise ValidationError(problems, f"version {version} does not fit the engine's model")
+        self._staged = Version(version, tensors)
+        return {"tensors": len(tensors.kinds)}
+
+    def commit(self, version: str) -> dict[str, Any]:
+        """Load the staged version; the engine has to be paused.
+
+        After an error the model may hold parts of both, until :meth:`rollback`.
+
+        Raises:
+            ValidationError: Another version is staged, or none; the model is as before.
+        """
+        self._check_usable()
+        if self._staged is None or self._staged.name != version:
+            held = f"version {self._staged.name} is" if self._staged else "nothing is"
+            raise ValidationError(f"version {version} cannot be committed: {held} staged")
+        before, self._current = self._current, None
+        staged, self._staged = self._staged, None
+        try:
+            self._load(staged)
+        finally:
+            # A version that was committed, and never accepted.
+            if before and before is not self._accepted and before.tensors:
+                before.tensors.close()
+        self._current = staged
+        return {"version": version}
+
+    def rollback(self) -> dict[str, Any]:
+        """Drop what is staged, and restore the version that was accepted last; the engine has to be paused.
+
+        After an error the worker refuses to stage and to commit: the engine has to be restarted.
+        """
+        self._check_usable()
+        self.discard()
+        if self._current is not self._accepted:
+            before, self._current = self._current, None
+            self._needs_restart = True
+            self._load(self._accepted)
+            self._needs_restart = False
+            self._current = self._accepted
+            if before and before.tensors:
+                before.tensors.close()
+        return {"version": self._accepted.name}
+
+    def accept(self, version: str) -> dict[str, Any]:
+        """Drop the version before; ``released`` says whether its segment is no longer mapped.
+
+        Raises:
+            ValidationError: Another version is committed.
+        """
+        if self._current is None or self._current.name != version:
+            held = self._current.name if self._current else UNDEFINED
+            raise ValidationError(f"version {version} cannot be accepted: the worker holds version {held}")
+        before, self._accepted = self._accepted, self._current
+        return {"released": before is self._accepted or before.tensors is None or before.tensors.close()}
+
+    def discard(self) -> dict[str, Any]:
+        """Drop what is staged; ``released`` says whether its segment is no longer mapped."""
+        staged, self._staged = self._staged, None
+        return {"released": staged is None or staged.tensors is None or staged.tensors.close()}
+
+    def digests(self, path: str) -> dict[str, Any]:
+        """Compare digests in a file with the bytes of the current version, and those with the live parameters.
+
+        The file is JSON: ``{"version": ..., "boxes": [[name, start, shape, xxh3-128 in hexadecimal], ...]}``.
+
+        Raises:
+            ValidationError: It is of another version than the worker holds, or names a box that is not there.
+        """
+        wanted = json.loads(Path(path).read_text("utf-8"))
+        if self._current is None or wanted["version"] != self._current.name:
+            held = self._current.name if self._current else UNDEFINED
+            raise ValidationError(f"the digests are of version {wanted['version']}; the worker holds version {held}")
+        mapped = self._current.tensors or self._base.map()
+        try:
+            different = _differing_boxes(mapped.arrays, wanted["boxes"])
+            live = self._engine.compare(mapped.arrays)
+        finally:
+            if self._current.tensors is None:
+                mapped.close()
+        return {
+            "compared": len(wanted["boxes"]),
+            "different": len(different),
+            "different_names": different[:_MOST_NAMES],
+            "live_compared": live.compared,
+            "live_different": len(live.different),
+            "live_different_names": live.different[:_MOST_NAMES],
+            "live_unreadable": len(live.unreadable),
+            "live_unreadable_names": dict(list(live.unreadable.items())[:_MOST_NAMES]),
+        }
+
+    def _check_usable(self) -> None:
+        if self._needs_restart:
+            raise CheckpointError("a roll-back failed: the model may hold parts of two versions; restart the engine")
+
+    def _load(self, version: Version) -> None:
+        if version.tensors:
+            self._engine.load(version.tensors.arrays)
+            return
+        base = self._base.map()
+        try:
+            self._engine.load(base.arrays)
+        finally:
+            base.close()
+
+
+def _differences(expected: Kinds, got: Kinds, path: str) -> Iterator[Problem]:
+    for name in sorted(expected.keys() | got.keys()):
+        if name not in got:
+            yield Problem("the segment lacks a tensor of the engine's checkpoint", name, file=path)
+        elif name not in expected:
+            yield Problem("the engine's checkpoint has no such tensor", name, file=path)
+        elif expected[name] != got[name]:
+            (code, shape), (other, extents) = expected[name], got[name]
+            wanted, found = f"{code} {list(shape)}", f"{other} {list(extents)}"
+            yield Problem("the tensor is another than that of the engine's checkpoint", name, None, path, wanted, found)
+
+
+def _differing_boxes(arrays: Tensors, boxes: Sequence[Any]) -> list[str]:
+    different = []
+    for name, start, shape, digest in boxes:
+        array = arrays.get(name)
+        ends = [first + count for first, count in zip(start, shape)]
+        if array is None or len(ends) != array.ndim or any(e > n or s < 0 for s, e, n in zip(start, ends, array.shape)):
+            raise ValidationError(Problem(f"the version has no box of shape {shape} at {start}", name))
+        part = np.ascontiguousarray(array[tuple(map(slice, start, ends))])
+        if xxhash.xxh3_128_hexdigest(part.reshape(-1).view(np.uint8)) != digest:
+            different.append(name)
+    return list(dict.fromkeys(different))

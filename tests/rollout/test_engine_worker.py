@@ -1,0 +1,272 @@
+"""A worker of an engine: what it refuses, and that a model is of one version on all ranks, whatever fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xxhash
+
+from paddle_flexckpt.catalog import CheckpointError, CorruptCheckpointError, ValidationError
+from paddle_flexckpt.rollout.engine_worker import EngineWorker, LiveComparison, answer, place_of_directory
+from tests.rollout.numpy_engine import NumpyEngine, model_directory, segment, weights, workers
+
+BASE, ONE, TWO = weights(1), weights(2), weights(3)
+
+
+class Ranks:
+    """Two ranks of an engine, which all take each call."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.engines, self.workers = workers(model_directory(path / "model", BASE), BASE, 2)
+
+    def call(self, name: str, *arguments: object) -> list[dict]:
+        return [answer(rank, getattr(worker, name), arguments) for rank, worker in enumerate(self.workers)]
+
+    def stage(self, version: str, arrays: dict[str, np.ndarray]) -> None:
+        path = segment(self.path / f"{version}.safetensors", arrays)
+        assert all(each["ok"] for each in self.call("stage", version, path))
+
+    def commit(self, version: str, arrays: dict[str, np.ndarray]) -> list[bool]:
+        self.stage(version, arrays)
+        return [each["ok"] for each in self.call("commit", version)]
+
+    def versions(self) -> list[str]:
+        return [each["version"] for each in self.call("status")]
+
+    def hold(self, arrays: dict[str, np.ndarray]) -> bool:
+        return all(engine.holds(arrays) for engine in self.engines)
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Ranks:
+    return Ranks(tmp_path)
+
+
+def test_a_version_is_staged_committed_and_accepted(ranks: Ranks) -> None:
+    ranks.stage("1", ONE)
+    assert ranks.hold(BASE)
+    assert {each["staged"] for each in ranks.call("status")} == {"1"}
+    assert [each["ok"] for each in ranks.call("commit", "1")] == [True, True]
+    assert ranks.hold(ONE)
+    assert {(each["version"], each["accepted"], each["staged"]) for each in ranks.call("status")} == {
+        ("1", "base", None)
+    }
+    # The base has no segment.
+    assert [each["released"] for each in ranks.call("accept", "1")] == [True, True]
+    assert ranks.commit("2", TWO) == [True, True]
+    assert [each["released"] for each in ranks.call("accept", "2")] == [True, True]
+    assert [each["released"] for each in ranks.call("accept", "2")] == [True, True]
+    assert ranks.hold(TWO)
+
+
+def test_a_segment_that_the_model_still_uses_is_not_released(ranks: Ranks) -> None:
+    ranks.engines[1].keeps = True
+    ranks.commit("1", ONE)
+    ranks.call("accept", "1")
+    ranks.engines[1].failing_loads = [2]  # half of the model still lies in the segment of version 1
+    ranks.commit("2", TWO)
+    ranks.engines[1].failing_loads = []
+    assert all(each["ok"] for each in ranks.call("rollback"))
+    assert ranks.hold(ONE)
+    kept = ranks.engines[1].model["head"]
+    assert ranks.commit("3", TWO) == [True, True]
+    assert [each["released"] for each in ranks.call("accept", "3")] == [True, False]
+    assert np.array_equal(kept, ranks.engines[1].part(ONE["head"]))
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_commit_that_fails_on_a_rank_is_rolled_back_on_all(ranks: Ranks, failing: int, first: bool) -> None:
+    before, version = BASE, "base"
+    if not first:
+        before, version = ONE, "1"
+        ranks.commit("1", ONE)
+        ranks.call("accept", "1")
+    ranks.engines[failing].failing_loads = [2]
+    assert ranks.commit("2", TWO) == [rank != failing for rank in range(2)]
+    assert ranks.versions() == ["undefined" if rank == failing else "2" for rank in range(2)]
+    assert not ranks.hold(before)
+    assert [each["version"] for each in ranks.call("rollback")] == [version] * 2
+    assert ranks.hold(before)
+    assert ranks.versions() == [version] * 2
+    assert ranks.commit("3", TWO) == [True, True]
+    assert ranks.hold(TWO)
+
+
+def test_a_way_back_that_never_came_leads_all_ranks_to_the_same_version(ranks: Ranks) -> None:
+    ranks.commit("1", ONE)
+    ranks.call("accept", "1")
+    ranks.engines[1].failing_loads = [1, 1]
+    assert ranks.commit("2", TWO) == [True, False]
+    # The sender is lost. The next one sends all again, and fails as well.
+    assert ranks.commit("3", weights(4)) == [True, False]
+    assert [each["version"] for each in ranks.call("rollback")] == ["1", "1"]
+    assert ranks.hold(ONE)
+
+
+def test_a_version_that_was_never_accepted_is_replaced(ranks: Ranks) -> None:
+    ranks.commit("1", ONE)
+    assert ranks.commit("2", TWO) == [True, True]
+    assert [each["released"] for each in ranks.call("accept", "2")] == [True, True]
+    assert ranks.hold(TWO)
+
+
+def test_a_rollback_without_a_commit_drops_what_is_staged(ranks: Ranks) -> None:
+    ranks.stage("1", ONE)
+    assert all(each["ok"] for each in ranks.call("rollback"))
+    assert [engine.loads for engine in ranks.engines] == [0, 0]
+    assert {each["staged"] for each in ranks.call("status")} == {None}
+
+
+def test_after_a_rollback_that_fails_the_engine_has_to_be_restarted(ranks: Ranks) -> None:
+    ranks.engines[1].failing_loads = [2, 3]
+    ranks.commit("1", ONE)
+    good, bad = ranks.call("rollback")
+    assert (good["ok"], bad["ok"]) == (True, False)
+    assert "injected fault at layers.0.up" in bad["error"]
+    assert [each["needs_restart"] for each in ranks.call("status")] == [False, True]
+    path = segment(ranks.path / "2.safetensors", TWO)
+    for name, *arguments in (("stage", "2", path), ("commit", "2"), ("rollback",)):
+        assert "restart the engine" in ranks.call(name, *arguments)[1]["error"]
+    assert ranks.versions()[1] == "undefined"
+    assert ranks.engines[1].loads == 2
+
+
+def without(arrays: dict[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    return {key: array for key, array in arrays.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        (without(ONE, "head"), "the segment lacks a tensor of the engine's checkpoint (key 'head', file "),
+        ({**ONE, "lm_head": ONE["head"]}, "the engine's checkpoint has no such tensor (key 'lm_head', file "),
+        ({**ONE, "head": ONE["head"][:4]}, "; expected F32 [8, 6]; got F32 [4, 6]"),
+        ({**ONE, "head": ONE["head"].astype(np.float16)}, "; expected F32 [8, 6]; got F16 [8, 6]"),
+    ],
+)
+def test_a_segment_that_does_not_fit_is_refused(ranks: Ranks, arrays: dict[str, np.ndarray], message: str) -> None:
+    worker = ranks.workers[0]
+    worker.stage("1", segment(ranks.path / "1.safetensors", ONE))
+    with pytest.raises(ValidationError) as error:
+        worker.stage("2", segment(ranks.path / "2.safetensors", arrays))
+    assert message in str(error.value)
+    assert str(error.value).startswith("version 2 does not fit the engine's model: ")
+    assert worker.status()["staged"] is None
+    assert ranks.hold(BASE)
+
+
+def test_a_truncated_segment_is_refused(ranks: Ranks) -> None:
+    path = Path(segment(ranks.path / "1.safetensors", ONE))
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(CorruptCheckpointError, match="its tensors end at byte"):
+        ranks.workers[0].stage("1", str(path))
+    with pytest.raises(FileNotFoundError):
+        ranks.workers[0].stage("1", str(ranks.path / "nothing"))
+    assert not ranks.call("stage", "1")[0]["ok"]  # an argument is missing
+
+
+@pytest.mark.parametrize("name", ["", "base", "undefined"])
+def test_names_that_no_version_can_have(ranks: Ranks, name: str) -> None:
+    with pytest.raises(ValidationError, match=f"a version cannot have the name {name!r}"):
+        ranks.workers[0].stage(name, segment(ranks.path / "1.safetensors", ONE))
+
+
+def test_other_versions_than_the_staged_one_are_refused(ranks: Ranks) -> None:
+    worker = ranks.workers[0]
+    with pytest.raises(ValidationError, match="version 1 cannot be committed: nothing is staged"):
+        worker.commit("1")
+    ranks.stage("1", ONE)
+    with pytest.raises(ValidationError, match="version 2 cannot be committed: version 1 is staged"):
+        worker.commit("2")
+    assert worker.status()["staged"] == "1"
+    with pytest.raises(ValidationError, match="version 1 cannot be accepted: the worker holds version base"):
+        worker.accept("1")
+    assert worker.discard() == {"released": True}
+    with pytest.raises(ValidationError, match="nothing is staged"):
+        worker.commit("1")
+    assert ranks.hold(BASE)
+
+
+def test_the_first_way_back_needs_the_files_that_the_engine_was_started_from(ranks: Ranks) -> None:
+    ranks.engines[0].failing_loads = [1]
+    ranks.commit("1", ONE)
+    model_directory(ranks.path / "model", {name: array[:, :1] for name, array in BASE.items()})
+    answers = ranks.call("rollback")
+    assert ["have changed since it started" in each["error"] for each in answers] == [True, True]
+    assert [each["needs_restart"] for each in ranks.call("status")] == [True, True]
+
+
+def test_a_model_without_safetensors_files_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="is no directory with safetensors files"):
+        EngineWorker(NumpyEngine(BASE), str(tmp_path))
+
+
+def test_status_names_the_process_and_the_place(ranks: Ranks) -> None:
+    status = ranks.call("status", str(ranks.path))
+    assert status[0]["instance"] != status[1]["instance"]
+    assert {each["place"] for each in status} == {place_of_directory(str(ranks.path))} != {place_of_directory("/")}
+    assert {each["protocol"] for each in status} == {1}
+
+
+def digests(path: Path, version: str, arrays: dict[str, np.ndarray]) -> str:
+    """Digests of each tensor in two boxes."""
+    boxes = []
+    for name, array in arrays.items():
+        for start, stop in ((0, 3), (3, len(array))):
+            box = np.ascontiguousarray(array[start:stop, 1:])
+            boxes.append([name, [start, 1], list(box.shape), xxhash.xxh3_128_hexdigest(box)])
+    path.write_text(json.dumps({"version": version, "boxes": boxes}))
+    return str(path)
+
+
+@pytest.mark.parametrize("version", ["base", "1"])
+def test_digests_of_received_bytes_and_of_live_parameters(ranks: Ranks, version: str) -> None:
+    arrays = BASE
+    if version == "1":
+        arrays = ONE
+        ranks.commit("1", ONE)
+    path = digests(ranks.path / "digests", version, arrays)
+    for each in ranks.call("digests", path):
+        assert (each["compared"], each["different"], each["live_compared"], each["live_different"]) == (8, 0, 4, 0)
+    ranks.engines[1].model["head"] = ranks.engines[1].model["head"] + 1
+    path = digests(ranks.path / "digests", version, {**arrays, "embed": arrays["embed"] + 1})
+    for rank, each in enumerate(ranks.call("digests", path)):
+        assert (each["different"], each["different_names"]) == (1, ["embed"])
+        assert each["live_different_names"] == ["head"] * rank
+
+
+def test_digests_name_what_could_not_be_read(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    live = LiveComparison(1, [f"t{i}" for i in range(30)], {f"u{i}": "packed" for i in range(30)})
+    monkeypatch.setattr(ranks.engines[0], "compare", lambda tensors: live)
+    result = ranks.workers[0].digests(digests(ranks.path / "digests", "base", BASE))
+    assert (result["live_different"], len(result["live_different_names"])) == (30, 20)
+    assert (result["live_unreadable"], len(result["live_unreadable_names"])) == (30, 20)
+
+
+@pytest.mark.parametrize("box", [["head", [0], [8], "0"], ["head", [4, 0], [5, 6], "0"], ["x", [0, 0], [1, 1], "0"]])
+def test_digests_of_another_version_or_box_are_refused(ranks: Ranks, box: list) -> None:
+    path = ranks.path / "digests"
+    path.write_text(json.dumps({"version": "9", "boxes": []}))
+    with pytest.raises(ValidationError, match="the digests are of version 9; the worker holds version base"):
+        ranks.workers[0].digests(str(path))
+    path.write_text(json.dumps({"version": "base", "boxes": [box]}))
+    with pytest.raises(ValidationError, match=r"the version has no box of shape \["):
+        ranks.workers[0].digests(str(path))
+
+
+def test_an_answer_is_a_status_whatever_is_raised() -> None:
+    class Panic(BaseException):
+        """As a module in Rust raises."""
+
+    def fail(error: BaseException) -> dict:
+        raise error
+
+    assert answer(3, fail, [Panic("no")]) == {"ok": False, "rank": 3, "error": "Panic: no"}
+    assert answer(3, fail, [CheckpointError("no")])["error"] == "CheckpointError: no"
+    with pytest.raises(SystemExit):  # the engine ends this process
+        answer(3, fail, [SystemExit()])
